@@ -1,0 +1,140 @@
+"""Mainspring keeps long-running loops going, and lets them stop.
+
+Names are imported at first use, so that ``import mainspring`` stays quick.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from mainspring.errors import (
+        ConfigError as ConfigError,
+    )
+    from mainspring.errors import (
+        HandlerStalledError as HandlerStalledError,
+    )
+    from mainspring.errors import (
+        HandlerTimeoutError as HandlerTimeoutError,
+    )
+    from mainspring.errors import (
+        InvalidParameterError as InvalidParameterError,
+    )
+    from mainspring.errors import (
+        InvalidTransitionError as InvalidTransitionError,
+    )
+    from mainspring.errors import (
+        MailboxClosedError as MailboxClosedError,
+    )
+    from mainspring.errors import (
+        MailboxConnectionError as MailboxConnectionError,
+    )
+    from mainspring.errors import (
+        MailboxError as MailboxError,
+    )
+    from mainspring.errors import (
+        MailboxFullError as MailboxFullError,
+    )
+    from mainspring.errors import (
+        MainspringError as MainspringError,
+    )
+    from mainspring.errors import (
+        MessageSettledError as MessageSettledError,
+    )
+    from mainspring.errors import (
+        ReceiptHandleExpiredError as ReceiptHandleExpiredError,
+    )
+    from mainspring.errors import (
+        Reject as Reject,
+    )
+    from mainspring.errors import (
+        ReplyNotAvailableError as ReplyNotAvailableError,
+    )
+    from mainspring.errors import (
+        Retry as Retry,
+    )
+    from mainspring.errors import (
+        SerializationError as SerializationError,
+    )
+    from mainspring.errors import (
+        TaskExitError as TaskExitError,
+    )
+    from mainspring.events import Dispatcher as Dispatcher
+    from mainspring.group import LoopGroup as LoopGroup
+    from mainspring.heartbeat import Heartbeat as Heartbeat
+    from mainspring.loops.base import Runnable as Runnable
+    from mainspring.loops.context import Context as Context
+    from mainspring.loops.main import MainLoop as MainLoop
+    from mainspring.mailbox.base import (
+        Capabilities as Capabilities,
+    )
+    from mainspring.mailbox.base import (
+        Mailbox as Mailbox,
+    )
+    from mainspring.mailbox.memory import InMemoryMailbox as InMemoryMailbox
+    from mainspring.mailbox.message import (
+        DeadLetter as DeadLetter,
+    )
+    from mainspring.mailbox.message import (
+        Message as Message,
+    )
+    from mainspring.mailbox.open import open_mailbox as open_mailbox
+    from mainspring.policies import (
+        DeadLetterPolicy as DeadLetterPolicy,
+    )
+    from mainspring.policies import (
+        LeasePolicy as LeasePolicy,
+    )
+    from mainspring.policies import (
+        RestartPolicy as RestartPolicy,
+    )
+    from mainspring.policies import (
+        RetryPolicy as RetryPolicy,
+    )
+    from mainspring.report import ShutdownReport as ShutdownReport
+    from mainspring.scope import DaemonScope as DaemonScope
+    from mainspring.signals import ShutdownCoordinator as ShutdownCoordinator
+    from mainspring.watchdog import Watchdog as Watchdog
+
+_HOMES = {
+    "errors": (
+        "ConfigError", "HandlerStalledError", "HandlerTimeoutError", "InvalidParameterError", "InvalidTransitionError",
+        "MailboxClosedError", "MailboxConnectionError", "MailboxError", "MailboxFullError", "MainspringError",
+        "MessageSettledError", "ReceiptHandleExpiredError", "Reject", "ReplyNotAvailableError", "Retry",
+        "SerializationError", "TaskExitError",
+    ),
+    "events": ("Dispatcher",),
+    "group": ("LoopGroup",),
+    "heartbeat": ("Heartbeat",),
+    "loops.base": ("Runnable",),
+    "loops.context": ("Context",),
+    "loops.main": ("MainLoop",),
+    "mailbox.base": ("Capabilities", "Mailbox"),
+    "mailbox.memory": ("InMemoryMailbox",),
+    "mailbox.message": ("DeadLetter", "Message"),
+    "mailbox.open": ("open_mailbox",),
+    "policies": ("DeadLetterPolicy", "LeasePolicy", "RestartPolicy", "RetryPolicy"),
+    "report": ("ShutdownReport",),
+    "scope": ("DaemonScope",),
+    "signals": ("ShutdownCoordinator",),
+    "watchdog": ("Watchdog",),
+}  # fmt: skip
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted([*_HOME_OF, "__version__"])  # noqa: PLE0605 - derived, so that it cannot fall behind
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'mainspring' has no attribute {name!r}")
+    value = getattr(import_module(f"mainspring.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,136 @@
+"""The only module that reads a clock other than anyio's.
+
+Durations and deadlines come from ``anyio.current_time()``. What lives here is what outlasts one event loop: the date
+(``utc_now``), and the seconds since the machine booted (``boot_time``), by which processes on one machine agree on a
+lease. Under trio's ``MockClock`` all of them follow the virtual time, so that a test sees one time only.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from anyio.lowlevel import current_token
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+VIRTUAL_EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
+"""The date at the virtual clock's zero."""
+
+
+def virtual_clock() -> Any | None:
+    """The ``trio.testing.MockClock`` that drives the current run, or None where time is real."""
+    testing = sys.modules.get("trio.testing")
+    if testing is None:  # nobody can have made a MockClock
+        return None
+    import trio
+
+    try:
+        clock = trio.lowlevel.current_clock()
+    except RuntimeError:
+        return None
+    return clock if isinstance(clock, testing.MockClock) else None
+
+
+def utc_now() -> datetime:
+    """The wall clock as an aware UTC datetime; it can jump, so it stamps and never measures."""
+    clock = virtual_clock()
+    if clock is None:
+        return datetime.now(UTC)
+    return VIRTUAL_EPOCH + timedelta(seconds=clock.current_time())
+
+
+def monotonic() -> float:
+    """Seconds of the operating system's monotonic clock: callable from any thread, unaware of virtual time."""
+    return time.monotonic()
+
+
+def boot_time() -> float:
+    """Seconds since this machine booted, suspended time included (CLOCK_BOOTTIME): equal in all its processes."""
+    clock = virtual_clock()
+    if clock is None:
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return float(clock.current_time())
+
+
+def boot_clock() -> Callable[[], float]:
+    """A ``boot_time`` that may be called from another thread.
+
+    A virtual clock is only readable on its event loop and stands still while real work is out, so there the answer is
+    the instant at which this function was called.
+    """
+    clock = virtual_clock()
+    if clock is None:
+        return _real_boot_time
+    now = float(clock.current_time())
+    return lambda: now
+
+
+def _real_boot_time() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def boot_id() -> str:
+    """The kernel's random identity of this boot; a lease with another one belongs to a machine that has restarted."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def wall_clock() -> Callable[[], float]:
+    """A cheap reader of the wall clock in POSIX seconds, for the loop (and the run) it was made on."""
+    clock = virtual_clock()
+    if clock is None:
+        return time.time
+    epoch = VIRTUAL_EPOCH.timestamp()
+    return lambda: epoch + float(clock.current_time())
+
+
+def loop_clock() -> Callable[[], float]:
+    """``anyio.current_time`` of the running event loop, without looking the backend up on each call.
+
+    For paths where half a microsecond a message counts. Call the result only on the loop it was made on.
+    """
+    loop = current_token().native_token
+    return getattr(loop, "time", anyio.current_time)
+
+
+@contextmanager
+def real_work() -> Iterator[None]:
+    """Hold a virtual clock while something real (a thread, a process) is out, so that time does not jump past it.
+
+    Trio's ``MockClock`` moves on when every task is blocked, and a task that waits for a thread is. Outside a virtual
+    run this does nothing. Holds nest.
+    """
+    clock = virtual_clock()
+    if clock is None:
+        yield
+        return
+    holds = _holds(clock)
+    if not holds:
+        holds.append(clock.autojump_threshold)
+        clock.autojump_threshold = math.inf
+    else:
+        holds.append(holds[0])
+    try:
+        yield
+    finally:
+        threshold = holds.pop()
+        if not holds:
+            clock.autojump_threshold = threshold
+
+
+def _holds(clock: Any) -> list[float]:
+    """The thresholds saved by the holds that are out, kept on the clock itself: one clock, one list."""
+    holds: list[float] = clock.__dict__.setdefault("_mainspring_holds", [])
+    return holds
+
+
+def local_time(when: datetime) -> datetime:
+    """``when`` in the zone of this machine, for people to read."""
+    return when.astimezone()

@@ -1,0 +1,123 @@
+"""Every error Mainspring raises. Leaves say whose fault it is and whether trying again can help.
+
+``fault`` names the side that can mend it: ``"caller"`` (the code that made the call), ``"config"`` (settings or
+constructor values), ``"environment"`` (a server, a disk, a network), ``"handler"`` (the code that handled a message).
+``retryable`` is true where the same call can succeed later without anybody changing anything.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+Fault = Literal["caller", "config", "environment", "handler"]
+
+
+class MainspringError(Exception):
+    """Base of all errors of this package."""
+
+    fault: ClassVar[Fault] = "caller"
+    retryable: ClassVar[bool] = False
+
+
+class ConfigError(MainspringError):
+    """A setting, a constructor value or a combination of them cannot work. The message says what would."""
+
+    fault = "config"
+
+
+class InvalidParameterError(MainspringError, ValueError):
+    """A value given to a call is outside its limits. The message names the parameter, the value and the limits."""
+
+
+class InvalidTransitionError(MainspringError):
+    """A state machine was asked for a transition that its table does not hold."""
+
+
+class MailboxError(MainspringError):
+    """Base of what a mailbox raises."""
+
+
+class MailboxClosedError(MailboxError):
+    """The mailbox is closed (or was never opened) and takes no further calls."""
+
+
+class MailboxFullError(MailboxError):
+    """The mailbox holds as many messages as it may. Sending again succeeds once some are settled."""
+
+    fault = "environment"
+    retryable = True
+
+
+class MailboxConnectionError(MailboxError):
+    """The store behind the mailbox could not be reached, or refused to work just now; nothing is known to be lost."""
+
+    fault = "environment"
+    retryable = True
+
+
+class SerializationError(MailboxError, ValueError):
+    """A body does not fit the mailbox's type, or stored bytes do not. The message names the type and the field."""
+
+
+class ReceiptHandleExpiredError(MailboxError):
+    """The lease of this delivery has run out or another delivery holds the message; the call had no effect."""
+
+    fault = "handler"
+
+
+class MessageSettledError(MailboxError):
+    """The message was already acknowledged, returned or dead-lettered through this delivery."""
+
+
+class ReplyNotAvailableError(MailboxError):
+    """The sender asked for no reply (``reply_to`` is not set), or where it wants it cannot be reached by its name."""
+
+
+class HandlerStalledError(MainspringError):
+    """A handler gave no sign of life for ``watchdog_threshold`` seconds and was cancelled; ``where`` is its line."""
+
+    fault = "handler"
+    retryable = True
+
+    def __init__(self, message: str, *, where: str = "") -> None:
+        super().__init__(message)
+        self.where = where
+
+
+class HandlerTimeoutError(MainspringError, TimeoutError):
+    """A handler ran longer than its ``handler_timeout`` and was cancelled."""
+
+    fault = "handler"
+    retryable = True
+
+
+class TaskExitError(MainspringError):
+    """Code that runs under a scope raised ``SystemExit``, ``KeyboardInterrupt`` or another error that is no ``Exception``.
+
+    One task must not end the process behind the others' backs: in a handler it counts as a failed attempt, elsewhere as a
+    crash. To end a program from inside, call ``shutdown()`` of its group.
+    """
+
+    fault = "handler"
+    retryable = True
+
+
+class Retry(Exception):  # noqa: N818 - it is an instruction, not an error
+    """Raised by a handler: give the message back and try it again later.
+
+    ``delay`` is in seconds; ``None`` lets the retry policy choose. With ``charge=False`` the attempt is not counted
+    against ``DeadLetterPolicy.max_attempts`` (for "the other side is not ready", rather than "I failed").
+    """
+
+    def __init__(self, delay: float | None = None, charge: bool = True) -> None:
+        super().__init__(f"retry in {delay} s" if delay is not None else "retry")
+        self.delay = delay
+        self.charge = charge
+
+
+class Reject(Exception):  # noqa: N818 - it is an instruction, not an error
+    """Raised by a handler: the message can never succeed; dead-letter it now, with this reason."""
+
+    def __init__(self, reason: str = "rejected by the handler") -> None:
+        super().__init__(reason)
+        self.reason = reason

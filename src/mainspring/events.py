@@ -1,0 +1,236 @@
+"""What happened, as frozen dataclasses, and the ``Dispatcher`` that tells whoever subscribed.
+
+Logs, metrics, the dashboard and tests are subscribers; the engine only dispatches. Events carry names and figures, never
+live objects, so that a subscriber can keep them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mainspring.states import GroupState, ServiceState
+
+_log = logging.getLogger("mainspring")
+
+
+@dataclass(frozen=True, slots=True)
+class LoopStateChanged:
+    """A loop moved to another state; ``seconds`` is how long the old one lasted."""
+
+    loop: str
+    old: ServiceState
+    new: ServiceState
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoopCrashed:
+    """An exception came out of a loop itself (not out of a handler); ``restart_in`` is None where it stays down."""
+
+    loop: str
+    error: BaseException
+    restart_in: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class MessageStarted:
+    """A handler is about to run."""
+
+    loop: str
+    message_id: str
+    run_id: str
+    delivery_count: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFinished:
+    """A delivery ended. ``outcome``: acknowledged, retried, released, dead_lettered, lost (the lease ran out)."""
+
+    loop: str
+    message_id: str
+    run_id: str
+    outcome: str
+    seconds: float
+    attempt: int
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SettlementFailed:
+    """An outcome could not be written, and the message will come again when its lease ends."""
+
+    loop: str
+    message_id: str
+    outcome: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRenewalFailed:
+    """A renewal failed and is tried again while the lease is still trusted for ``trusted_for`` seconds."""
+
+    loop: str
+    message_id: str
+    error: str
+    trusted_for: float
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLost:
+    """The lease of a running handler is gone; the handler is cancelled so that no two workers run one message."""
+
+    loop: str
+    message_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveFailed:
+    """The mailbox could not be reached; the loop tries again in ``retry_in`` seconds and running handlers go on."""
+
+    loop: str
+    error: str
+    retry_in: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveRecovered:
+    """The mailbox answers again after ``failures`` failed receives."""
+
+    loop: str
+    failures: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandlerStalled:
+    """A message gave no beat for the watchdog threshold; its handler is cancelled."""
+
+    loop: str
+    message_id: str
+    age: float
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandlerStuck:
+    """A cancelled handler did not end within ``cancel_grace``; the process is about to be killed."""
+
+    loop: str
+    message_id: str
+    age: float
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShutdownRequested:
+    """A shutdown began; ``reason`` says why (a signal's name, "drain", "all loops ended", a crash …)."""
+
+    group: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStateChanged:
+    """A group moved on: start, running, each phase of its shutdown; ``seconds`` is how long the old one lasted."""
+
+    group: str
+    old: GroupState
+    new: GroupState
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStopped:
+    """A group's run is over; ``report`` is the text of its ShutdownReport."""
+
+    group: str
+    exit_status: int
+    report: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckChanged:
+    """A readiness check passes (``error`` is None) or fails, unlike before."""
+
+    group: str
+    check: str
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationWarning:
+    """Two timeouts of a group do not fit together; ``text`` says which and what would."""
+
+    group: str
+    text: str
+
+
+E = TypeVar("E")
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchResult:
+    """How one dispatch went: how many subscribers heard it, and the errors of those that raised."""
+
+    delivered: int = 0
+    errors: tuple[Exception, ...] = ()
+
+
+@dataclass(slots=True)
+class Dispatcher:
+    """An in-process event bus: plain callables by event type, told in the order in which they subscribed.
+
+    One event loop's own: nothing in it is locked. A subscriber that raises is logged (logger ``mainspring``), reported in
+    the result, and does not keep the others from hearing the event. A subscription to a class hears its subclasses.
+    """
+
+    _subscribers: list[tuple[type[Any], Callable[[Any], object]]] = field(default_factory=list)
+    _by_type: dict[type[Any], tuple[Callable[[Any], object], ...]] = field(default_factory=dict)
+
+    def subscribe(self, event_type: type[E], subscriber: Callable[[E], object]) -> Callable[[], None]:
+        """Call ``subscriber(event)`` for each event of ``event_type``. Returns a function that ends it (idempotent)."""
+        entry = (event_type, subscriber)
+        self._subscribers.append(entry)
+        self._by_type.clear()
+
+        def unsubscribe() -> None:
+            self._subscribers[:] = [other for other in self._subscribers if other is not entry]
+            self._by_type.clear()
+
+        return unsubscribe
+
+    def wants(self, event_type: type[Any]) -> bool:
+        """Whether anybody would hear such an event: lets a hot path skip building it."""
+        return bool(self._for(event_type))
+
+    def dispatch(self, event: object) -> DispatchResult:
+        """Tell every subscriber of this event's type, now and in this task; never raises what a subscriber raised."""
+        subscribers = self._for(type(event))
+        errors: list[Exception] = []
+        for subscriber in subscribers:
+            try:
+                subscriber(event)
+            except Exception as error:
+                _log.exception("a subscriber to %s raised", type(event).__name__)
+                errors.append(error)
+        return DispatchResult(len(subscribers) - len(errors), tuple(errors))
+
+    def _for(self, event_type: type[Any]) -> tuple[Callable[[Any], object], ...]:
+        found = self._by_type.get(event_type)
+        if found is None:
+            found = tuple(fn for wanted, fn in self._subscribers if issubclass(event_type, wanted))
+            self._by_type[event_type] = found
+        return found
+
+
+class Tally(defaultdict[str, int]):
+    """Counts by name, for the events a loop always keeps (its outcomes)."""
+
+    def __init__(self) -> None:
+        super().__init__(int)

@@ -1,0 +1,1 @@
+"""The health server: probes, status, metrics, drain and the dashboard."""

@@ -1,0 +1,1 @@
+"""Loops: the worker engine and what users run on it."""

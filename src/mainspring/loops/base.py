@@ -1,0 +1,32 @@
+"""``Runnable``: all that a group asks of a loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from mainspring.heartbeat import Heartbeat
+
+
+@runtime_checkable
+class Runnable(Protocol):
+    """A loop of any make that a LoopGroup can run, watch and stop.
+
+    ``run`` returns when the loop is done or was told to stop. It is passed those of the keywords ``max_iterations``,
+    ``visibility_timeout`` and ``wait_time_seconds`` that it accepts. ``shutdown`` asks it to stop, waits at most
+    ``timeout`` seconds, and says whether everything ended by itself; asked before ``run``, it is remembered for one run.
+    """
+
+    async def run(self, **keywords: Any) -> None:
+        """Run until done or told to stop."""
+
+    async def shutdown(self, *, timeout: float = 30.0) -> bool:
+        """Stop: no new work, let the work in hand end within ``timeout`` seconds, then cancel it."""
+
+    @property
+    def running(self) -> bool:
+        """Whether ``run`` is under way."""
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """Its sign of life."""

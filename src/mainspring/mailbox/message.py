@@ -1,0 +1,299 @@
+"""What passes between a mailbox and its users: envelopes in, deliveries out, and the settlements that end them."""
+
+from __future__ import annotations
+
+import traceback as tracebacks
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+
+from mainspring.errors import (
+    InvalidParameterError,
+    MessageSettledError,
+    ReplyNotAvailableError,
+    SerializationError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mainspring.mailbox.base import Mailbox
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+NO_HEADERS: Mapping[str, str] = {}
+
+
+@dataclass(slots=True)
+class Envelope:
+    """A message on its way into a store. ``body`` is JSON bytes, or the object itself where nothing is serialised."""
+
+    message_id: str
+    body: Any
+    delay: float = 0.0
+    reply_to: str | None = None
+    dedup_key: str | None = None
+    priority: int = 0
+    headers: Mapping[str, str] = field(default_factory=dict)
+    expires_in: float | None = None
+
+
+@dataclass(slots=True)
+class Delivery:
+    """One claim of a message by one receiver, as a backend reports it. Times are POSIX seconds.
+
+    ``receipt_handle`` is the fencing token: new at each delivery, and the only key to settle, extend or checkpoint it.
+    """
+
+    message_id: str
+    body: Any
+    receipt_handle: str
+    delivery_count: int
+    attempt: int
+    enqueued_at: float
+    first_received_at: float
+    reply_to: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    checkpoint: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """Done. ``reply``, where there is one, leaves in the same step, to the mailbox named by ``reply.reply_to``."""
+
+    reply: Envelope | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """Give back: invisible for ``delay`` seconds, then pending. ``front`` puts it before all that wait."""
+
+    delay: float = 0.0
+    charge: bool = True
+    front: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """Give up: to the dead letters, with why."""
+
+    error: str
+    error_type: str
+    traceback: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException | str) -> Dead:
+        """Describe an exception (with its traceback) or a plain reason."""
+        if isinstance(error, str):
+            return cls(error, "Reject")
+        text = "".join(tracebacks.format_exception(error))
+        return cls(str(error) or type(error).__name__, type(error).__qualname__, text)
+
+
+Settlement: TypeAlias = Ack | Return | Dead
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A message that was given up, and why.
+
+    ``body`` is the decoded body, or None where it could not be decoded; ``raw`` is what the store held (JSON bytes, or
+    the object of a mailbox that does not serialise). ``request_id`` equals the id of the message it was.
+    """
+
+    message_id: str
+    body: Any
+    raw: Any
+    mailbox: str
+    delivery_count: int
+    attempt: int
+    error: str
+    error_type: str
+    traceback: str
+    enqueued_at: datetime
+    first_received_at: datetime | None
+    dead_lettered_at: datetime
+    request_id: str
+    reply_to: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Where the messages of a mailbox are. Each message is in exactly one part.
+
+    ``settled`` counts, since the store was made, those acknowledged and those purged; the others are present numbers.
+    """
+
+    delayed: int = 0
+    pending: int = 0
+    in_flight: int = 0
+    settled: int = 0
+    dead: int = 0
+
+    @property
+    def waiting(self) -> int:
+        """All that is still to be done: delayed, pending and in flight."""
+        return self.delayed + self.pending + self.in_flight
+
+
+class Message(Generic[T, R]):
+    """One delivery of a message: its body, its counts, and the calls that end it.
+
+    Exactly one of :meth:`acknowledge`, :meth:`nack`, :meth:`release`, :meth:`dead_letter` and :meth:`reply` ends a delivery;
+    a second one raises :class:`MessageSettledError` (only an ``acknowledge`` after a ``reply``, which has acknowledged
+    already, does nothing). Once the lease has run out, each of them, and :meth:`extend_visibility`, raises
+    :class:`ReceiptHandleExpiredError` and has no effect. A call that fails with :class:`MailboxConnectionError` leaves the
+    delivery unsettled and may be tried again. A call that is cancelled may or may not have taken effect.
+    """
+
+    __slots__ = ("_body", "_decode_error", "_delivery", "_mailbox", "_replied", "_settled")
+
+    def __init__(
+        self,
+        mailbox: Mailbox[T, R],
+        delivery: Delivery,
+        body: Any,
+        decode_error: SerializationError | None = None,
+    ) -> None:
+        self._mailbox = mailbox
+        self._delivery = delivery
+        self._body = body
+        self._decode_error = decode_error
+        self._settled = False
+        self._replied = False
+
+    def __repr__(self) -> str:
+        d = self._delivery
+        state = " settled" if self._settled else ""
+        return (
+            f"<Message {d.message_id} of {self._mailbox.name!r} delivery {d.delivery_count} attempt {d.attempt}{state}>"
+        )
+
+    @property
+    def id(self) -> str:
+        """The id that ``send`` returned; the same for all deliveries."""
+        return self._delivery.message_id
+
+    @property
+    def body(self) -> T:
+        """The decoded body. Raises :class:`SerializationError` where the stored JSON does not fit the mailbox's type.
+
+        That is a failed attempt like any other: during a rolling deploy another worker may understand the message.
+        """
+        if self._decode_error is not None:
+            raise self._decode_error
+        return self._body  # type: ignore[no-any-return]
+
+    @property
+    def receipt_handle(self) -> str:
+        """The fencing token of this delivery."""
+        return self._delivery.receipt_handle
+
+    @property
+    def delivery_count(self) -> int:
+        """Which delivery this is, from 1; every delivery counts."""
+        return self._delivery.delivery_count
+
+    @property
+    def attempt(self) -> int:
+        """Which charged attempt this is, from 1; releases and uncharged returns do not count."""
+        return self._delivery.attempt
+
+    @property
+    def enqueued_at(self) -> datetime:
+        """When it was sent (UTC)."""
+        return datetime.fromtimestamp(self._delivery.enqueued_at, UTC)
+
+    @property
+    def first_received_at(self) -> datetime:
+        """When it was first delivered to anybody (UTC)."""
+        return datetime.fromtimestamp(self._delivery.first_received_at, UTC)
+
+    @property
+    def reply_to(self) -> str | None:
+        """The mailbox that wants the result: a name on the same store, or a mailbox URL."""
+        return self._delivery.reply_to
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The sender's headers."""
+        return self._delivery.headers
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether this delivery was ended through this object."""
+        return self._settled
+
+    @property
+    def checkpoint(self) -> bytes | None:
+        """The JSON last written by :meth:`save_checkpoint` in any earlier delivery, or None."""
+        return self._delivery.checkpoint
+
+    async def acknowledge(self) -> None:
+        """The message is done; it leaves the mailbox."""
+        if self._replied:
+            return
+        await self.settle(_ACK)
+
+    async def nack(self, *, delay: float = 0, charge: bool = True) -> None:
+        """Give it back to be tried again after ``delay`` seconds (0 to 366 days), at the tail of the queue.
+
+        ``charge=False`` does not count the attempt.
+        """
+        if not 0 <= delay <= MAX_DELAY:
+            raise InvalidParameterError(f"nack: delay must be 0 to {MAX_DELAY:.0f} seconds, not {delay!r}")
+        await self.settle(Return(float(delay), charge))
+
+    async def release(self) -> None:
+        """Hand it back as if it had not been delivered: to the front of the queue, and not charged."""
+        await self.settle(_RELEASE)
+
+    async def dead_letter(self, error: BaseException | str) -> None:
+        """Give it up: it moves to the mailbox's dead letters with ``error`` and, of an exception, its traceback."""
+        await self.settle(Dead.of(error))
+
+    async def reply(self, body: R) -> None:
+        """Send the result to ``reply_to`` and acknowledge the message, in one step where both are on one store.
+
+        The reply's ``headers["request_id"]`` is this message's id. Raises :class:`ReplyNotAvailableError` where the sender
+        asked for none, and :class:`SerializationError` for a body that is not of the mailbox's reply type; both leave the
+        message unsettled.
+        """
+        if self._delivery.reply_to is None:
+            raise ReplyNotAvailableError(f"message {self.id}: its sender set no reply_to; acknowledge it instead")
+        await self.settle(Ack(self._mailbox.reply_envelope(self._delivery, body)))
+        self._replied = True
+
+    async def extend_visibility(self, timeout: float) -> None:
+        """Let the lease last at least ``timeout`` seconds (0 to 43 200) from now; it is never shortened."""
+        self._check_unsettled()
+        await self._mailbox.extend(self._delivery, timeout)
+
+    async def save_checkpoint(self, state: bytes) -> None:
+        """Keep ``state`` (JSON) with the message, for its next delivery; replaces the one before."""
+        self._check_unsettled()
+        await self._mailbox.save_checkpoint(self._delivery, state)
+        self._delivery.checkpoint = state
+
+    async def settle(self, settlement: Settlement) -> None:
+        """End this delivery as ``settlement`` says: the step the named calls above come down to."""
+        self._check_unsettled()
+        self._settled = True
+        try:
+            await self._mailbox.settle(self._delivery, settlement)
+        except Exception:
+            self._settled = False
+            raise
+
+    def _check_unsettled(self) -> None:
+        if self._settled:
+            raise MessageSettledError(f"message {self.id}: this delivery is already settled")
+
+
+MAX_DELAY = 366 * 86_400.0
+"""The longest delay, in seconds."""
+
+_ACK = Ack()
+_RELEASE = Return(charge=False, front=True)

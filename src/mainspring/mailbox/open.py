@@ -1,0 +1,54 @@
+"""``open_mailbox``: from a URL to an unopened mailbox of the right backend."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from mainspring.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mainspring.mailbox.base import Mailbox
+
+_BACKENDS = {
+    "memory": ("mainspring.mailbox.memory", "InMemoryMailbox", None),
+    "sqlite": ("mainspring.mailbox.sqlite", "SQLiteMailbox", None),
+}
+
+
+def open_mailbox(url: str, *, body: Any = None, reply: Any = None, **options: Any) -> Mailbox[Any, Any]:
+    """A mailbox for ``url``, unopened: enter it with ``async with``, or give it to a loop whose group opens it.
+
+    ``memory://jobs``: a queue of this process and event loop. ``sqlite:///relative.db?name=jobs`` and
+    ``sqlite:////absolute/path.db?name=jobs``: a durable queue that the processes of one machine share.
+
+    :param body: the type of the bodies; else the handler's annotation gives it, else anything that JSON can say.
+    :param reply: the type of the replies.
+    :param options: the backend's own options; each can also stand in the URL's query.
+    :raises ConfigError: an unknown scheme, a missing extra, a bad or unknown option.
+    """
+    try:
+        parts = urlsplit(url)
+        query = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{url!r} is no mailbox URL: {error}") from None
+    if parts.scheme not in _BACKENDS:
+        known = ", ".join(f"{scheme}://" for scheme in _BACKENDS)
+        raise ConfigError(f"{url!r}: no mailbox backend has the scheme {parts.scheme + '://'!r}; there are {known}")
+    module, name, extra = _BACKENDS[parts.scheme]
+    try:
+        backend = getattr(import_module(module), name)
+    except ImportError as error:
+        if extra is None:
+            raise
+        raise ConfigError(f"{parts.scheme}:// needs an extra: pip install 'mainspring[{extra}]' ({error})") from error
+    merged: dict[str, Any] = dict(query)
+    for key, value in options.items():
+        if key in merged:
+            raise ConfigError(f"{url!r}: the option {key!r} stands in the URL and in the call; leave one out")
+        merged[key] = value
+    mailbox: Mailbox[Any, Any] = backend.from_url(
+        url, host=unquote(parts.netloc), path=unquote(parts.path), options=merged, body=body, reply=reply
+    )
+    return mailbox

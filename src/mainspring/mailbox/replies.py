@@ -1,0 +1,50 @@
+"""Replies to a mailbox on another store: send, then acknowledge; the requester drops what comes twice."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from mainspring.errors import ConfigError, MailboxError, ReplyNotAvailableError
+from mainspring.mailbox.message import Envelope
+from mainspring.mailbox.open import open_mailbox
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskStatus
+
+    from mainspring.mailbox.base import Mailbox
+    from mainspring.scope import DaemonScope
+
+
+class ReplyRouter:
+    """Keeps the mailboxes that replies go to, other than on the own store, open as long as its scope is."""
+
+    def __init__(self, scope: DaemonScope) -> None:
+        self._scope = scope
+        self._open: dict[str, Mailbox[Any, Any]] = {}
+        self._lock = anyio.Lock()
+
+    async def send(self, url: str, reply: Envelope) -> None:
+        """Send ``reply`` to the mailbox at ``url``, deduplicated there while an earlier copy is unfinished.
+
+        Raises :class:`ReplyNotAvailableError` where the URL cannot be opened: no later try would fare better.
+        """
+        async with self._lock:
+            mailbox = self._open.get(url)
+            if mailbox is None:
+                try:
+                    mailbox = await self._scope.start(self._keep, url, name=f"replies to {url}")
+                except ConfigError as error:
+                    raise ReplyNotAvailableError(f"the reply cannot be sent to {url!r}: {error}") from error
+                self._open[url] = mailbox
+        await mailbox.send_encoded(reply)
+
+    async def _keep(self, url: str, *, task_status: TaskStatus[Mailbox[Any, Any]]) -> None:
+        try:
+            async with open_mailbox(url) as mailbox:
+                task_status.started(mailbox)
+                await anyio.sleep_forever()
+        except MailboxError:
+            if self._open.pop(url, None) is None:
+                raise  # it never opened: the one who waits for the start hears of it

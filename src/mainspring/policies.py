@@ -1,0 +1,165 @@
+"""Retry, restart, lease and dead-letter policies: values and pure decisions, no clock and no I/O."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from mainspring.errors import ConfigError
+
+if TYPE_CHECKING:
+    from random import Random
+
+Jitter = Literal["full", "none"]
+_JITTERS: tuple[Jitter, ...] = ("full", "none")
+_MAX_EXPONENT = 64  # past this, any factor above 1 has reached max_delay; keeps the power finite
+
+
+def backoff(attempt: int, *, initial: float, maximum: float, factor: float, jitter: Jitter, rng: Random) -> float:
+    """Seconds to wait before try ``attempt + 1``, ``attempt`` counting from 1: exponential, capped, jittered.
+
+    Full jitter draws evenly between zero and the exponential bound, which spreads a crowd of clients best:
+    https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/
+    """
+    bound = min(maximum, initial * factor ** min(max(attempt, 1) - 1, _MAX_EXPONENT))
+    return rng.uniform(0.0, bound) if jitter == "full" else bound
+
+
+def _check_backoff(name: str, initial: float, maximum: float, factor: float, jitter: Jitter) -> None:
+    if not 0 <= initial < math.inf:
+        raise ConfigError(f"{name}: initial_delay must be 0 or more seconds, not {initial!r}")
+    if not initial <= maximum < math.inf:
+        raise ConfigError(f"{name}: max_delay must be at least initial_delay ({initial} s), not {maximum!r}")
+    if not 1 <= factor < math.inf:
+        raise ConfigError(f"{name}: the factor must be 1 or more, not {factor!r}")
+    if jitter not in _JITTERS:
+        raise ConfigError(f"{name}: jitter must be one of {', '.join(_JITTERS)}, not {jitter!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How long a failed message waits before it is tried again. Delays are in seconds.
+
+    The defaults (1 s doubling to 5 min, full jitter) suit calls to other services: quick for a blip, gentle for an
+    outage. How often it is tried at all is :class:`DeadLetterPolicy`'s to say.
+    """
+
+    initial_delay: float = 1.0
+    max_delay: float = 300.0
+    factor: float = 2.0
+    jitter: Jitter = "full"
+
+    def __post_init__(self) -> None:
+        _check_backoff("RetryPolicy", self.initial_delay, self.max_delay, self.factor, self.jitter)
+
+    def delay(self, attempt: int, rng: Random) -> float:
+        """Seconds until the next try after charged attempt number ``attempt`` (from 1) has failed."""
+        return backoff(
+            attempt,
+            initial=self.initial_delay,
+            maximum=self.max_delay,
+            factor=self.factor,
+            jitter=self.jitter,
+            rng=rng,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetterPolicy:
+    """When a message is given up: after ``max_attempts`` charged handler runs, or by the kind of error.
+
+    ``include``: exception types (subclasses count) that dead-letter at once. ``exclude``: types that are retried for
+    ever. Where an error matches both, ``include`` wins: it is the narrower promise to an operator.
+    """
+
+    max_attempts: int = 5
+    include: tuple[type[BaseException], ...] = ()
+    exclude: tuple[type[BaseException], ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_attempts, bool) or not isinstance(self.max_attempts, int) or self.max_attempts < 1:
+            raise ConfigError(
+                f"DeadLetterPolicy: max_attempts must be a whole number from 1, not {self.max_attempts!r}"
+            )
+        for name in ("include", "exclude"):
+            kinds = getattr(self, name)
+            if isinstance(kinds, type):
+                kinds = (kinds,)
+            kinds = tuple(kinds)
+            if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
+                raise ConfigError(f"DeadLetterPolicy: {name} takes exception types, not {kinds!r}")
+            object.__setattr__(self, name, kinds)
+
+    def is_dead(self, attempt: int, error: BaseException) -> bool:
+        """Whether ``error`` in charged attempt number ``attempt`` (from 1) is the end of the message."""
+        if isinstance(error, self.include):
+            return True
+        if isinstance(error, self.exclude):
+            return False
+        return attempt >= self.max_attempts
+
+
+Renewal = Literal["while-running", "on-beat", "never"]
+_RENEWALS: tuple[Renewal, ...] = ("while-running", "on-beat", "never")
+
+
+@dataclass(frozen=True, slots=True)
+class LeasePolicy:
+    """How the lease of a message is kept while its handler runs.
+
+    ``"while-running"`` renews until settlement; ``"on-beat"`` renews only where the handler has given a beat since the
+    last renewal, so that a stuck handler loses its message to another worker; ``"never"`` leaves one visibility timeout.
+    A renewal is due when ``fraction`` of the lease has passed: a third leaves room for two failed tries.
+    """
+
+    renew: Renewal = "while-running"
+    fraction: float = 1 / 3
+
+    def __post_init__(self) -> None:
+        if self.renew not in _RENEWALS:
+            raise ConfigError(f"LeasePolicy: renew must be one of {', '.join(_RENEWALS)}, not {self.renew!r}")
+        if not 0 < self.fraction <= 0.8:
+            raise ConfigError(f"LeasePolicy: fraction must be above 0 and at most 0.8, not {self.fraction!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """Whether and when a crashed loop or service is started again. Delays are in seconds.
+
+    After ``max_retries`` restarts in a row it stays down. A run that lasted ``reset_interval`` clears the count: it was
+    well, and its end is a new trouble.
+    """
+
+    max_retries: int = 5
+    initial_delay: float = 1.0
+    max_delay: float = 60.0
+    backoff_factor: float = 2.0
+    reset_interval: float = 300.0
+    jitter: Jitter = "full"
+
+    def __post_init__(self) -> None:
+        _check_backoff("RestartPolicy", self.initial_delay, self.max_delay, self.backoff_factor, self.jitter)
+        if isinstance(self.max_retries, bool) or not isinstance(self.max_retries, int) or self.max_retries < 0:
+            raise ConfigError(f"RestartPolicy: max_retries must be a whole number from 0, not {self.max_retries!r}")
+        if not 0 <= self.reset_interval < math.inf:
+            raise ConfigError(f"RestartPolicy: reset_interval must be 0 or more seconds, not {self.reset_interval!r}")
+
+    def next_restart(self, restarts: int, ran_for: float, rng: Random) -> tuple[int, float | None]:
+        """After a crash: the new count of restarts in a row and the seconds to wait, or None where it stays down.
+
+        ``restarts`` is the count so far, ``ran_for`` how many seconds the run that crashed had lasted.
+        """
+        if ran_for >= self.reset_interval:
+            restarts = 0
+        if restarts >= self.max_retries:
+            return restarts, None
+        delay = backoff(
+            restarts + 1,
+            initial=self.initial_delay,
+            maximum=self.max_delay,
+            factor=self.backoff_factor,
+            jitter=self.jitter,
+            rng=rng,
+        )
+        return restarts + 1, delay

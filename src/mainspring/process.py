@@ -1,0 +1,102 @@
+"""The one registry of what there is one of per process by nature, and hence the only module-level mutable state.
+
+The signal receiver, the names of ``memory://`` mailboxes and the open store files: each is claimed here by an owner and
+given back. A fork takes none of them along.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakValueDictionary
+
+from anyio.lowlevel import current_token
+
+from mainspring.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+V = TypeVar("V")
+
+
+class _Registry:
+    """What this process has claimed. One instance, renewed in a forked child."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.owners: dict[str, str] = {}
+        self.shared: WeakValueDictionary[tuple[str, str], Any] = WeakValueDictionary()
+        self.current: dict[str, Any] = {}
+
+
+_registry = _Registry()
+
+
+def _after_fork() -> None:
+    global _registry
+    _registry = _Registry()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def async_library() -> str:
+    """``"asyncio"`` or ``"trio"``: what the running event loop is."""
+    return "trio" if type(current_token().native_token).__module__.partition(".")[0] == "trio" else "asyncio"
+
+
+def event_loop() -> object:
+    """The identity of the running event loop, to tell one from another."""
+    return current_token().native_token
+
+
+def in_main_thread() -> bool:
+    """Whether this is the thread that Python runs signal handlers in."""
+    return threading.current_thread() is threading.main_thread()
+
+
+def claim(what: str, owner: str) -> None:
+    """Take the one ``what`` of this process; raises :class:`ConfigError`, naming the holder, where it is taken."""
+    with _registry.lock:
+        holder = _registry.owners.get(what)
+        if holder is not None:
+            raise ConfigError(f"{owner} cannot have the process's {what}: {holder} has it; give it to one of them only")
+        _registry.owners[what] = owner
+
+
+def disclaim(what: str) -> None:
+    """Give ``what`` back (idempotent)."""
+    with _registry.lock:
+        _registry.owners.pop(what, None)
+
+
+def shared(kind: str, name: str, make: Callable[[], V]) -> V:
+    """The process's one object of that kind and name, made by ``make`` where there is none; it lives while it is used."""
+    with _registry.lock:
+        found: V | None = _registry.shared.get((kind, name))
+        if found is None:
+            found = make()
+            _registry.shared[kind, name] = found
+        return found
+
+
+def current(kind: str) -> Any | None:
+    """The process's current object of that kind, or None."""
+    return _registry.current.get(kind)
+
+
+def set_current(kind: str, value: Any | None) -> None:
+    """Make ``value`` the process's current object of that kind; None removes it."""
+    with _registry.lock:
+        if value is None:
+            _registry.current.pop(kind, None)
+        else:
+            _registry.current[kind] = value
+
+
+def program_name() -> str:
+    """How this process was called, for messages."""
+    return os.path.basename(sys.argv[0] or "python")

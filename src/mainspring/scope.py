@@ -1,0 +1,213 @@
+"""``DaemonScope``: the anyio task group that owns long-running tasks, with names, ordered stop and a report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+import anyio
+
+from mainspring.errors import TaskExitError
+from mainspring.process import async_library
+from mainspring.report import Ending, PartReport
+from mainspring.stacks import where
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from types import TracebackType
+
+    from anyio.abc import TaskGroup, TaskStatus
+
+
+class Daemon:
+    """One task of a scope. ``stop`` (where given) asks it politely to end; else stopping it means cancelling it."""
+
+    def __init__(self, name: str, stop: Callable[[], object] | None) -> None:
+        self.name = name
+        self._stop = stop
+        self._scope = anyio.CancelScope()
+        self._done = anyio.Event()
+        self._coroutine: Any = None
+        self.error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        return f"<Daemon {self.name!r} {'done' if self.done else 'running'}>"
+
+    @property
+    def done(self) -> bool:
+        """Whether its task has ended."""
+        return self._done.is_set()
+
+    @property
+    def where(self) -> str:
+        """The line it waits on."""
+        return where(self._coroutine)
+
+    def cancel(self) -> None:
+        """Cancel its task."""
+        self._scope.cancel()
+
+    async def wait(self) -> None:
+        """Wait until its task has ended."""
+        await self._done.wait()
+
+    async def _run(self, fn: Callable[..., Awaitable[Any]], args: tuple[Any, ...], **keywords: Any) -> None:
+        self._coroutine = _current_coroutine()
+        try:
+            with self._scope:
+                await fn(*args, **keywords)
+        except (SystemExit, KeyboardInterrupt) as error:
+            self.error = TaskExitError(f"{self.name} raised {error!r}; to end the program, call its group's shutdown()")
+            raise self.error from error
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            self._coroutine = None
+            self._done.set()
+
+    async def stop(self, deadline: float, grace: float) -> PartReport:
+        """Ask it to stop, wait until ``deadline`` (anyio's clock), then cancel it and wait ``grace`` seconds more."""
+        began = anyio.current_time()
+        at: tuple[str, ...] = ()
+        ending = Ending.FINISHED
+        if not self.done and self._stop is not None:
+            self._stop()
+            with anyio.move_on_after(max(0.0, deadline - began)):
+                await self.wait()
+        if not self.done:
+            if self._stop is not None:
+                ending, at = Ending.CANCELLED, tuple(filter(None, (self.where,)))
+            self.cancel()
+            with anyio.move_on_after(grace):
+                await self.wait()
+        if not self.done:
+            ending, at = Ending.STUCK, tuple(filter(None, (self.where,)))
+        elif self.error is not None and isinstance(self.error, Exception):
+            ending = Ending.CRASHED
+        return PartReport(self.name, ending, anyio.current_time() - began, at)
+
+
+class DaemonScope:
+    """A task group for tasks that run as long as the program does.
+
+    ``async with DaemonScope("name") as scope`` opens it. Leaving the block stops the tasks in the reverse order of their
+    start: each is asked to stop (its ``stop`` callable, at most ``timeout`` seconds), else cancelled (at most ``grace``
+    seconds to clean up). A task that raises cancels the others, as in any task group; a lone error comes out by itself,
+    not wrapped in a group. Cancelling the scope from outside cancels every task.
+    """
+
+    def __init__(self, name: str = "scope", *, timeout: float = 10.0, grace: float = 5.0) -> None:
+        self.name = name
+        self.timeout = timeout
+        self.grace = grace
+        self.reports: list[PartReport] = []
+        self._daemons: list[Daemon] = []
+        self._group: TaskGroup | None = None
+
+    def __repr__(self) -> str:
+        running = [daemon.name for daemon in self._daemons if not daemon.done]
+        return f"<DaemonScope {self.name!r} running {running}>"
+
+    @property
+    def daemons(self) -> tuple[Daemon, ...]:
+        """Its tasks, in the order of their start, ended ones included."""
+        return tuple(self._daemons)
+
+    async def __aenter__(self) -> Self:
+        self._daemons.clear()
+        self._group = anyio.create_task_group()
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        group = self._entered()
+        try:
+            if error is None:
+                try:
+                    await self.stop(timeout=self.timeout)
+                except BaseException as stopping:
+                    return await group.__aexit__(type(stopping), stopping, stopping.__traceback__)
+            return await group.__aexit__(kind, error, trace)
+        except BaseExceptionGroup as errors:
+            lone = lone_error(errors)
+            if lone is errors or lone is error:
+                raise
+            raise lone from lone.__cause__
+        finally:
+            self._group = None
+
+    def start_soon(
+        self,
+        fn: Callable[..., Awaitable[Any]],
+        *args: Any,
+        name: str | None = None,
+        stop: Callable[[], object] | None = None,
+    ) -> Daemon:
+        """Start ``fn(*args)`` as a task of this scope. ``stop`` is called to ask it to end by itself."""
+        daemon = self._add(fn, name, stop)
+        self._entered().start_soon(daemon._run, fn, args, name=daemon.name)  # noqa: SLF001 - one module
+        return daemon
+
+    async def start(
+        self,
+        fn: Callable[..., Awaitable[Any]],
+        *args: Any,
+        name: str | None = None,
+        stop: Callable[[], object] | None = None,
+    ) -> Any:
+        """Start ``fn(*args, task_status=…)`` and wait until it calls ``task_status.started(value)``; that value."""
+        daemon = self._add(fn, name, stop)
+
+        async def run(*, task_status: TaskStatus[Any]) -> None:
+            await daemon._run(fn, args, task_status=task_status)  # noqa: SLF001 - one module
+
+        return await self._entered().start(run, name=daemon.name)
+
+    async def stop(self, *, timeout: float | None = None) -> list[PartReport]:
+        """Stop the tasks in the reverse order of their start; how each ended (also kept in ``reports``)."""
+        seconds = self.timeout if timeout is None else timeout
+        deadline = anyio.current_time() + seconds
+        reports = []
+        for daemon in reversed(self._daemons):
+            if not daemon.done:
+                reports.append(await daemon.stop(deadline, self.grace))
+        self.reports.extend(reports)
+        return reports
+
+    def cancel(self) -> None:
+        """Cancel every task of the scope at once."""
+        if self._group is not None:
+            self._group.cancel_scope.cancel()
+
+    def _add(self, fn: Callable[..., Awaitable[Any]], name: str | None, stop: Callable[[], object] | None) -> Daemon:
+        self._entered()
+        label = name or getattr(fn, "__qualname__", None) or repr(fn)
+        self._daemons[:] = [old for old in self._daemons if not old.done]
+        daemon = Daemon(label, stop)
+        self._daemons.append(daemon)
+        return daemon
+
+    def _entered(self) -> TaskGroup:
+        if self._group is None:
+            raise RuntimeError(f"DaemonScope {self.name!r} is not open; use `async with`")
+        return self._group
+
+
+def lone_error(error: BaseException) -> BaseException:
+    """The one error inside nested groups of one, or ``error`` itself where there are several."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
+def _current_coroutine() -> Any:
+    if async_library() == "trio":
+        import trio
+
+        return trio.lowlevel.current_task().coro
+    import asyncio
+
+    task = asyncio.current_task()
+    return task.get_coro() if task is not None else None
