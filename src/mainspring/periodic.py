@@ -51,7 +51,8 @@ class Periodic:
         if self._due <= anyio.current_time():
             await anyio.lowlevel.checkpoint()
             return
-        with anyio.CancelScope(deadline=self._due) as self._sleep:
+        self._sleep = anyio.CancelScope(deadline=self._due)
+        with self._sleep:
             try:
                 await anyio.sleep_forever()
             finally:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from mainspring.errors import ConfigError, MailboxError, ReplyNotAvailableError
-from mainspring.mailbox.message import Envelope
 from mainspring.mailbox.open import open_mailbox
 
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
 
     from mainspring.mailbox.base import Mailbox
+    from mainspring.mailbox.message import Envelope
     from mainspring.scope import DaemonScope
 
 
