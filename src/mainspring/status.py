@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from mainspring.states import GroupState, ServiceState
 
 
@@ -44,3 +44,38 @@ class GroupStatus:
     pid: int
     loops: tuple[LoopStatus, ...] = ()
     checks: Mapping[str, str | None] = field(default_factory=dict)
+    state_seconds: float = 0.0
+    """How long the present state has lasted."""
+    shutdown_reason: str | None = None
+    """Why a shutdown was requested (a signal's name, "drain" …); None before one is."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that each ended phase of the shutdown took, by the phase's name (a ``GroupState``)."""
+    watchdog_threshold: float | None = None
+    """Seconds without a beat after which a message counts as stalled; ages are judged against it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MailboxStatus:
+    """Where a mailbox's messages are, by part (delayed, pending, in_flight, settled, dead).
+
+    ``counts`` is None where the mailbox did not answer in time; ``error`` then says why.
+    """
+
+    name: str
+    counts: Mapping[str, int] | None
+    error: str | None = None
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON holds it: dataclasses as objects, seconds to the millisecond, what is not finite as null."""
+    if is_dataclass(value):
+        return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return round(value, 3) if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    return str(value)

@@ -1,0 +1,228 @@
+"""The Starlette app of a group: probes, status, metrics, drain and the dashboard."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+from email.utils import format_datetime
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
+
+from starlette.applications import Starlette
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+import mainspring
+from mainspring import clock
+from mainspring.http.dashboard import page as dashboard_page
+from mainspring.http.depths import DepthReader
+from mainspring.status import plain
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.requests import Request
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from mainspring.http.depths import Countable
+    from mainspring.http.metrics import GroupMetrics
+    from mainspring.status import GroupStatus
+
+ADMIN_TOKEN = "MAINSPRING_ADMIN_TOKEN"  # noqa: S105 - the name of a variable
+_MAX_REASON = 500
+
+
+class Source(Protocol):
+    """What the app shows and acts on: a LoopGroup, or any object with these calls. All are called on its event loop."""
+
+    def status(self) -> GroupStatus:
+        """The present picture."""
+
+    def request_drain(self, reason: str) -> None:
+        """Ask for a drain: no new work, finish, end. Returns at once; asking again changes nothing."""
+
+    def mailboxes(self) -> Sequence[Countable]:
+        """The mailboxes whose depth is of interest."""
+
+
+def health_app(
+    source: Source,
+    *,
+    metrics: GroupMetrics | None = None,
+    admin_token: str | None = None,
+    loopback: bool = True,
+) -> Starlette:
+    """The app that answers for ``source``: stand-alone on a listener of its own, or mounted in another app.
+
+    :param metrics: what ``/metrics`` renders; without it that route answers 404.
+    :param admin_token: the bearer token that acts (``POST /drain``) need; None reads ``MAINSPRING_ADMIN_TOKEN``. Without a
+        token, acts are refused unless ``loopback``.
+    :param loopback: whether only this machine can reach the listener (a loopback address, a Unix socket); acts then need no
+        token. Say False when you mount the app in one that others can reach.
+
+    Probes, status and metrics are open to whoever can connect: they name loops, mailboxes and the errors of checks.
+    """
+    token = os.environ.get(ADMIN_TOKEN, "") if admin_token is None else admin_token
+    views = _Views(source, metrics, token, loopback)
+    routes = [
+        Route("/health/live", views.live),
+        Route("/health/ready", views.ready),
+        Route("/health/startup", views.startup),
+        Route("/metrics", views.metrics),
+        Route("/status", views.status),
+        Route("/drain", views.drain, methods=["POST"]),
+        Route("/", views.dashboard),
+    ]
+    app = Starlette(routes=routes)
+    app.add_middleware(_Headers)
+    return app
+
+
+class _Views:
+    def __init__(self, source: Source, metrics: GroupMetrics | None, token: str, loopback: bool) -> None:
+        self._source = source
+        self._metrics = metrics
+        self._token = token
+        self._loopback = loopback
+        self._depths = DepthReader(source.mailboxes)
+
+    async def live(self, _: Request) -> Response:
+        status = self._source.status()
+        return _probe(status, status.live)
+
+    async def ready(self, _: Request) -> Response:
+        status = self._source.status()
+        return _probe(status, status.ready, checks=plain(status.checks))
+
+    async def startup(self, _: Request) -> Response:
+        status = self._source.status()
+        return _probe(status, status.started)
+
+    async def metrics(self, request: Request) -> Response:
+        if self._metrics is None:
+            return _line("metrics are not collected here", 404)
+        depths = await self._depths.read()
+        text, content_type = self._metrics.render(depths, request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": content_type})
+
+    async def status(self, _: Request) -> Response:
+        depths = await self._depths.read()
+        tree = plain(self._source.status())
+        tree["mailboxes"] = plain(depths)
+        tree["version"] = mainspring.__version__
+        tree["time"] = clock.utc_now().isoformat(timespec="milliseconds")
+        return JSONResponse(tree)
+
+    async def drain(self, request: Request) -> Response:
+        refused = refusal(request, self._token, loopback=self._loopback)
+        if refused is not None:
+            return refused
+        self._source.request_drain("drain requested over HTTP")
+        status = self._source.status()
+        return JSONResponse({"status": "draining", "group": status.name, "state": str(status.state)}, 202)
+
+    async def dashboard(self, _: Request) -> Response:
+        page = dashboard_page()
+        return HTMLResponse(page.html, headers={"content-security-policy": page.policy})
+
+
+def _probe(status: GroupStatus, well: bool, **more: Any) -> Response:
+    answer = {
+        "status": "ok" if well else "unavailable",
+        "group": status.name,
+        "state": str(status.state),
+        "reasons": [] if well else [reason[:_MAX_REASON] for reason in status.reasons],
+        "loops": [
+            {
+                "name": loop.name,
+                "state": str(loop.state),
+                "ready": loop.ready,
+                "heartbeat_age": plain(loop.heartbeat_age),
+                "reason": loop.reason,
+            }
+            for loop in status.loops
+        ],
+        **more,
+    }
+    return JSONResponse(answer, 200 if well else 503)
+
+
+def _line(text: str, status: int, **headers: str) -> Response:
+    return PlainTextResponse(text + "\n", status, headers=headers)
+
+
+# ----------------------------------------------------------------------------------------------------------------- acts
+
+
+def refusal(request: Request, token: str, *, loopback: bool) -> Response | None:
+    """Why this request may not act, as a response of one line, or None where it may."""
+    given = _bearer(request)
+    if given is not None and token:
+        if hmac.compare_digest(given, token.encode()):
+            return None  # a page of another site cannot know the token, so nothing more needs to be asked
+        return _line(f"the bearer token is not that of {ADMIN_TOKEN}", 403)
+    if not loopback:
+        if not token:
+            return _line(f"refused: set {ADMIN_TOKEN} in the service's environment to allow this from other hosts", 403)
+        return _line(f"needs the header 'Authorization: Bearer <{ADMIN_TOKEN}>'", 401, **{"www-authenticate": "Bearer"})
+    if _from_a_foreign_page(request):
+        return _line("refused: a browser sent this for a page of another site; use the dashboard or curl", 403)
+    return None
+
+
+def _bearer(request: Request) -> bytes | None:
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    return given.strip().encode("latin-1") if scheme.lower() == "bearer" else None
+
+
+def _from_a_foreign_page(request: Request) -> bool:
+    """Whether a browser sends this on behalf of a page that is not ours.
+
+    A listener on loopback asks for no token, yet any web page can have the operator's browser post to 127.0.0.1 (CSRF), and
+    a site whose name resolves to 127.0.0.1 can even do so as "same origin" (DNS rebinding). Browsers give both away: they
+    send Origin and Sec-Fetch-Site, and Host is the name in the address bar. "same-site" is refused too: another port of
+    localhost is the same site but another program. Tools such as curl send none of these headers and are let through,
+    whatever Host they were told.
+    """
+    origin = request.headers.get("origin")
+    fetched_from = request.headers.get("sec-fetch-site")
+    if origin is None and fetched_from is None and "referer" not in request.headers:
+        return False
+    host = request.headers.get("host", "")
+    if fetched_from not in (None, "same-origin", "none"):
+        return True
+    try:
+        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+            return True
+        return not _names_this_machine(urlsplit(f"//{host}").hostname or "")
+    except ValueError:  # what urlsplit cannot read is nobody's page
+        return True
+
+
+def _names_this_machine(name: str) -> bool:
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+class _Headers:
+    """Adds what every answer carries. The date is here because the servers' own cost a timer that ticks for ever."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                date = format_datetime(clock.utc_now(), usegmt=True).encode("ascii")
+                headers = message.setdefault("headers", [])
+                headers.extend(
+                    [(b"date", date), (b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
+                )
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers if scope["type"] == "http" else send)

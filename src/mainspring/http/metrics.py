@@ -1,0 +1,228 @@
+"""Metrics of one group in the Prometheus formats: counted from its events, gauged from its status at scrape time."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Protocol
+
+import anyio
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
+from prometheus_client.exposition import choose_encoder
+
+import mainspring
+from mainspring import events
+from mainspring.states import GroupState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from prometheus_client.metrics_core import Metric
+
+    from mainspring.status import GroupStatus, LoopStatus, MailboxStatus
+
+OUTCOMES = ("acknowledged", "retried", "released", "dead_lettered", "lost")
+FAULTS = {
+    events.HandlerStalled: "stalled",
+    events.HandlerStuck: "stuck",
+    events.LeaseLost: "lease_lost",
+    events.LeaseRenewalFailed: "lease_renewal_failed",
+    events.LoopCrashed: "crashed",
+    events.ReceiveFailed: "receive_failed",
+    events.SettlementFailed: "settlement_failed",
+}
+
+# From a millisecond (a webhook that is up) to six hours (a long agent run): about three steps a decade.
+BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
+    60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 7200.0, 21600.0,
+)  # fmt: skip
+_BOUNDS = (*(f"{bound:g}" for bound in BUCKETS), "+Inf")
+_BEFORE_SHUTDOWN = frozenset({GroupState.IDLE, GroupState.STARTING, GroupState.RUNNING})
+
+
+class StatusSource(Protocol):
+    """Who can be asked for the present picture."""
+
+    def status(self) -> GroupStatus:
+        """The present picture."""
+
+
+class _LoopFigures:
+    """What is counted for one loop. Plain numbers: one event loop writes and reads them, so nothing is locked."""
+
+    __slots__ = ("buckets", "faults", "outcomes", "seconds")
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, int] = dict.fromkeys(OUTCOMES, 0)  # zeros, so that a rate sees the first one too
+        self.faults: dict[str, int] = dict.fromkeys(FAULTS.values(), 0)
+        self.buckets = [0] * len(_BOUNDS)
+        self.seconds = 0.0
+
+
+class GroupMetrics:
+    """The metrics of one group, in a ``registry`` of their own: several groups of a process do not meet.
+
+    Counters follow the events of the dispatcher given to :meth:`subscribe`; gauges are read from ``source.status()`` while a
+    scrape renders. To join them to an application's own metrics, register ``collector`` with its registry.
+    """
+
+    def __init__(self, source: StatusSource) -> None:
+        self.registry = CollectorRegistry()
+        self.collector = _Collector(source)
+        self.registry.register(self.collector)
+        ProcessCollector(registry=self.registry)
+
+    def subscribe(self, dispatcher: events.Dispatcher) -> Callable[[], None]:
+        """Count the events of ``dispatcher`` from now on; the returned function ends it."""
+        collector = self.collector
+        ends = [
+            dispatcher.subscribe(events.MessageFinished, collector.finished),
+            dispatcher.subscribe(events.GroupStateChanged, collector.moved),
+            *(dispatcher.subscribe(kind, collector.fault) for kind in FAULTS),
+        ]
+
+        def unsubscribe() -> None:
+            for end in ends:
+                end()
+
+        return unsubscribe
+
+    def render(self, depths: Sequence[MailboxStatus] = (), accept: str = "") -> tuple[bytes, str]:
+        """The metrics as text and its content type, in the format that the ``Accept`` header asks for.
+
+        ``depths`` are the mailboxes' counts, which only an async caller can get; one without counts is left out.
+        """
+        self.collector.depths = depths
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
+
+
+class _Collector:
+    """Counts events, and makes the families of a scrape. It stays clear of the client's own counters: they lock, which the
+    path of each message would pay for, and turn into files where ``PROMETHEUS_MULTIPROC_DIR`` is set."""
+
+    def __init__(self, source: StatusSource) -> None:
+        self._source = source
+        self._loops: dict[str, _LoopFigures] = {}
+        self._phases: dict[GroupState, float] = {}
+        self._phase: tuple[GroupState, float] | None = None
+        self.depths: Sequence[MailboxStatus] = ()
+
+    # ------------------------------------------------------------------------------------------------------- counting
+
+    def finished(self, event: events.MessageFinished) -> None:
+        figures = self._loops.get(event.loop) or self._figures(event.loop)
+        outcome, seconds = event.outcome, event.seconds
+        figures.outcomes[outcome] = figures.outcomes.get(outcome, 0) + 1
+        figures.buckets[bisect_left(BUCKETS, seconds)] += 1
+        figures.seconds += seconds
+
+    def fault(
+        self,
+        event: events.HandlerStalled
+        | events.HandlerStuck
+        | events.LeaseLost
+        | events.LeaseRenewalFailed
+        | events.LoopCrashed
+        | events.ReceiveFailed
+        | events.SettlementFailed,
+    ) -> None:
+        self._figures(event.loop).faults[FAULTS[type(event)]] += 1
+
+    def moved(self, event: events.GroupStateChanged) -> None:
+        if event.new in _BEFORE_SHUTDOWN:  # a group that runs again begins a new shutdown one day
+            self._phases.clear()
+            self._phase = None
+            return
+        if event.old not in _BEFORE_SHUTDOWN:
+            self._phases[event.old] = event.seconds
+        self._phase = None if event.new is GroupState.STOPPED else (event.new, anyio.current_time())
+
+    def _figures(self, loop: str) -> _LoopFigures:
+        return self._loops.setdefault(loop, _LoopFigures())
+
+    # ------------------------------------------------------------------------------------------------------- scraping
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing is asked of the source when this is registered, only when it is scraped."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        status = self._source.status()
+        for loop in status.loops:
+            self._figures(loop.name)
+        yield InfoMetricFamily(
+            "mainspring",
+            "The group and the version it runs.",
+            {"group": status.name, "version": mainspring.__version__},
+        )
+        yield from self._messages()
+        yield from _loops(status.loops)
+        yield from self._group(status)
+        depth = GaugeMetricFamily(
+            "mainspring_mailbox_depth", "Messages of a mailbox by where they are.", labels=["mailbox", "state"]
+        )
+        for mailbox in self.depths:
+            for state, count in (mailbox.counts or {}).items():
+                if state != "settled":  # a total since the store was made, not a depth
+                    depth.add_metric([mailbox.name, state], count)
+        yield depth
+
+    def _messages(self) -> Iterable[Metric]:
+        total = CounterMetricFamily(
+            "mainspring_messages", "Deliveries that ended, by outcome.", labels=["loop", "outcome"]
+        )
+        duration = HistogramMetricFamily(
+            "mainspring_message_duration_seconds", "How long deliveries took, start to end.", labels=["loop"]
+        )
+        faults = CounterMetricFamily("mainspring_faults", "What went wrong, by kind.", labels=["loop", "kind"])
+        for name, figures in self._loops.items():
+            for outcome, count in figures.outcomes.items():
+                total.add_metric([name, outcome], count)
+            for kind, count in figures.faults.items():
+                faults.add_metric([name, kind], count)
+            running = 0
+            buckets = []
+            for bound, count in zip(_BOUNDS, figures.buckets, strict=True):
+                running += count
+                buckets.append((bound, float(running)))
+            duration.add_metric([name], buckets, figures.seconds)
+        return total, duration, faults
+
+    def _group(self, status: GroupStatus) -> Iterable[Metric]:
+        yield GaugeMetricFamily("mainspring_ready", "1 while the group is ready for work.", float(status.ready))
+        checks = GaugeMetricFamily("mainspring_check_passing", "1 while a readiness check passes.", labels=["check"])
+        for name, error in status.checks.items():
+            checks.add_metric([name], float(error is None))
+        yield checks
+        phases = GaugeMetricFamily(
+            "mainspring_shutdown_seconds", "How long each phase of the shutdown took, or has taken.", labels=["phase"]
+        )
+        taken = dict(self._phases)
+        if self._phase is not None:
+            phase, began = self._phase
+            taken[phase] = max(0.0, anyio.current_time() - began)
+        for phase, seconds in taken.items():
+            phases.add_metric([phase.replace(" ", "_")], seconds)
+        yield phases
+
+
+def _loops(loops: Sequence[LoopStatus]) -> Iterable[Metric]:
+    in_flight = GaugeMetricFamily("mainspring_in_flight", "Messages being handled.", labels=["loop"])
+    concurrency = GaugeMetricFamily("mainspring_concurrency", "Messages a loop handles at most.", labels=["loop"])
+    age = GaugeMetricFamily("mainspring_heartbeat_age_seconds", "Time since the last sign of life.", labels=["loop"])
+    ready = GaugeMetricFamily("mainspring_loop_ready", "1 while a loop runs and can claim work.", labels=["loop"])
+    restarts = CounterMetricFamily("mainspring_loop_restarts", "Restarts after a crash.", labels=["loop"])
+    for loop in loops:
+        in_flight.add_metric([loop.name], loop.in_flight)
+        concurrency.add_metric([loop.name], loop.concurrency)
+        age.add_metric([loop.name], loop.heartbeat_age)
+        ready.add_metric([loop.name], float(loop.ready))
+        restarts.add_metric([loop.name], loop.restarts)
+    return in_flight, concurrency, age, ready, restarts
