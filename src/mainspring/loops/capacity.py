@@ -1,0 +1,80 @@
+"""``Capacity``: one bound on the messages in hand across the loops of a group (``max_concurrency``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from mainspring.mailbox.message import Message
+
+TURN = 1.0
+"""Seconds for which a loop may hold a place while it waits for work, where there are more loops than places."""
+
+
+class Capacity:
+    """Places for messages, shared by loops. A loop claims no message that it has no place for.
+
+    A loop that waits for work holds one place only, and where there are more loops than places it waits in turns, so that
+    none is starved by an idle one.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._taken = 0
+        self._members = 0
+        self._waiting: list[anyio.Event] = []
+
+    def join(self) -> None:
+        """One more loop shares the places."""
+        self._members += 1
+
+    def leave(self) -> None:
+        """One loop fewer shares them."""
+        self._members -= 1
+
+    async def receive(
+        self,
+        want: int,
+        wait: float,
+        poll: Callable[[int, float], Awaitable[list[Message[Any, Any]]]],
+        admit: Callable[[list[Message[Any, Any]]], None],
+    ) -> None:
+        """Poll for at most ``want`` messages within the free places; each admitted one keeps a place until given back."""
+        places = await self._take(want)
+        kept = 0
+        try:
+            messages = await poll(places, 0.0)
+            if not messages and wait > 0:
+                self.give_back(places - 1)
+                places = 1
+                turn = min(wait, TURN) if self._members > self._places else wait
+                messages = await poll(1, turn)
+            kept = len(messages)
+            admit(messages)
+        finally:
+            self.give_back(places - kept)
+
+    async def _take(self, want: int) -> int:
+        while self._taken >= self._places:
+            event = anyio.Event()
+            self._waiting.append(event)
+            try:
+                await event.wait()
+            finally:
+                if event in self._waiting:
+                    self._waiting.remove(event)
+        free = self._places - self._taken
+        # Leave something for the others that want places just now.
+        places = max(1, min(want, free // (len(self._waiting) + 1)))
+        self._taken += places
+        return places
+
+    def give_back(self, places: int) -> None:
+        """Free ``places`` and let as many waiting loops look again, in the order in which they came."""
+        self._taken -= places
+        for _ in range(min(places, len(self._waiting))):
+            self._waiting.pop(0).set()

@@ -1,0 +1,134 @@
+"""``LeaseKeeper``: renews the leases of a worker's messages, from their delivery to their settlement."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import anyio
+
+from mainspring import entropy
+from mainspring.errors import MainspringError, ReceiptHandleExpiredError
+from mainspring.events import LeaseLost, LeaseRenewalFailed
+from mainspring.loops.outcome import Cause
+from mainspring.loops.run import Phase
+from mainspring.periodic import Periodic
+from mainspring.policies import backoff
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from anyio.abc import TaskGroup
+
+    from mainspring.events import Dispatcher
+    from mainspring.loops.run import Run
+    from mainspring.policies import LeasePolicy
+
+_RETRY_FACTOR = 2.0
+SETTLE_TIMEOUT = 30.0
+"""Seconds after which a settlement that hangs is given up, at the next renewal."""
+
+
+class LeaseKeeper:
+    """One timer for all the leases of a worker; each renewal is a task of its own, so that a slow one holds up no other.
+
+    A renewal is due when ``policy.fraction`` of the lease has passed. Trust in a lease counts from the instant at which its
+    claim or renewal *began*: the store's own count cannot have begun earlier. When that trust ends, or the store says the
+    lease is lost, the handler is cancelled, so that no two workers run one message.
+    """
+
+    def __init__(
+        self, name: str, runs: Collection[Run], policy: LeasePolicy, visibility: float, dispatcher: Dispatcher
+    ) -> None:
+        self._name = name
+        self._runs = runs
+        self._policy = policy
+        self._visibility = visibility
+        self._period = visibility * policy.fraction
+        self._dispatcher = dispatcher
+        self._timer = Periodic(self._look)
+        self._tasks: TaskGroup | None = None
+
+    async def run(self) -> None:
+        """Keep the leases until cancelled."""
+        async with anyio.create_task_group() as self._tasks:
+            await self._timer.run()
+
+    def track(self, run: Run) -> None:
+        """Begin to keep the lease of a run that was just claimed."""
+        renews = self._policy.renew != "never"
+        run.renew_at = run.renewed_at + self._period if renews else run.trusted_until
+        if run.renew_at < self._timer.due:
+            self._timer.wake_by(run.renew_at)
+
+    async def _look(self, overslept: float) -> float:
+        """Start what is due. Having overslept changes nothing here: the store's clock went on meanwhile."""
+        now = anyio.current_time()
+        due = math.inf
+        for run in list(self._runs):
+            if run.renew_at <= now:
+                self._attend(run, now)
+            due = min(due, run.renew_at)
+        return due
+
+    def _attend(self, run: Run, now: float) -> None:
+        if run.phase is Phase.SETTLING and now - run.settling_since > SETTLE_TIMEOUT:
+            run.renew_at = math.inf
+            run.give_up_settling()
+        elif now >= run.trusted_until:
+            self._lose(run)
+        elif self._policy.renew == "on-beat" and now - run.beat_age() <= run.renewed_at:
+            # No sign of life since the last renewal: look again soon, and let the lease run out if it stays so.
+            run.renew_at = min(now + self._period / 4, run.trusted_until)
+        else:
+            run.renew_at = math.inf  # under way
+            assert self._tasks is not None
+            self._tasks.start_soon(self._renew, run)
+
+    async def _renew(self, run: Run) -> None:
+        failures = 0
+        while run.phase is not Phase.DONE:
+            began = anyio.current_time()
+            if began >= run.trusted_until:
+                self._lose(run)
+                return
+            try:
+                with anyio.fail_after(run.trusted_until - began):
+                    await run.message.extend_visibility(self._visibility)
+            except ReceiptHandleExpiredError:
+                self._lose(run)
+                return
+            except (MainspringError, OSError) as error:
+                if run.phase is Phase.DONE:
+                    return
+                failures += 1
+                await self._back_off(run, error, failures)
+            else:
+                run.renewed_at = began
+                run.trusted_until = max(run.trusted_until, began + self._visibility)
+                run.renew_at = began + self._period
+                self._timer.wake_by(run.renew_at)
+                return
+
+    async def _back_off(self, run: Run, error: Exception, failures: int) -> None:
+        """Wait before the next try, well inside what is left of the lease."""
+        now = anyio.current_time()
+        left = max(0.0, run.trusted_until - now)
+        self._dispatcher.dispatch(LeaseRenewalFailed(self._name, run.message_id, str(error), left))
+        wait = backoff(
+            failures,
+            initial=self._period / 16,
+            maximum=self._period / 2,
+            factor=_RETRY_FACTOR,
+            jitter="full",
+            rng=entropy.rng(),
+        )
+        await anyio.sleep(min(wait, left))
+
+    def _lose(self, run: Run) -> None:
+        run.renew_at = math.inf
+        if run.phase >= Phase.ENDED:
+            return  # its settlement tells
+        run.lost = True
+        run.cancel(Cause.LEASE_LOST)
+        self._dispatcher.dispatch(LeaseLost(self._name, run.message_id))

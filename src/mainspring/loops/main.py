@@ -1,0 +1,315 @@
+"""``MainLoop``: a mailbox, a handler, and the promise that nothing accepted is lost between them."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import TYPE_CHECKING, Any, Self
+
+import anyio
+
+from mainspring.errors import ConfigError
+from mainspring.events import Dispatcher, Tally
+from mainspring.heartbeat import Heartbeat
+from mainspring.loops.handler import inspect_handler
+from mainspring.loops.worker import Worker, WorkerSettings, inside
+from mainspring.mailbox.base import MAX_VISIBILITY, Mailbox
+from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
+from mainspring.scope import DaemonScope
+from mainspring.states import MailboxState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from mainspring.loops.capacity import Capacity
+    from mainspring.loops.run import Run
+
+CANCEL_GRACE = 5.0
+"""Seconds that cancelled handlers get to clean up, where no group says otherwise."""
+
+
+class MainLoop:
+    """Takes messages out of a mailbox, hands each to a handler, and settles it.
+
+    :param mailbox: where messages come from; a LoopGroup, or ``async with loop``, opens it if nobody has.
+    :param handler: ``async def handle(job: Job)`` or ``(job: Job, ctx: Context)``; a plain ``def`` runs in a worker thread.
+        Its annotation gives the type of the bodies. What it returns is the reply, where the sender asked for one.
+    :param name: for logs, metrics and reports; the handler's name by default.
+    :param concurrency: how many handlers run at once; no more messages are leased than that.
+    :param visibility_timeout: seconds a lease lasts (1 to 43,200); it is renewed while the handler runs, so it says how soon
+        another worker takes over after a crash, not how long a handler may take.
+    :param wait_time_seconds: how long one receive waits for work.
+    :param retry: how long a failed message waits before it is tried again.
+    :param dead_letter: when a message is given up.
+    :param lease: how leases are renewed.
+    :param handler_timeout: seconds after which a handler is cancelled, as a failed attempt; None: no limit.
+    :param shutdown_timeout: seconds this loop's handlers may take to finish at a shutdown; None: as long as the group allows.
+    :param shutdown_priority: loops with a higher one stop later.
+    :param body: the type of the bodies, where the annotation does not say it.
+    :raises ConfigError: a value is impossible, or the handler's type is not the mailbox's.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox[Any, Any],
+        handler: Callable[..., Any],
+        *,
+        name: str | None = None,
+        concurrency: int = 1,
+        visibility_timeout: float = 60,
+        wait_time_seconds: float = 30,
+        retry: RetryPolicy | None = None,
+        dead_letter: DeadLetterPolicy | None = None,
+        lease: LeasePolicy | None = None,
+        handler_timeout: float | None = None,
+        shutdown_timeout: float | None = None,
+        shutdown_priority: int = 0,
+        body: Any = None,
+    ) -> None:
+        if not isinstance(mailbox, Mailbox):
+            raise ConfigError(f"MainLoop: mailbox must be a Mailbox (see open_mailbox), not {mailbox!r}")
+        caller = sys._getframe(1)  # noqa: SLF001 - annotations may name classes local to the calling function
+        self._handler = inspect_handler(handler, {**caller.f_globals, **caller.f_locals})
+        self.name = name or self._handler.name
+        _check(
+            self.name, concurrency, visibility_timeout, wait_time_seconds, handler_timeout, shutdown_timeout,
+            shutdown_priority, retry, dead_letter, lease,
+        )  # fmt: skip
+        self._bind(mailbox, body)
+        self.mailbox = mailbox
+        self.concurrency = concurrency
+        self.visibility_timeout = float(visibility_timeout)
+        self.wait_time_seconds = float(wait_time_seconds)
+        self.shutdown_timeout = shutdown_timeout
+        self.shutdown_priority = shutdown_priority
+        self.outcomes = Tally()
+        self.dispatcher = Dispatcher()
+        self.capacity: Capacity | None = None
+        self._settings = WorkerSettings(
+            concurrency=concurrency,
+            retry=retry or RetryPolicy(),
+            dead_letter=dead_letter or DeadLetterPolicy(),
+            lease=lease or LeasePolicy(),
+            handler_timeout=handler_timeout,
+            wants_context=self._handler.wants_context,
+        )
+        self._heartbeat = Heartbeat()
+        self._worker: Worker | None = None
+        self._scope: anyio.CancelScope | None = None
+        self._ended: anyio.Event | None = None
+        self._stop_asked = False
+        self._own: DaemonScope | None = None
+
+    def __repr__(self) -> str:
+        state = "running" if self.running else "idle"
+        return f"<MainLoop {self.name!r} on {self.mailbox.name!r} {state} in_flight={self.in_flight}>"
+
+    def _bind(self, mailbox: Mailbox[Any, Any], body: Any) -> None:
+        """Settle the types of bodies and replies among handler, ``body=`` and mailbox."""
+        if body is None and self._handler.body_type is None and not mailbox.is_bound:
+            raise ConfigError(
+                f"handler {self._handler.name}: its first parameter has no annotation; annotate it with the type of the"
+                " message bodies, or pass body= (body=Any takes whatever JSON can say)"
+            )
+        mailbox.bind(body=body if body is not None else self._handler.body_type, reply=self._handler.reply_type)
+
+    # ---------------------------------------------------------------------------------------------------- life cycle
+
+    async def run(
+        self,
+        *,
+        max_iterations: int | None = None,
+        visibility_timeout: float | None = None,
+        wait_time_seconds: float | None = None,
+    ) -> None:
+        """Work until :meth:`shutdown`, or until ``max_iterations`` receives have been made and handled.
+
+        ``visibility_timeout`` and ``wait_time_seconds`` replace the loop's own for this run. A shutdown that was asked for
+        before is remembered: the run returns at once, and uses it up. Cancelled, it cancels its handlers and gives their
+        messages back uncharged.
+
+        :raises MailboxClosedError: the mailbox was closed under it, or was never opened.
+        :raises ConfigError: it is already running, or a value is impossible.
+        """
+        if self.running:
+            raise ConfigError(f"loop {self.name!r} is already running; make a second loop, or raise its concurrency")
+        visibility = self.visibility_timeout if visibility_timeout is None else float(visibility_timeout)
+        wait = self.wait_time_seconds if wait_time_seconds is None else float(wait_time_seconds)
+        _check_times(self.name, visibility, wait)
+        if max_iterations is not None and max_iterations < 0:
+            raise ConfigError(f"loop {self.name!r}: max_iterations must be 0 or more, not {max_iterations!r}")
+        limiter = None if self._handler.is_async else anyio.CapacityLimiter(self.concurrency)
+        self._worker = Worker(
+            self.name,
+            self.mailbox,
+            self._handler.caller(limiter),
+            self._settings,
+            dispatcher=self.dispatcher,
+            heartbeat=self._heartbeat,
+            outcomes=self.outcomes,
+            capacity=self.capacity,
+            visibility=visibility,
+            wait=wait,
+        )
+        self._ended = anyio.Event()
+        self._heartbeat.beat()
+        try:
+            if self._stop_asked:
+                self.stop_intake()
+            with anyio.CancelScope() as self._scope:
+                await self._worker.run(max_iterations)
+        finally:
+            self._scope = self._worker = None
+            self._stop_asked = False
+            self._ended.set()
+
+    async def shutdown(self, *, timeout: float = 30.0) -> bool:
+        """Stop: receive no more, let handlers finish within ``timeout`` seconds, then cancel them.
+
+        Returns whether everything ended by itself. Cancelled handlers' messages go back uncharged; they get 5 s to clean up.
+        Before :meth:`run` it is remembered for the next run. From inside one of the loop's handlers it only asks for the
+        shutdown and returns True, since it could not wait for itself.
+        """
+        if not timeout >= 0:
+            raise ConfigError(f"shutdown: timeout must be 0 or more seconds, not {timeout!r}")
+        self.request_shutdown()
+        worker, ended = self._worker, self._ended
+        if worker is None or ended is None or inside() is worker:
+            return True
+        with anyio.move_on_after(timeout):
+            await ended.wait()
+        if ended.is_set():
+            return True
+        self.cancel_work()
+        with anyio.move_on_after(CANCEL_GRACE):
+            await ended.wait()
+        if not ended.is_set():
+            self.abort()
+            await ended.wait()
+        return False
+
+    def request_shutdown(self) -> None:
+        """Ask for a shutdown and return: everything :meth:`shutdown` does before it waits."""
+        self._stop_asked = True
+        self.announce_shutdown()
+        self.stop_intake()
+
+    def announce_shutdown(self) -> None:
+        """Tell the handlers (``ctx.shutting_down``) that the end is near."""
+        if self._worker is not None:
+            self._worker.shutting_down.set()
+
+    def stop_intake(self) -> None:
+        """Receive no more; what was claimed and not begun is handed back."""
+        self._stop_asked = True
+        if self._worker is not None:
+            self._worker.shutting_down.set()
+            self._worker.stop_intake()
+
+    def cancel_work(self) -> None:
+        """Cancel the running handlers."""
+        if self._worker is not None:
+            self._worker.cancel_handlers()
+
+    def abort(self) -> None:
+        """Cancel the whole run, settlements that hang included."""
+        if self._scope is not None:
+            self._scope.cancel()
+
+    @property
+    def running(self) -> bool:
+        """Whether :meth:`run` is under way."""
+        return self._worker is not None
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """Beats at each receive and at the start and end of each message."""
+        return self._heartbeat
+
+    async def __aenter__(self) -> Self:
+        """Open the mailbox if nobody has, and run in the background; leaving the block shuts down."""
+        self._own = DaemonScope(f"loop {self.name}")
+        await self._own.__aenter__()
+        try:
+            if self.mailbox.state is not MailboxState.OPEN:
+                await self._own.start(self._keep_mailbox, name=f"mailbox {self.mailbox.name}")
+            self._own.start_soon(self.run, name=self.name, stop=self.request_shutdown)
+        except BaseException as error:
+            await self._own.__aexit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        own, self._own = self._own, None
+        assert own is not None
+        if kind is None:
+            await self.shutdown(timeout=30.0 if self.shutdown_timeout is None else self.shutdown_timeout)
+        return await own.__aexit__(kind, error, trace)
+
+    async def _keep_mailbox(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        async with self.mailbox:
+            task_status.started()
+            await anyio.sleep_forever()
+
+    # -------------------------------------------------------------------------------------------------------- status
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The messages in hand, oldest first."""
+        return self._worker.runs if self._worker is not None else ()
+
+    @property
+    def in_flight(self) -> int:
+        """How many messages it holds."""
+        return self._worker.in_flight if self._worker is not None else 0
+
+    @property
+    def trouble(self) -> str | None:
+        """Why it cannot claim work just now (its store does not answer), or None."""
+        return self._worker.receiving_failed if self._worker is not None else None
+
+    @property
+    def renews(self) -> bool:
+        """Whether it renews leases."""
+        return self._settings.lease.renew != "never"
+
+
+def _check_times(name: str, visibility: float, wait: float) -> None:
+    if not 1 <= visibility <= MAX_VISIBILITY:
+        raise ConfigError(f"loop {name!r}: visibility_timeout must be 1 to 43200 seconds, not {visibility!r}")
+    if not 0 <= wait < math.inf:
+        raise ConfigError(f"loop {name!r}: wait_time_seconds must be 0 or more and finite, not {wait!r}")
+
+
+def _check(
+    name: str,
+    concurrency: int,
+    visibility: float,
+    wait: float,
+    handler_timeout: float | None,
+    shutdown_timeout: float | None,
+    shutdown_priority: int,
+    retry: object,
+    dead_letter: object,
+    lease: object,
+) -> None:
+    if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
+        raise ConfigError(f"loop {name!r}: concurrency must be a whole number from 1, not {concurrency!r}")
+    for what, value in (("visibility_timeout", visibility), ("wait_time_seconds", wait)):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"loop {name!r}: {what} must be a number of seconds, not {value!r}")
+    _check_times(name, visibility, wait)
+    if handler_timeout is not None and not 0 < handler_timeout < math.inf:
+        raise ConfigError(f"loop {name!r}: handler_timeout must be above 0 seconds, or None, not {handler_timeout!r}")
+    if shutdown_timeout is not None and not 0 <= shutdown_timeout < math.inf:
+        raise ConfigError(
+            f"loop {name!r}: shutdown_timeout must be 0 or more seconds, or None, not {shutdown_timeout!r}"
+        )
+    if isinstance(shutdown_priority, bool) or not isinstance(shutdown_priority, int):
+        raise ConfigError(f"loop {name!r}: shutdown_priority must be a whole number, not {shutdown_priority!r}")
+    for policy, kind in ((retry, RetryPolicy), (dead_letter, DeadLetterPolicy), (lease, LeasePolicy)):
+        if policy is not None and not isinstance(policy, kind):
+            raise ConfigError(f"loop {name!r}: {kind.__name__} expected, not {policy!r}")

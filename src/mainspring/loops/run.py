@@ -1,0 +1,157 @@
+"""``Run``: one delivery in the hands of a worker, from its claim to its settlement."""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from mainspring.errors import HandlerStalledError, HandlerTimeoutError
+from mainspring.loops.outcome import Cause
+from mainspring.stacks import where
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mainspring.loops.outcome import Decision
+    from mainspring.mailbox.message import Message
+
+
+class Phase(IntEnum):
+    """Where a run is; only a run that is being handled can be cancelled."""
+
+    WAITING = 0
+    HANDLING = 1
+    ENDED = 2
+    SETTLING = 3
+    DONE = 4
+
+
+class Run:
+    """A delivery with its lease and its signs of life. The watchdog sees it as one of its subjects."""
+
+    __slots__ = (
+        "_beaten_elsewhere",
+        "_clock",
+        "cause",
+        "coroutine",
+        "deadline",
+        "decision",
+        "error",
+        "last_beat",
+        "lost",
+        "message",
+        "name",
+        "phase",
+        "progress_made",
+        "renew_at",
+        "renewed_at",
+        "scope",
+        "settling_since",
+        "shutting_down",
+        "started",
+        "trusted_until",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        message: Message[Any, Any],
+        clock: Callable[[], float],
+        shutting_down: anyio.Event,
+        now: float,
+        lease_seconds: float,
+    ) -> None:
+        self.name = name
+        self.message = message
+        self.shutting_down = shutting_down
+        self.phase = Phase.WAITING
+        self.cause: Cause | None = None
+        self.error: BaseException | None = None
+        self.decision: Decision | None = None
+        self.settling_since = 0.0
+        self.scope: anyio.CancelScope | None = None
+        self.coroutine: Any = None
+        self.deadline: float | None = None
+        self.lost = False
+        self.started = now
+        self.last_beat = now
+        self.renewed_at = now
+        self.trusted_until = now + lease_seconds
+        self.renew_at = math.inf
+        self.progress_made: tuple[float, float | None] | None = None
+        self._clock = clock
+        self._beaten_elsewhere = False
+
+    # ------------------------------------------------------------------------------------------------ signs of life
+
+    @property
+    def message_id(self) -> str:
+        """The message's id."""
+        return self.message.id
+
+    @property
+    def done(self) -> bool:
+        """Whether its handler has ended (its settlement has its own deadline)."""
+        return self.phase >= Phase.ENDED
+
+    def beat(self) -> None:
+        """A sign of life, from the event loop or from the handler's thread."""
+        try:
+            self.last_beat = anyio.current_time()
+        except RuntimeError:  # in the handler's thread: stamped when somebody next looks
+            self._beaten_elsewhere = True
+
+    def beat_age(self) -> float:
+        """Seconds since the last beat."""
+        now = self._clock()
+        if self._beaten_elsewhere:
+            self._beaten_elsewhere = False
+            self.last_beat = now
+        return max(0.0, now - self.last_beat)
+
+    def progress(self, done: float, total: float | None) -> None:
+        """How far the work is."""
+        self.progress_made = (done, total)
+        self.beat()
+
+    def where(self) -> str:
+        """The line it waits on."""
+        return where(self.coroutine)
+
+    def remaining(self) -> float | None:
+        """Seconds until ``handler_timeout`` strikes, or None."""
+        if self.deadline is None:
+            return None
+        try:
+            return max(0.0, self.deadline - anyio.current_time())
+        except RuntimeError:  # in the handler's thread
+            from anyio import from_thread
+
+            return max(0.0, self.deadline - from_thread.run_sync(anyio.current_time))
+
+    # ------------------------------------------------------------------------------------------------- cancellation
+
+    def cancel(self, cause: Cause, error: BaseException | None = None) -> bool:
+        """Cancel the handler, if it is being handled and nobody has cancelled it yet; whether that was so."""
+        if self.phase is not Phase.HANDLING or self.cause is not None or self.scope is None:
+            return False
+        self.cause = cause
+        self.error = error
+        self.scope.cancel()
+        return True
+
+    def stall(self, error: HandlerStalledError) -> None:
+        """The watchdog's verdict: cancel it, as a failed attempt."""
+        self.cancel(Cause.STALLED, error)
+
+    def give_up_settling(self) -> None:
+        """Stop waiting for a settlement that hangs; the message comes again when its lease ends."""
+        if self.phase is Phase.SETTLING and self.scope is not None:
+            self.scope.cancel()
+
+    def timed_out(self, seconds: float) -> HandlerTimeoutError:
+        """The error of a handler that ``handler_timeout`` has cancelled."""
+        return HandlerTimeoutError(f"the handler ran longer than its handler_timeout of {seconds:g} s")

@@ -1,0 +1,89 @@
+"""``Settler``: writes the outcome of a delivery, as long as its lease is trusted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import anyio
+
+from mainspring import entropy
+from mainspring.errors import (
+    MainspringError,
+    MessageSettledError,
+    ReceiptHandleExpiredError,
+    ReplyNotAvailableError,
+)
+from mainspring.events import SettlementFailed
+from mainspring.loops.outcome import LOST, Decision
+from mainspring.mailbox.message import Ack
+from mainspring.policies import backoff
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mainspring.events import Dispatcher
+    from mainspring.loops.run import Run
+
+GRACE = 5.0
+"""Seconds that a settlement outside the normal course (after a cancellation, at the end) may take."""
+
+
+class Settler:
+    """Writes settlements. A store that cannot be reached is tried again while the lease is trusted.
+
+    An outcome that cannot be written is no crash: the message stays where it is and comes again when its lease ends.
+    """
+
+    def __init__(self, name: str, dispatcher: Dispatcher) -> None:
+        self._name = name
+        self._dispatcher = dispatcher
+
+    def bounded(self, *, shield: bool = True) -> anyio.CancelScope:
+        """A scope for settlements that must be made although everything else is being cancelled, but not for ever."""
+        return anyio.CancelScope(deadline=anyio.current_time() + GRACE, shield=shield)
+
+    async def settle(self, run: Run, decision: Decision, judge: Callable[[Run, BaseException], Decision]) -> Decision:
+        """Write ``decision``; the decision that came true (a lost lease, or what ``judge`` makes of a lost reply)."""
+        message = run.message
+        if decision.settlement is None or message.is_settled:
+            return decision
+        try:
+            await message.settle(decision.settlement)
+        except Exception as error:
+            return await self._settle_again(run, decision, error, judge)
+        return decision
+
+    async def _settle_again(
+        self, run: Run, decision: Decision, error: Exception, judge: Callable[[Run, BaseException], Decision]
+    ) -> Decision:
+        failures = 0
+        while True:
+            if isinstance(error, ReceiptHandleExpiredError):
+                return LOST
+            if isinstance(error, MessageSettledError):  # by the handler, while this waited
+                return decision
+            if isinstance(error, ReplyNotAvailableError) and isinstance(decision.settlement, Ack):
+                decision = judge(run, error)
+            elif not _retryable(error) or anyio.current_time() >= run.trusted_until:
+                text = f"{type(error).__name__}: {error}"
+                self._dispatcher.dispatch(SettlementFailed(self._name, run.message_id, decision.outcome, text))
+                return LOST
+            else:
+                failures += 1
+                await self._pause(run, failures)
+            try:
+                assert decision.settlement is not None
+                await run.message.settle(decision.settlement)
+            except Exception as again:
+                error = again
+            else:
+                return decision
+
+    async def _pause(self, run: Run, failures: int) -> None:
+        left = run.trusted_until - anyio.current_time()
+        wait = backoff(failures, initial=0.1, maximum=5.0, factor=2.0, jitter="full", rng=entropy.rng())
+        await anyio.sleep(max(0.0, min(wait, left)))
+
+
+def _retryable(error: Exception) -> bool:
+    return isinstance(error, OSError) or (isinstance(error, MainspringError) and error.retryable)
