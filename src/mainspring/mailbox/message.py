@@ -8,11 +8,11 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from mainspring.errors import (
-    InvalidParameterError,
     MessageSettledError,
     ReplyNotAvailableError,
     SerializationError,
 )
+from mainspring.mailbox.limits import MAX_DELAY, check_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-NO_HEADERS: Mapping[str, str] = {}
 
 
 @dataclass(slots=True)
@@ -56,6 +54,8 @@ class Delivery:
     reply_to: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     checkpoint: bytes | None = None
+    leased_at: float | None = None
+    """The instant (anyio's clock) from which the lease surely counts: just before the claim was made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +117,28 @@ class DeadLetter:
     request_id: str
     reply_to: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, mailbox: str, delivery: Delivery, body: Any, dead: Dead, at: float) -> DeadLetter:
+        """Describe the message of ``delivery``, which died at ``at`` (POSIX seconds)."""
+        received = delivery.first_received_at
+        return cls(
+            message_id=delivery.message_id,
+            body=body,
+            raw=delivery.body,
+            mailbox=mailbox,
+            delivery_count=delivery.delivery_count,
+            attempt=delivery.attempt,
+            error=dead.error,
+            error_type=dead.error_type,
+            traceback=dead.traceback,
+            enqueued_at=datetime.fromtimestamp(delivery.enqueued_at, UTC),
+            first_received_at=datetime.fromtimestamp(received, UTC) if received else None,
+            dead_lettered_at=datetime.fromtimestamp(at, UTC),
+            request_id=delivery.message_id,
+            reply_to=delivery.reply_to,
+            headers=delivery.headers,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +244,11 @@ class Message(Generic[T, R]):
         return self._delivery.headers
 
     @property
+    def leased_at(self) -> float | None:
+        """The instant (anyio's clock) from which the lease surely counts, or None where the backend does not say."""
+        return self._delivery.leased_at
+
+    @property
     def is_settled(self) -> bool:
         """Whether this delivery was ended through this object."""
         return self._settled
@@ -242,8 +269,7 @@ class Message(Generic[T, R]):
 
         ``charge=False`` does not count the attempt.
         """
-        if not 0 <= delay <= MAX_DELAY:
-            raise InvalidParameterError(f"nack: delay must be 0 to {MAX_DELAY:.0f} seconds, not {delay!r}")
+        check_seconds("nack: delay", delay, MAX_DELAY)
         await self.settle(Return(float(delay), charge))
 
     async def release(self) -> None:
@@ -291,9 +317,6 @@ class Message(Generic[T, R]):
         if self._settled:
             raise MessageSettledError(f"message {self.id}: this delivery is already settled")
 
-
-MAX_DELAY = 366 * 86_400.0
-"""The longest delay, in seconds."""
 
 _ACK = Ack()
 _RELEASE = Return(charge=False, front=True)

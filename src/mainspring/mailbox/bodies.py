@@ -1,0 +1,79 @@
+"""The types of a mailbox's bodies and replies, and the form in which its store keeps them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mainspring import entropy
+from mainspring.errors import ConfigError
+from mainspring.mailbox.codec import Codec, type_name
+from mainspring.mailbox.hooks import MailboxHooks
+
+if TYPE_CHECKING:
+    from mainspring.mailbox.message import Delivery
+
+
+class Bodies(MailboxHooks):
+    """The part of a mailbox that knows what its bodies are."""
+
+    def __init__(self, name: str, body: Any, reply: Any) -> None:
+        self.name = name
+        self._body_type = body
+        self._reply_type = reply
+        self._codec: Codec | None = None
+        self._reply_codec: Codec | None = None
+        self._id_prefix = ""
+        self._id_count = 0
+
+    def new_id(self) -> str:
+        """A new message id: a random prefix of this mailbox object and a count, so that ids sort in order of sending."""
+        if not self._id_prefix:
+            self._id_prefix = entropy.token(96)
+        self._id_count += 1
+        return f"{self._id_prefix}{self._id_count:08x}"
+
+    @property
+    def codec(self) -> Codec:
+        """Encodes and decodes this mailbox's bodies; made at first use, when the type is known."""
+        if self._codec is None:
+            self._codec = Codec(self._body_type)
+        return self._codec
+
+    @property
+    def reply_codec(self) -> Codec:
+        """Encodes and checks the replies; made at first use."""
+        if self._reply_codec is None:
+            self._reply_codec = Codec(self._reply_type)
+        return self._reply_codec
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the type of its bodies is known."""
+        return self._body_type is not None
+
+    def bind(self, *, body: Any = None, reply: Any = None) -> None:
+        """Say the type of bodies (or replies) where the constructor was not told; a loop does so from its handler.
+
+        Raises :class:`ConfigError` where it was told another one.
+        """
+        self._body_type = self._bound("body", self._body_type, body)
+        self._reply_type = self._bound("reply", self._reply_type, reply)
+        self._codec = self._reply_codec = None
+
+    def _bound(self, what: str, old: Any, new: Any) -> Any:
+        if old is not None and new is not None and old != new:
+            raise ConfigError(
+                f"mailbox {self.name!r} holds {what} type {type_name(old)}, but its handler takes {type_name(new)};"
+                " make the two the same"
+            )
+        return new if old is None else old
+
+    def _payload(self, codec: Codec, body: Any) -> Any:
+        """``body``, checked, in the form in which this store keeps it."""
+        if self.serializes:
+            return codec.encode(body)
+        codec.check(body)
+        return body
+
+    def _body_of(self, delivery: Delivery) -> Any:
+        return self.codec.decode(delivery.body) if self.serializes else delivery.body

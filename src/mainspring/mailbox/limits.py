@@ -1,0 +1,69 @@
+"""The limits of what a mailbox is asked for, and the checks that name the parameter, the value and the limit."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from mainspring.errors import InvalidParameterError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MAX_MESSAGES = 1_000
+"""The most messages of one receive."""
+MAX_VISIBILITY = 43_200.0
+"""The longest lease, in seconds: twelve hours."""
+MAX_PRIORITY = 32_767
+MAX_DELAY = 366 * 86_400.0
+"""The longest delay, in seconds."""
+CLOSE_TIMEOUT = 10.0
+"""Seconds that a close, or a settlement that must not be cut short, may take before it is given up."""
+
+
+def check_receive(max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> None:
+    """Raise :class:`InvalidParameterError` for a value outside the limits of :meth:`Mailbox.receive`."""
+    if not (is_whole(max_messages) and 1 <= max_messages <= MAX_MESSAGES):
+        raise InvalidParameterError(f"receive: max_messages must be 1 to {MAX_MESSAGES}, not {max_messages!r}")
+    check_seconds("receive: visibility_timeout", visibility_timeout, MAX_VISIBILITY)
+    check_seconds("receive: wait_time_seconds", wait_time_seconds, math.inf)
+
+
+def check_send(
+    delay: float, dedup_key: str | None, priority: int, headers: Mapping[str, str] | None, expires_in: float | None
+) -> None:
+    """Raise :class:`InvalidParameterError` for a value outside the limits of :meth:`Mailbox.send`."""
+    check_seconds("send: delay", delay, MAX_DELAY)
+    if not (is_whole(priority) and abs(priority) <= MAX_PRIORITY):
+        raise InvalidParameterError(f"send: priority must be a whole number within ±{MAX_PRIORITY}, not {priority!r}")
+    if dedup_key is not None and not (isinstance(dedup_key, str) and dedup_key):
+        raise InvalidParameterError(f"send: dedup_key must be a string of at least one character, not {dedup_key!r}")
+    if expires_in is not None:
+        check_seconds("send: expires_in", expires_in, MAX_DELAY)
+        if not expires_in:
+            raise InvalidParameterError("send: expires_in must be above 0 seconds, or None")
+    if headers is None:
+        return
+    try:
+        pairs = list(headers.items())
+    except AttributeError:
+        raise InvalidParameterError(f"send: headers must be a mapping of strings, not {headers!r}") from None
+    for key, value in pairs:
+        if not (isinstance(key, str) and isinstance(value, str)):
+            raise InvalidParameterError(f"send: headers are strings by string, not {key!r}: {value!r}")
+
+
+def check_seconds(what: str, value: Any, most: float) -> None:
+    """Raise :class:`InvalidParameterError` unless ``value`` is a number of seconds from 0 to ``most``; NaN is none."""
+    try:
+        if 0 <= value <= most:
+            return
+    except TypeError:
+        pass
+    limit = "0 or more" if most == math.inf else f"0 to {most:.0f}"
+    raise InvalidParameterError(f"{what} must be {limit} seconds, not {value!r}")
+
+
+def is_whole(value: Any) -> bool:
+    """Whether ``value`` is an integer (a bool is none)."""
+    return isinstance(value, int) and not isinstance(value, bool)
