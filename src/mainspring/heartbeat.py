@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import anyio
-
 from mainspring import clock
 
 if TYPE_CHECKING:
@@ -15,25 +13,26 @@ if TYPE_CHECKING:
 class Heartbeat:
     """When something last gave a sign of life. A new one counts as just beaten.
 
-    On an event loop it follows anyio's clock (so virtual time reaches it); a beat from a thread without one is stamped with
-    the system's monotonic clock. :meth:`beat` may be called from any thread.
+    Under a virtual clock it follows that clock, else the system's monotonic clock, so that :meth:`beat` and
+    :meth:`elapsed` may be called from any thread and on any event loop. A thread cannot read a virtual clock: its beat
+    counts, there, from when it is first looked at.
     """
 
-    __slots__ = ("_callbacks", "_loop_time", "_monotonic")
+    __slots__ = ("_callbacks", "_stamp")
 
     def __init__(self) -> None:
         self._callbacks: tuple[Callable[[], object], ...] = ()
-        self._loop_time: float | None = None
-        self._monotonic = 0.0
-        self._stamp()
+        self._stamp = _now()
 
     def beat(self) -> None:
         """Give a sign of life, and call the callbacks in the order in which they were added (in this thread).
 
-        What a callback raises comes out of ``beat`` after the others were called.
+        What a callback raises comes out of ``beat`` after the others were called (the first one's, where several do).
         """
-        self._stamp()
-        failed: BaseException | None = None
+        self._stamp = _now()
+        if not self._callbacks:
+            return
+        failed: Exception | None = None
         for callback in self._callbacks:
             try:
                 callback()
@@ -44,12 +43,15 @@ class Heartbeat:
 
     def elapsed(self) -> float:
         """Seconds since the last beat."""
-        if self._loop_time is not None:
-            try:
-                return max(0.0, anyio.current_time() - self._loop_time)
-            except RuntimeError:  # asked from a thread without an event loop
-                pass
-        return max(0.0, clock.monotonic() - self._monotonic)
+        real, virtual = self._stamp
+        running = clock.virtual_clock()
+        if running is None:
+            return max(0.0, clock.monotonic() - real)
+        now = float(running.current_time())
+        if virtual is None:
+            self._stamp = (real, now)
+            return 0.0
+        return max(0.0, now - virtual)
 
     def add_callback(self, callback: Callable[[], object]) -> None:
         """Call ``callback()`` at each beat from now on."""
@@ -59,9 +61,8 @@ class Heartbeat:
         """Stop calling it; one that was never added is ignored."""
         self._callbacks = tuple(other for other in self._callbacks if other != callback)
 
-    def _stamp(self) -> None:
-        self._monotonic = clock.monotonic()
-        try:
-            self._loop_time = anyio.current_time()
-        except RuntimeError:  # no event loop in this thread
-            self._loop_time = None
+
+def _now() -> tuple[float, float | None]:
+    """The monotonic clock, and the virtual one where it rules: one object, so that another thread never sees half."""
+    running = clock.virtual_clock()
+    return clock.monotonic(), None if running is None else float(running.current_time())

@@ -17,9 +17,10 @@ OVERSLEPT = 5.0
 class Periodic:
     """Calls ``step(overslept)`` at the instants it asks for: each call returns when the next is due.
 
-    Instants are on anyio's clock; ``math.inf`` means not before somebody calls :meth:`wake_by`. ``overslept`` is how many
-    seconds the call comes late: whoever judges others by the time that passed must not hold that against them. There is no
-    ticking: between two calls nothing runs. What ``step`` raises ends :meth:`run`.
+    Instants are on anyio's clock; ``math.inf`` means not before somebody calls :meth:`wake_by`, one that has passed means
+    now. ``overslept`` is how many seconds the call comes late: whoever judges others by the time that passed must not hold
+    that against them. There is no ticking: between two calls nothing runs. What ``step`` raises ends :meth:`run`; so does
+    a cancellation, also one during a step, and what that step had not asked for by then is not due any more.
     """
 
     def __init__(self, step: Callable[[float], Awaitable[float]], *, first: float = math.inf) -> None:
@@ -29,15 +30,16 @@ class Periodic:
 
     @property
     def due(self) -> float:
-        """When the next call is due."""
+        """When the next call is due; ``math.inf`` while a call is under way and nobody asked for the next."""
         return self._due
 
     def wake_by(self, when: float) -> None:
-        """Let the next call happen at ``when``, where that is sooner than planned."""
+        """Let the next call happen at ``when``, where that is sooner than planned. Call it on the event loop only."""
         if when < self._due:
             self._due = when
             if self._sleep is not None:
-                self._sleep.deadline = when
+                self._due = max(when, anyio.current_time())  # it could not have come sooner, so it is not late
+                self._sleep.deadline = self._due
 
     async def run(self) -> None:
         """Run until cancelled."""
@@ -48,7 +50,9 @@ class Periodic:
             self._due = min(self._due, await self._step(max(0.0, late)))
 
     async def _until_due(self) -> None:
-        if self._due <= anyio.current_time():
+        now = anyio.current_time()
+        if self._due <= now:
+            self._due = now  # asked for in the past: as above
             await anyio.lowlevel.checkpoint()
             return
         self._sleep = anyio.CancelScope(deadline=self._due)

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import sys
 import threading
-from pathlib import Path
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterator
 
-_PLUMBING = ("/asyncio/", "/anyio/", "/trio/", "/outcome/", "/concurrent/futures/", "/threading.py", "/selectors.py")
+# By module name and not by path: a user's program may well live in a directory called asyncio.
+_PLUMBING = frozenset(
+    {"anyio", "asyncio", "concurrent", "contextlib", "outcome", "queue", "selectors", "threading", "trio", "uvloop"}
+)
+_DEBUGGERS = frozenset({"bdb", "pdb", "debugpy", "pydevd", "_pydevd_bundle", "ptvsd", "pudb", "ipdb"})
+_DEPTH = 1_000
 
 
 def where(awaitable: Any) -> str:
-    """The innermost line, outside the event loop's own code, on which a suspended coroutine waits.
+    """The innermost line, outside the event loop's own code, on which a coroutine stands.
 
-    ``"path.py:12 in handle: await client.get(url)"``, or an empty string where it is not suspended (running or done).
+    ``"path.py:12 in handle: await client.get(url)"``. Of a coroutine that is running just now (seen from another thread) it
+    is the line of the outermost function, since Python keeps no more; of one that has ended, an empty string.
     """
-    chosen: tuple[FrameType, int] | None = None
+    chosen: tuple[FrameType, int | None] | None = None
     for frame, line in _await_chain(awaitable):
         if chosen is None or not _is_plumbing(frame):
             chosen = (frame, line)
@@ -28,37 +34,56 @@ def where(awaitable: Any) -> str:
 
 
 def where_thread(thread_id: int) -> str:
-    """The innermost line outside the event loop's code that a thread is executing, or an empty string."""
-    frame = sys._current_frames().get(thread_id)  # noqa: SLF001 - the only way to see another thread's stack
-    while frame is not None and _is_plumbing(frame) and frame.f_back is not None:
+    """The innermost line outside the event loop's code that a thread is executing; of an ended thread an empty string.
+
+    Where there is nothing but the event loop's code (it waits for work), it is the innermost line of that.
+    """
+    innermost = frame = _frame_of(thread_id)
+    while frame is not None and _is_plumbing(frame):
         frame = frame.f_back
-    return describe(frame, frame.f_lineno) if frame is not None else ""
+    chosen = frame or innermost
+    return describe(chosen, chosen.f_lineno) if chosen is not None else ""
 
 
-def describe(frame: FrameType, line: int) -> str:
+def in_debugger(thread_id: int) -> bool:
+    """Whether a debugger holds that thread (somebody looks at it, so that it may stand still for as long as they like)."""
+    frame = _frame_of(thread_id)
+    while frame is not None:
+        if _top_package(frame) in _DEBUGGERS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def describe(frame: FrameType, line: int | None) -> str:
     """A frame and its line as one line of text, with the source where it can be read."""
     code = frame.f_code
-    source = linecache.getline(code.co_filename, line, frame.f_globals).strip()
-    return f"{code.co_filename}:{line} in {code.co_name}" + (f": {source}" if source else "")
+    number = line or code.co_firstlineno
+    source = linecache.getline(code.co_filename, number, frame.f_globals).strip()
+    return f"{code.co_filename}:{number} in {code.co_name}" + (f": {source}" if source else "")
 
 
-def all_stacks() -> str:
-    """The stacks of all threads as text, the main thread first."""
+def all_stacks(*, without: Container[int | None] = ()) -> str:
+    """The stacks of all threads as text, the main thread first; those of the threads ``without`` are left out."""
     import traceback
 
-    frames = sys._current_frames()  # noqa: SLF001 - as above
+    frames = sys._current_frames()  # noqa: SLF001 - the only way to see another thread's stack
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
-    for ident in sorted(frames, key=lambda ident: ident != threading.main_thread().ident):
+    wanted = (ident for ident in frames if ident not in without)
+    for ident in sorted(wanted, key=lambda ident: ident != threading.main_thread().ident):
         parts.append(f"Thread {names.get(ident, '?')} ({ident}), most recent call last:")
         parts.append("".join(traceback.format_stack(frames[ident])).rstrip())
     return "\n".join(parts)
 
 
-def _await_chain(awaitable: Any) -> Iterator[tuple[FrameType, int]]:
-    seen = 0
-    while awaitable is not None and seen < 1_000:
-        seen += 1
+def _frame_of(thread_id: int) -> FrameType | None:
+    return sys._current_frames().get(thread_id)  # noqa: SLF001 - as above
+
+
+def _await_chain(awaitable: Any) -> Iterator[tuple[FrameType, int | None]]:
+    for _ in range(_DEPTH):
+        frame: FrameType | None
         if isinstance(awaitable, CoroutineType):
             frame, awaitable = awaitable.cr_frame, awaitable.cr_await
         elif isinstance(awaitable, GeneratorType):
@@ -66,14 +91,40 @@ def _await_chain(awaitable: Any) -> Iterator[tuple[FrameType, int]]:
         elif isinstance(awaitable, AsyncGeneratorType):
             frame, awaitable = awaitable.ag_frame, awaitable.ag_await
         else:
-            return
+            awaitable = _inside(awaitable)
+            if awaitable is None:
+                return
+            continue
         if frame is not None:
             yield frame, frame.f_lineno
 
 
+def _inside(awaitable: Any) -> Any | None:
+    """What the interpreter's own wrappers wait for (``async for``, ``coroutine.__await__()``); they do not tell, gc does."""
+    if type(awaitable).__name__ in (
+        "async_generator_asend",
+        "async_generator_athrow",
+        "coroutine_wrapper",
+        "anext_awaitable",
+    ):
+        for inner in gc.get_referents(awaitable):
+            if isinstance(inner, CoroutineType | AsyncGeneratorType) or type(inner).__name__.startswith(
+                "async_generator_a"
+            ):
+                return inner
+    return None
+
+
 def _is_plumbing(frame: FrameType) -> bool:
-    path = frame.f_code.co_filename
-    return any(part in path for part in _PLUMBING) or path.startswith(_OWN)
+    top = _top_package(frame)
+    if top == _OWN:
+        return not frame.f_globals["__name__"].startswith(f"{_OWN}.examples")  # those are a user's programs
+    return top in _PLUMBING
 
 
-_OWN = str(Path(__file__).parent)
+def _top_package(frame: FrameType) -> str:
+    name = frame.f_globals.get("__name__")
+    return name.partition(".")[0] if isinstance(name, str) else ""
+
+
+_OWN = __name__.partition(".")[0]

@@ -1,0 +1,200 @@
+"""The guardian: a tiny process that ends the one it guards when that can no longer end itself.
+
+It runs by path, on the standard library alone (``python -I -S guardian_child.py …``), so that it stays small, starts in
+milliseconds, and shares no lock, no interpreter and no fate with its ward. Both look at one page of shared memory:
+
+- ``BEAT``: the instant (CLOCK_MONOTONIC, seconds) of the event loop's last beat; 0 while nobody is to be judged.
+- ``KILL_AT``: the instant from which the ward must be gone; 0 for none.
+
+A loop that has not beaten for ``block_threshold`` seconds (and ``MARGIN``, within which the ward's own watching thread
+acts, where it can) has its threads dumped by a signal that faulthandler answers in C, and is then killed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import signal
+import sys
+import time  # noqa: TID251 - this file cannot import the package's clock
+
+BOARD_SIZE = 16
+BEAT, KILL_AT = 0, 1
+
+MARGIN = 0.3
+"""Seconds by which the guardian lets the ward's own thread go first: that one can name the line, with its source."""
+DUMP_TIME = 0.2
+"""Seconds that a dump may take to reach standard error."""
+FRESH = 0.5
+"""Seconds that a ward which was stopped gets to leave by itself once it runs again."""
+LONGEST_LOOK = 1.0
+"""Seconds between two looks, and between two beats, at most."""
+
+
+def look_interval(threshold: float) -> float:
+    """Seconds between two looks, and between two beats: a tenth of the threshold, at most ``LONGEST_LOOK``."""
+    return min(threshold / 10, LONGEST_LOOK)
+
+
+class Silence:
+    """For how long a beat has been missing, without the time in which nobody could have beaten.
+
+    Pure: it is told the time. A look that comes late says that the machine, or the process, stood still; the loop then has
+    the whole threshold again.
+    """
+
+    def __init__(self, threshold: float, now: float) -> None:
+        self._tolerance = max(threshold / 4, min(0.2, threshold / 2))
+        self._armed = self._due = now
+        self.late = False
+        """Whether the last look came late."""
+
+    def plan(self, due: float) -> None:
+        """The next look is meant to happen at ``due``."""
+        self._due = due
+
+    def rearm(self, now: float) -> None:
+        """Count from ``now`` on: nobody could beat until then."""
+        self._armed = now
+
+    def look(self, now: float, beat: float) -> float:
+        """Seconds of silence at ``now``; ``beat`` is the last beat's instant, or 0 where nobody is to be judged."""
+        self.late = now - self._due > self._tolerance
+        if self.late or beat == 0:
+            self.rearm(now)
+        return max(0.0, now - max(beat, self._armed))
+
+
+def state_of(stat: str) -> str:
+    """The state letter out of the text of ``/proc/PID/stat``, whatever the program's name has in it."""
+    return stat.rpartition(")")[2].split()[0]
+
+
+class Ward:
+    """The guarded process. Signals go through a pidfd where the kernel has them, so that they cannot hit a successor."""
+
+    def __init__(self, pid: int, pipe: int) -> None:
+        self.pid = pid
+        self._poll = select.poll()
+        self._poll.register(pipe, select.POLLIN)
+        self._pipe = pipe
+        self._pidfd = -1
+        try:
+            self._pidfd = os.pidfd_open(pid)
+            self._poll.register(self._pidfd, select.POLLIN)
+        except (OSError, AttributeError):
+            pass  # then its end shows by the pipe and by the parent's pid
+
+    @property
+    def gone(self) -> bool:
+        """Whether it has ended: a fork of it can hold the pipe open, so the pipe alone does not say."""
+        return os.getppid() != self.pid
+
+    @property
+    def standing(self) -> bool:
+        """Whether somebody has stopped it (SIGSTOP, a debugger), so that it cannot beat."""
+        try:
+            with open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as stat:
+                return state_of(stat.read()) in "Tt"
+        except (OSError, IndexError):
+            return False
+
+    def wait(self, seconds: float) -> bool:
+        """Wait so long, or until it pokes or ends; whether it ended."""
+        for descriptor, events in self._poll.poll(max(0, round(seconds * 1000 + 0.5))):
+            if descriptor == self._pidfd or not events & select.POLLIN or not os.read(self._pipe, 4096):
+                return True
+        return self.gone
+
+    def send(self, signum: int) -> None:
+        """Send it a signal, unless it has ended."""
+        try:
+            if self._pidfd >= 0:
+                signal.pidfd_send_signal(self._pidfd, signum)
+            elif not self.gone:
+                os.kill(self.pid, signum)
+        except OSError:
+            pass
+
+    def kill(self) -> bool:
+        """End it; whether it has ended within a second. The first process of a container is immune to what its children
+        send, but not to its limit of processor seconds, and what holds the interpreter's lock for that long burns those."""
+        self.send(signal.SIGKILL)
+        if self.wait(0.5):
+            return True
+        import resource
+
+        try:
+            resource.prlimit(self.pid, resource.RLIMIT_CPU, (1, 1))
+        except (OSError, ValueError):
+            return False
+        return self.wait(0.5)
+
+
+class Guardian:
+    """Looks at the board until its ward has ended, or has to be ended."""
+
+    def __init__(self, board: memoryview[float], ward: Ward, threshold: float, dump_signal: int) -> None:
+        self._board = board
+        self._ward = ward
+        self._limit = threshold + MARGIN
+        self._interval = look_interval(threshold)
+        self._dump_signal = dump_signal
+        now = time.monotonic()
+        self._silence = Silence(threshold, now)
+        self._spare_until = now
+
+    def run(self) -> None:
+        """Return once the ward has ended."""
+        wait = 0.0
+        while True:
+            self._silence.plan(time.monotonic() + wait)
+            if self._ward.wait(wait):
+                return
+            wait = self._look(time.monotonic())
+            if wait < 0:
+                return
+
+    def _look(self, now: float) -> float:
+        """Judge; seconds until the next look, below 0 where the ward has been ended."""
+        beat, kill_at = self._board[BEAT], self._board[KILL_AT]
+        silence = self._silence.look(now, beat)
+        if self._silence.late:
+            self._spare_until = now + FRESH
+        blocked = silence >= self._limit
+        if not blocked and not (kill_at and now >= kill_at):
+            if silence > 2 * self._interval and self._ward.standing:
+                self._silence.rearm(now)
+            return min(self._interval, self._limit - silence, max(kill_at - now, 0.0) if kill_at else self._interval)
+        if self._ward.standing:
+            self._silence.rearm(now)
+            self._spare_until = now + self._interval + FRESH
+            return self._interval
+        if not blocked and now < self._spare_until:
+            return self._spare_until - now
+        if self._dump_signal:
+            self._ward.send(self._dump_signal)
+            self._dump_signal = 0  # once is enough, should the ward prove hard to kill
+            if self._ward.wait(DUMP_TIME):
+                return -1.0
+        return -1.0 if self._ward.kill() else self._interval
+
+
+def main(arguments: list[str]) -> None:
+    """``BOARD_FD PIPE_FD PARENT_PID THRESHOLD DUMP_SIGNAL``: all of them given by the parent."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # whoever signals the whole family means the ward
+    try:
+        with open("/proc/self/comm", "w", encoding="ascii") as name:
+            name.write("ms-guardian")
+    except OSError:
+        pass
+    board, pipe, parent, threshold, dump_signal = arguments
+    words = memoryview(mmap.mmap(int(board), BOARD_SIZE)).cast("d")
+    Guardian(words, Ward(int(parent), int(pipe)), float(threshold), int(dump_signal)).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    os._exit(0)
