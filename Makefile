@@ -1,0 +1,53 @@
+# Everything a clone needs: `make demo` shows the product at work, `make test` runs the tests.
+# Prerequisites: make, python3 (3.11 or newer) and its venv module (Debian: apt install make python3-venv).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+SOURCES := $(shell find src examples -type f -not -path '*/__pycache__/*' -not -name '.*') pyproject.toml README.md
+
+.PHONY: help demo test lint bench clean
+
+help:
+	@echo "make demo    index the Python files of this environment with two workers, and hurt them meanwhile"
+	@echo "make test    the tests, on the installed package"
+	@echo "make lint    ruff, mypy, import-linter and the file sizes"
+	@echo "make bench   the benchmarks, beside those of peers"
+	@echo "make clean   remove the virtual environment and what the tools left behind"
+
+demo: $(VENV)/installed
+	$(BIN)/mainspring demo
+
+test: $(VENV)/installed-dev
+	$(BIN)/python -m pytest $(TESTS)
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python scripts/check_sizes.py src
+
+bench: $(VENV)/installed-dev
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(VENV)/created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "make: $(PYTHON) is older than 3.11; say which to use: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || \
+		{ echo "make: $(PYTHON) has no venv module (Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# pip builds a wheel of the project and installs that, so the tests see what a user gets, not the source tree.
+$(VENV)/installed: $(VENV)/created $(SOURCES)
+	$(PIP) install .
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/created $(SOURCES)
+	$(PIP) install '.[dev]'
+	@touch $@ $(VENV)/installed

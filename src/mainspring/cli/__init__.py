@@ -1,0 +1,36 @@
+"""The command line. Verbs are thin: they read their arguments, call the package, and print."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; its exit status: 0 done, 1 failed, 2 wrong use, and for ``run`` that of the shutdown."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["run"]:
+        _take_signals()
+    from mainspring.cli.app import call
+
+    return call(arguments)
+
+
+def _take_signals() -> None:
+    """Have handlers before anything slow is imported.
+
+    The signals are blocked for the time that it takes to import what installs the handlers: the kernel keeps a blocked one,
+    even for the first process of a container, from which it withholds signals that have no handler.
+    """
+    signals = (signal.SIGTERM, signal.SIGINT)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        from mainspring.cli.early import CommandSignals
+
+        CommandSignals.install()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)

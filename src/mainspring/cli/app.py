@@ -1,0 +1,182 @@
+"""The verbs and their arguments."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mainspring import __version__
+from mainspring.cli.problems import FAILED, WRONG_USE, Problem, say
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+app = typer.Typer(
+    name="mainspring",
+    help="Keeps long-running async loops going, and lets them stop.",
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Loop(StrEnum):
+    """The event loops to run on."""
+
+    AUTO = "auto"
+    ASYNCIO = "asyncio"
+    UVLOOP = "uvloop"
+    TRIO = "trio"
+
+
+_Target = Annotated[str, typer.Argument(metavar="MODULE:ATTR", help="A LoopGroup, or a function that returns one.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+# typer brings its own copy of click or, in older versions, uses the installed one: found through what it exports.
+_USAGE_ERROR: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+
+def call(arguments: Sequence[str]) -> int:
+    """Run one command line; its exit status."""
+    from mainspring.errors import ConfigError, MainspringError
+
+    if not arguments:
+        app(["--help"], prog_name="mainspring", standalone_mode=False)
+        return WRONG_USE
+    try:
+        status = app(list(arguments), prog_name="mainspring", standalone_mode=False)
+    except Problem as problem:
+        say(str(problem))
+        return problem.status
+    except _USAGE_ERROR as error:
+        text = error.format_message().rstrip(".")
+        say(f"{text}; see `mainspring {_verb(arguments)}--help`")
+        return WRONG_USE
+    except (ConfigError, MainspringError) as error:
+        say(str(error))
+        return WRONG_USE if error.fault in {"config", "caller"} else FAILED
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, which is its right
+        sys.stderr.close()
+        return FAILED
+    return status if isinstance(status, int) else 0
+
+
+def _verb(arguments: Sequence[str]) -> str:
+    known = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
+    return f"{arguments[0]} " if arguments[0] in known else ""
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mainspring {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(epilog="Example: [bold]mainspring run app:group --health-port 8080[/bold]")
+def run(
+    target: _Target,
+    processes: Annotated[int, typer.Option(min=1, help="How many worker processes to run and keep running.")] = 1,
+    health_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65_535, help="Serve probes and metrics here; worker i of several takes PORT + i - 1."),
+    ] = None,
+    reload: Annotated[bool, typer.Option("--reload", help="Start again when a source file changes.")] = False,
+    loop: Annotated[Loop, typer.Option(help="The event loop; auto is uvloop where it is installed.")] = Loop.AUTO,
+) -> int:
+    """Run a LoopGroup until a signal, or until all its loops have ended.
+
+    SIGTERM and Ctrl-C shut down in order, a second one cancels the work, a third ends the process. The exit status is 0
+    after a clean shutdown, 70 where work had to be cancelled, 128+n where signal n forced it, 1 where a loop crashed.
+    """
+    from mainspring.cli.run import RunOptions, run_target
+
+    return run_target(RunOptions(target, processes, health_port, reload, loop.value))
+
+
+@app.command(
+    epilog="""Example: [bold]mainspring send sqlite:///jobs.db?name=emails '{"to": "ann@example.org"}'[/bold]"""
+)
+def send(
+    url: Annotated[str, typer.Argument(metavar="URL", help="The mailbox, for example sqlite:///jobs.db?name=emails.")],
+    bodies: Annotated[
+        list[str] | None, typer.Argument(metavar="[BODY]...", help="Bodies, each one JSON value.")
+    ] = None,
+    file: Annotated[
+        str | None, typer.Option("--file", "-f", help="Read bodies from a file of JSON lines, or - for standard input.")
+    ] = None,
+    delay: Annotated[float, typer.Option(help="Seconds before anybody receives them.")] = 0.0,
+    priority: Annotated[int, typer.Option(help="Higher is received sooner.")] = 0,
+    dedup_key: Annotated[
+        str | None, typer.Option(help="While a message with this key is unfinished, send no other (one body only).")
+    ] = None,
+    header: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A header; may be repeated.")] = None,
+    reply_to: Annotated[str | None, typer.Option(help="Where the result is wanted: a mailbox's name or URL.")] = None,
+    expires_in: Annotated[float | None, typer.Option(help="Seconds after which nobody should begin it.")] = None,
+    as_json: _Json = False,
+) -> int:
+    """Send messages, and print their ids once they are stored.
+
+    Nothing is sent unless every body parses. Without BODY and --file, JSON lines are read from standard input.
+    """
+    from mainspring.cli.send import SendOptions, send_bodies
+
+    options = SendOptions(delay, priority, dedup_key, tuple(header or ()), reply_to, expires_in, as_json)
+    return send_bodies(url, bodies or [], file, options)
+
+
+@app.command(epilog="Example: [bold]mainspring check app:group --grace 45 --longest 300[/bold]")
+def check(
+    target: _Target,
+    grace: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds from SIGTERM to SIGKILL (Kubernetes: terminationGracePeriodSeconds)."),
+    ] = None,
+    longest: Annotated[
+        float | None, typer.Option(min=0, help="The longest processing of one message, seconds.")
+    ] = None,
+    beat_gap: Annotated[
+        float | None,
+        typer.Option(min=0, help="The longest a handler goes without a beat, seconds; default: --longest."),
+    ] = None,
+    as_json: _Json = False,
+) -> int:
+    """Check that the timeouts of a group fit together, and into the orchestrator's kill time.
+
+    The exit status is 1 where a rule does not hold; the table says which value would pass.
+    """
+    from mainspring.cli.check import check_target
+
+    return check_target(target, grace=grace, longest=longest, beat_gap=beat_gap, as_json=as_json)
+
+
+@app.command(epilog="Example: [bold]mainspring demo --keep --dir /tmp/demo[/bold]")
+def demo(
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Work in this directory instead of a temporary one.")
+    ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the queue and the results there.")] = False,
+    files: Annotated[int, typer.Option(min=1, help="Index at most this many files.")] = 3_000,
+    as_json: _Json = False,
+) -> int:
+    """Index the Python files of this environment with two worker processes, and hurt them while they work.
+
+    One worker is killed and replaced, one is told to stop and drains, one file is broken on purpose. The report at the
+    end says what became of every file; the exit status is 1 if one is missing. It takes well under a minute.
+    """
+    from mainspring.cli.demo import DemoOptions, run_demo
+
+    return run_demo(DemoOptions(directory, keep, files, as_json))

@@ -1,0 +1,64 @@
+"""``mainspring check``: the calibration rules of a group as a table."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from mainspring.calibration import Rule, Timeouts, all_rules, seconds, unjudged
+from mainspring.cli.problems import FAILED, Problem
+from mainspring.cli.target import load_group
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def check_target(
+    target: str, *, grace: float | None, longest: float | None, beat_gap: float | None, as_json: bool
+) -> int:
+    """Judge the group's timeouts; 1 where a rule does not hold."""
+    found = load_group(target).timeouts()
+    if not found:
+        raise Problem(f"{target} has no loops whose timeouts could be checked")
+    known = {"grace": grace, "longest": longest, "beat_gap": beat_gap}
+    told = {name: value for name, value in known.items() if value is not None}
+    loops = [replace(timeouts, **told) for timeouts in found]
+    rules = all_rules(loops)
+    broken = [rule for rule in rules if not rule.ok]
+    open_questions = list(dict.fromkeys(line for timeouts in loops for line in unjudged(timeouts)))
+    if as_json:
+        typer.echo(json.dumps(_as_json(target, rules, open_questions, loops), indent=2))
+    else:
+        from rich.console import Console
+
+        _print(Console(), target, rules, open_questions)
+    return FAILED if broken else 0
+
+
+def _as_json(target: str, rules: list[Rule], open_questions: list[str], loops: list[Timeouts]) -> dict[str, Any]:
+    return {
+        "target": target,
+        "ok": all(rule.ok for rule in rules),
+        "rules": [asdict(rule) if not rule.ok else {**asdict(rule), "advice": "", "value": None} for rule in rules],
+        "not_judged": open_questions,
+        "timeouts": [asdict(timeouts) for timeouts in loops],
+    }
+
+
+def _print(console: Console, target: str, rules: list[Rule], open_questions: list[str]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("loop", "rule", "left", "right", "verdict", title=f"timeouts of {target}", title_justify="left")
+    for rule in rules:
+        verdict = Text("holds", "green") if rule.ok else Text(f"fails: {rule.advice}", "red")
+        table.add_row(rule.loop or "(group)", Text(rule.formula), seconds(rule.left), seconds(rule.right), verdict)
+    console.print(table)
+    for rule in rules:
+        if not rule.ok:
+            console.print(Text(f"fails: {rule.name}: {rule.advice}", "red"), soft_wrap=True)
+    for line in open_questions:
+        console.print(Text(f"not judged: {line}", "yellow"), soft_wrap=True)

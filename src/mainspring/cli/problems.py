@@ -1,0 +1,62 @@
+"""What goes wrong at the command line, as one line that says what to do."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from pathlib import Path
+from traceback import extract_tb
+
+WRONG_USE = 2
+FAILED = 1
+
+
+class Problem(Exception):  # noqa: N818 - the user's to mend, not the program's error
+    """Ends the command with ``status`` and this one line on standard error."""
+
+    def __init__(self, text: str, status: int = WRONG_USE) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def say(text: str) -> None:
+    """Write one remark of ours to standard error, in one call, so that several processes' lines do not mix."""
+    sys.stderr.write(f"mainspring: {text}\n")
+    sys.stderr.flush()
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as one line: its type, and the first line of what it says."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg}"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def user_line(error: BaseException) -> str:
+    """``"app.py:12"``: the innermost line of the user's own code that an exception passed through; else ``""``."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{_shown(error.filename)}:{error.lineno}"
+    foreign = _foreign_directories()
+    for frame in reversed(extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(("<", *foreign)):
+            return f"{_shown(frame.filename)}:{frame.lineno}"
+    return ""
+
+
+def explain(error: BaseException) -> str:
+    """An exception out of the user's code as one line, with the line of theirs that it came through."""
+    at = user_line(error)
+    return f"{at}: {one_line(error)}" if at else one_line(error)
+
+
+def _foreign_directories() -> tuple[str, ...]:
+    """Where other people's code lives: this package, the standard library, installed packages."""
+    installed = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    own = str(Path(__file__).parents[1])
+    return (f"{own}/", *(f"{path}/" for path in installed))
+
+
+def _shown(filename: str) -> str:
+    path = Path(filename)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename

@@ -1,0 +1,97 @@
+"""``mainspring run``: one group in this process, or several processes under a supervisor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from mainspring.calibration import KILL_MARGIN
+from mainspring.cli.early import CommandSignals, Interrupted
+from mainspring.cli.link import ParentLink
+from mainspring.cli.problems import Problem, say
+from mainspring.cli.sources import loaded_directories
+from mainspring.cli.target import load_group
+
+if TYPE_CHECKING:
+    from mainspring.group import LoopGroup
+    from mainspring.report import ShutdownReport
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What the command line says. ``loop``: auto, asyncio, uvloop or trio."""
+
+    target: str
+    processes: int = 1
+    health_port: int | None = None
+    reload: bool = False
+    loop: str = "auto"
+
+    def worker_command(self, executable: str) -> list[str]:
+        """The command line of one worker of these."""
+        command = [executable, "-m", "mainspring", "run", self.target, "--loop", self.loop]
+        return command if self.health_port is None else [*command, "--health-port", str(self.health_port)]
+
+
+def run_target(options: RunOptions) -> int:
+    """Run until the end; the exit status of the process."""
+    early = CommandSignals.install()
+    link = ParentLink.from_environment()
+    if link is not None:
+        link.start()
+    if options.processes > 1 or options.reload:
+        from mainspring.cli.supervise import Supervisor
+
+        event_loop(options.loop)  # a missing one is said here, once
+        return anyio.run(lambda: Supervisor(options).run())
+    try:
+        return _run_group(options, early, link)
+    except Problem as problem:
+        if link is not None and link.number and link.tell(problem=str(problem), directories=loaded_directories()):
+            return problem.status  # the supervisor says it, once for all its workers
+        raise
+
+
+def event_loop(name: str) -> tuple[str, dict[str, Any]]:
+    """anyio's backend and its options for ``--loop``; a :class:`Problem` where it is not installed."""
+    if name == "auto":
+        name = "asyncio" if find_spec("uvloop") is None else "uvloop"
+    if name in {"uvloop", "trio"} and find_spec(name) is None:
+        raise Problem(f"--loop {name} needs an extra: pip install 'mainspring[{name}]'")
+    return ("trio", {}) if name == "trio" else ("asyncio", {"use_uvloop": name == "uvloop"})
+
+
+def _run_group(options: RunOptions, early: CommandSignals, link: ParentLink | None) -> int:
+    backend, backend_options = event_loop(options.loop)
+    try:
+        with early.interrupting():
+            group = load_group(options.target)
+    except Interrupted as stop:
+        say(f"{stop} before the start; nothing was running")
+        return 0
+    _set_health_port(group, options.health_port, link)
+    if link is not None:
+        link.tell(stop_within=_stop_within(group), directories=loaded_directories())
+    report: ShutdownReport = anyio.run(
+        partial(group.run, install_signals=True), backend=backend, backend_options=backend_options
+    )
+    say(f"{group.name}: {report}")
+    if link is not None:
+        link.tell(finished=not early.received)
+    return report.exit_status
+
+
+def _set_health_port(group: LoopGroup, port: int | None, link: ParentLink | None) -> None:
+    """The command line's port before the group's own; each worker of several takes its own, counting up."""
+    if port is not None:
+        group.health_port = port
+    if link is not None and group.health_port:
+        group.health_port += max(0, link.number - 1)
+
+
+def _stop_within(group: LoopGroup) -> float:
+    return group.drain_delay + group.shutdown_timeout + group.cancel_grace + KILL_MARGIN

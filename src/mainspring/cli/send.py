@@ -1,0 +1,183 @@
+"""``mainspring send``: JSON bodies into a mailbox, all or none."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING, Any
+
+import anyio
+import typer
+
+from mainspring.cli.problems import FAILED, Problem, say
+from mainspring.errors import ConfigError, MainspringError
+from mainspring.mailbox.open import open_mailbox
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from mainspring.mailbox.base import Mailbox
+
+CHUNK = 1_000
+_WHOLE_DOCUMENT = 16 * 2**20  # up to here, a file that is no JSON lines is tried as one JSON document
+
+
+@dataclass(frozen=True, slots=True)
+class SendOptions:
+    """What goes with each message."""
+
+    delay: float = 0.0
+    priority: int = 0
+    dedup_key: str | None = None
+    headers: tuple[str, ...] = ()
+    reply_to: str | None = None
+    expires_in: float | None = None
+    as_json: bool = False
+
+
+def send_bodies(url: str, arguments: Sequence[str], file: str | None, options: SendOptions) -> int:
+    """Parse everything, then send; prints the ids. Raises :class:`Problem` for what is wrong with the input."""
+    if arguments and file is not None:
+        raise Problem("give bodies as arguments or by --file, not both")
+    headers = parse_headers(options.headers)
+    mailbox = _open(url)
+    with ExitStack() as stack:
+        if arguments:
+            bodies: Iterable[Any] = parse_arguments(arguments)
+            count = len(arguments)
+        else:
+            lines = stack.enter_context(_input(file))
+            bodies, count = read_bodies(lines, "standard input" if file in {None, "-"} else str(file))
+        if options.dedup_key is not None and count != 1:
+            raise Problem(f"--dedup-key names one message, but there are {count} bodies; send them one by one")
+        ids, error = anyio.run(_send, mailbox, bodies, headers, options)
+    if options.as_json:
+        typer.echo(json.dumps({"mailbox": mailbox.name, "sent": len(ids), "ids": ids}))
+    else:
+        sys.stdout.writelines(f"{message_id}\n" for message_id in ids)
+    if error is not None:
+        say(f"{error}; {len(ids):,} of {count:,} messages were sent, the rest was not")
+        return FAILED
+    if not count:
+        say("there was nothing to send")
+    return 0
+
+
+def parse_headers(pairs: Iterable[str]) -> dict[str, str]:
+    """``KEY=VALUE`` strings to a dictionary."""
+    headers = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not (key and equals):
+            raise Problem(f"--header {pair!r} must be KEY=VALUE")
+        headers[key] = value
+    return headers
+
+
+def parse_arguments(arguments: Sequence[str]) -> list[Any]:
+    """Each argument as JSON; a :class:`Problem` names the one that is none."""
+    bodies = []
+    for number, text in enumerate(arguments, 1):
+        try:
+            bodies.append(_parse(text))
+        except ValueError as error:
+            raise Problem(
+                f"body {number} is no JSON ({error}); nothing was sent. A string needs its own quotes: '\"text\"'"
+            ) from None
+    return bodies
+
+
+def read_bodies(lines: IO[bytes], name: str) -> tuple[Iterator[Any], int]:
+    """Check a seekable file of JSON lines (or of one JSON document); its bodies, parsed again as they are read, and how many.
+
+    Two passes keep the memory small and send nothing of a file that has a bad line.
+    """
+    count = 0
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            _parse(line)
+        except ValueError as error:
+            document = _whole_document(lines)
+            if document is not None:
+                return iter(document), 1
+            raise Problem(f"line {number} of {name} is no JSON ({error}); nothing was sent") from None
+        count += 1
+    lines.seek(0)
+    return (_parse(line) for line in lines if line.strip()), count
+
+
+def _whole_document(lines: IO[bytes]) -> list[Any] | None:
+    """The file as one JSON document over several lines, in a list, or None where it is none."""
+    lines.seek(0)
+    text = lines.read(_WHOLE_DOCUMENT + 1)
+    try:
+        return [_parse(text)] if len(text) <= _WHOLE_DOCUMENT else None
+    except ValueError:
+        return None
+
+
+def _parse(text: str | bytes) -> Any:
+    return json.loads(text, parse_constant=_no_constant)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _input(file: str | None) -> IO[bytes]:
+    if file is not None and file != "-":
+        try:
+            return Path(file).open("rb")
+        except OSError as error:
+            raise Problem(f"cannot read --file {file}: {error.strerror}") from None
+    if file is None and sys.stdin.isatty():
+        raise Problem("there is nothing to send: give bodies as arguments, by --file, or on standard input")
+    spool = TemporaryFile()  # noqa: SIM115 - the caller closes it
+    while block := sys.stdin.buffer.read(1 << 20):
+        spool.write(block)
+    spool.seek(0)
+    return spool
+
+
+def _open(url: str) -> Mailbox[Any, Any]:
+    if url.startswith("memory:"):
+        raise Problem(
+            "a memory:// mailbox lives and ends with one process, nobody would receive it; send to a sqlite:/// one"
+        )
+    return open_mailbox(url)
+
+
+async def _send(
+    mailbox: Mailbox[Any, Any], bodies: Iterable[Any], headers: dict[str, str], options: SendOptions
+) -> tuple[list[str], MainspringError | None]:
+    """Send in chunks; the ids of what was sent, and the error that stopped it, where one did."""
+    ids: list[str] = []
+    common: dict[str, Any] = {
+        "delay": options.delay,
+        "priority": options.priority,
+        "headers": headers,
+        "reply_to": options.reply_to,
+        "expires_in": options.expires_in,
+    }
+    try:
+        async with mailbox:
+            if options.dedup_key is not None:
+                (body,) = bodies
+                return [await mailbox.send(body, dedup_key=options.dedup_key, **common)], None
+            remaining = iter(bodies)
+            while chunk := list(islice(remaining, CHUNK)):
+                ids += await mailbox.send_many(chunk, **common)
+    except ConfigError:
+        raise
+    except MainspringError as error:
+        if not ids:
+            raise
+        return ids, error
+    return ids, None

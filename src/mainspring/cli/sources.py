@@ -1,0 +1,77 @@
+"""Which source files a running program is made of, and whether one of them has changed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
+import anyio.to_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+INTERVAL = 0.5
+"""Seconds between two looks."""
+
+Snapshot = dict[str, tuple[int, int]]
+
+
+def loaded_directories() -> list[str]:
+    """The directories of the modules this process has imported, without those of Python and of installed packages."""
+    installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    foreign = tuple(f"{path}/" for path in {*installed, str(Path(__file__).parents[1])})
+    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    own = {os.path.dirname(os.path.abspath(file)) for file in files if file and not file.startswith(foreign)}
+    return sorted(directory for directory in own if not f"{directory}/".startswith(foreign))
+
+
+def snapshot(directories: Iterable[str]) -> Snapshot:
+    """When each Python file right in these directories was last written, and its size."""
+    found: Snapshot = {}
+    for directory in directories:
+        try:
+            with os.scandir(directory) as entries:
+                for entry in entries:
+                    if entry.name.endswith(".py"):
+                        status = entry.stat()
+                        found[entry.path] = (status.st_mtime_ns, status.st_size)
+        except OSError:  # gone, or going while we look
+            continue
+    return found
+
+
+def changed(before: Snapshot, after: Snapshot) -> str | None:
+    """The first file that is new, gone or different."""
+    differing = {path for path, _ in before.items() ^ after.items()}
+    return min(differing, default=None)
+
+
+class SourceWatch:
+    """Looks at the files of some directories twice a second; more directories can be added as they become known."""
+
+    def __init__(self, directories: Iterable[str]) -> None:
+        self._directories = set(directories)
+        self._before = snapshot(self._directories)
+
+    def add(self, directories: Iterable[str]) -> None:
+        """Watch these too, as they are now."""
+        new = set(directories) - self._directories
+        self._directories |= new
+        self._before |= snapshot(new)
+
+    async def next_change(self) -> str:
+        """Wait for a change; the file that changed."""
+        while True:
+            await anyio.sleep(INTERVAL)
+            directories = frozenset(self._directories)
+            after = await anyio.to_thread.run_sync(snapshot, directories)
+            known = {path: seen for path, seen in self._before.items() if os.path.dirname(path) in directories}
+            path = changed(known, after)
+            if path is not None:
+                added = {path: seen for path, seen in self._before.items() if path not in known}
+                self._before = {**added, **after}
+                return path

@@ -1,0 +1,253 @@
+"""``mainspring run --processes N`` and ``--reload``: one process that keeps workers of one target running."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from contextlib import suppress
+from subprocess import DEVNULL
+from typing import TYPE_CHECKING
+
+import anyio
+from anyio.abc import UNIXSocketStream
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+from mainspring import entropy
+from mainspring.cli.link import LOAD_TIMEOUT, MARGIN, link_for_child
+from mainspring.cli.problems import WRONG_USE, say
+from mainspring.cli.sources import SourceWatch
+from mainspring.cli.verdicts import AwaitChange, Ended, GiveUp, Restart, after_exit, exit_status, how, worst
+from mainspring.policies import RestartPolicy
+from mainspring.scope import DaemonScope
+from mainspring.signals import ShutdownCoordinator
+
+if TYPE_CHECKING:
+    from anyio.abc import Process
+
+    from mainspring.cli.run import RunOptions
+    from mainspring.cli.verdicts import Verdict
+
+NEWS_LIMIT = 1 << 20
+"""Bytes of one line of news from a worker; more is a broken worker."""
+
+SPAWN_TIMEOUT = 30.0
+"""Seconds that starting a process may take before the supervisor gives up on it."""
+
+
+class Worker:
+    """One place for a worker process, and what its present process has said of itself."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.restarts = 0
+        self.process: Process | None = None
+        self.change = anyio.Event()
+        self._fresh()
+
+    def _fresh(self) -> None:
+        self.heard = False
+        self.finished = False
+        self.told = False
+        self.problem: str | None = None
+        self.stop_within = LOAD_TIMEOUT
+
+    def __str__(self) -> str:
+        return f"worker {self.number}" + (f" (pid {self.process.pid})" if self.process is not None else "")
+
+    def begins(self, process: Process) -> None:
+        """A new process takes the place."""
+        self._fresh()
+        self.process = process
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to the process, where there is one."""
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                self.process.send_signal(signal.Signals(signum))
+
+    def kill(self) -> None:
+        """End the process and all that it started (it leads a session of its own)."""
+        if self.process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+
+class Supervisor:
+    """Starts the workers, replaces those that crash, and passes signals on to them."""
+
+    def __init__(self, options: RunOptions, policy: RestartPolicy | None = None) -> None:
+        self._options = options
+        self._policy = policy or RestartPolicy()
+        self._workers = [Worker(number) for number in range(1, options.processes + 1)]
+        self._stopping = anyio.Event()
+        self._coordinator = ShutdownCoordinator(on_repeat=self._on_repeat)
+        self._coordinator.register(self._on_first)
+        self._statuses: list[int] = []
+        self._problems: set[str] = set()
+        self._watch = SourceWatch([os.getcwd()]) if options.reload else None
+
+    async def run(self) -> int:
+        """Run until a signal, until the workers' work is done, or until one cannot be kept running; the exit status."""
+        async with DaemonScope("supervisor") as scope, self._coordinator:
+            self._scope = scope
+            if self._watch is not None:
+                scope.start_soon(self._reload, name="reload")
+            async with anyio.create_task_group() as places:
+                for worker in self._workers:
+                    places.start_soon(self._keep, worker)
+        status = worst(self._statuses)
+        if not self._problems:
+            say(f"all workers have ended; exit status {status}")
+        return status
+
+    # ------------------------------------------------------------------------------------------------------- signals
+
+    def _on_first(self) -> None:
+        self._stop(signal.Signals[self._coordinator.reason])
+
+    def _on_repeat(self, signum: int, count: int) -> None:
+        """The workers count the signals too, and act on a second one; the third ends all of it here and now."""
+        if count >= 3:
+            for worker in self._workers:
+                worker.kill()
+            os._exit(128 + signum)
+        self._stop(signum)
+
+    def _stop(self, signum: int) -> None:
+        self._stopping.set()
+        for worker in self._workers:
+            worker.change.set()
+            self._ask(worker, signum)
+
+    def _ask(self, worker: Worker, signum: int) -> None:
+        """Ask a worker to stop, and see to it that it does."""
+        if worker.process is not None:
+            worker.signal(signum)
+            self._scope.start_soon(self._see_off, worker, worker.process, name=f"see off {worker}")
+
+    async def _see_off(self, worker: Worker, process: Process) -> None:
+        """Kill a worker that outlives the longest shutdown it announced."""
+        with anyio.move_on_after(worker.stop_within + MARGIN) as patience:
+            await process.wait()
+        if patience.cancelled_caught and worker.process is process:
+            say(f"{worker} has not ended {worker.stop_within + MARGIN:g} s after it was told to; killing it")
+            worker.kill()
+
+    # ------------------------------------------------------------------------------------------------------- workers
+
+    async def _keep(self, worker: Worker) -> None:
+        """Run a worker, and another one in its place for as long as the verdicts say so."""
+        while not self._stopping.is_set():
+            began = anyio.current_time()
+            returncode = await self._run_once(worker)
+            ended = Ended(exit_status(returncode), anyio.current_time() - began, worker.finished)
+            if self._stopping.is_set() and not worker.heard and returncode in {-signal.SIGTERM, -signal.SIGINT}:
+                ended = Ended(0, ended.ran_for)  # told to stop before it had a handler: nothing was running
+            verdict = after_exit(
+                ended,
+                stopping=self._stopping.is_set(),
+                reload=self._watch is not None,
+                told=worker.told,
+                restarts=worker.restarts,
+                policy=self._policy,
+                rng=entropy.rng(),
+            )
+            self._tell(worker, returncode, verdict)
+            worker.process = None
+            if not await self._follow(worker, ended, verdict):
+                return
+
+    async def _follow(self, worker: Worker, ended: Ended, verdict: Verdict) -> bool:
+        """Wait as the verdict says; whether to start the worker again."""
+        if isinstance(verdict, Restart):
+            worker.restarts = verdict.restarts
+            with anyio.move_on_after(verdict.delay):
+                await self._stopping.wait()
+        elif isinstance(verdict, AwaitChange):
+            worker.restarts = 0
+            await worker.change.wait()
+        else:
+            self._statuses.append(ended.status)
+            if isinstance(verdict, GiveUp):
+                self._stop(signal.SIGTERM)
+            return False
+        worker.change = anyio.Event()
+        return True
+
+    def _tell(self, worker: Worker, returncode: int, verdict: Verdict) -> None:
+        if worker.problem is not None and worker.problem not in self._problems:
+            self._problems.add(worker.problem)
+            say(worker.problem)
+        if isinstance(verdict, Restart) and not worker.told:
+            nth = f" (restart {verdict.restarts} of {self._policy.max_retries})" if verdict.restarts else ""
+            soon = f"in {verdict.delay:.1f} s" if verdict.delay else "now"
+            say(f"{worker} has ended, {how(returncode)}; starting another one {soon}{nth}")
+        elif isinstance(verdict, AwaitChange):
+            say(f"{worker} has ended, {how(returncode)}; waiting for a source file to change")
+        elif isinstance(verdict, GiveUp) and exit_status(returncode) != WRONG_USE:
+            say(f"{worker} has ended, {how(returncode)}, after {worker.restarts} restarts; stopping the others")
+
+    async def _run_once(self, worker: Worker) -> int:
+        """One process from start to end; its return code. Cancelled, it kills the process and its children."""
+        ours, theirs, environment = link_for_child(worker.number)
+        try:
+            # Not to be cancelled half way, which would lose sight of a started process.
+            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + SPAWN_TIMEOUT):
+                process = await anyio.open_process(
+                    self._options.worker_command(sys.executable),
+                    stdin=DEVNULL,
+                    stdout=None,
+                    stderr=None,
+                    env=environment,
+                    start_new_session=True,
+                    pass_fds=[theirs.fileno()],
+                )
+        finally:
+            theirs.close()
+        worker.begins(process)
+        stream = await UNIXSocketStream.from_socket(ours)
+        try:
+            async with stream, anyio.create_task_group() as tasks:
+                heard_all = anyio.Event()
+                tasks.start_soon(self._hear, worker, stream, heard_all)
+                if self._stopping.is_set():  # the signal came while it was being started
+                    self._ask(worker, signal.SIGTERM)
+                returncode = await process.wait()
+                with anyio.move_on_after(1):  # its last words may still be on the line
+                    await heard_all.wait()
+                tasks.cancel_scope.cancel()
+        finally:
+            worker.kill()
+            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + MARGIN):
+                await process.wait()
+        return returncode
+
+    async def _hear(self, worker: Worker, stream: UNIXSocketStream, heard_all: anyio.Event) -> None:
+        """Take in what a worker says, until the end of its line."""
+        lines = BufferedByteReceiveStream(stream)
+        with suppress(anyio.EndOfStream, anyio.IncompleteRead, anyio.BrokenResourceError, anyio.DelimiterNotFound):
+            while True:
+                news = json.loads(await lines.receive_until(b"\n", NEWS_LIMIT))
+                worker.heard = True
+                worker.finished = news.get("finished", worker.finished)
+                worker.problem = news.get("problem", worker.problem)
+                worker.stop_within = news.get("stop_within", worker.stop_within)
+                if self._watch is not None:
+                    self._watch.add(news.get("directories", ()))
+        heard_all.set()
+
+    # -------------------------------------------------------------------------------------------------------- reload
+
+    async def _reload(self) -> None:
+        """Start every worker again at each change of a source file."""
+        watch = self._watch
+        while watch is not None:
+            path = await watch.next_change()
+            say(f"{path} has changed; starting again")
+            self._problems.clear()
+            for worker in self._workers:
+                worker.change.set()
+                worker.told = worker.process is not None
+                self._ask(worker, signal.SIGTERM)

@@ -1,0 +1,124 @@
+"""``MODULE:ATTR`` to the LoopGroup it means, or a :class:`Problem` that says what to write instead."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mainspring.cli.problems import Problem, explain, user_line
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from mainspring.group import LoopGroup
+
+
+def load_group(target: str) -> LoopGroup:
+    """Import the module (the working directory comes first on the path) and return the group, made by a call if need be."""
+    name, attribute = _split(target)
+    module = _import(name)
+    found = _attribute(module, attribute, target)
+    from mainspring.group import LoopGroup
+
+    if callable(found) and not isinstance(found, LoopGroup):
+        found = _call(found, target)
+    if not isinstance(found, LoopGroup):
+        raise Problem(f"{target} is {_kind(found)}, not a LoopGroup; {_remedy(found, attribute)}")
+    return found
+
+
+def _split(target: str) -> tuple[str, str]:
+    name, colon, attribute = target.partition(":")
+    if not (colon and name and attribute):
+        raise Problem(
+            f"{target!r} is no target; write MODULE:ATTR, for example app:group for `group = LoopGroup(…)` in app.py"
+        )
+    if "/" in name or name.endswith(".py"):
+        dotted = name.removesuffix(".py").strip("./").replace("/", ".")
+        raise Problem(f"{target!r} names a file; write the module's name instead: {dotted}:{attribute}")
+    return name, attribute
+
+
+def _import(name: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if (
+            error.name is not None
+            and (error.name == name or name.startswith(f"{error.name}."))
+            and not user_line(error)
+        ):
+            raise Problem(
+                f"there is no module {error.name!r} in {here} or among the installed packages; start mainspring in the"
+                " directory that holds it, or set PYTHONPATH"
+            ) from error
+        raise Problem(f"{name} does not import: {explain(error)}; install it, or mend the import") from error
+    except SystemExit as error:
+        at = user_line(error)
+        raise Problem(
+            f"{name} does not import: {at}: it calls sys.exit({error.code!r}); keep that under"
+            ' `if __name__ == "__main__":`'
+        ) from error
+    except Exception as error:
+        raise Problem(f"{name} does not import: {explain(error)}") from error
+
+
+def _attribute(module: ModuleType, attribute: str, target: str) -> Any:
+    found: Any = module
+    for part in attribute.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise Problem(f"{target}: {module.__name__} has no {part!r}; {_candidates(module)}") from None
+    return found
+
+
+def _candidates(module: ModuleType) -> str:
+    from mainspring.group import LoopGroup
+
+    groups = [f"{module.__name__}:{name}" for name, value in vars(module).items() if isinstance(value, LoopGroup)]
+    if groups:
+        return f"it has {', '.join(groups)}"
+    return "define one there: group = LoopGroup([…])"
+
+
+def _call(factory: Any, target: str) -> Any:
+    if inspect.iscoroutinefunction(factory):
+        raise Problem(
+            f"{target} is an async function; a plain one must return the LoopGroup, before any event loop runs"
+        )
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise Problem(
+            f"{target} cannot be called without arguments ({error}); give a LoopGroup or a function that needs none"
+        ) from None
+    except ValueError:  # no signature to look at: the call will tell
+        pass
+    try:
+        return factory()
+    except SystemExit as error:
+        raise Problem(f"{target}() calls sys.exit({error.code!r}); it must return a LoopGroup") from error
+    except Exception as error:
+        raise Problem(f"{target}() failed: {explain(error)}") from error
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"an object of type {name}"
+
+
+def _remedy(value: Any, attribute: str) -> str:
+    from mainspring.loops.base import Runnable
+
+    if isinstance(value, Runnable):
+        return f"wrap it: group = LoopGroup([{attribute}])"
+    return "name a LoopGroup or a function that returns one"
