@@ -105,30 +105,32 @@ def real_work() -> Iterator[None]:
     """Hold a virtual clock while something real (a thread, a process) is out, so that time does not jump past it.
 
     Trio's ``MockClock`` moves on when every task is blocked, and a task that waits for a thread is. Outside a virtual
-    run this does nothing. Holds nest.
+    run this does nothing. Holds nest, and those of several tasks may overlap: the clock goes on when the last one ends.
     """
     clock = virtual_clock()
     if clock is None:
         yield
         return
-    holds = _holds(clock)
+    with hold(clock):
+        yield
+
+
+@contextmanager
+def hold(clock: Any) -> Iterator[None]:
+    """Keep that ``MockClock`` from moving by itself inside the block."""
+    state = vars(clock)  # kept on the clock itself: one clock, one count
+    holds: int = state.get("_mainspring_holds", 0)
+    state["_mainspring_holds"] = holds + 1
     if not holds:
-        holds.append(clock.autojump_threshold)
-        clock.autojump_threshold = math.inf
-    else:
-        holds.append(holds[0])
+        state["_mainspring_threshold"] = clock.autojump_threshold
+        judge = state.get("_mainspring_idle")  # of a run that mainspring.testing started: notices what never comes back
+        clock.autojump_threshold = math.inf if judge is None else judge.patience
     try:
         yield
     finally:
-        threshold = holds.pop()
-        if not holds:
-            clock.autojump_threshold = threshold
-
-
-def _holds(clock: Any) -> list[float]:
-    """The thresholds saved by the holds that are out, kept on the clock itself: one clock, one list."""
-    holds: list[float] = clock.__dict__.setdefault("_mainspring_holds", [])
-    return holds
+        state["_mainspring_holds"] -= 1
+        if not state["_mainspring_holds"]:
+            clock.autojump_threshold = state.pop("_mainspring_threshold")
 
 
 def local_time(when: datetime) -> datetime:

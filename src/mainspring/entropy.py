@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from contextvars import ContextVar
 from random import Random, SystemRandom
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _rng: ContextVar[Random] = ContextVar("mainspring_rng")
 _system = SystemRandom()
@@ -17,6 +22,16 @@ def rng() -> Random:
 def seed(value: int) -> None:
     """Make every draw in this context, and in the tasks started from it, follow from ``value`` (tests only)."""
     _rng.set(Random(value))  # noqa: S311 - reproducibility is the point
+
+
+@contextmanager
+def seeded(value: int) -> Iterator[None]:
+    """:func:`seed` for the length of a block."""
+    token = _rng.set(Random(value))  # noqa: S311 - as above
+    try:
+        yield
+    finally:
+        _rng.reset(token)
 
 
 def token(bits: int = 64) -> str:

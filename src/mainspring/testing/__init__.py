@@ -1,0 +1,37 @@
+"""What Mainspring's users test with: virtual time and a reproducible schedule.
+
+Names are imported at first use: the pytest plugin stands in this package and is loaded by every pytest run.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mainspring.testing.virtual import (
+        DeadlockError as DeadlockError,
+    )
+    from mainspring.testing.virtual import (
+        VirtualClock as VirtualClock,
+    )
+    from mainspring.testing.virtual import (
+        run_virtual as run_virtual,
+    )
+
+_FROM_VIRTUAL = ("DeadlockError", "VirtualClock", "run_virtual")
+
+__all__ = ["DeadlockError", "VirtualClock", "run_virtual"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FROM_VIRTUAL:
+        value = getattr(import_module("mainspring.testing.virtual"), name)
+    else:
+        raise AttributeError(f"module 'mainspring.testing' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,161 @@
+"""The pytest plugin: the fixtures ``virtual_clock`` and ``mainspring_seed``, and the option ``--mainspring-seed``.
+
+An async test asks for the clock, and that is all it writes::
+
+    async def test_backs_off(virtual_clock):
+        await anyio.sleep(3600)
+        assert virtual_clock.now == 3600
+
+It runs once, on trio in virtual time, through anyio's own pytest plugin: it needs no marker and no ``anyio_backend`` fixture
+of its own, and whatever ``anyio_backend`` the rest of the suite uses does not matter to it. Its async fixtures run on the
+same clock; they must have the scope of a function. Loading this module imports nothing but pytest.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import wraps
+from inspect import iscoroutinefunction
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from mainspring.testing.virtual import VirtualClock, VirtualRun
+
+_SEED: pytest.StashKey[int] = pytest.StashKey()
+_RUN: pytest.StashKey[VirtualRun] = pytest.StashKey()
+_CLEAN_UP: pytest.StashKey[ExitStack] = pytest.StashKey()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--mainspring-seed``."""
+    parser.getgroup("mainspring").addoption(
+        "--mainspring-seed",
+        metavar="N",
+        help="Seed of the tests in virtual time: a number for all of them, or `random` for another one each time."
+        " Left out, each test has its own, which stays the same.",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse a seed that is none."""
+    chosen = config.getoption("--mainspring-seed")
+    if chosen not in (None, "random") and not chosen.isdecimal():
+        raise pytest.UsageError(f"--mainspring-seed takes a whole number from 0, or `random`, not {chosen!r}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give a test with ``virtual_clock`` its backend. A mark goes before any fixture of the user's of that name."""
+    if "virtual_clock" not in metafunc.fixturenames:
+        return
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        names = mark.args[0] if mark.args else mark.kwargs.get("argnames", ())
+        if "anyio_backend" in (names.replace(",", " ").split() if isinstance(names, str) else names):
+            raise pytest.UsageError(
+                f"{metafunc.definition.nodeid}: a test with virtual_clock runs on trio; leave anyio_backend out"
+            )
+    options: dict[str, Any] = {}  # filled anew before each test
+    metafunc.definition.add_marker(
+        pytest.mark.parametrize("anyio_backend", [pytest.param(("trio", options), id="virtual")], scope="function")
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before the fixtures: draw the seed, make the clock, seed the schedule and Mainspring's randomness."""
+    names = getattr(item, "fixturenames", ())
+    if "mainspring_seed" not in names:
+        return
+    item.stash[_SEED] = seed = _seed_of(item)
+    if "virtual_clock" not in names:
+        return
+    if not iscoroutinefunction(getattr(item, "obj", None)):
+        raise pytest.UsageError(f"{item.nodeid}: virtual_clock is for `async def` tests; a plain one calls run_virtual")
+    from mainspring import entropy
+    from mainspring.testing.trio_internals import require_trio, seeded_schedule
+
+    require_trio()
+    from mainspring.testing.virtual import VirtualRun
+
+    run = VirtualRun(seed)
+    _, options = item.callspec.params["anyio_backend"]  # type: ignore[attr-defined]
+    options.clear()
+    options.update(run.options)
+    item.stash[_RUN] = run
+    item.stash[_CLEAN_UP] = clean_up = ExitStack()
+    clean_up.enter_context(seeded_schedule(seed))
+    clean_up.enter_context(entropy.seeded(seed))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    """After the fixtures: put the schedule and the randomness back."""
+    try:
+        return (yield)
+    finally:
+        clean_up = item.stash.get(_CLEAN_UP, None)
+        if clean_up is not None:
+            del item.stash[_CLEAN_UP], item.stash[_RUN]
+            clean_up.close()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Around anyio's own: judge whether the test got stuck."""
+    run = pyfuncitem.stash.get(_RUN, None)
+    if run is None:
+        return (yield)
+    test = pyfuncitem.obj
+
+    @wraps(test)
+    async def watched(*args: Any, **keywords: Any) -> Any:
+        return await run.watch(test, *args, **keywords)
+
+    pyfuncitem.obj = watched
+    try:
+        return (yield)
+    finally:
+        pyfuncitem.obj = test
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Say with which seed a failed test runs the same way again."""
+    report = yield
+    seed = item.stash.get(_SEED, None)
+    if report.failed and seed is not None:
+        report.sections.append(("mainspring", f"to run it the same way again: --mainspring-seed={seed}"))
+    return report
+
+
+@pytest.fixture
+def mainspring_seed(request: pytest.FixtureRequest) -> int:
+    """The seed of this test, for ``run_virtual(fn, seed=mainspring_seed)`` and the like; printed where the test fails.
+
+    It is ``--mainspring-seed``, else a number that follows from the test's name: the same in each run.
+    """
+    seed: int = request.node.stash[_SEED]
+    return seed
+
+
+@pytest.fixture
+def virtual_clock(request: pytest.FixtureRequest, anyio_backend: object, mainspring_seed: int) -> VirtualClock:
+    """Runs this async test in virtual time, reproducibly: ``.now``, ``.advance(seconds)``, ``.hold()``."""
+    run: VirtualRun = request.node.stash[_RUN]
+    return run.clock
+
+
+def _seed_of(item: pytest.Item) -> int:
+    chosen = item.config.getoption("--mainspring-seed")
+    if chosen is None:
+        return crc32(item.nodeid.encode())
+    if chosen == "random":
+        from mainspring.entropy import rng
+
+        return rng().getrandbits(32)
+    return int(chosen)

@@ -1,0 +1,203 @@
+"""The pytest plugin, in pytest runs of its own, as a user has it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import anyio
+import pytest
+
+pytest_plugins = ["pytester"]
+
+
+@pytest.fixture(autouse=True)
+def strict(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nfilterwarnings = error\n")
+
+
+def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
+    return pytester.runpytest_subprocess("-p", "no:randomly", "-p", "no:cacheprovider", *arguments)
+
+
+async def test_here_too(virtual_clock, mainspring_seed) -> None:
+    await anyio.sleep(3600)
+    assert virtual_clock.now == 3600
+    assert isinstance(mainspring_seed, int)
+
+
+def test_an_async_test_needs_nothing_but_the_fixture(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import anyio, pytest
+
+        async def test_plain(virtual_clock):
+            await anyio.sleep(3600)
+            assert virtual_clock.now == anyio.current_time() == 3600
+
+        @pytest.mark.anyio
+        @pytest.mark.parametrize("number", [1, 2])
+        async def test_fresh_clock_each_time(virtual_clock, number):
+            assert virtual_clock.now == 0
+            await anyio.sleep(number)
+            await virtual_clock.advance(5)
+            with virtual_clock.hold():
+                await anyio.to_thread.run_sync(int)
+            assert virtual_clock.now == number + 5
+
+        class TestInAClass:
+            async def test_method(self, virtual_clock):
+                await anyio.sleep(9)
+
+        @pytest.fixture
+        async def opened(virtual_clock):
+            await anyio.sleep(100)
+            yield "opened"
+            await anyio.sleep(100)
+
+        async def test_with_an_async_fixture(opened, virtual_clock):
+            assert virtual_clock.now == 100
+
+        async def test_through_another_fixture(opened):
+            assert anyio.current_time() == 100
+        """
+    )
+    run(pytester).assert_outcomes(passed=6)
+
+
+@pytest.mark.parametrize("fixture", ["params=['asyncio', 'trio']", ""], ids=["parametrized", "fixed"])
+def test_the_users_backends_do_not_matter(pytester: pytest.Pytester, fixture: str) -> None:
+    pytester.makeconftest(
+        f"""
+        import pytest
+        @pytest.fixture({fixture})
+        def anyio_backend(request):
+            return getattr(request, "param", "asyncio")
+        """
+    )
+    pytester.makepyfile(
+        """
+        import anyio, pytest
+        pytestmark = pytest.mark.anyio
+
+        async def test_virtual(virtual_clock):
+            await anyio.sleep(3600)
+
+        async def test_other(anyio_backend_name):
+            await anyio.sleep(0)
+        """
+    )
+    run(pytester).assert_outcomes(passed=3 if fixture else 2)
+
+
+def test_a_failure_names_its_seed_and_the_seed_repeats_it(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import anyio
+        from mainspring import entropy
+
+        async def test_order(virtual_clock, mainspring_seed):
+            order = []
+            async def work(name):
+                await anyio.sleep(0)
+                order.append(name)
+            async with anyio.create_task_group() as group:
+                for name in range(9):
+                    group.start_soon(work, name)
+            raise AssertionError(f"order {order} {entropy.token()} seed {mainspring_seed}")
+
+        def test_passes(mainspring_seed):
+            pass
+        """
+    )
+
+    def lines(*arguments: str) -> tuple[str, str]:
+        text = run(pytester, *arguments).stdout.str().splitlines()
+        order = next(line for line in text if "AssertionError: order" in line and line.startswith("E"))
+        (seed,) = {line.rpartition("=")[2] for line in text if "--mainspring-seed=" in line}
+        return order, seed
+
+    order, seed = lines()
+    assert lines() == (order, seed)
+    assert lines(f"--mainspring-seed={seed}") == (order, seed)
+    assert lines("--mainspring-seed=7")[1] == "7"
+    assert lines("--mainspring-seed=7")[0] != order
+    random_order, random_seed = lines("--mainspring-seed=random")
+    assert lines(f"--mainspring-seed={random_seed}") == (random_order, random_seed)
+
+
+def test_misuse_is_named(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import anyio
+
+        def test_plain(virtual_clock):
+            pass
+
+        async def test_stuck(virtual_clock):
+            await anyio.Event().wait()
+
+        async def test_shielded(virtual_clock):
+            with anyio.CancelScope(shield=True):
+                await anyio.Event().wait()
+
+        async def test_fine_afterwards(virtual_clock):
+            await anyio.sleep(1)
+        """
+    )
+    result = run(pytester)
+    result.assert_outcomes(passed=1, failed=2, errors=1)
+    result.stdout.fnmatch_lines_random(
+        [
+            "*virtual_clock is for `async def` tests*",
+            "*DeadlockError: stuck at virtual second 0*",
+            "*in test_stuck: await anyio.Event().wait()",
+            "*in test_shielded: await anyio.Event().wait()",
+        ]
+    )
+
+
+def test_a_foreign_event_loop_is_noticed(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.parametrize("anyio_backend", ["asyncio"])
+        async def test_two_minds(virtual_clock, anyio_backend):
+            pass
+        """
+    )
+    result = run(pytester)
+    assert result.ret != 0
+    result.stdout.fnmatch_lines_random(["*leave anyio_backend out*"])
+
+
+def test_a_bad_seed_is_one_line(pytester: pytest.Pytester) -> None:
+    result = run(pytester, "--mainspring-seed=x")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--mainspring-seed takes a whole number from 0, or `random`, not 'x'"])
+
+
+def test_loading_it_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, pytest\nbefore = set(sys.modules)\nimport mainspring.testing.pytest_plugin\n"
+        "print(*sorted(m for m in set(sys.modules) - before if not m.startswith('mainspring')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {name.partition(".")[0] for name in done.stdout.split()} & {"trio", "pydantic", "anyio", "asyncio"}
+
+
+def test_without_trio_only_its_users_hear_of_it(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest("import sys\nsys.modules['trio'] = None\n")
+    pytester.makepyfile(
+        """
+        def test_else():
+            pass
+
+        async def test_virtual(virtual_clock):
+            pass
+        """
+    )
+    result = run(pytester)
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.fnmatch_lines_random(["*pip install 'mainspring[[]trio]'*"])

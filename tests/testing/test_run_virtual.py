@@ -1,0 +1,388 @@
+"""Virtual time: what it costs, what holds it, what comes out of it, and that the same seed gives the same run."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+
+import anyio
+import pytest
+
+from mainspring import clock, entropy
+from mainspring.errors import ConfigError, InvalidParameterError
+from mainspring.testing import DeadlockError, VirtualClock, run_virtual
+from mainspring.testing import idle as idle_module
+
+
+def test_value_and_errors_come_out() -> None:
+    async def double(number: int) -> int:
+        await anyio.sleep(86_400)
+        return number * 2
+
+    async def fail() -> None:
+        raise LookupError("as it was raised")
+
+    assert run_virtual(double, 21) == 42
+    with pytest.raises(LookupError, match="as it was raised"):
+        run_virtual(fail)
+
+
+def test_time_passes_only_while_all_are_blocked_and_every_clock_agrees() -> None:
+    async def main() -> None:
+        assert anyio.current_time() == VirtualClock().now == 0
+        began, booted = clock.utc_now(), clock.boot_time()
+        await anyio.sleep(3600)
+        assert anyio.current_time() == VirtualClock().now == 3600
+        assert (clock.utc_now() - began).total_seconds() == clock.boot_time() - booted == 3600
+
+    run_virtual(main)
+
+
+def test_timers_fire_at_their_own_instants() -> None:
+    async def main() -> list[float]:
+        fired: list[float] = []
+
+        async def after(seconds: float) -> None:
+            await anyio.sleep(seconds)
+            fired.append(anyio.current_time())
+
+        async with anyio.create_task_group() as group:
+            for seconds in (30, 10, 20):
+                group.start_soon(after, seconds)
+            with anyio.move_on_after(15):
+                await anyio.sleep(100)
+            fired.append(anyio.current_time())
+        return fired
+
+    assert run_virtual(main) == [10, 15, 20, 30]
+
+
+# ------------------------------------------------------------------------------------------------------- the schedule
+
+SCHEDULE = """
+import anyio, mainspring.entropy
+from mainspring.testing import run_virtual
+
+async def main():
+    order = []
+    async def work(name):
+        for _ in range(5):
+            await anyio.sleep(0)
+            order.append(name)
+        await anyio.sleep(1)
+        order.append(mainspring.entropy.token(16))
+    async with anyio.create_task_group() as group:
+        for name in {"a", "b", "c", "d", "e"} and "abcde":
+            group.start_soon(work, name)
+        event = anyio.Event()
+        async def waiter(name):
+            await event.wait()
+            order.append(name)
+        for name in "vwxyz":
+            group.start_soon(waiter, name)
+        await anyio.sleep(2)
+        event.set()
+    return " ".join(order)
+
+if __name__ == "__main__":
+    print([run_virtual(main, seed=seed) for seed in (0, 1, 1, 2)])
+"""
+
+
+def test_same_seed_same_schedule_in_any_process() -> None:
+    def run(hash_seed: str) -> list[str]:
+        environment = os.environ | {"PYTHONHASHSEED": hash_seed}
+        done = subprocess.run(
+            [sys.executable, "-c", SCHEDULE], env=environment, capture_output=True, text=True, check=True
+        )
+        return eval(done.stdout)
+
+    first, second = run("1"), run("4242")
+    assert first == second
+    zero, one, again, two = first
+    assert one == again
+    assert len({zero, one, two}) == 3
+
+
+def test_seed_rules_jitter_and_is_gone_afterwards() -> None:
+    async def draw() -> list[float]:
+        return [entropy.rng().random() for _ in range(3)]
+
+    assert run_virtual(draw, seed=5) == run_virtual(draw, seed=5) != run_virtual(draw, seed=6)
+    assert entropy.rng() is not None
+    assert entropy.token() != entropy.token()
+
+
+# ------------------------------------------------------------------------------------------------------------- holds
+
+
+def test_clock_stands_still_while_a_thread_works() -> None:
+    async def main() -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(anyio.sleep, 1000)
+            await anyio.to_thread.run_sync(time.sleep, 0.05)
+            assert anyio.current_time() == 0
+            with clock.real_work():
+                await anyio.to_thread.run_sync(time.sleep, 0.05)
+            assert anyio.current_time() == 0
+        assert anyio.current_time() == 1000
+
+    run_virtual(main)
+
+
+def test_clock_stands_still_while_a_process_works() -> None:
+    async def main() -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(anyio.sleep, 1000)
+            result = await anyio.run_process([sys.executable, "-c", "print('done')"])
+            assert result.stdout == b"done\n"
+            assert anyio.current_time() == 0
+
+    run_virtual(main)
+
+
+def test_a_raw_thread_is_held_for_by_real_work() -> None:
+    async def main() -> None:
+        done = anyio.Event()
+        token = anyio.lowlevel.current_token()
+
+        def work() -> None:
+            time.sleep(0.05)
+            anyio.from_thread.run_sync(done.set, token=token)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(anyio.sleep, 1000)
+            with clock.real_work():
+                threading.Thread(target=work).start()
+                await done.wait()
+            assert anyio.current_time() == 0
+
+    run_virtual(main)
+
+
+def test_holds_nest_and_overlap() -> None:
+    async def main() -> None:
+        virtual = VirtualClock()
+        first_done = anyio.Event()
+
+        async def first() -> None:
+            with virtual.hold(), virtual.hold():
+                await virtual.advance(10)
+            first_done.set()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(first)
+            with clock.real_work():
+                await first_done.wait()
+                group.start_soon(anyio.sleep, 1000)
+                await anyio.to_thread.run_sync(time.sleep, 0.02)
+                assert virtual.now == 10
+        assert virtual.now == 1010
+
+    run_virtual(main)
+
+
+def test_a_hold_survives_an_error_inside_it() -> None:
+    async def main() -> None:
+        with pytest.raises(LookupError), VirtualClock().hold():
+            raise LookupError
+        await anyio.sleep(5)
+
+    run_virtual(main)
+
+
+def test_abandoned_threads_do_not_hold() -> None:
+    async def main() -> None:
+        release = threading.Event()
+        with anyio.move_on_after(30):
+            async with anyio.create_task_group() as group:
+                group.start_soon(partial(anyio.to_thread.run_sync, release.wait, abandon_on_cancel=True))
+                await anyio.sleep(0)
+                await VirtualClock().advance(31)
+        await anyio.sleep(50)
+        assert anyio.current_time() == 81
+        release.set()
+
+    run_virtual(main)
+
+
+def test_a_thread_that_calls_back_may_wait_for_virtual_time() -> None:
+    async def main() -> None:
+        await anyio.to_thread.run_sync(anyio.from_thread.run, anyio.sleep, 100)
+        assert anyio.current_time() == 100
+
+    run_virtual(main)
+
+
+# ----------------------------------------------------------------------------------------------------------- advance
+
+
+def test_advance_jumps_and_awaited_lets_timers_run() -> None:
+    async def main() -> None:
+        virtual = VirtualClock()
+        fired: list[float] = []
+
+        async def after(seconds: float) -> None:
+            await anyio.sleep(seconds)
+            fired.append(virtual.now)
+
+        async with anyio.create_task_group() as group:
+            with virtual.hold():
+                group.start_soon(after, 0.1)
+                group.start_soon(after, 0.3)
+                await anyio.lowlevel.checkpoint()
+                virtual.advance(0.1)
+                assert virtual.now == 0.1
+                assert fired == []
+                await virtual.advance(0)
+                assert fired == [0.1]
+                await virtual.advance(5)
+            assert fired == [0.1, 5.1]
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("seconds", [-1, math.nan, math.inf])
+def test_advance_takes_no_nonsense(seconds: float) -> None:
+    async def main() -> None:
+        with pytest.raises(InvalidParameterError):
+            VirtualClock().advance(seconds)
+
+    run_virtual(main)
+
+
+# ---------------------------------------------------------------------------------------------------------- deadlock
+
+
+@pytest.fixture
+def little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle_module, "GRACE", 0.05)
+
+
+@pytest.mark.usefixtures("little_grace")
+def test_a_deadlock_is_named_with_its_lines() -> None:
+    async def child() -> None:
+        await anyio.sleep_forever()
+
+    async def main() -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(child, name="the child")
+            await anyio.sleep(3)
+            await anyio.Event().wait()
+
+    with pytest.raises(DeadlockError) as caught:
+        run_virtual(main)
+    text = str(caught.value)
+    assert "virtual second 3" in text
+    assert "in main: await anyio.Event().wait()" in text
+    assert "the child: " in text
+    assert "in child: await anyio.sleep_forever()" in text
+
+
+@pytest.mark.usefixtures("little_grace")
+def test_a_shield_without_a_deadline_does_not_hide_a_deadlock() -> None:
+    async def main() -> None:
+        with anyio.CancelScope(shield=True):
+            await anyio.Event().wait()
+
+    with pytest.raises(DeadlockError, match="no deadline"):
+        run_virtual(main)
+
+
+ABANDONED = """
+import threading, anyio
+from mainspring.testing import DeadlockError, VirtualClock, idle, run_virtual
+
+idle.GRACE = 0.05
+
+async def main():
+    VirtualClock().patience = 0.1
+    with anyio.move_on_after(10):
+        await anyio.to_thread.run_sync(threading.Event().wait)
+
+try:
+    run_virtual(main)
+except DeadlockError as error:
+    print(error)
+"""
+
+
+def test_a_thread_that_never_returns_ends_the_run() -> None:
+    """In a process of its own: the event loop has to be abandoned, which Python remarks on when it cleans up."""
+    done = subprocess.run([sys.executable, "-c", ABANDONED], capture_output=True, text=True, check=True, timeout=60)
+    assert "a thread did not come back within 0.1 real seconds" in done.stdout
+
+
+@pytest.mark.usefixtures("little_grace")
+def test_a_hold_that_nothing_ends_is_noticed() -> None:
+    async def main() -> None:
+        virtual = VirtualClock()
+        virtual.patience = 0.05
+        with virtual.hold(), anyio.fail_after(10):
+            await anyio.sleep_forever()
+
+    with pytest.raises(DeadlockError, match="the clock was held"):
+        run_virtual(main)
+
+
+@pytest.mark.usefixtures("little_grace")
+def test_waiting_for_real_io_is_no_deadlock() -> None:
+    async def main() -> bytes:
+        ours, theirs = os.pipe()
+        timer = threading.Timer(0.2, lambda: os.write(theirs, b"x"))
+        timer.start()
+        await anyio.wait_readable(ours)
+        timer.join()
+        data = os.read(ours, 1)
+        os.close(ours)
+        os.close(theirs)
+        return data
+
+    assert run_virtual(main) == b"x"
+
+
+def test_a_wait_for_real_things_does_not_spin() -> None:
+    async def main() -> float:
+        before = time.process_time()
+        await anyio.to_thread.run_sync(time.sleep, 0.3)
+        return time.process_time() - before
+
+    assert run_virtual(main) < 0.2
+
+
+# ------------------------------------------------------------------------------------------------------------ misuse
+
+
+@pytest.mark.anyio
+async def test_not_inside_a_running_event_loop() -> None:
+    with pytest.raises(ConfigError, match="cannot be called inside one"):
+        run_virtual(anyio.sleep, 1)
+
+
+def test_not_twice_at_once_in_one_process() -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match="trio schedule"):
+            await anyio.to_thread.run_sync(run_virtual, anyio.sleep, 1)
+
+    run_virtual(main)
+
+
+def test_no_virtual_clock_outside_a_run() -> None:
+    with pytest.raises(ConfigError, match="inside run_virtual"):
+        VirtualClock()
+
+
+def test_without_trio_the_error_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['trio'] = None\n"
+        "from mainspring.errors import ConfigError\n"
+        "try:\n    from mainspring.testing import run_virtual\n"
+        "except ConfigError as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'mainspring[trio]'" in done.stdout
