@@ -132,7 +132,9 @@ class DaemonScope:
             return await group.__aexit__(kind, error, trace)
         except BaseExceptionGroup as errors:
             lone = lone_error(errors)
-            if lone is errors or lone is error:
+            if lone is error:
+                return False  # the block's own error goes on as it is
+            if lone is errors:
                 raise
             raise lone from lone.__cause__
         finally:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import anyio
-    from starlette.types import ASGIApp
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class _Started:
@@ -45,7 +45,7 @@ async def serve(
     config.graceful_timeout = grace
     try:
         await worker_serve(
-            wrap_app(cast("Any", app), config.wsgi_max_body_size, "asgi"),
+            wrap_app(cast("Any", _without_lifespan(app)), config.wsgi_max_body_size, "asgi"),
             config,
             sockets=Sockets([], [sock], []),
             shutdown_trigger=stopping.wait,
@@ -56,6 +56,20 @@ async def serve(
         if lone is errors:
             raise
         raise lone from lone.__cause__
+
+
+def _without_lifespan(app: ASGIApp) -> ASGIApp:
+    """anycorn always runs the lifespan protocol, and Starlette turns its cancellation into a failed shutdown."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await app(scope, receive, send)
+            return
+        for moment in ("startup", "shutdown"):
+            await receive()
+            await send({"type": f"lifespan.{moment}.complete"})
+
+    return call
 
 
 def _quiet_logger() -> logging.Logger:

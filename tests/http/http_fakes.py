@@ -1,0 +1,75 @@
+"""A group in name only: it says what a test tells it to say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+
+from mainspring.mailbox.message import Counts
+from mainspring.states import GroupState, ServiceState
+from mainspring.status import GroupStatus, LoopStatus
+
+
+@dataclass
+class FakeMailbox:
+    name: str
+    answer: Counts | Exception | float = field(default_factory=Counts)
+    """The counts, an error to raise, or seconds to take."""
+    asked: int = 0
+
+    async def counts(self) -> Counts:
+        self.asked += 1
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        if isinstance(self.answer, float):
+            await anyio.sleep(self.answer)
+            return Counts()
+        return self.answer
+
+
+def loop_status(name: str = "indexer", **changes: Any) -> LoopStatus:
+    values: dict[str, Any] = {
+        "name": name,
+        "state": ServiceState.RUNNING,
+        "ready": True,
+        "reason": None,
+        "heartbeat_age": 0.25,
+        "in_flight": 3,
+        "concurrency": 8,
+        "mailbox": "jobs",
+        "outcomes": {"acknowledged": 5},
+    }
+    return LoopStatus(**values | changes)
+
+
+def group_status(**changes: Any) -> GroupStatus:
+    values: dict[str, Any] = {
+        "name": "shop",
+        "state": GroupState.RUNNING,
+        "started": True,
+        "ready": True,
+        "live": True,
+        "reasons": (),
+        "uptime": 12.3456,
+        "pid": 4711,
+        "loops": (loop_status(),),
+    }
+    return GroupStatus(**values | changes)
+
+
+class FakeGroup:
+    def __init__(self, *boxes: FakeMailbox, **changes: Any) -> None:
+        self.boxes = boxes
+        self.changes = changes
+        self.drains: list[str] = []
+
+    def status(self) -> GroupStatus:
+        return group_status(**self.changes)
+
+    def request_drain(self, reason: str) -> None:
+        self.drains.append(reason)
+
+    def mailboxes(self) -> tuple[FakeMailbox, ...]:
+        return self.boxes
