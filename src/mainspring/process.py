@@ -6,6 +6,7 @@ given back. A fork takes none of them along.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -51,6 +52,16 @@ def async_library() -> str:
 def event_loop() -> object:
     """The identity of the running event loop, to tell one from another."""
     return current_token().native_token
+
+
+def call_soon(loop: Any, fn: Callable[[], object]) -> None:
+    """Have the event loop ``loop`` (see :func:`event_loop`) call ``fn()``, from any thread or signal handler.
+
+    A loop that is gone by now needs to hear of nothing, so that is not an error.
+    """
+    call = getattr(loop, "call_soon_threadsafe", None) or loop.run_sync_soon
+    with contextlib.suppress(RuntimeError):  # trio.RunFinishedError, or asyncio's "Event loop is closed"
+        call(fn)
 
 
 def in_main_thread() -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mainspring.heartbeat import Heartbeat
 
 
@@ -30,3 +32,36 @@ class Runnable(Protocol):
     @property
     def heartbeat(self) -> Heartbeat:
         """Its sign of life."""
+
+
+@runtime_checkable
+class Steerable(Runnable, Protocol):
+    """A loop that a group can stop in steps, as MainLoop is; one that cannot is stopped by ``shutdown`` alone."""
+
+    name: str
+    shutdown_timeout: float | None
+    shutdown_priority: int
+
+    def announce_shutdown(self) -> None:
+        """Tell the work in hand that the end is near."""
+
+    def stop_intake(self) -> None:
+        """Take no new work; a wait for work ends at once."""
+
+    def cancel_work(self) -> None:
+        """Cancel the work in hand; it is given back."""
+
+    def abort(self) -> None:
+        """Cancel the whole run."""
+
+    @property
+    def runs(self) -> Sequence[Any]:
+        """The work in hand, as the watchdog's subjects."""
+
+    @property
+    def in_flight(self) -> int:
+        """How much work is in hand."""
+
+    @property
+    def trouble(self) -> str | None:
+        """Why it cannot take work just now, or None."""

@@ -11,8 +11,9 @@ import anyio
 from mainspring.errors import ConfigError
 from mainspring.events import Dispatcher, Tally
 from mainspring.heartbeat import Heartbeat
+from mainspring.loops.attempt import WorkerSettings
 from mainspring.loops.handler import inspect_handler
-from mainspring.loops.worker import Worker, WorkerSettings, inside
+from mainspring.loops.worker import Worker, inside
 from mainspring.mailbox.base import MAX_VISIBILITY, Mailbox
 from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
 from mainspring.scope import DaemonScope
@@ -272,9 +273,14 @@ class MainLoop:
         return self._worker.receiving_failed if self._worker is not None else None
 
     @property
-    def renews(self) -> bool:
-        """Whether it renews leases."""
-        return self._settings.lease.renew != "never"
+    def lease(self) -> LeasePolicy:
+        """How it renews leases."""
+        return self._settings.lease
+
+    @property
+    def worker(self) -> Worker | None:
+        """The engine of the run that is under way, or None."""
+        return self._worker
 
 
 def _check_times(name: str, visibility: float, wait: float) -> None:

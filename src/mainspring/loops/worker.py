@@ -7,27 +7,23 @@ run. A message costs neither a task nor a cancel scope: a slot's scope is renewe
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from mainspring import entropy
 from mainspring.clock import loop_clock
-from mainspring.errors import MainspringError, TaskExitError
-from mainspring.events import Dispatcher, MessageFinished, MessageStarted, ReceiveFailed, ReceiveRecovered, Tally
-from mainspring.loops.context import Context
+from mainspring.errors import MainspringError
+from mainspring.events import Dispatcher, MessageFinished, ReceiveFailed, ReceiveRecovered, Tally
+from mainspring.loops.attempt import Attempts, WorkerSettings
 from mainspring.loops.lease import LeaseKeeper
-from mainspring.loops.outcome import DONE, LOST, RELEASED, Cause, Decision, Outcome, after_failure, before_start
+from mainspring.loops.outcome import RELEASED, Cause, Decision
 from mainspring.loops.run import Phase, Run
 from mainspring.loops.settle import Settler
 from mainspring.mailbox.base import MAX_MESSAGES
-from mainspring.mailbox.message import Ack
-from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy, backoff
-from mainspring.process import async_library
+from mainspring.policies import backoff
 from mainspring.scope import DaemonScope
 
 if TYPE_CHECKING:
@@ -43,18 +39,6 @@ if TYPE_CHECKING:
 RECONNECT_INITIAL = 0.1
 RECONNECT_MAXIMUM = 30.0
 """Seconds between tries to receive from a mailbox that cannot be reached: quick at first, then gentle."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """How a worker handles messages; see :class:`~mainspring.loops.main.MainLoop` for the meaning of each."""
-
-    concurrency: int = 1
-    retry: RetryPolicy = field(default_factory=RetryPolicy)
-    dead_letter: DeadLetterPolicy = field(default_factory=DeadLetterPolicy)
-    lease: LeasePolicy = field(default_factory=LeasePolicy)
-    handler_timeout: float | None = None
-    wants_context: bool = False
 
 
 class Worker:
@@ -79,7 +63,6 @@ class Worker:
         self.shutting_down = anyio.Event()
         self.receiving_failed: str | None = None
         self._mailbox = mailbox
-        self._call = call
         self._dispatcher = dispatcher
         self._heartbeat = heartbeat
         self._outcomes = outcomes
@@ -99,6 +82,7 @@ class Worker:
         self._ending = False
         self._lease = LeaseKeeper(name, self._runs, settings.lease, visibility, dispatcher)
         self._settler = Settler(name, dispatcher)
+        self._attempts = Attempts(name, mailbox, call, settings, dispatcher, heartbeat, self._clock)
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -253,7 +237,7 @@ class Worker:
                 with anyio.CancelScope() as scope:
                     while (run := await self._next()) is not None:
                         run.scope = scope
-                        decision = await self._attempt(run, scope)
+                        decision = await self._attempts.make(run, scope)
                         if scope.cancel_called:
                             run.decision = decision
                             break
@@ -289,101 +273,13 @@ class Worker:
             self._rouse()
         return run
 
-    async def _attempt(self, run: Run, scope: anyio.CancelScope) -> Decision:
-        """Run the handler once and decide what its end means.
-
-        Raises nothing but a cancellation, with ``run.decision`` saying what it means.
-        """
-        message = run.message
-        now = self._clock()
-        run.started = run.last_beat = now
-        self._heartbeat.beat()
-        if run.lost:
-            run.phase = Phase.ENDED
-            return LOST
-        given_up = before_start(message.attempt, self.settings.dead_letter)
-        if given_up is not None:
-            run.phase = Phase.ENDED
-            return given_up
-        if self._dispatcher.wants(MessageStarted):
-            self._dispatcher.dispatch(
-                MessageStarted(self.name, message.id, message.receipt_handle, message.delivery_count, message.attempt)
-            )
-        run.phase = Phase.HANDLING
-        if self.settings.handler_timeout is not None:
-            scope.deadline = run.deadline = now + self.settings.handler_timeout
-        try:
-            body = message.body
-            run.coroutine = self._call(body, Context(run)) if self.settings.wants_context else self._call(body)
-            result = await run.coroutine
-            return self._succeeded(run, result)
-        except anyio.get_cancelled_exc_class() as error:
-            return self._cancelled(run, scope, error)
-        except Exception as error:
-            return self._failed(run, scope, error)
-        except BaseException as error:
-            wrapped = TaskExitError(f"the handler raised {error!r}; raise Reject, or call shutdown() of the group")
-            wrapped.__cause__ = error
-            return self._failed(run, scope, wrapped)
-        finally:
-            run.phase = Phase.ENDED
-            run.coroutine = None
-            if run.deadline is not None:
-                scope.deadline = math.inf
-
-    def _succeeded(self, run: Run, result: Any) -> Decision:
-        if run.lost:
-            return LOST
-        message = run.message
-        if message.reply_to is None or message.is_settled:
-            return DONE
-        return Decision(Outcome.ACKNOWLEDGED, Ack(self._mailbox.reply_to(message, result)))
-
-    def _failed(self, run: Run, scope: anyio.CancelScope, error: BaseException) -> Decision:
-        """What an error means; one that came because the engine cancelled the handler means what the engine meant."""
-        cause = run.cause
-        if cause is None and scope.cancel_called:
-            cause = Cause.TIMEOUT
-        if run.lost or cause is Cause.LEASE_LOST:
-            return LOST
-        if cause is Cause.SHUTDOWN:
-            return RELEASED
-        if cause is Cause.TIMEOUT:
-            error = run.timed_out(self.settings.handler_timeout or 0.0)
-        elif cause is Cause.STALLED and run.error is not None:
-            error = run.error
-        return self._judge(run, error)
-
-    def _judge(self, run: Run, error: BaseException) -> Decision:
-        message = run.message
-        return after_failure(
-            error,
-            attempt=message.attempt,
-            delivery_count=message.delivery_count,
-            retry=self.settings.retry,
-            dead_letter=self.settings.dead_letter,
-            rng=entropy.rng(),
-        )
-
-    def _cancelled(self, run: Run, scope: anyio.CancelScope, error: BaseException) -> Decision:
-        if scope.cancel_called:
-            run.decision = self._failed(run, scope, error)
-            raise error
-        if anyio.current_effective_deadline() == -math.inf or _natively_cancelled():
-            run.decision = RELEASED
-            raise error
-        # Nobody cancelled anything: the handler raised it by itself (a cancelled future, say).
-        own = TaskExitError("the handler raised a cancellation that nobody asked for; catch it where it arises")
-        own.__cause__ = error
-        return self._failed(run, scope, own)
-
     async def _finish(self, run: Run, decision: Decision, now: float) -> None:
         """Write the outcome, count it, and free the slot."""
         run.phase = Phase.SETTLING
         run.settling_since = now
         self._heartbeat.beat()
         try:
-            decision = await self._settler.settle(run, decision, self._judge)
+            decision = await self._settler.settle(run, decision, self._attempts.judge)
         finally:
             run.phase = Phase.DONE
             del self._runs[run]
@@ -414,13 +310,3 @@ def inside() -> Worker | None:
 
 
 _inside: ContextVar[Worker] = ContextVar("mainspring_worker")
-
-
-def _natively_cancelled() -> bool:
-    """Whether somebody called ``cancel()`` of the asyncio task, which no anyio scope knows of."""
-    if async_library() != "asyncio":
-        return False
-    import asyncio
-
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -1,0 +1,393 @@
+"""``LoopGroup``: loops that start together, are watched together, and stop in order."""
+
+from __future__ import annotations
+
+import os
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Self
+
+import anyio
+
+from mainspring import logs, process
+from mainspring.calibration import Timeouts, all_rules
+from mainspring.errors import ConfigError
+from mainspring.events import Dispatcher
+from mainspring.loops.base import Runnable, Steerable
+from mainspring.loops.main import MainLoop
+from mainspring.loops.worker import inside
+from mainspring.scope import DaemonScope
+from mainspring.states import GroupState, ServiceState
+from mainspring.status import GroupStatus, LoopStatus
+from mainspring.supervision.foreign import ForeignLoop
+from mainspring.supervision.lifetime import Lifetime
+from mainspring.supervision.settings import GroupSettings, OnCrash
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+    from types import TracebackType
+
+    from mainspring.mailbox.base import Mailbox
+    from mainspring.policies import RestartPolicy
+    from mainspring.report import ShutdownReport
+    from mainspring.supervision.member import Member
+
+
+class LoopGroup:
+    """Runs loops as tasks of one scope, and takes them down in phases that each have an end.
+
+    ``anyio.run(group.run)`` is the entry point of a program; ``async with group`` and ``lifespan=group.lifespan`` embed it in
+    another one, which then owns the signals.
+
+    A shutdown goes: *drain delay* (readiness answers 503, work goes on), *stop intake* (waits for work end at once), *finish*
+    (the work in hand, at most ``shutdown_timeout``), *cancel* (handlers get ``cancel_grace`` to clean up; their messages go
+    back uncharged), then the daemons in the reverse order of their start, the health server last.
+
+    :param loops: MainLoops, or any ``Runnable``.
+    :param name: for logs, status and reports.
+    :param shutdown_timeout: seconds that the work in hand may take to finish at a shutdown: one for all loops together.
+    :param cancel_grace: seconds that cancelled handlers get to clean up.
+    :param drain_delay: seconds for which a shutdown lets load balancers notice before intake stops.
+    :param max_concurrency: how many messages may be in hand at once across the loops.
+    :param health_host: where the health server listens.
+    :param health_port: its port (0: any free one); None: no health server.
+    :param checks: functions by name; readiness asks them. One fails by raising, by returning False, or after 5 s.
+    :param restart: how crashed loops are restarted; None: a crash ends the group.
+    :param watchdog_threshold: seconds without a beat after which a message counts as stalled; None: no watchdog.
+    :param watchdog_interval: seconds between the watchdog's looks.
+    :param block_threshold: seconds for which the event loop may not turn before the process is killed; None: no limit.
+    :param guardian: whether a tiny process watches over a blocked interpreter; None: in a ``run()`` that owns the signals.
+    :param on_crash: what an embedded group does when a loop crashes for good: ``"terminate"`` sends its own process SIGTERM,
+        ``"report"`` only turns not-ready.
+    :raises ConfigError: a value is impossible.
+    """
+
+    def __init__(
+        self,
+        loops: Iterable[Runnable],
+        *,
+        name: str | None = None,
+        shutdown_timeout: float = 30,
+        cancel_grace: float = 5,
+        drain_delay: float = 0,
+        max_concurrency: int | None = None,
+        health_host: str = "127.0.0.1",
+        health_port: int | None = None,
+        checks: Mapping[str, Callable[[], object]] | None = None,
+        restart: RestartPolicy | None = None,
+        watchdog_threshold: float | None = 720,
+        watchdog_interval: float = 60,
+        block_threshold: float | None = 30,
+        guardian: bool | None = None,
+        on_crash: OnCrash = "terminate",
+    ) -> None:
+        self.name = name or "mainspring"
+        self.settings = GroupSettings(
+            shutdown_timeout=shutdown_timeout,
+            cancel_grace=cancel_grace,
+            drain_delay=drain_delay,
+            max_concurrency=max_concurrency,
+            health_host=health_host,
+            health_port=health_port,
+            checks=dict(checks or {}),
+            restart=restart,
+            watchdog_threshold=watchdog_threshold,
+            watchdog_interval=watchdog_interval,
+            block_threshold=block_threshold,
+            guardian=guardian,
+            on_crash=on_crash,
+        )
+        self.loops: Sequence[Steerable] = _steerable(loops)
+        self.dispatcher = Dispatcher()
+        self._lifetime: Lifetime | None = None
+        self._report: ShutdownReport | None = None
+        self._asked: tuple[str, float | None] | None = None
+        self._own: DaemonScope | None = None
+        self._health_url: str | None = None
+
+    def __repr__(self) -> str:
+        state = self._lifetime.machine.state if self._lifetime is not None else GroupState.IDLE
+        return f"<LoopGroup {self.name!r} {state} of {[loop.name for loop in self.loops]}>"
+
+    # ----------------------------------------------------------------------------------------------------------- run
+
+    async def run(
+        self,
+        *,
+        install_signals: bool = True,
+        visibility_timeout: float | None = None,
+        wait_time_seconds: float | None = None,
+        until_empty: bool = False,
+    ) -> ShutdownReport:
+        """Run until a signal, :meth:`shutdown`, or the end of all loops; how the shutdown went.
+
+        With ``install_signals`` it receives SIGTERM and SIGINT and owns its process: a second signal skips to cancelling, a
+        third leaves at once, and past ``shutdown_timeout + cancel_grace + 1`` seconds it prints the report and all stacks and
+        leaves with status 70. ``until_empty`` ends it once nothing is delayed, pending or in flight in any of its mailboxes.
+        The other keywords are handed to the loops.
+
+        A loop that crashes for good stops the others gracefully, and its error is raised. Cancelled from outside, handlers
+        are cancelled and their messages given back.
+
+        :raises ConfigError: it is running already, or, with ``install_signals``, this is not the main thread.
+        """
+        if install_signals and not process.in_main_thread():
+            raise ConfigError(
+                "LoopGroup.run() receives signals, which only the main thread can: run it there, or pass install_signals=False"
+            )
+        return await self._run(
+            owner=install_signals,
+            keywords={"visibility_timeout": visibility_timeout, "wait_time_seconds": wait_time_seconds},
+            until_empty=until_empty,
+            ready=lambda: None,
+        )
+
+    async def _run(
+        self, *, owner: bool, keywords: dict[str, Any], until_empty: bool, ready: Callable[[], object]
+    ) -> ShutdownReport:
+        if self._lifetime is not None:
+            raise ConfigError(f"group {self.name!r} is already running")
+        for loop in self.loops:
+            if isinstance(loop, MainLoop):
+                loop.dispatcher = self.dispatcher
+        quiet = logs.subscribe(self.dispatcher)
+        lifetime = Lifetime(
+            self.name,
+            self.loops,
+            self.settings,
+            self.dispatcher,
+            owner=owner,
+            keywords={key: value for key, value in keywords.items() if value is not None},
+            until_empty=until_empty,
+            warnings=[str(rule) for rule in all_rules(self.timeouts()) if not rule.ok],
+            serve=self._serve if self.settings.health_port is not None else None,
+        )
+        self._lifetime = lifetime
+        if self._asked is not None:
+            reason, timeout = self._asked
+            lifetime.request(reason, timeout)
+        try:
+            await lifetime.run(ready)
+        finally:
+            self._report = lifetime.report
+            self._lifetime = self._asked = self._health_url = None
+            quiet()
+        assert self._report is not None
+        if lifetime.crash is not None:
+            raise lifetime.crash
+        return self._report
+
+    async def __aenter__(self) -> Self:
+        """Start everything, without signals. Leaving the block shuts down; a crash of a loop is raised there."""
+        self._own = DaemonScope(f"group {self.name}")
+        await self._own.__aenter__()
+        try:
+            await self._own.start(
+                self._run_embedded, name=self.name, stop=lambda: self.request_shutdown("end of the block")
+            )
+        except BaseException as error:
+            own, self._own = self._own, None
+            await own.__aexit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    async def _run_embedded(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        await self._run(owner=False, keywords={}, until_empty=False, ready=task_status.started)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        own, self._own = self._own, None
+        assert own is not None
+        if self._lifetime is not None:
+            lifetime = self._lifetime
+            lifetime.request("end of the block")
+            # However the block was left, the loops get their phases; those have an end, so this shield has one.
+            with anyio.CancelScope(shield=True):
+                await lifetime.ended.wait()
+        return await own.__aexit__(kind, error, trace)
+
+    @asynccontextmanager
+    async def lifespan(self, app: object = None) -> AsyncIterator[None]:
+        """Runs the group for as long as a Starlette or FastAPI app does: ``Starlette(lifespan=group.lifespan)``."""
+        async with self:
+            yield
+
+    # ------------------------------------------------------------------------------------------------------ stopping
+
+    async def shutdown(self, *, timeout: float | None = None) -> bool:
+        """Shut down and wait for the end; False when something had to be cancelled.
+
+        ``timeout`` replaces the group's ``shutdown_timeout``. Before a run it is remembered, and the next run uses it up;
+        from inside one of the group's handlers it only asks. In both cases it returns True at once.
+        """
+        if timeout is not None and not timeout >= 0:
+            raise ConfigError(f"shutdown: timeout must be 0 or more seconds, not {timeout!r}")
+        return await self._stop("shutdown()", timeout)
+
+    async def drain(self) -> bool:
+        """Take no new work, let the work in hand finish however long it takes, and end; waits for that.
+
+        A signal or :meth:`shutdown` during a drain puts the usual limit on what is left.
+        """
+        return await self._stop("drain()", float("inf"))
+
+    async def _stop(self, reason: str, timeout: float | None) -> bool:
+        lifetime = self._lifetime
+        self._request(reason, timeout)
+        worker = inside()
+        own_handler = worker is not None and any(getattr(loop, "worker", None) is worker for loop in self.loops)
+        if lifetime is None or own_handler:
+            return True
+        await lifetime.ended.wait()
+        return lifetime.report is not None and lifetime.report.clean
+
+    def request_shutdown(self, reason: str = "request_shutdown()") -> None:
+        """Ask for a shutdown and return at once."""
+        self._request(reason, None)
+
+    def request_drain(self, reason: str = "request_drain()") -> None:
+        """Ask for a drain and return at once; asking again changes nothing."""
+        self._request(reason, float("inf"))
+
+    def _request(self, reason: str, timeout: float | None) -> None:
+        if self._lifetime is not None:
+            self._lifetime.request(reason, timeout)
+        else:
+            self._asked = (reason, timeout)
+
+    # -------------------------------------------------------------------------------------------------------- status
+
+    @property
+    def running(self) -> bool:
+        """Whether a run is under way."""
+        return self._lifetime is not None
+
+    @property
+    def report(self) -> ShutdownReport | None:
+        """How the last run ended; None before one has."""
+        return self._report
+
+    @property
+    def health_url(self) -> str | None:
+        """Where the health server is reached while it runs; it tells the real port where 0 was asked for."""
+        return self._health_url
+
+    def mailboxes(self) -> list[Mailbox[Any, Any]]:
+        """The mailboxes of the running loops."""
+        return self._lifetime.mailboxes() if self._lifetime is not None else []
+
+    async def refresh_checks(self) -> None:
+        """Ask the readiness checks again, where their answers are older than a second."""
+        if self._lifetime is not None:
+            await self._lifetime.checks.refresh()
+
+    def status(self) -> GroupStatus:
+        """The present picture of the group and its loops."""
+        lifetime = self._lifetime
+        if lifetime is None:
+            return GroupStatus(
+                self.name, GroupState.IDLE, started=False, ready=False, live=True, reasons=("not running",), uptime=0.0,
+                pid=os.getpid(),
+            )  # fmt: skip
+        now = anyio.current_time()
+        loops = tuple(self._loop_status(member) for member in lifetime.members)
+        reasons = [f"loop {loop.name!r}: {loop.reason}" for loop in loops if loop.reason is not None]
+        reasons += [f"check {name!r}: {error}" for name, error in lifetime.checks.results.items() if error is not None]
+        if lifetime.shutdown.requested.is_set():
+            reasons.insert(0, f"shutting down: {lifetime.shutdown.reason}")
+        elif not lifetime.started:
+            reasons.insert(0, "starting")
+        return GroupStatus(
+            name=self.name,
+            state=lifetime.machine.state,
+            started=lifetime.started,
+            ready=not reasons,
+            live=lifetime.crash is None,
+            reasons=tuple(reasons),
+            uptime=now - lifetime.began,
+            pid=os.getpid(),
+            loops=loops,
+            checks=dict(lifetime.checks.results),
+            state_seconds=now - lifetime.machine.since,
+            shutdown_reason=lifetime.shutdown.reason or None,
+            phases=dict(lifetime.phases),
+            watchdog_threshold=self.settings.watchdog_threshold,
+        )
+
+    def _loop_status(self, member: Member) -> LoopStatus:
+        loop = member.loop
+        oldest = max((run.beat_age() for run in loop.runs), default=0.0)
+        threshold = self.settings.watchdog_threshold
+        reason = None
+        if member.state is not ServiceState.RUNNING:
+            reason = loop.trouble or str(member.state)
+        elif threshold is not None and oldest > threshold / 2:
+            reason = f"no sign of life for {oldest:.0f} s (stalled at {threshold:g} s)"
+        mailbox = getattr(loop, "mailbox", None)
+        return LoopStatus(
+            name=member.name,
+            state=member.state,
+            ready=reason is None,
+            reason=reason,
+            heartbeat_age=loop.heartbeat.elapsed(),
+            in_flight=loop.in_flight,
+            concurrency=getattr(loop, "concurrency", 1),
+            mailbox=getattr(mailbox, "name", None),
+            restarts=member.restarts,
+            oldest_beat_age=oldest,
+            outcomes=dict(getattr(loop, "outcomes", {})),
+        )
+
+    def timeouts(self) -> list[Timeouts]:
+        """The timeouts that its loops run under, for the calibration rules."""
+        settings = self.settings
+        return [
+            Timeouts(
+                loop=loop.name,
+                visibility_timeout=loop.visibility_timeout,
+                wait_time_seconds=loop.wait_time_seconds,
+                renew=loop.lease.renew,
+                watchdog_threshold=settings.watchdog_threshold,
+                watchdog_interval=settings.watchdog_interval,
+                block_threshold=settings.block_threshold,
+                drain_delay=settings.drain_delay,
+                shutdown_timeout=settings.shutdown_timeout,
+                cancel_grace=settings.cancel_grace,
+            )
+            for loop in self.loops
+            if isinstance(loop, MainLoop)
+        ]
+
+    async def _serve(self, scope: DaemonScope) -> None:
+        """Start the health server in ``scope``."""
+        from mainspring.http.serve_group import start
+
+        assert self.settings.health_port is not None
+        self._health_url = await start(self, scope, self.settings.health_host, self.settings.health_port)
+
+
+def _steerable(loops: Iterable[Runnable]) -> list[Steerable]:
+    """The loops as the group steers them, each with a name of its own."""
+    found: list[Steerable] = []
+    names: set[str] = set()
+    for loop in loops:
+        if not isinstance(loop, Runnable):
+            raise ConfigError(
+                f"LoopGroup: {loop!r} is no loop; it needs run(), shutdown(), running and heartbeat (see Runnable)"
+            )
+        if loop in found or any(isinstance(other, ForeignLoop) and other.loop is loop for other in found):
+            raise ConfigError(f"LoopGroup: {loop!r} stands in it twice")
+        name = str(getattr(loop, "name", None) or type(loop).__name__)
+        unique, count = name, 1
+        while unique in names:
+            count += 1
+            unique = f"{name}-{count}"
+        names.add(unique)
+        if isinstance(loop, Steerable):
+            loop.name = unique
+            found.append(loop)
+        else:
+            found.append(ForeignLoop(loop, unique))
+    if not found:
+        raise ConfigError("LoopGroup: it needs at least one loop")
+    return found

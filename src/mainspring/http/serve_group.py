@@ -1,0 +1,39 @@
+"""From a group to its running health server: the app, its metrics, its socket."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from mainspring.http.app import Source, health_app
+from mainspring.http.metrics import GroupMetrics
+from mainspring.http.server import HealthServer, bind, is_loopback
+
+if TYPE_CHECKING:
+    from mainspring.events import Dispatcher
+    from mainspring.scope import DaemonScope
+
+
+class ServedGroup(Source, Protocol):
+    """A source that also has the events to count."""
+
+    dispatcher: Dispatcher
+
+
+async def start(group: ServedGroup, scope: DaemonScope, host: str, port: int) -> str:
+    """Serve ``group`` on ``host`` and ``port`` as a daemon of ``scope``; the URL at which it is reached.
+
+    Raises :class:`ConfigError` where the address cannot be had. The metrics count while the server runs.
+    """
+    sock = bind(host, port)
+    metrics = GroupMetrics(group)
+    server = HealthServer(health_app(group, metrics=metrics, loopback=is_loopback(sock)), sock)
+
+    async def serve(*, task_status: object) -> None:
+        unsubscribe = metrics.subscribe(group.dispatcher)
+        try:
+            await server.serve(task_status=task_status)  # type: ignore[arg-type]
+        finally:
+            unsubscribe()
+
+    url: str = await scope.start(serve, name="health server", stop=server.stop)
+    return url

@@ -1,0 +1,160 @@
+"""``Attempts``: runs a handler on one delivery and decides what the way it ended means."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from mainspring import entropy
+from mainspring.errors import TaskExitError
+from mainspring.events import MessageStarted
+from mainspring.loops.context import Context
+from mainspring.loops.outcome import DONE, LOST, RELEASED, Cause, Decision, Outcome, after_failure, before_start
+from mainspring.loops.run import Phase
+from mainspring.mailbox.message import Ack
+from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
+from mainspring.process import async_library
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from mainspring.events import Dispatcher
+    from mainspring.heartbeat import Heartbeat
+    from mainspring.loops.run import Run
+    from mainspring.mailbox.base import Mailbox
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """How a worker handles messages; see :class:`~mainspring.loops.main.MainLoop` for the meaning of each."""
+
+    concurrency: int = 1
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    dead_letter: DeadLetterPolicy = field(default_factory=DeadLetterPolicy)
+    lease: LeasePolicy = field(default_factory=LeasePolicy)
+    handler_timeout: float | None = None
+    wants_context: bool = False
+
+
+class Attempts:
+    """A worker's handler calls."""
+
+    def __init__(
+        self,
+        name: str,
+        mailbox: Mailbox[Any, Any],
+        call: Callable[..., Awaitable[Any]],
+        settings: WorkerSettings,
+        dispatcher: Dispatcher,
+        heartbeat: Heartbeat,
+        clock: Callable[[], float],
+    ) -> None:
+        self._name = name
+        self._mailbox = mailbox
+        self._call = call
+        self._settings = settings
+        self._dispatcher = dispatcher
+        self._heartbeat = heartbeat
+        self._clock = clock
+
+    async def make(self, run: Run, scope: anyio.CancelScope) -> Decision:
+        """Run the handler once and decide what its end means.
+
+        Raises nothing but a cancellation, with ``run.decision`` saying what it means.
+        """
+        message = run.message
+        now = self._clock()
+        run.started = run.last_beat = now
+        self._heartbeat.beat()
+        if run.lost:
+            run.phase = Phase.ENDED
+            return LOST
+        given_up = before_start(message.attempt, self._settings.dead_letter)
+        if given_up is not None:
+            run.phase = Phase.ENDED
+            return given_up
+        if self._dispatcher.wants(MessageStarted):
+            self._dispatcher.dispatch(
+                MessageStarted(self._name, message.id, message.receipt_handle, message.delivery_count, message.attempt)
+            )
+        run.phase = Phase.HANDLING
+        if self._settings.handler_timeout is not None:
+            scope.deadline = run.deadline = now + self._settings.handler_timeout
+        try:
+            body = message.body
+            run.coroutine = self._call(body, Context(run)) if self._settings.wants_context else self._call(body)
+            result = await run.coroutine
+            return self._succeeded(run, result)
+        except anyio.get_cancelled_exc_class() as error:
+            return self._cancelled(run, scope, error)
+        except Exception as error:
+            return self._failed(run, scope, error)
+        except BaseException as error:
+            wrapped = TaskExitError(f"the handler raised {error!r}; raise Reject, or call shutdown() of the group")
+            wrapped.__cause__ = error
+            return self._failed(run, scope, wrapped)
+        finally:
+            run.phase = Phase.ENDED
+            run.coroutine = None
+            if run.deadline is not None:
+                scope.deadline = math.inf
+
+    def _succeeded(self, run: Run, result: Any) -> Decision:
+        if run.lost:
+            return LOST
+        message = run.message
+        if message.reply_to is None or message.is_settled:
+            return DONE
+        return Decision(Outcome.ACKNOWLEDGED, Ack(self._mailbox.reply_to(message, result)))
+
+    def _failed(self, run: Run, scope: anyio.CancelScope, error: BaseException) -> Decision:
+        """What an error means; one that came because the engine cancelled the handler means what the engine meant."""
+        cause = run.cause
+        if cause is None and scope.cancel_called:
+            cause = Cause.TIMEOUT
+        if run.lost or cause is Cause.LEASE_LOST:
+            return LOST
+        if cause is Cause.SHUTDOWN:
+            return RELEASED
+        if cause is Cause.TIMEOUT:
+            error = run.timed_out(self._settings.handler_timeout or 0.0)
+        elif cause is Cause.STALLED and run.error is not None:
+            error = run.error
+        return self.judge(run, error)
+
+    def judge(self, run: Run, error: BaseException) -> Decision:
+        """What a failure means for the message."""
+        message = run.message
+        return after_failure(
+            error,
+            attempt=message.attempt,
+            delivery_count=message.delivery_count,
+            retry=self._settings.retry,
+            dead_letter=self._settings.dead_letter,
+            rng=entropy.rng(),
+        )
+
+    def _cancelled(self, run: Run, scope: anyio.CancelScope, error: BaseException) -> Decision:
+        if scope.cancel_called:
+            run.decision = self._failed(run, scope, error)
+            raise error
+        if anyio.current_effective_deadline() == -math.inf or _natively_cancelled():
+            run.decision = RELEASED
+            raise error
+        # Nobody cancelled anything: the handler raised it by itself (a cancelled future, say).
+        own = TaskExitError("the handler raised a cancellation that nobody asked for; catch it where it arises")
+        own.__cause__ = error
+        return self._failed(run, scope, own)
+
+
+def _natively_cancelled() -> bool:
+    """Whether somebody called ``cancel()`` of the asyncio task, which no anyio scope knows of."""
+    if async_library() != "asyncio":
+        return False
+    import asyncio
+
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

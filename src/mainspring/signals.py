@@ -1,0 +1,287 @@
+"""Signals and the one place that is told of a shutdown: ``ShutdownCoordinator`` over ``anyio.open_signal_receiver``."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import signal
+import threading
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import anyio
+
+from mainspring import process
+from mainspring.errors import ConfigError
+from mainspring.scope import DaemonScope
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from contextlib import AbstractContextManager
+    from types import FrameType, TracebackType
+
+_log = logging.getLogger("mainspring.signals")
+
+DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class EarlySignals:
+    """Holds signals that arrive before an event loop receives them; the second one ends the process at once.
+
+    The command line installs it before it imports the user's module: Python acts on SIGTERM by dying, and as PID 1 of a
+    container not at all, until somebody installs a handler. The receiver that opens later takes what was held.
+    """
+
+    def __init__(self, signals: Iterable[int] = DEFAULT_SIGNALS) -> None:
+        self.held: deque[int] = deque()
+        for signum in signals:
+            signal.signal(signum, self._hold)
+        process.set_current("early signals", self)
+
+    def _hold(self, signum: int, frame: FrameType | None) -> None:
+        self.held.append(signum)
+        if len(self.held) > 1:
+            raise SystemExit(128 + signum)
+
+    def take(self, signum: int) -> int:
+        """How often ``signum`` was held; it is forgotten here."""
+        count = self.held.count(signum)
+        for _ in range(count):
+            self.held.remove(signum)
+        return count
+
+
+class _Hub:
+    """The process's one receiver of one signal, shared by all who listen to it.
+
+    anyio's receivers do not nest on asyncio and leave the default handler behind, so there is one a signal, opened by the
+    first listener and closed, with the earlier handler restored, by the last. Any listener's task may do the receiving; when
+    it ends, another's goes on with the same receiver, so that no signal falls between two.
+    """
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+        self.loop = process.event_loop()
+        self.listeners: list[Callable[[int], None]] = []
+        self._turn = anyio.Lock()
+        self._previous = signal.getsignal(signum)
+        self._context: AbstractContextManager[Any] = anyio.open_signal_receiver(signal.Signals(signum))
+        self._receiver = self._context.__enter__()
+        early = process.current("early signals")
+        self._held = early.take(signum) if early is not None else 0
+
+    def close(self) -> None:
+        self._context.__exit__(None, None, None)
+        if self._previous is not None:
+            signal.signal(self.signum, self._previous)
+
+    async def receive(self) -> None:
+        async with self._turn:
+            while self._held:
+                self._held -= 1
+                self._tell()
+            async for _ in self._receiver:
+                self._tell()
+
+    def _tell(self) -> None:
+        for listener in tuple(self.listeners):
+            listener(self.signum)
+
+
+def _join(signum: int, listener: Callable[[int], None]) -> _Hub:
+    hub: _Hub | None = process.current(f"signal {signum}")
+    if hub is not None and hub.loop is not process.event_loop():
+        raise ConfigError(
+            f"{signal.Signals(signum).name} is received by another event loop of this process; use install_signals=False"
+        )
+    if hub is None:
+        hub = _Hub(signum)
+        process.set_current(f"signal {signum}", hub)
+    hub.listeners.append(listener)
+    return hub
+
+
+def _leave(hub: _Hub, listener: Callable[[int], None]) -> None:
+    hub.listeners.remove(listener)
+    if not hub.listeners:
+        process.set_current(f"signal {hub.signum}", None)
+        hub.close()
+
+
+class ShutdownCoordinator:
+    """Is told of a shutdown, by a signal or by :meth:`trigger`, and calls whoever registered.
+
+    ``async with ShutdownCoordinator.install() as coordinator`` receives the signals while the block runs; a LoopGroup's
+    ``run()`` has one of its own, which :meth:`get` finds.
+
+    Callbacks, plain or async, are called once, in the order of their registration, one after the other; one that raises is
+    logged (logger ``mainspring.signals``) and does not keep the next from being called; one registered after the trigger is
+    called at once. While the block runs they are called on its event loop. Outside of one, plain callbacks are called by
+    ``trigger()`` in its thread, and async ones when a block is entered.
+    """
+
+    _CURRENT: ClassVar[str] = "shutdown coordinator"
+
+    def __init__(
+        self,
+        signals: Iterable[int] = DEFAULT_SIGNALS,
+        *,
+        on_repeat: Callable[[int, int], object] | None = None,
+    ) -> None:
+        self.signals = tuple(signals)
+        self.reason = ""
+        self._on_repeat = on_repeat
+        self._callbacks: list[Callable[[], object]] = []
+        self._pending: deque[Callable[[], object]] = deque()
+        self._triggered = False
+        self._received = 0
+        self._lock = threading.RLock()
+        self._loop: Any = None
+        self._wake: anyio.Event | None = None
+        self._scope: DaemonScope | None = None
+        self._hubs: list[_Hub] = []
+
+    @classmethod
+    def install(cls, signals: Iterable[int] = DEFAULT_SIGNALS) -> Self:
+        """Make a coordinator for these signals the process's current one; enter it (``async with``) to receive them."""
+        coordinator = cls(signals)
+        process.set_current(cls._CURRENT, coordinator)
+        return coordinator
+
+    @classmethod
+    def get(cls) -> ShutdownCoordinator | None:
+        """The process's current coordinator, or None."""
+        found: ShutdownCoordinator | None = process.current(cls._CURRENT)
+        return found
+
+    @property
+    def triggered(self) -> bool:
+        """Whether a shutdown was asked for."""
+        return self._triggered
+
+    def register(self, callback: Callable[[], object]) -> None:
+        """Call ``callback()`` at the shutdown, or at once where it has been asked for already."""
+        with self._lock:
+            self._callbacks.append(callback)
+            if not self._triggered:
+                return
+            self._pending.append(callback)
+        self._deliver()
+
+    def unregister(self, callback: Callable[[], object]) -> None:
+        """Do not call it; one that is not registered is ignored."""
+        with self._lock:
+            for queue in (self._callbacks, self._pending):
+                if callback in queue:
+                    queue.remove(callback)
+
+    def trigger(self, reason: str = "trigger()") -> None:
+        """Ask for the shutdown, from any thread; only the first call has an effect."""
+        with self._lock:
+            if self._triggered:
+                return
+            self._triggered = True
+            self.reason = reason
+            self._pending.extend(self._callbacks)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Call what is pending: plain callbacks here, if this is the right place, and the others in the own task."""
+        loop = self._loop
+        if loop is None or loop is _running_loop():
+            while True:
+                with self._lock:
+                    if not self._pending or _is_async(self._pending[0]):
+                        break
+                    callback = self._pending.popleft()
+                _call(callback)
+        if loop is not None and self._pending:
+            process.call_soon(loop, self._rouse)
+
+    def _rouse(self) -> None:
+        if self._wake is not None:
+            self._wake.set()
+
+    def _on_signal(self, signum: int) -> None:
+        self._received += 1
+        if self._received == 1 and not self._triggered:
+            self.trigger(signal.Signals(signum).name)
+        elif self._on_repeat is not None:
+            self._on_repeat(signum, self._received)
+
+    async def __aenter__(self) -> Self:
+        if self.signals and not process.in_main_thread():
+            raise ConfigError(
+                "signals reach the main thread only; run there, or without signals (install_signals=False)"
+            )
+        self._loop = process.event_loop()
+        self._scope = DaemonScope("shutdown coordinator")
+        await self._scope.__aenter__()
+        try:
+            for signum in self.signals:
+                hub = _join(signum, self._on_signal)
+                self._hubs.append(hub)
+                self._scope.start_soon(hub.receive, name=f"receiver of {signal.Signals(signum).name}")
+            self._scope.start_soon(self._run_callbacks, name="shutdown callbacks")
+        except BaseException as error:
+            self._release()
+            await self._scope.__aexit__(type(error), error, error.__traceback__)
+            raise
+        if ShutdownCoordinator.get() is None:
+            process.set_current(self._CURRENT, self)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        scope, self._scope = self._scope, None
+        assert scope is not None
+        try:
+            return await scope.__aexit__(kind, error, trace)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        hubs, self._hubs = self._hubs, []
+        for hub in hubs:
+            _leave(hub, self._on_signal)
+        self._loop = None
+        if ShutdownCoordinator.get() is self:
+            process.set_current(self._CURRENT, None)
+
+    async def _run_callbacks(self) -> None:
+        while True:
+            self._wake = anyio.Event()
+            while self._pending:
+                with self._lock:
+                    callback = self._pending.popleft()
+                outcome = _call(callback)
+                if inspect.isawaitable(outcome):
+                    try:
+                        await outcome
+                    except Exception:
+                        _log.exception("the shutdown callback %r raised", callback)
+            await self._wake.wait()
+
+
+def _call(callback: Callable[[], object]) -> object:
+    try:
+        return callback()
+    except Exception:
+        _log.exception("the shutdown callback %r raised", callback)
+        return None
+
+
+def _is_async(callback: Callable[[], object]) -> bool:
+    target: Any = callback
+    while isinstance(target, partial):
+        target = target.func
+    return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(type(target).__call__)
+
+
+def _running_loop() -> object | None:
+    try:
+        return process.event_loop()
+    except RuntimeError:
+        return None

@@ -1,0 +1,292 @@
+"""``Lifetime``: one run of a group, from the first signal handler to the last daemon."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from mainspring.errors import ConfigError
+from mainspring.events import CalibrationWarning, GroupStateChanged, GroupStopped, ShutdownRequested
+from mainspring.guardian import BlockWatch
+from mainspring.loops.capacity import Capacity
+from mainspring.loops.main import MainLoop
+from mainspring.mailbox.base import Mailbox
+from mainspring.periodic import Periodic
+from mainspring.report import EXIT_BY_SIGNAL, EXIT_CANCELLED, Ending, ShutdownReport
+from mainspring.scope import DaemonScope
+from mainspring.signals import ShutdownCoordinator
+from mainspring.states import GROUP, GroupState, MailboxState, StateMachine, Transition
+from mainspring.supervision.checks import Checks
+from mainspring.supervision.member import Member
+from mainspring.supervision.shutdown import Shutdown
+from mainspring.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from mainspring.events import Dispatcher
+    from mainspring.loops.base import Steerable
+    from mainspring.supervision.settings import GroupSettings
+
+EMPTY_INTERVAL = 0.2
+"""Seconds between looks at the mailboxes of a group that runs until they are empty."""
+
+
+class Lifetime:
+    """Everything that exists once a run; a group that runs again gets a new one.
+
+    Start order, and the reverse of the stop order: signals, block watch and guardian, health server, mailboxes, watchdog,
+    loops. ``owner`` means that this run owns its process: it receives the signals, and leaves by force when it must.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        loops: Sequence[Steerable],
+        settings: GroupSettings,
+        dispatcher: Dispatcher,
+        *,
+        owner: bool,
+        keywords: dict[str, Any],
+        until_empty: bool,
+        warnings: Iterable[str],
+        serve: Callable[[DaemonScope], Any] | None,
+    ) -> None:
+        self.name = name
+        self.settings = settings
+        self.started = False
+        self.began = anyio.current_time()
+        self.checks = Checks(name, settings.checks, dispatcher)
+        self.crash: Exception | None = None
+        self.report: ShutdownReport | None = None
+        self.ended = anyio.Event()
+        self.phases: dict[str, float] = {}
+        self.machine: StateMachine[GroupState] = StateMachine(
+            GROUP, GroupState.IDLE, name=f"group {name!r}", now=self.began, on_transition=self._emit
+        )
+        self._owner = owner
+        self._keywords = keywords
+        self._until_empty = until_empty
+        self._warnings = warnings
+        self._dispatcher = dispatcher
+        self._serve = serve
+        self._starting = anyio.CancelScope()
+        self._watch: BlockWatch | None = None
+        self._loops = loops
+        self.members = [
+            Member(loop, dispatcher=dispatcher, restart=settings.restart, changed=self._member_changed)
+            for loop in loops
+        ]
+        self.shutdown = Shutdown(
+            self.members,
+            drain_delay=settings.drain_delay,
+            cancel_grace=settings.cancel_grace,
+            enter=self._enter,
+            deadline_set=self._arm_exit,
+        )
+
+    # ------------------------------------------------------------------------------------------------------- the run
+
+    async def run(self, ready: Callable[[], object]) -> None:
+        """The whole run. ``ready`` is called once everything has started."""
+        try:
+            async with AsyncExitStack() as stack:
+                if self._owner:
+                    coordinator = ShutdownCoordinator(on_repeat=self._on_signal_again)
+                    coordinator.register(lambda: self.request(coordinator.reason))
+                    await stack.enter_async_context(coordinator)
+                self._enter(GroupState.STARTING)
+                await self._watch_for_blocks(stack)
+                health = await stack.enter_async_context(DaemonScope(f"{self.name} health", timeout=5.0))
+                if self._serve is not None:
+                    await self._serve(health)
+                await self._run_loops(ready)
+                self._enter(GroupState.STOP_DAEMONS)
+            self._enter(GroupState.STOPPED)
+            self._conclude()
+        finally:
+            if self._watch is not None:
+                self._watch.call_off()
+            self.ended.set()
+
+    async def _watch_for_blocks(self, stack: AsyncExitStack) -> None:
+        guardian = self._owner if self.settings.guardian is None else self.settings.guardian
+        threshold = self.settings.block_threshold
+        if threshold is None and not self._owner:
+            return
+        self._watch = BlockWatch(
+            block_threshold=math.inf if threshold is None else threshold, guardian=guardian and threshold is not None
+        )
+        await stack.enter_async_context(self._watch)
+
+    async def _run_loops(self, ready: Callable[[], object]) -> None:
+        async with DaemonScope(self.name, timeout=self.settings.cancel_grace) as scope:
+            with self._starting:
+                if self.shutdown.requested.is_set():
+                    self._starting.cancel()
+                await self._open_mailboxes(scope)
+                self._start(scope)
+                ready()
+            await self.shutdown.requested.wait()
+            if self.started:
+                await self.shutdown.run()
+                await self._after_the_loops(scope)
+
+    async def _open_mailboxes(self, scope: DaemonScope) -> None:
+        """Open what nobody has opened; closed again after the loops have ended, when the scope stops them."""
+        for mailbox in self.mailboxes():
+            if mailbox.state is not MailboxState.OPEN:
+                await scope.start(_keep_open, mailbox, name=f"mailbox {mailbox.name}")
+
+    def _start(self, scope: DaemonScope) -> None:
+        for text in self._warnings:
+            self._dispatcher.dispatch(CalibrationWarning(self.name, text))
+        if self.settings.watchdog_threshold is not None:
+            watchdog = Watchdog(
+                self._subjects,
+                threshold=self.settings.watchdog_threshold,
+                interval=self.settings.watchdog_interval,
+                cancel_grace=self.settings.cancel_grace,
+                dispatcher=self._dispatcher,
+            )
+            scope.start_soon(watchdog.run, name="watchdog")
+        capacity = Capacity(self.settings.max_concurrency) if self.settings.max_concurrency is not None else None
+        for member in self.members:
+            if isinstance(member.loop, MainLoop):
+                member.loop.capacity = capacity
+                if capacity is not None:
+                    capacity.join()
+            scope.start_soon(member.run, self._keywords, name=f"loop {member.name}")
+        if self._until_empty:
+            scope.start_soon(Periodic(self._look_whether_empty, first=anyio.current_time()).run, name="until empty")
+        self._enter(GroupState.RUNNING)
+        self.started = True
+
+    async def _after_the_loops(self, scope: DaemonScope) -> None:
+        """Take down what the report needs; wait for what is stuck, which only an embedded group does."""
+        self._note_report()
+        stuck = [member for member in self.members if not member.ended.is_set()]
+        if not stuck:
+            return
+        assert self.report is not None
+        self._dispatcher.dispatch(GroupStopped(self.name, self.report.exit_status, str(self.report)))
+        for member in stuck:
+            # The one wait without an end: a process that owns itself is ended from outside of this loop meanwhile.
+            await member.ended.wait()
+
+    # ------------------------------------------------------------------------------------------------------ requests
+
+    def request(self, reason: str, timeout: float | None = None, *, delay: bool = True) -> None:
+        """Ask for the shutdown; ``timeout`` (seconds for the work in hand) is the group's own where it is None."""
+        first = not self.shutdown.requested.is_set()
+        self.shutdown.request(reason, self.settings.shutdown_timeout if timeout is None else timeout, delay=delay)
+        if first:
+            self._dispatcher.dispatch(ShutdownRequested(self.name, reason))
+            if not self.started:
+                self._starting.cancel()
+
+    def _on_signal_again(self, signum: int, count: int) -> None:
+        if not self.shutdown.requested.is_set():
+            self.request(signal.Signals(signum).name)
+        elif count == 2 or self.shutdown.forced_by is None:  # the second one
+            self.shutdown.force(signum)
+        else:
+            os._exit(EXIT_BY_SIGNAL + signum)
+
+    def _arm_exit(self, deadline: float) -> None:
+        """A process that owns itself leaves by force some time after the finish deadline, whatever its handlers do."""
+        if self._owner and self._watch is not None:
+            forced = self.shutdown.forced_by
+            status = EXIT_CANCELLED if forced is None else EXIT_BY_SIGNAL + forced
+            left = max(0.0, deadline - anyio.current_time()) + self.settings.hard_limit
+            self._watch.exit_by(left, status=status, explain=lambda: str(self._make_report()))
+
+    # -------------------------------------------------------------------------------------------------------- ending
+
+    def _member_changed(self) -> None:
+        self.shutdown.changed()
+        if self.shutdown.requested.is_set():
+            return
+        crashed = next((m for m in self.members if m.error is not None), None)
+        if crashed is not None:
+            self.crash = crashed.error
+            self.request(f"loop {crashed.name!r} crashed", delay=False)
+            if not self._owner and self.settings.on_crash == "terminate":
+                os.kill(os.getpid(), signal.SIGTERM)
+        elif all(member.ended.is_set() for member in self.members):
+            self.request("all loops ended", delay=False)
+
+    def _note_report(self) -> None:
+        for member in self.members:
+            if self.crash is None and member.error is not None:
+                self.crash = member.error
+        self.report = self._make_report()
+
+    def _make_report(self) -> ShutdownReport:
+        now = anyio.current_time() if self.machine.state is not GroupState.STOPPED else self.machine.since
+        return ShutdownReport(
+            reason=self.shutdown.reason or "never started",
+            duration=max(0.0, now - self.shutdown.began) if self.shutdown.reason else 0.0,
+            parts=tuple(member.report(now) for member in self.members) if self.started else (),
+            phases=dict(self.phases),
+            forced_by=self.shutdown.forced_by,
+        )
+
+    def _conclude(self) -> None:
+        was_stuck = self.report is not None and any(part.ending is Ending.STUCK for part in self.report.parts)
+        self._note_report()
+        assert self.report is not None
+        if not was_stuck:
+            self._dispatcher.dispatch(GroupStopped(self.name, self.report.exit_status, str(self.report)))
+
+    async def _look_whether_empty(self, _: float) -> float:
+        if await self._all_empty():
+            self.request("all mailboxes are empty", delay=False)
+            return math.inf
+        return anyio.current_time() + EMPTY_INTERVAL
+
+    async def _all_empty(self) -> bool:
+        """Whether nothing is left anywhere: two passes, as one mailbox's handler may fill another's between two looks."""
+        finished = self._finished()
+        for _ in range(2):
+            for mailbox in self.mailboxes():
+                if await mailbox.approximate_count() > 0:
+                    return False
+        return finished == self._finished() and not any(loop.in_flight for loop in self._loops)
+
+    def _finished(self) -> int:
+        return sum(sum(getattr(loop, "outcomes", {}).values()) for loop in self._loops)
+
+    # -------------------------------------------------------------------------------------------------------- status
+
+    def mailboxes(self) -> list[Mailbox[Any, Any]]:
+        """The loops' mailboxes, each once."""
+        found = [loop.mailbox for loop in self._loops if isinstance(getattr(loop, "mailbox", None), Mailbox)]
+        return list(dict.fromkeys(found))
+
+    def _subjects(self) -> Iterable[Any]:
+        for member in self.members:
+            if not member.ended.is_set():
+                yield from member.loop.runs
+
+    def _enter(self, state: GroupState) -> None:
+        if self.machine.state is not state:
+            self.machine.to(state, anyio.current_time())
+
+    def _emit(self, transition: Transition[GroupState]) -> None:
+        if transition.old not in (GroupState.IDLE, GroupState.STARTING, GroupState.RUNNING):
+            self.phases[str(transition.old)] = transition.seconds
+        self._dispatcher.dispatch(GroupStateChanged(self.name, transition.old, transition.new, transition.seconds))
+
+
+async def _keep_open(mailbox: Mailbox[Any, Any], *, task_status: anyio.abc.TaskStatus[None]) -> None:
+    if not isinstance(mailbox, Mailbox):
+        raise ConfigError(f"{mailbox!r} is no mailbox")
+    async with mailbox:
+        task_status.started()
+        await anyio.sleep_forever()

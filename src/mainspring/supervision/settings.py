@@ -1,0 +1,71 @@
+"""``GroupSettings``: the numbers of a group, checked once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from mainspring.errors import ConfigError
+from mainspring.policies import RestartPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+OnCrash = Literal["terminate", "report"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """See :class:`~mainspring.group.LoopGroup` for the meaning of each. Times are in seconds."""
+
+    shutdown_timeout: float = 30.0
+    cancel_grace: float = 5.0
+    drain_delay: float = 0.0
+    max_concurrency: int | None = None
+    health_host: str = "127.0.0.1"
+    health_port: int | None = None
+    checks: Mapping[str, Callable[[], object]] = field(default_factory=dict)
+    restart: RestartPolicy | None = None
+    watchdog_threshold: float | None = 720.0
+    watchdog_interval: float = 60.0
+    block_threshold: float | None = 30.0
+    guardian: bool | None = None
+    on_crash: OnCrash = "terminate"
+
+    def __post_init__(self) -> None:
+        for name in ("shutdown_timeout", "cancel_grace", "drain_delay"):
+            _seconds(name, getattr(self, name), least=0.0)
+        for name in ("watchdog_threshold", "watchdog_interval", "block_threshold"):
+            value = getattr(self, name)
+            if value is not None or name == "watchdog_interval":
+                _seconds(name, value, least=0.001)
+        if self.max_concurrency is not None and not _whole(self.max_concurrency, 1):
+            raise ConfigError(
+                f"LoopGroup: max_concurrency must be a whole number from 1, or None, not {self.max_concurrency!r}"
+            )
+        if self.health_port is not None and not (_whole(self.health_port, 0) and self.health_port <= 65_535):
+            raise ConfigError(f"LoopGroup: health_port must be 0 to 65535, or None, not {self.health_port!r}")
+        if not isinstance(self.health_host, str) or not self.health_host:
+            raise ConfigError(f"LoopGroup: health_host must be a host name or an address, not {self.health_host!r}")
+        if self.on_crash not in ("terminate", "report"):
+            raise ConfigError(f'LoopGroup: on_crash must be "terminate" or "report", not {self.on_crash!r}')
+        if self.restart is not None and not isinstance(self.restart, RestartPolicy):
+            raise ConfigError(f"LoopGroup: restart must be a RestartPolicy, or None, not {self.restart!r}")
+        for name, check in self.checks.items():
+            if not callable(check):
+                raise ConfigError(f"LoopGroup: check {name!r} must be a function, not {check!r}")
+
+    @property
+    def hard_limit(self) -> float:
+        """Seconds past the finish deadline after which a process that owns itself leaves by force."""
+        return self.cancel_grace + 1.0
+
+
+def _seconds(name: str, value: object, *, least: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+        raise ConfigError(f"LoopGroup: {name} must be a number of seconds from {least:g}, not {value!r}")
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
