@@ -14,6 +14,7 @@ from prometheus_client.core import (
     InfoMetricFamily,
 )
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.utils import floatToGoString
 
 import mainspring
 from mainspring import events
@@ -42,7 +43,7 @@ BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
     60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 7200.0, 21600.0,
 )  # fmt: skip
-_BOUNDS = (*(f"{bound:g}" for bound in BUCKETS), "+Inf")
+_BOUNDS = (*map(floatToGoString, BUCKETS), "+Inf")
 _BEFORE_SHUTDOWN = frozenset({GroupState.IDLE, GroupState.STARTING, GroupState.RUNNING})
 
 

@@ -1,0 +1,279 @@
+"""Events as log lines: a subscriber for every group, and the handler of the command line.
+
+Loggers: ``mainspring.group`` (life of a group, its checks), ``mainspring.loop`` (life of its loops, their mailboxes) and
+``mainspring.message`` (single messages). Each record carries its event as ``record.event``.
+
+=========  =============================================================================================
+level      what
+=========  =============================================================================================
+CRITICAL   a handler that does not end although cancelled: the process is about to be killed
+ERROR      a crash, a stall, a dead letter, a run that did not end clean
+WARNING    what is tried again or mends itself: retries, lost leases, an unreachable mailbox, a failing check
+INFO       the life of groups and loops, what was handed back at a shutdown
+DEBUG      each message that starts and succeeds, and the short-lived states
+=========  =============================================================================================
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import logging
+import sys
+import traceback
+from dataclasses import fields, is_dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from mainspring import events
+from mainspring.clock import local_time
+from mainspring.errors import ConfigError
+from mainspring.states import GroupState, ServiceState
+from mainspring.status import plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+_group = logging.getLogger("mainspring.group")
+_loop = logging.getLogger("mainspring.loop")
+_message = logging.getLogger("mainspring.message")
+
+_STATE_LEVELS = {
+    ServiceState.RUNNING: logging.INFO,
+    ServiceState.STOPPED: logging.INFO,
+    ServiceState.DEGRADED: logging.WARNING,
+    ServiceState.RESTARTING: logging.WARNING,
+}
+
+
+def subscribe(dispatcher: events.Dispatcher) -> Callable[[], None]:
+    """Log what ``dispatcher`` tells from now on; the returned function ends it.
+
+    The start of each message is only subscribed to where ``mainspring.message`` is enabled for DEBUG at this moment, so that
+    otherwise nobody builds such events; a success then costs one comparison.
+    """
+    writers: dict[type[Any], Callable[[Any], None]] = {
+        events.LoopStateChanged: _loop_state,
+        events.LoopCrashed: _crashed,
+        events.MessageFinished: _finished,
+        events.SettlementFailed: _settlement_failed,
+        events.LeaseRenewalFailed: _renewal_failed,
+        events.LeaseLost: _lease_lost,
+        events.ReceiveFailed: _receive_failed,
+        events.ReceiveRecovered: _receive_recovered,
+        events.HandlerStalled: _stalled,
+        events.HandlerStuck: _stuck,
+        events.ShutdownRequested: _shutdown_requested,
+        events.GroupStateChanged: _group_state,
+        events.GroupStopped: _group_stopped,
+        events.CheckChanged: _check,
+        events.CalibrationWarning: _calibration,
+    }
+    if _message.isEnabledFor(logging.DEBUG):
+        writers[events.MessageStarted] = _started
+    ends = [dispatcher.subscribe(kind, writer) for kind, writer in writers.items()]
+
+    def unsubscribe() -> None:
+        for end in ends:
+            end()
+
+    return unsubscribe
+
+
+def one_line(text: object) -> str:
+    """``text`` without line breaks and control characters: what an error says must not forge a second log line."""
+    return "".join(char if char.isprintable() else " " for char in " ".join(str(text).split()))
+
+
+# ------------------------------------------------------------------------------------------------------------- messages
+
+
+def _started(event: events.MessageStarted) -> None:
+    _message.debug(
+        "%s: message %s started (delivery %d, attempt %d)",
+        event.loop,
+        event.message_id,
+        event.delivery_count,
+        event.attempt,
+        extra={"event": event},
+    )
+
+
+def _finished(event: events.MessageFinished) -> None:
+    outcome = event.outcome
+    if outcome == "acknowledged":
+        level, said = logging.DEBUG, "done"
+    elif outcome == "dead_lettered":
+        level, said = logging.ERROR, f"dead-lettered after attempt {event.attempt}"
+    elif outcome == "retried":
+        level, said = logging.WARNING, f"attempt {event.attempt} failed, to be retried"
+    elif outcome == "released":
+        level, said = logging.INFO, "handed back"
+    else:
+        level, said = logging.WARNING, f"{outcome}: another worker may have it now" if outcome == "lost" else outcome
+    if _message.isEnabledFor(level):
+        error = f": {one_line(event.error)}" if event.error else ""
+        line = "%s: message %s %s (%.3f s)%s"
+        _message.log(level, line, event.loop, event.message_id, said, event.seconds, error, extra={"event": event})
+
+
+def _settlement_failed(event: events.SettlementFailed) -> None:
+    _say(
+        _message,
+        logging.WARNING,
+        event,
+        f"{event.loop}: message {event.message_id} could not be {event.outcome} and will come again: {event.error}",
+    )
+
+
+def _renewal_failed(event: events.LeaseRenewalFailed) -> None:
+    _say(
+        _message,
+        logging.WARNING,
+        event,
+        f"{event.loop}: renewing the lease of message {event.message_id} failed, trusted for {event.trusted_for:.1f} s"
+        f" more: {event.error}",
+    )
+
+
+def _lease_lost(event: events.LeaseLost) -> None:
+    text = f"{event.loop}: the lease of message {event.message_id} is lost; its handler is cancelled"
+    _say(_message, logging.WARNING, event, text)
+
+
+def _stalled(event: events.HandlerStalled) -> None:
+    _say(
+        _message,
+        logging.ERROR,
+        event,
+        f"{event.loop}: message {event.message_id} gave no beat for {event.age:.1f} s; its handler is cancelled"
+        f"{_at(event.where)}",
+    )
+
+
+def _stuck(event: events.HandlerStuck) -> None:
+    _say(
+        _message,
+        logging.CRITICAL,
+        event,
+        f"{event.loop}: the handler of message {event.message_id} does not end although it was cancelled (no beat for"
+        f" {event.age:.1f} s); the process will be killed{_at(event.where)}",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- loops
+
+
+def _loop_state(event: events.LoopStateChanged) -> None:
+    text = f"{event.loop}: {event.new} ({event.old} for {event.seconds:.3f} s)"
+    _say(_loop, _STATE_LEVELS.get(event.new, logging.DEBUG), event, text)
+
+
+def _crashed(event: events.LoopCrashed) -> None:
+    error = event.error
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    then = "it stays down" if event.restart_in is None else f"restart in {event.restart_in:.1f} s"
+    # An error that stays down surfaces from run() with its traceback; one that is restarted is seen nowhere but here.
+    shown = error if event.restart_in is not None or _loop.isEnabledFor(logging.DEBUG) else None
+    text = f"{event.loop}: crashed, {then}: {type(error).__name__}: {error}{_at(place)}"
+    _say(_loop, logging.ERROR, event, text, shown)
+
+
+def _receive_failed(event: events.ReceiveFailed) -> None:
+    text = f"{event.loop}: the mailbox cannot be reached, next try in {event.retry_in:.1f} s: {event.error}"
+    _say(_loop, logging.WARNING, event, text)
+
+
+def _receive_recovered(event: events.ReceiveRecovered) -> None:
+    _say(_loop, logging.INFO, event, f"{event.loop}: the mailbox answers again after {event.failures} failed receives")
+
+
+# --------------------------------------------------------------------------------------------------------------- groups
+
+
+def _shutdown_requested(event: events.ShutdownRequested) -> None:
+    _say(_group, logging.INFO, event, f"{event.group}: shutdown requested: {event.reason}")
+
+
+def _group_state(event: events.GroupStateChanged) -> None:
+    level = logging.DEBUG if event.new is GroupState.STARTING else logging.INFO
+    _say(_group, level, event, f"{event.group}: {event.new} ({event.old} for {event.seconds:.3f} s)")
+
+
+def _group_stopped(event: events.GroupStopped) -> None:
+    level = logging.INFO if event.exit_status == 0 else logging.ERROR
+    report = " | ".join(line.strip() for line in event.report.splitlines())
+    _say(_group, level, event, f"{event.group}: ended with exit status {event.exit_status}: {report}")
+
+
+def _check(event: events.CheckChanged) -> None:
+    if event.error is None:
+        _say(_group, logging.INFO, event, f"{event.group}: check {event.check} passes")
+    else:
+        _say(_group, logging.WARNING, event, f"{event.group}: check {event.check} fails: {event.error}")
+
+
+def _calibration(event: events.CalibrationWarning) -> None:
+    _say(_group, logging.WARNING, event, f"{event.group}: {event.text}")
+
+
+def _say(logger: logging.Logger, level: int, event: object, text: str, error: BaseException | None = None) -> None:
+    if logger.isEnabledFor(level):
+        logger.log(level, "%s", one_line(text), extra={"event": event}, exc_info=error)
+
+
+def _at(where: str) -> str:
+    return f", at {where}" if where else ""
+
+
+# ----------------------------------------------------------------------------------------------------- the command line
+
+
+class _OwnHandler(logging.StreamHandler[Any]):
+    """Marks the handler that :func:`configure` set up, so that calling it again replaces that one only."""
+
+
+class _TextFormatter(logging.Formatter):
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - logging's name
+        when = local_time(datetime.fromtimestamp(record.created, UTC))
+        return when.isoformat(sep=" ", timespec="milliseconds")[:23]
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "pid": record.process,
+        }
+        event = getattr(record, "event", None)
+        if is_dataclass(event):
+            line["event"] = type(event).__name__
+            line |= {item.name: plain(getattr(event, item.name)) for item in fields(event) if item.name not in line}
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return jsonlib.dumps(line, ensure_ascii=False)
+
+
+def configure(level: str = "INFO", json: bool = False) -> None:
+    """Print the records of the ``mainspring`` loggers from ``level`` up on standard error, as text or as JSON lines.
+
+    For programs whose process is theirs, such as the command line. The root logger is left alone, and so is every other
+    handler; calling it again replaces what it had set up. :raises ConfigError: there is no such level.
+    """
+    name = level.upper()
+    if name not in LEVELS:
+        raise ConfigError(f"log level must be one of {', '.join(LEVELS)}, not {level!r}")
+    logger = logging.getLogger("mainspring")
+    for old in [handler for handler in logger.handlers if isinstance(handler, _OwnHandler)]:
+        logger.removeHandler(old)
+    handler = _OwnHandler(sys.stderr)
+    text = _TextFormatter("%(asctime)s %(levelname)-8s %(name)s: %(message)s")
+    handler.setFormatter(_JsonFormatter() if json else text)
+    logger.addHandler(handler)
+    logger.setLevel(name)
+    logger.propagate = False  # a handler on the root logger would print each line a second time

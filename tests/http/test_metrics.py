@@ -1,0 +1,194 @@
+"""Metrics as a Prometheus would read them."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import pytest
+from http_fakes import FakeGroup, loop_status
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+from trio.testing import MockClock
+
+from mainspring import events
+from mainspring.http.metrics import BUCKETS, FAULTS, OUTCOMES, GroupMetrics
+from mainspring.states import GroupState
+from mainspring.status import MailboxStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+pytestmark = pytest.mark.anyio
+
+Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
+
+
+def scrape(metrics: GroupMetrics, depths: Sequence[MailboxStatus] = ()) -> Samples:
+    """The samples by name and labels; a label set that comes twice is an error, as it is to Prometheus."""
+    text, _ = metrics.render(depths)
+    found: Samples = {}
+    for family in text_string_to_metric_families(text.decode()):
+        for sample in family.samples:
+            labels = tuple(sorted(sample.labels.items()))
+            assert labels not in found.setdefault(sample.name, {}), (sample.name, labels)
+            found[sample.name][labels] = sample.value
+    return found
+
+
+def finished(outcome: str = "acknowledged", seconds: float = 0.2, loop: str = "indexer") -> events.MessageFinished:
+    return events.MessageFinished(loop, "m", "r", outcome, seconds, 1)
+
+
+def counting(**changes: Any) -> tuple[GroupMetrics, events.Dispatcher]:
+    metrics, dispatcher = GroupMetrics(FakeGroup(**changes)), events.Dispatcher()
+    metrics.subscribe(dispatcher)
+    return metrics, dispatcher
+
+
+async def test_the_names_and_their_labels() -> None:
+    metrics, dispatcher = counting(checks={"database": None})
+    dispatcher.dispatch(finished())
+    dispatcher.dispatch(events.GroupStateChanged("shop", GroupState.RUNNING, GroupState.FINISH, 9.0))
+    depths = [MailboxStatus("jobs", {"delayed": 1, "pending": 2, "in_flight": 3, "settled": 4, "dead": 5})]
+    found = scrape(metrics, depths)
+    labels = {name: {tuple(label for label, _ in key) for key in samples} for name, samples in found.items()}
+    ours = {name: sets for name, sets in labels.items() if name.startswith("mainspring_")}
+    assert ours == {
+        "mainspring_info": {("group", "version")},
+        "mainspring_ready": {()},
+        "mainspring_check_passing": {("check",)},
+        "mainspring_messages_total": {("loop", "outcome")},
+        "mainspring_message_duration_seconds_bucket": {("le", "loop")},
+        "mainspring_message_duration_seconds_count": {("loop",)},
+        "mainspring_message_duration_seconds_sum": {("loop",)},
+        "mainspring_faults_total": {("kind", "loop")},
+        "mainspring_in_flight": {("loop",)},
+        "mainspring_concurrency": {("loop",)},
+        "mainspring_heartbeat_age_seconds": {("loop",)},
+        "mainspring_loop_ready": {("loop",)},
+        "mainspring_loop_restarts_total": {("loop",)},
+        "mainspring_mailbox_depth": {("mailbox", "state")},
+        "mainspring_shutdown_seconds": {("phase",)},
+    }
+    assert {"process_resident_memory_bytes", "process_open_fds", "process_cpu_seconds_total"} <= labels.keys()
+
+
+async def test_messages_are_counted_by_outcome_from_zero() -> None:
+    metrics, dispatcher = counting()
+    before = scrape(metrics)["mainspring_messages_total"]
+    assert before == {(("loop", "indexer"), ("outcome", outcome)): 0 for outcome in OUTCOMES}
+    for outcome in ("acknowledged", "acknowledged", "retried"):
+        dispatcher.dispatch(finished(outcome))
+    dispatcher.dispatch(finished(loop="a foreign loop"))
+    after = scrape(metrics)["mainspring_messages_total"]
+    assert after[("loop", "indexer"), ("outcome", "acknowledged")] == 2
+    assert after[("loop", "indexer"), ("outcome", "retried")] == 1
+    assert after[("loop", "a foreign loop"), ("outcome", "acknowledged")] == 1
+
+
+async def test_durations_fall_into_their_buckets() -> None:
+    metrics, dispatcher = counting()
+    for seconds in (0.0005, 0.25, 0.2500001, 90_000.0):  # a bound belongs to its bucket
+        dispatcher.dispatch(finished(seconds=seconds))
+    found = scrape(metrics)
+    buckets = {
+        dict(labels)["le"]: count for labels, count in found["mainspring_message_duration_seconds_bucket"].items()
+    }
+    assert len(buckets) == len(BUCKETS) + 1
+    assert [buckets[bound] for bound in ("0.001", "0.1", "0.25", "0.5", "21600.0", "+Inf")] == [1, 1, 2, 3, 3, 4]
+    assert found["mainspring_message_duration_seconds_count"] == {(("loop", "indexer"),): 4}
+    (total,) = found["mainspring_message_duration_seconds_sum"].values()
+    assert total == pytest.approx(90_000.5006)
+
+
+async def test_gauges_are_what_the_status_says_at_the_scrape() -> None:
+    loops = (loop_status(in_flight=2, restarts=1), loop_status("mailer", ready=False, heartbeat_age=math.inf))
+    metrics, _ = counting(loops=loops, ready=False, checks={"database": "down", "disk": None})
+    found = scrape(metrics)
+    assert found["mainspring_in_flight"] == {(("loop", "indexer"),): 2, (("loop", "mailer"),): 3}
+    assert found["mainspring_heartbeat_age_seconds"][(("loop", "mailer"),)] == math.inf
+    assert found["mainspring_loop_ready"] == {(("loop", "indexer"),): 1, (("loop", "mailer"),): 0}
+    assert found["mainspring_loop_restarts_total"][(("loop", "indexer"),)] == 1
+    assert found["mainspring_ready"] == {(): 0}
+    assert found["mainspring_check_passing"] == {(("check", "database"),): 0, (("check", "disk"),): 1}
+
+
+async def test_depths_leave_out_who_gave_none() -> None:
+    metrics, _ = counting()
+    counts = {"delayed": 0, "pending": 7, "in_flight": 1, "settled": 99, "dead": 2}
+    found = scrape(metrics, [MailboxStatus("jobs", counts), MailboxStatus("down", None, "no answer")])
+    assert {dict(key)["state"]: value for key, value in found["mainspring_mailbox_depth"].items()} == {
+        "delayed": 0,
+        "pending": 7,
+        "in_flight": 1,
+        "dead": 2,
+    }
+
+
+FAULT_EVENTS = [
+    events.HandlerStalled("indexer", "m", 1.0, ""),
+    events.HandlerStuck("indexer", "m", 1.0, ""),
+    events.LeaseLost("indexer", "m"),
+    events.LeaseRenewalFailed("indexer", "m", "E", 1.0),
+    events.LoopCrashed("indexer", ValueError(), None),
+    events.ReceiveFailed("indexer", "E", 1.0),
+    events.SettlementFailed("indexer", "m", "acknowledged", "E"),
+]
+
+
+async def test_faults_are_counted_by_kind() -> None:
+    metrics, dispatcher = counting()
+    for times, event in enumerate(FAULT_EVENTS, start=1):
+        for _ in range(times):
+            dispatcher.dispatch(event)
+    found = {dict(key)["kind"]: count for key, count in scrape(metrics)["mainspring_faults_total"].items()}
+    assert found == {FAULTS[type(event)]: times for times, event in enumerate(FAULT_EVENTS, start=1)}
+
+
+@pytest.mark.parametrize("anyio_backend", [("trio", {"clock": MockClock(autojump_threshold=0)})], ids=["virtual"])
+async def test_phases_of_a_shutdown_are_timed_while_they_last_and_when_they_ended() -> None:
+    metrics, dispatcher = counting()
+    moves = [GroupState.RUNNING, GroupState.DRAIN_DELAY, GroupState.STOP_INTAKE, GroupState.FINISH]
+    for old, new in pairwise(moves):
+        dispatcher.dispatch(events.GroupStateChanged("shop", old, new, 5.0))
+    await anyio.sleep(2.5)
+    found = {dict(key)["phase"]: value for key, value in scrape(metrics)["mainspring_shutdown_seconds"].items()}
+    assert found == {"drain_delay": 5.0, "stop_intake": 5.0, "finish": 2.5}
+    dispatcher.dispatch(events.GroupStateChanged("shop", GroupState.FINISH, GroupState.STOPPED, 7.0))
+    found = {dict(key)["phase"]: value for key, value in scrape(metrics)["mainspring_shutdown_seconds"].items()}
+    assert found == {"drain_delay": 5.0, "stop_intake": 5.0, "finish": 7.0}
+    dispatcher.dispatch(events.GroupStateChanged("shop", GroupState.IDLE, GroupState.STARTING, 1.0))
+    assert "mainspring_shutdown_seconds" not in scrape(metrics)
+
+
+async def test_groups_do_not_meet_and_the_global_registry_is_left_alone() -> None:
+    first, dispatcher = counting()
+    second, _ = counting()
+    dispatcher.dispatch(finished())
+    done = ("loop", "indexer"), ("outcome", "acknowledged")
+    assert scrape(first)["mainspring_messages_total"][done] == 1
+    assert scrape(second)["mainspring_messages_total"][done] == 0
+    assert not any(family.name.startswith("mainspring") for family in REGISTRY.collect())
+
+
+async def test_the_end_of_a_subscription_and_a_registry_of_ones_own() -> None:
+    metrics, dispatcher = GroupMetrics(FakeGroup()), events.Dispatcher()
+    metrics.subscribe(dispatcher)()
+    assert not any(dispatcher.wants(kind) for kind in (events.MessageFinished, events.GroupStateChanged, *FAULTS))
+    registry = CollectorRegistry()
+    registry.register(metrics.collector)
+    assert registry.get_sample_value("mainspring_in_flight", {"loop": "indexer"}) == 3
+
+
+async def test_names_of_any_kind_survive_and_openmetrics_is_valid() -> None:
+    name = 'a "quoted" \\ name\nof two lines'
+    metrics, dispatcher = counting(loops=(loop_status(name),))
+    dispatcher.dispatch(finished(loop=name))
+    assert (("loop", name), ("outcome", "acknowledged")) in scrape(metrics)["mainspring_messages_total"]
+    text, kind = metrics.render((), "application/openmetrics-text; version=1.0.0")
+    assert kind.startswith("application/openmetrics-text")
+    assert any(family.name == "mainspring_messages" for family in parse_openmetrics(text.decode()))

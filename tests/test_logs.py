@@ -1,0 +1,190 @@
+"""Which line an event leaves, at which level, and what the command line's handler makes of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mainspring import events, logs
+from mainspring.errors import ConfigError
+from mainspring.states import GroupState, ServiceState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+def crash() -> Exception:
+    try:
+        raise ValueError("no\nway")
+    except ValueError as error:
+        return error
+
+
+def finished(outcome: str, **changes: Any) -> events.MessageFinished:
+    return events.MessageFinished("indexer", "m1", "r1", outcome, 0.25, **{"attempt": 2} | changes)
+
+
+RUNNING, STOPPED, DEGRADED = ServiceState.RUNNING, ServiceState.STOPPED, ServiceState.DEGRADED
+CASES = [
+    (events.LoopStateChanged("indexer", ServiceState.STARTING, RUNNING, 0.5), "INFO", "running (starting for 0.500 s)"),
+    (events.LoopStateChanged("indexer", RUNNING, DEGRADED, 0.5), "WARNING", "degraded"),
+    (events.LoopStateChanged("indexer", RUNNING, ServiceState.STOPPING, 0.5), "DEBUG", "stopping"),
+    (events.LoopStateChanged("indexer", ServiceState.STOPPING, STOPPED, 0.5), "INFO", "stopped"),
+    (events.LoopCrashed("indexer", crash(), 1.25), "ERROR", "crashed, restart in 1.2 s: ValueError: no way, at "),
+    (events.LoopCrashed("indexer", ValueError("x"), None), "ERROR", "crashed, it stays down: ValueError: x"),
+    (events.MessageStarted("indexer", "m1", "r1", 3, 2), "DEBUG", "message m1 started (delivery 3, attempt 2)"),
+    (finished("acknowledged"), "DEBUG", "message m1 done (0.250 s)"),
+    (finished("retried", error="E: a\nb"), "WARNING", "attempt 2 failed, to be retried (0.250 s): E: a b"),
+    (finished("dead_lettered", error="E: a"), "ERROR", "dead-lettered after attempt 2 (0.250 s): E: a"),
+    (finished("released"), "INFO", "message m1 handed back"),
+    (finished("lost"), "WARNING", "message m1 lost: another worker may have it now"),
+    (events.SettlementFailed("indexer", "m1", "acknowledged", "E: a"), "WARNING", "could not be acknowledged and will come"),
+    (events.LeaseRenewalFailed("indexer", "m1", "E: a", 9.5), "WARNING", "trusted for 9.5 s more: E: a"),
+    (events.LeaseLost("indexer", "m1"), "WARNING", "the lease of message m1 is lost"),
+    (events.ReceiveFailed("indexer", "E: a", 2.0), "WARNING", "cannot be reached, next try in 2.0 s: E: a"),
+    (events.ReceiveRecovered("indexer", 4), "INFO", "answers again after 4 failed receives"),
+    (events.HandlerStalled("indexer", "m1", 720.5, "a.py:3 in f"), "ERROR", "720.5 s; its handler is cancelled, at a.py:3"),
+    (events.HandlerStuck("indexer", "m1", 725.5, "a.py:3 in f"), "CRITICAL", "the process will be killed, at a.py:3 in f"),
+    (events.ShutdownRequested("shop", "SIGTERM"), "INFO", "shop: shutdown requested: SIGTERM"),
+    (events.GroupStateChanged("shop", GroupState.RUNNING, GroupState.FINISH, 60.0), "INFO", "finish (running for 60.000 s)"),
+    (events.GroupStopped("shop", 0, "shutdown: clean\n  part: ok"), "INFO", "exit status 0: shutdown: clean | part: ok"),
+    (events.GroupStopped("shop", 70, "shutdown: not clean"), "ERROR", "exit status 70: shutdown: not clean"),
+    (events.CheckChanged("shop", "database", "refused"), "WARNING", "check database fails: refused"),
+    (events.CheckChanged("shop", "database", None), "INFO", "check database passes"),
+    (events.CalibrationWarning("shop", "the lease is too short"), "WARNING", "shop: the lease is too short"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("event", "level", "words"), CASES)
+def test_an_event_is_one_line_of_its_level(
+    event: Any, level: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "mainspring"):
+        dispatcher = events.Dispatcher()
+        logs.subscribe(dispatcher)
+        assert dispatcher.dispatch(event).errors == ()
+    (record,) = caplog.records
+    assert record.levelname == level
+    assert words in record.getMessage()
+    assert "\n" not in record.getMessage()
+    assert record.event is event  # type: ignore[attr-defined]
+    assert getattr(event, "loop", None) or event.group in record.getMessage()
+
+
+def test_every_event_has_a_line() -> None:
+    known = {kind for kind in vars(events).values() if hasattr(kind, "__dataclass_fields__")}
+    known -= {events.DispatchResult, events.Dispatcher}
+    assert known == {type(event) for event, _, _ in CASES}
+
+
+def test_below_debug_nobody_builds_starts_and_a_success_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    dispatcher = events.Dispatcher()
+    with caplog.at_level(logging.INFO, "mainspring"):
+        logs.subscribe(dispatcher)
+        assert not dispatcher.wants(events.MessageStarted)
+        dispatcher.dispatch(finished("acknowledged"))
+        assert caplog.records == []
+        dispatcher.dispatch(finished("retried"))
+        assert len(caplog.records) == 1
+
+
+def test_after_the_end_of_the_subscription_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    dispatcher = events.Dispatcher()
+    with caplog.at_level(logging.DEBUG, "mainspring"):
+        end = logs.subscribe(dispatcher)
+        end()
+        end()
+        for event, _, _ in CASES:
+            assert not dispatcher.wants(type(event))
+
+
+def test_a_crash_that_is_restarted_shows_its_traceback_one_that_surfaces_does_not_twice(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    dispatcher = events.Dispatcher()
+    with caplog.at_level(logging.INFO, "mainspring"):
+        logs.subscribe(dispatcher)
+        dispatcher.dispatch(events.LoopCrashed("indexer", crash(), 1.0))
+        dispatcher.dispatch(events.LoopCrashed("indexer", crash(), None))
+    assert [bool(record.exc_info) for record in caplog.records] == [True, False]
+    assert "test_logs.py:" in caplog.records[1].getMessage()
+
+
+def test_text_of_others_cannot_forge_a_line() -> None:
+    assert logs.one_line("a\r\n2026-01-01 ERROR forged\x1b[2J\u2028b") == "a 2026-01-01 ERROR forged [2J b"
+
+
+# ----------------------------------------------------------------------------------------------------------- configure
+
+
+@pytest.fixture
+def stderr(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], list[str]]]:
+    """The lines printed on standard error so far; what ``configure`` did is undone at the end."""
+    logger = logging.getLogger("mainspring")
+    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
+    yield lambda: capsys.readouterr().err.splitlines()
+    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(level)
+
+
+def report(*told: object) -> None:
+    dispatcher = events.Dispatcher()
+    logs.subscribe(dispatcher)
+    for event in told:
+        dispatcher.dispatch(event)
+
+
+def test_text_lines(stderr: Callable[[], list[str]]) -> None:
+    logs.configure("warning")
+    report(finished("retried", error="E"), finished("released"))
+    (line,) = stderr()
+    stamp, rest = line[:23], line[23:]
+    datetime.fromisoformat(stamp)
+    assert rest == " WARNING  mainspring.message: indexer: message m1 attempt 2 failed, to be retried (0.250 s): E"
+
+
+def test_json_lines(stderr: Callable[[], list[str]]) -> None:
+    logs.configure("INFO", json=True)
+    report(finished("dead_lettered", error="E: ü"), events.LoopCrashed("indexer", crash(), 1.0))
+    dead, crashed = map(json.loads, stderr())
+    assert datetime.fromisoformat(dead.pop("time")).tzinfo is not None
+    assert dead.pop("pid") > 0
+    assert dead == {
+        "level": "ERROR",
+        "logger": "mainspring.message",
+        "message": "indexer: message m1 dead-lettered after attempt 2 (0.250 s): E: ü",
+        "event": "MessageFinished",
+        "loop": "indexer",
+        "message_id": "m1",
+        "run_id": "r1",
+        "outcome": "dead_lettered",
+        "seconds": 0.25,
+        "attempt": 2,
+        "error": "E: ü",
+    }
+    assert crashed["restart_in"] == 1.0
+    assert "ValueError" in crashed["traceback"]
+
+
+def test_configure_again_replaces_its_own_handler_and_no_other(stderr: Callable[[], list[str]]) -> None:
+    root = list(logging.getLogger().handlers)
+    mine = logging.NullHandler()
+    logger = logging.getLogger("mainspring")
+    logger.addHandler(mine)
+    before = len(logger.handlers)
+    logs.configure()
+    logs.configure("DEBUG")
+    assert len(logger.handlers) == before + 1
+    assert mine in logger.handlers
+    assert logging.getLogger().handlers == root
+    report(finished("acknowledged"))
+    assert len(stderr()) == 1
+
+
+def test_a_level_that_is_none_is_one_line() -> None:
+    with pytest.raises(ConfigError, match="must be one of DEBUG, INFO, WARNING, ERROR, CRITICAL, not 'loud'"):
+        logs.configure("loud")
