@@ -47,7 +47,8 @@ class Periodic:
             await self._until_due()
             late = anyio.current_time() - self._due
             self._due = math.inf  # so that a wake_by during the step counts
-            self._due = min(self._due, await self._step(max(0.0, late)))
+            asked = await self._step(max(0.0, late))
+            self._due = min(self._due, asked)
 
     async def _until_due(self) -> None:
         now = anyio.current_time()
