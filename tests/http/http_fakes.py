@@ -64,6 +64,8 @@ class FakeGroup:
         self.boxes = boxes
         self.changes = changes
         self.drains: list[str] = []
+        self.on_refresh: dict[str, Any] = {}
+        """What the status says once the checks were asked again."""
 
     def status(self) -> GroupStatus:
         return group_status(**self.changes)
@@ -73,3 +75,7 @@ class FakeGroup:
 
     def mailboxes(self) -> tuple[FakeMailbox, ...]:
         return self.boxes
+
+    async def refresh_checks(self) -> None:
+        await anyio.lowlevel.checkpoint()
+        self.changes |= self.on_refresh

@@ -64,6 +64,18 @@ async def test_readiness_tells_the_checks_and_probes_answer_head() -> None:
     assert (head.status_code, head.content) == (503, b"")
 
 
+@pytest.mark.parametrize("path", ["/health/ready", "/status", "/metrics"])
+async def test_checks_are_asked_again_before_anything_is_said_of_them(path: str) -> None:
+    source = FakeGroup()
+    source.on_refresh = {"ready": False, "checks": {"database": "refused"}}
+    async with client_of(source, metrics=GroupMetrics(source)) as client:
+        await client.get("/health/live")
+        await client.get("/health/startup")
+        assert source.status().ready  # these two do not wait for anybody's database
+        response = await client.get(path)
+    assert 'mainspring_check_passing{check="database"} 0.0' in response.text or '"refused"' in response.text
+
+
 async def test_every_answer_has_a_date_and_is_not_stored() -> None:
     async with client_of(FakeGroup()) as client:
         for path in ("/health/live", "/status", "/", "/nowhere"):

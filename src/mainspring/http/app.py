@@ -9,6 +9,7 @@ from email.utils import format_datetime
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
+import anyio
 from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from mainspring.http.depths import Countable
     from mainspring.http.metrics import GroupMetrics
-    from mainspring.status import GroupStatus
+    from mainspring.status import GroupStatus, MailboxStatus
 
 ADMIN_TOKEN = "MAINSPRING_ADMIN_TOKEN"  # noqa: S105 - the name of a variable
 _MAX_REASON = 500
@@ -44,6 +45,9 @@ class Source(Protocol):
 
     def mailboxes(self) -> Sequence[Countable]:
         """The mailboxes whose depth is of interest."""
+
+    async def refresh_checks(self) -> None:
+        """Ask the readiness checks again where their answers are not fresh; each has a deadline of its own."""
 
 
 def health_app(
@@ -92,6 +96,7 @@ class _Views:
         return _probe(status, status.live)
 
     async def ready(self, _: Request) -> Response:
+        await self._source.refresh_checks()
         status = self._source.status()
         return _probe(status, status.ready, checks=plain(status.checks))
 
@@ -102,17 +107,24 @@ class _Views:
     async def metrics(self, request: Request) -> Response:
         if self._metrics is None:
             return _line("metrics are not collected here", 404)
-        depths = await self._depths.read()
+        depths = await self._ask_around()
         text, content_type = self._metrics.render(depths, request.headers.get("accept", ""))
         return Response(text, headers={"content-type": content_type})
 
     async def status(self, _: Request) -> Response:
-        depths = await self._depths.read()
+        depths = await self._ask_around()
         tree = plain(self._source.status())
         tree["mailboxes"] = plain(depths)
         tree["version"] = mainspring.__version__
         tree["time"] = clock.utc_now().isoformat(timespec="milliseconds")
         return JSONResponse(tree)
+
+    async def _ask_around(self) -> Sequence[MailboxStatus]:
+        """Ask checks and mailboxes at once; what the status then says of the checks is fresh."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._source.refresh_checks)
+            depths = await self._depths.read()
+        return depths
 
     async def drain(self, request: Request) -> Response:
         refused = refusal(request, self._token, loopback=self._loopback)

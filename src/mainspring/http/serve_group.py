@@ -9,6 +9,8 @@ from mainspring.http.metrics import GroupMetrics
 from mainspring.http.server import HealthServer, bind, is_loopback
 
 if TYPE_CHECKING:
+    from anyio.abc import TaskStatus
+
     from mainspring.events import Dispatcher
     from mainspring.scope import DaemonScope
 
@@ -28,10 +30,10 @@ async def start(group: ServedGroup, scope: DaemonScope, host: str, port: int) ->
     metrics = GroupMetrics(group)
     server = HealthServer(health_app(group, metrics=metrics, loopback=is_loopback(sock)), sock)
 
-    async def serve(*, task_status: object) -> None:
+    async def serve(*, task_status: TaskStatus[str]) -> None:
         unsubscribe = metrics.subscribe(group.dispatcher)
         try:
-            await server.serve(task_status=task_status)  # type: ignore[arg-type]
+            await server.serve(task_status=task_status)
         finally:
             unsubscribe()
 
