@@ -19,7 +19,7 @@ class Runnable(Protocol):
     ``timeout`` seconds, and says whether everything ended by itself; asked before ``run``, it is remembered for one run.
     """
 
-    async def run(self, **keywords: Any) -> None:
+    async def run(self, *args: Any, **keywords: Any) -> Any:
         """Run until done or told to stop."""
 
     async def shutdown(self, *, timeout: float = 30.0) -> bool:

@@ -99,8 +99,6 @@ class LeaseKeeper:
                 self._lose(run)
                 return
             except (MainspringError, OSError) as error:
-                if run.phase is Phase.DONE:
-                    return
                 failures += 1
                 await self._back_off(run, error, failures)
             else:

@@ -74,6 +74,7 @@ class Worker:
         self._backlog: deque[Run] = deque()
         self._idle: deque[anyio.Event] = deque()
         self._slot_count = 0
+        self._roused = False
         self._slots: TaskGroup | None = None
         self._freed = anyio.Event()
         self._full = False
@@ -217,12 +218,19 @@ class Worker:
     # --------------------------------------------------------------------------------------------------------- slots
 
     def _rouse(self) -> None:
-        """Let one more slot look at the backlog; it rouses the next, so a slot whose handlers never wait serves alone."""
+        """Let one more slot look at the backlog, unless one is on its way.
+
+        That one rouses the next, so all get going where handlers wait, and one serves alone where they never do.
+        """
+        if self._roused:
+            return
         if self._idle:
+            self._roused = True
             self._idle.popleft().set()
         elif self._slot_count < self.settings.concurrency:
             assert self._slots is not None
             self._slot_count += 1
+            self._roused = True
             self._slots.start_soon(self._slot, name=f"{self.name} slot {self._slot_count}")
 
     def _rouse_all(self) -> None:
@@ -231,6 +239,7 @@ class Worker:
 
     async def _slot(self) -> None:
         token = _inside.set(self)
+        self._roused = False
         run: Run | None = None
         try:
             while True:
@@ -268,6 +277,7 @@ class Worker:
             event = anyio.Event()
             self._idle.append(event)
             await event.wait()
+            self._roused = False
         run = self._backlog.popleft()
         if self._backlog:
             self._rouse()
