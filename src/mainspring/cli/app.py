@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="mainspring",
     help="Keeps long-running async loops going, and lets them stop.",
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -86,7 +86,7 @@ def _options(
     pass
 
 
-@app.command(epilog="Example: [bold]mainspring run app:group --health-port 8080[/bold]")
+@app.command(epilog="Example: `mainspring run app:group --health-port 8080`")
 def run(
     target: _Target,
     processes: Annotated[int, typer.Option(min=1, help="How many worker processes to run and keep running.")] = 1,
@@ -96,6 +96,10 @@ def run(
     ] = None,
     reload: Annotated[bool, typer.Option("--reload", help="Start again when a source file changes.")] = False,
     loop: Annotated[Loop, typer.Option(help="The event loop; auto is uvloop where it is installed.")] = Loop.AUTO,
+    log_level: Annotated[
+        str, typer.Option(envvar="MAINSPRING_LOG_LEVEL", help="DEBUG, INFO, WARNING, ERROR or CRITICAL.")
+    ] = "INFO",
+    log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")] = False,
 ) -> int:
     """Run a LoopGroup until a signal, or until all its loops have ended.
 
@@ -104,12 +108,10 @@ def run(
     """
     from mainspring.cli.run import RunOptions, run_target
 
-    return run_target(RunOptions(target, processes, health_port, reload, loop.value))
+    return run_target(RunOptions(target, processes, health_port, reload, loop.value, log_level, log_json))
 
 
-@app.command(
-    epilog="""Example: [bold]mainspring send sqlite:///jobs.db?name=emails '{"to": "ann@example.org"}'[/bold]"""
-)
+@app.command(epilog="""Example: `mainspring send sqlite:///jobs.db?name=emails '{"to": "ann@example.org"}'`""")
 def send(
     url: Annotated[str, typer.Argument(metavar="URL", help="The mailbox, for example sqlite:///jobs.db?name=emails.")],
     bodies: Annotated[
@@ -138,7 +140,7 @@ def send(
     return send_bodies(url, bodies or [], file, options)
 
 
-@app.command(epilog="Example: [bold]mainspring check app:group --grace 45 --longest 300[/bold]")
+@app.command(epilog="Example: `mainspring check app:group --grace 45 --longest 300`")
 def check(
     target: _Target,
     grace: Annotated[
@@ -163,7 +165,7 @@ def check(
     return check_target(target, grace=grace, longest=longest, beat_gap=beat_gap, as_json=as_json)
 
 
-@app.command(epilog="Example: [bold]mainspring demo --keep --dir /tmp/demo[/bold]")
+@app.command(epilog="Example: `mainspring demo --keep --dir /tmp/demo`")
 def demo(
     directory: Annotated[
         Path | None, typer.Option("--dir", help="Work in this directory instead of a temporary one.")

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+import signal
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from mainspring import logs
 from mainspring.calibration import KILL_MARGIN
 from mainspring.cli.early import CommandSignals, Interrupted
 from mainspring.cli.link import ParentLink
-from mainspring.cli.problems import Problem, say
+from mainspring.cli.problems import FAILED, Problem, say
 from mainspring.cli.sources import loaded_directories
 from mainspring.cli.target import load_group
+from mainspring.errors import MainspringError
+from mainspring.events import GroupStateChanged
+from mainspring.states import GroupState
 
 if TYPE_CHECKING:
     from mainspring.group import LoopGroup
@@ -30,16 +36,33 @@ class RunOptions:
     health_port: int | None = None
     reload: bool = False
     loop: str = "auto"
+    log_level: str = "INFO"
+    log_json: bool = False
 
     def worker_command(self, executable: str) -> list[str]:
         """The command line of one worker of these."""
-        command = [executable, "-m", "mainspring", "run", self.target, "--loop", self.loop]
-        return command if self.health_port is None else [*command, "--health-port", str(self.health_port)]
+        command = [
+            executable,
+            "-m",
+            "mainspring",
+            "run",
+            self.target,
+            "--loop",
+            self.loop,
+            "--log-level",
+            self.log_level,
+        ]
+        if self.log_json:
+            command.append("--log-json")
+        if self.health_port is not None:
+            command += ["--health-port", str(self.health_port)]
+        return command
 
 
 def run_target(options: RunOptions) -> int:
     """Run until the end; the exit status of the process."""
     early = CommandSignals.install()
+    logs.configure(options.log_level, json=options.log_json)  # before the user's module, which may have other wishes
     link = ParentLink.from_environment()
     if link is not None:
         link.start()
@@ -74,24 +97,43 @@ def _run_group(options: RunOptions, early: CommandSignals, link: ParentLink | No
         say(f"{stop} before the start; nothing was running")
         return 0
     _set_health_port(group, options.health_port, link)
+    group.dispatcher.subscribe(GroupStateChanged, partial(_tell_health_url, group))
     if link is not None:
         link.tell(stop_within=_stop_within(group), directories=loaded_directories())
-    report: ShutdownReport = anyio.run(
-        partial(group.run, install_signals=True), backend=backend, backend_options=backend_options
-    )
-    say(f"{group.name}: {report}")
+    try:
+        report: ShutdownReport = anyio.run(
+            partial(group.run, install_signals=True), backend=backend, backend_options=backend_options
+        )
+    except (
+        MainspringError
+    ) as error:  # a port that is taken, a store that cannot be opened: no fault of the command line
+        raise Problem(str(error), FAILED) from error
+    if not options.log_json:  # else the last log line is the report
+        say(f"{_who(group, link)}{report}")
     if link is not None:
-        link.tell(finished=not early.received)
+        link.tell(finished=report.reason not in {signum.name for signum in signal.Signals})
     return report.exit_status
+
+
+def _who(group: LoopGroup, link: ParentLink | None) -> str:
+    """What to put before the report, where there is more than one that it could be of."""
+    names = [f"worker {link.number}"] if link is not None and link.number else []
+    return ": ".join([*names, group.name, ""] if group.name != "mainspring" else [*names, ""])
+
+
+def _tell_health_url(group: LoopGroup, event: GroupStateChanged) -> None:
+    if event.new is GroupState.RUNNING and group.health_url is not None:
+        logging.getLogger("mainspring.group").info("%s: health server at %s", group.name, group.health_url)
 
 
 def _set_health_port(group: LoopGroup, port: int | None, link: ParentLink | None) -> None:
     """The command line's port before the group's own; each worker of several takes its own, counting up."""
-    if port is not None:
-        group.health_port = port
-    if link is not None and group.health_port:
-        group.health_port += max(0, link.number - 1)
+    port = group.settings.health_port if port is None else port
+    if port and link is not None:
+        port += max(0, link.number - 1)
+    group.settings = replace(group.settings, health_port=port)
 
 
 def _stop_within(group: LoopGroup) -> float:
-    return group.drain_delay + group.shutdown_timeout + group.cancel_grace + KILL_MARGIN
+    settings = group.settings
+    return settings.drain_delay + settings.shutdown_timeout + settings.cancel_grace + KILL_MARGIN

@@ -1,0 +1,217 @@
+"""``mainspring demo``: a real service on real files, hurt while it works, and the account of what became of each file."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import sysconfig
+from collections.abc import AsyncIterator  # noqa: TC003 - asynccontextmanager's own annotation
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import DEVNULL, PIPE
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from anyio.streams.text import TextReceiveStream
+
+import mainspring
+from mainspring.cli.demo_report import DemoReport, account
+from mainspring.cli.demo_view import View, make_view
+from mainspring.cli.link import link_for_child
+from mainspring.cli.problems import FAILED, Problem, say
+from mainspring.scope import DaemonScope
+from mainspring.signals import ShutdownCoordinator
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from anyio.abc import Process
+
+    from mainspring.mailbox.message import Counts
+
+KILL_AT, TERM_AT = 0.2, 0.5
+"""Shares of the files after which one worker is killed, and another one told to stop."""
+
+LOOK_INTERVAL = 0.1
+WORK_TIMEOUT = 300.0
+STOP_TIMEOUT = 20.0
+BROKEN = "def broken(:\n    return 'this file does not parse, on purpose'\n"
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What the command line says."""
+
+    directory: Path | None = None
+    keep: bool = False
+    files: int = 3_000
+    as_json: bool = False
+
+
+def run_demo(options: DemoOptions) -> int:
+    """Run it; 1 where a file is missing, 128 + n where signal n ended it."""
+    with TemporaryDirectory(prefix="mainspring-demo-", ignore_cleanup_errors=True) as temporary:
+        home = Path(temporary) if options.directory is None else options.directory.absolute()
+        keep = options.keep or options.directory is not None
+        if keep and options.directory is None:
+            home = Path.cwd() / "mainspring-demo"
+        if (home / "queue.db").exists():
+            raise Problem(f"{home} holds an earlier run; remove it, or give another directory by --dir")
+        view = make_view(as_json=options.as_json)
+        demo = Demo(home, _load_example(home), options.files, view)
+        status = anyio.run(demo.run)
+    if keep and not options.as_json:
+        view.note(f"the queue and the results are in {home}")
+    return status
+
+
+def example_directory() -> Path:
+    """Where the example's code is: in the installed package, or in the source tree that the package runs from."""
+    package = Path(mainspring.__file__).parent
+    for root in (package / "examples", package.parents[1] / "examples"):
+        if (root / "01_indexer" / "indexer.py").is_file():
+            return root / "01_indexer"
+    raise Problem(f"the examples are missing from {package}; install mainspring again")
+
+
+def _load_example(home: Path) -> ModuleType:
+    """The example's module, working in ``home``, where its service will work too."""
+    os.environ["INDEXER_DIR"] = str(home)
+    sys.path.insert(0, str(example_directory()))
+    return importlib.import_module("indexer")
+
+
+class Demo:
+    """One run: send, serve, hurt, wait, account."""
+
+    def __init__(self, home: Path, example: ModuleType, limit: int, view: View) -> None:
+        self._home = home
+        self._example: Any = example
+        self._limit = limit
+        self._view = view
+        self._began = 0.0
+        self._killed: int | None = None
+        self._drained: int | None = None
+        self._service_status: int | None = None
+
+    async def run(self) -> int:
+        """The whole story; its exit status."""
+        with anyio.CancelScope() as story:
+            async with ShutdownCoordinator() as signals:
+                signals.register(story.cancel)
+                with self._view:
+                    report = await self._story()
+                self._view.report(report)
+                return 0 if report.ok else FAILED
+        say(f"ended by {signals.reason}; the workers are stopped")
+        return 128 + int(signal.Signals[signals.reason])
+
+    async def _story(self) -> DemoReport:
+        broken = self._home / "broken.py"
+        broken.write_text(BROKEN, encoding="utf-8")
+        directories = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
+        paths = [*self._example.find_sources(directories, self._limit), str(broken)]
+        self._view.note(f"{len(paths):,} Python files, one of them broken on purpose: {broken}")
+        self._began = anyio.current_time()
+        ids: list[str] = await self._example.send_files(self._home, paths)
+        self._view.note(f"{len(ids):,} messages sent to {self._example.queue_url(self._home)}")
+        url = self._example.queue_url(self._home)
+        async with mainspring.open_mailbox(url, body=self._example.SourceFile) as mailbox:
+            async with self._service():
+                finished = False
+                with anyio.move_on_after(WORK_TIMEOUT):
+                    while not finished:
+                        await anyio.sleep(LOOK_INTERVAL)
+                        counts = await mailbox.counts()
+                        finished = self._look(counts, len(paths))
+                seconds = anyio.current_time() - self._began
+            return account(
+                paths=paths,
+                broken=str(broken),
+                sent=len(ids),
+                rows=self._example.Results(self._home).rows(),
+                dead=await mailbox.dead_letters(limit=len(paths)),
+                counts=await mailbox.counts(),
+                seconds=seconds,
+                killed=self._killed,
+                drained=self._drained,
+                service_status=self._service_status,
+                summary=self._example.summary(self._home),
+            )
+
+    # ---------------------------------------------------------------------------------------------------- watching
+
+    def _look(self, counts: Counts, total: int) -> bool:
+        """Show how far it is, and hurt a worker when its time has come; whether all is done."""
+        done = counts.settled + counts.dead
+        self._view.progress(done, total, counts.in_flight, anyio.current_time() - self._began)
+        if self._killed is None and done >= KILL_AT * total:
+            self._killed = self._hurt(signal.SIGKILL, "killed")
+        elif self._killed is not None and self._drained is None and done >= TERM_AT * total:
+            self._drained = self._hurt(signal.SIGTERM, "told to stop")
+        return counts.waiting == 0
+
+    def _hurt(self, signum: signal.Signals, how: str) -> int | None:
+        """Send a signal to a worker that is at work, not to one that was hurt before; its process id."""
+        seen: dict[int, int] = self._example.Results(self._home).workers()
+        workers = sorted(seen.keys() - {self._killed})
+        if len(workers) < (2 if self._killed is None else 1):
+            return None  # the other one has not begun yet
+        for pid in workers:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signum)
+                self._view.note(f"worker process {pid} {how} ({signum.name})")
+                return pid
+        return None
+
+    # ----------------------------------------------------------------------------------------------------- service
+
+    @asynccontextmanager
+    async def _service(self) -> AsyncIterator[None]:
+        """``mainspring run indexer:group --processes 2`` in the example's directory, stopped at the end of the block."""
+        ours, theirs, environment = link_for_child(0)  # so that it ends with us, however we end
+        command = [sys.executable, "-m", "mainspring", "run", "indexer:group", "--processes", "2"]
+        with ours:
+            try:
+                with anyio.CancelScope(shield=True, deadline=anyio.current_time() + STOP_TIMEOUT):
+                    process = await anyio.open_process(
+                        command,
+                        stdin=DEVNULL,
+                        stdout=DEVNULL,
+                        stderr=PIPE,
+                        cwd=example_directory(),
+                        env=environment,
+                        start_new_session=True,
+                        pass_fds=[theirs.fileno()],
+                    )
+            finally:
+                theirs.close()
+            async with DaemonScope("demo", timeout=STOP_TIMEOUT) as scope:
+                scope.start_soon(self._relay, process, name="relay of the service's output")
+                try:
+                    yield
+                finally:
+                    with anyio.CancelScope(shield=True, deadline=anyio.current_time() + STOP_TIMEOUT):
+                        await self._stop(process)
+
+    async def _relay(self, process: Process) -> None:
+        """Show what the service says."""
+        assert process.stderr is not None
+        rest = ""
+        async for text in TextReceiveStream(process.stderr, errors="replace"):
+            *lines, rest = (rest + text).split("\n")
+            for line in lines:
+                self._view.service(line)
+
+    async def _stop(self, process: Process) -> None:
+        with suppress(ProcessLookupError):
+            process.terminate()
+        with anyio.move_on_after(STOP_TIMEOUT - 5):
+            self._service_status = await process.wait()
+            return
+        process.kill()  # its workers notice, and stop too
+        self._service_status = await process.wait()
