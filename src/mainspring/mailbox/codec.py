@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from mainspring.errors import ConfigError, SerializationError
@@ -15,14 +16,16 @@ class NotJsonError(SerializationError):
 class Codec:
     """Encodes, decodes and checks bodies of one type (``Any``: whatever JSON can say).
 
-    Types are whatever pydantic's ``TypeAdapter`` takes: dataclasses, models, TypedDicts, unions, primitives. Checking is
-    pydantic's lax mode without coercion of the object itself: an ``int`` is not taken for a ``str``.
+    Types are whatever pydantic's ``TypeAdapter`` takes: dataclasses, models, TypedDicts, unions, primitives. A body to be
+    sent must be of the type as it is (pydantic's strict mode: an ``int`` is not taken for a ``str``); stored JSON is read
+    in pydantic's lax mode, and whatever a type's own validators raise means that it does not fit.
     """
 
-    __slots__ = ("_adapter", "_check", "_dump", "_load", "body_type")
+    __slots__ = ("_adapter", "_check", "_dump", "_invalid", "_load", "_plain", "_unserializable", "body_type")
 
     def __init__(self, body_type: Any = None) -> None:
-        from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter
+        from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
+        from pydantic_core import PydanticSerializationError
 
         self.body_type: Any = Any if body_type is None else body_type
         try:
@@ -36,6 +39,9 @@ class Codec:
         self._check = self._adapter.validator.validate_python
         self._load = self._adapter.validator.validate_json
         self._dump = self._adapter.serializer.to_json
+        self._invalid = ValidationError
+        self._unserializable = (PydanticSerializationError, UnicodeError, ValueError, TypeError, RecursionError)
+        self._plain = self.body_type if self.body_type in (str, int, bool) else None
 
     @property
     def name(self) -> str:
@@ -44,46 +50,69 @@ class Codec:
 
     def check(self, body: Any) -> None:
         """Raise :class:`SerializationError` unless ``body`` is of the type, as it is."""
-        from pydantic import ValidationError
-
+        if type(body) is self._plain or self.body_type is Any:
+            return
         try:
             self._check(body, strict=True)
-        except ValidationError as error:
-            raise self._error("send", body, error) from None
+        except self._invalid as error:
+            raise self._error(f"a body of type {type_name(type(body))}", error) from None
+        except Exception as error:
+            raise self._broken(f"a body of type {type_name(type(body))}", error) from error
 
     def encode(self, body: Any) -> bytes:
         """JSON bytes of ``body``; raises :class:`SerializationError` where it is not of the type or is no JSON."""
-        from pydantic_core import PydanticSerializationError
-
         self.check(body)
         try:
-            return self._dump(body, warnings="error")
-        except (PydanticSerializationError, UnicodeError, ValueError) as error:
+            raw = self._dump(body, warnings="error")
+        except self._unserializable as error:
             raise SerializationError(
                 f"a body of type {type_name(type(body))} cannot be written as JSON: {error}"
             ) from error
+        if b"null" in raw and (field := _not_finite(self._adapter.serializer.to_python(body))) is not None:
+            raise SerializationError(  # JSON has no such number, and it would arrive as null
+                f"a body of type {type_name(type(body))} cannot be written as JSON: {field or 'the body'} is not finite"
+            )
+        return raw
 
     def decode(self, raw: bytes) -> Any:
         """The body that ``raw`` holds.
 
         Raises :class:`NotJsonError` where it is no JSON, and :class:`SerializationError` where its shape is not the type's.
         """
-        from pydantic import ValidationError
-
         try:
             return self._load(raw)
-        except ValidationError as error:
-            try:
-                json.loads(raw)
-            except ValueError as reason:
-                raise NotJsonError(f"the stored body is no JSON: {reason}") from None
-            raise self._error("decode", raw, error) from None
+        except self._invalid as error:
+            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+            if first["type"] == "json_invalid" and not first["loc"]:
+                raise NotJsonError(f"the stored body is no JSON: {first['msg']}") from None
+            raise self._error("the stored body", error) from None
+        except Exception as error:
+            raise self._broken("the stored body", error) from error
 
-    def _error(self, action: str, body: Any, error: Any) -> SerializationError:
-        first = error.errors(include_url=False, include_input=False)[0]
+    def _error(self, what: str, error: Any) -> SerializationError:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         field = ".".join(str(part) for part in first["loc"]) or "the body"
-        what = "the stored body" if action == "decode" else f"a body of type {type_name(type(body))}"
         return SerializationError(f"{what} does not fit {self.name}: {field}: {first['msg']}")
+
+    def _broken(self, what: str, error: Exception) -> SerializationError:
+        """A validator of the user's type raised what no validator should."""
+        return SerializationError(f"{what} does not fit {self.name}: {type(error).__name__}: {error}")
+
+
+def _not_finite(value: Any, path: str = "") -> str | None:
+    """The path of the first number in ``value`` (plain containers) that is infinite or NaN, or None."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else path
+    items: Any = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, list | tuple | set | frozenset):
+        items = enumerate(value)
+    for key, inner in items:
+        found = _not_finite(inner, f"{path}.{key}" if path else str(key))
+        if found is not None:
+            return found
+    return None
 
 
 def type_name(body_type: Any) -> str:
