@@ -63,6 +63,12 @@ class MessageFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class MessageNotAcknowledged(MessageFinished):
+    """A delivery that ended in any other way than acknowledged: a kind of its own, so that who only cares for trouble can
+    subscribe to it without the price of an event for each success."""
+
+
+@dataclass(frozen=True, slots=True)
 class SettlementFailed:
     """An outcome could not be written, and the message will come again when its lease ends."""
 

@@ -50,13 +50,13 @@ _STATE_LEVELS = {
 def subscribe(dispatcher: events.Dispatcher) -> Callable[[], None]:
     """Log what ``dispatcher`` tells from now on; the returned function ends it.
 
-    The start of each message is only subscribed to where ``mainspring.message`` is enabled for DEBUG at this moment, so that
-    otherwise nobody builds such events; a success then costs one comparison.
+    The starts and the successes of messages are only subscribed to where ``mainspring.message`` is enabled for DEBUG at this
+    moment, so that otherwise nobody builds such events.
     """
     writers: dict[type[Any], Callable[[Any], None]] = {
         events.LoopStateChanged: _loop_state,
         events.LoopCrashed: _crashed,
-        events.MessageFinished: _finished,
+        events.MessageNotAcknowledged: _finished,
         events.SettlementFailed: _settlement_failed,
         events.LeaseRenewalFailed: _renewal_failed,
         events.LeaseLost: _lease_lost,
@@ -72,6 +72,7 @@ def subscribe(dispatcher: events.Dispatcher) -> Callable[[], None]:
     }
     if _message.isEnabledFor(logging.DEBUG):
         writers[events.MessageStarted] = _started
+        writers[events.MessageFinished] = writers.pop(events.MessageNotAcknowledged)
     ends = [dispatcher.subscribe(kind, writer) for kind, writer in writers.items()]
 
     def unsubscribe() -> None:

@@ -16,10 +16,17 @@ import anyio
 from mainspring import entropy
 from mainspring.clock import loop_clock
 from mainspring.errors import MainspringError
-from mainspring.events import Dispatcher, MessageFinished, ReceiveFailed, ReceiveRecovered, Tally
+from mainspring.events import (
+    Dispatcher,
+    MessageFinished,
+    MessageNotAcknowledged,
+    ReceiveFailed,
+    ReceiveRecovered,
+    Tally,
+)
 from mainspring.loops.attempt import Attempts, WorkerSettings
 from mainspring.loops.lease import LeaseKeeper
-from mainspring.loops.outcome import RELEASED, Cause, Decision
+from mainspring.loops.outcome import RELEASED, Cause, Decision, Outcome
 from mainspring.loops.run import Phase, Run
 from mainspring.loops.settle import Settler
 from mainspring.mailbox.base import MAX_MESSAGES
@@ -298,20 +305,24 @@ class Worker:
             if self._full:
                 self._freed.set()
         self._outcomes[decision.outcome] += 1
-        if self._dispatcher.wants(MessageFinished):
-            error = None if decision.error is None else f"{type(decision.error).__name__}: {decision.error}"
-            message = run.message
-            self._dispatcher.dispatch(
-                MessageFinished(
-                    self.name,
-                    message.id,
-                    message.receipt_handle,
-                    decision.outcome,
-                    now - run.started,
-                    message.attempt,
-                    error,
-                )
+        kind = MessageFinished if decision.outcome is Outcome.ACKNOWLEDGED else MessageNotAcknowledged
+        if self._dispatcher.wants(kind):
+            self._tell(kind, run, decision, now)
+
+    def _tell(self, kind: type[MessageFinished], run: Run, decision: Decision, now: float) -> None:
+        error = None if decision.error is None else f"{type(decision.error).__name__}: {decision.error}"
+        message = run.message
+        self._dispatcher.dispatch(
+            kind(
+                self.name,
+                message.id,
+                message.receipt_handle,
+                decision.outcome,
+                now - run.started,
+                message.attempt,
+                error,
             )
+        )
 
 
 def inside() -> Worker | None:

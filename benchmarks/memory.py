@@ -1,0 +1,75 @@
+"""In memory, the full path (send, lease, handler, acknowledgement) beside a bare anyio memory object stream."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import anyio
+from common import BODY, Row, median, on_uvloop, paired_ratio, per_second, quick, rate, report
+
+from mainspring import InMemoryMailbox, LoopGroup, MainLoop
+
+COUNT = 50_000 if quick() else 200_000
+ROUNDS = 3 if quick() else 5
+
+
+async def bare_stream() -> float:
+    """One producer, one consumer, an unbounded buffer."""
+    send, receive = anyio.create_memory_object_stream[str](math.inf)
+
+    async def produce() -> None:
+        async with send:
+            for _ in range(COUNT):
+                await send.send(BODY)
+
+    began = time.perf_counter()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(produce)
+        async for _ in receive:
+            pass
+    return rate(COUNT, began)
+
+
+async def full_path() -> float:
+    """One producer, a group with one loop of concurrency 100, a handler that does nothing."""
+    mailbox = InMemoryMailbox("bench", body=str)
+    done = 0
+    finished = anyio.Event()
+
+    async def handle(job: str) -> None:
+        nonlocal done
+        done += 1
+        if done == COUNT:
+            finished.set()
+
+    group = LoopGroup([MainLoop(mailbox, handle, concurrency=100)], guardian=False)
+    async with mailbox, group:
+        began = time.perf_counter()
+        for _ in range(COUNT):
+            await mailbox.send(BODY)
+        await finished.wait()
+        while (await mailbox.counts()).waiting:
+            await anyio.sleep(0)
+        return rate(COUNT, began)
+
+
+async def main() -> None:
+    ours, bare = [], []
+    for _ in range(ROUNDS):
+        bare.append(await bare_stream())
+        ours.append(await full_path())
+    report(
+        Row(
+            "memory: full path / bare anyio stream",
+            per_second(median(ours)),
+            per_second(median(bare)),
+            paired_ratio(ours, bare),
+            0.35,
+            note=f"concurrency 100, uvloop, {COUNT:,} messages, median of {ROUNDS} rounds",
+        )
+    )
+
+
+if __name__ == "__main__":
+    on_uvloop(main)
