@@ -1,0 +1,274 @@
+"""``mainspring run`` as a process: targets, signals before and during the run, exit statuses."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import urllib.request
+from textwrap import dedent
+from typing import TYPE_CHECKING
+
+import pytest
+from cli_helpers import only_line, run, started
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GROUP = """
+from mainspring import InMemoryMailbox, LoopGroup, MainLoop
+
+async def handle(number: int) -> None: ...
+
+group = LoopGroup([MainLoop(InMemoryMailbox("jobs"), handle)], name="shop")
+"""
+
+
+def write(directory: Path, text: str, name: str = "app.py") -> None:
+    (directory / name).write_text(dedent(text), encoding="utf-8")
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop", "trio", "auto"])
+def test_it_runs_until_sigterm_and_reports(tmp_path: Path, loop: str) -> None:
+    write(tmp_path, GROUP)
+    with started("run", "app:group", "--loop", loop, cwd=tmp_path) as command:
+        command.expect("shop: running")
+        command.send(signal.SIGTERM)
+        assert command.wait() == 0
+        assert "mainspring: shop: shutdown (SIGTERM)" in command.text
+        assert "handle: finished" in command.text
+
+
+def test_a_function_that_returns_the_group_and_ctrl_c(tmp_path: Path) -> None:
+    write(tmp_path, GROUP + "\ndef make() -> LoopGroup:\n    return group\n")
+    with started("run", "app:make", cwd=tmp_path) as command:
+        command.expect("shop: running")
+        command.send(signal.SIGINT)
+        assert command.wait() == 0
+        assert "shutdown (SIGINT)" in command.text
+
+
+def test_a_dotted_module_and_attribute(tmp_path: Path) -> None:
+    (tmp_path / "shop").mkdir()
+    write(tmp_path / "shop", "")
+    write(tmp_path / "shop", GROUP + "\nclass Settings:\n    main = group\n", "jobs.py")
+    with started("run", "shop.jobs:Settings.main", cwd=tmp_path) as command:
+        command.expect("shop: running")
+        command.send(signal.SIGTERM)
+        assert command.wait() == 0
+
+
+WRONG = {
+    "no colon": ("app", "", "'app' is no target; write MODULE:ATTR, for example app:group"),
+    "a file name": ("app.py:group", "", "names a file; write the module's name instead: app:group"),
+    "a path": ("./shop/app.py:group", "", "write the module's name instead: shop.app:group"),
+    "no module": ("nowhere:group", "", "there is no module 'nowhere' in"),
+    "no submodule": ("app.jobs:group", "", "there is no module 'app.jobs' in"),
+    "a missing import": (
+        "app:group",
+        "import os\nimport not_there\n",
+        "app.py:2: ModuleNotFoundError: No module named 'not_there'",
+    ),
+    "a syntax error": (
+        "app:group",
+        "x = 1\ndef broken(:\n",
+        "app does not import: app.py:2: SyntaxError: invalid syntax",
+    ),
+    "an error in a function": (
+        "app:group",
+        "import json\ndef load():\n    return json.loads('nope')\nload()\n",
+        "app does not import: app.py:3: JSONDecodeError: Expecting value",
+    ),
+    "sys.exit": ("app:group", "import sys\nsys.exit(3)\n", "it calls sys.exit(3); keep that under `if __name__"),
+    "a wrong constructor value": (
+        "app:group",
+        GROUP.replace("group = LoopGroup", "group = LoopGroup([], name='x') or LoopGroup"),
+        "app does not import: app.py:6: ConfigError: LoopGroup: it needs at least one loop",
+    ),
+    "no attribute": ("app:grp", GROUP, "app:grp: app has no 'grp'; it has app:group"),
+    "no attribute, no group": ("app:grp", "x = 1", "app has no 'grp'; define one there: group = LoopGroup([…])"),
+    "another object": (
+        "app:x",
+        "x = 1",
+        "app:x is an object of type int, not a LoopGroup; name a LoopGroup or a function",
+    ),
+    "a loop": ("app:loop", GROUP + "\nloop = group.loops[0]\n", "not a LoopGroup; wrap it: group = LoopGroup([loop])"),
+    "an async function": (
+        "app:make",
+        "async def make(): ...",
+        "is an async function; a plain one must return the LoopGroup",
+    ),
+    "a function with parameters": ("app:make", "def make(x): ...", "cannot be called without arguments"),
+    "a function that returns nothing": ("app:make", "def make(): ...", "app:make is None, not a LoopGroup"),
+    "a function that fails": (
+        "app:make",
+        "def make():\n    return 1 / 0",
+        "app:make() failed: app.py:2: ZeroDivisionError",
+    ),
+    "a function that exits": ("app:make", "def make():\n    raise SystemExit(1)", "app:make() calls sys.exit(1)"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("verb", ["run", "check"])
+def test_a_wrong_target_is_one_line_and_status_2(tmp_path: Path, case: str, verb: str) -> None:
+    target, source, expected = WRONG[case]
+    write(tmp_path, source)
+    ended = run(verb, target, cwd=tmp_path)
+    assert ended.returncode == 2, ended.stderr
+    assert expected in only_line(ended.stderr)
+    assert ended.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["run"], "Missing argument 'MODULE:ATTR'; see `mainspring run --help`"),
+        (["run", "app:group", "--processes", "0"], "'--processes'"),
+        (["run", "app:group", "--health-port", "70000"], "'--health-port'"),
+        (["run", "app:group", "--loop", "curio"], "'--loop'"),
+        (["run", "app:group", "--log-level", "LOUD"], "log level must be one of DEBUG"),
+        (["run", "app:group", "--frob"], "No such option"),
+        (["frob"], "No such command 'frob'; see `mainspring --help`"),
+    ],
+)
+def test_wrong_options_are_one_line_and_status_2(tmp_path: Path, arguments: list[str], expected: str) -> None:
+    write(tmp_path, GROUP)
+    ended = run(*arguments, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert expected in only_line(ended.stderr)
+
+
+def test_no_verb_shows_the_help_and_is_wrong_use(tmp_path: Path) -> None:
+    ended = run(cwd=tmp_path)
+    assert ended.returncode == 2
+    assert "Usage: mainspring" in ended.stdout
+
+
+@pytest.mark.parametrize("verb", ["run", "send", "check", "demo"])
+def test_every_verb_has_help_with_an_example(tmp_path: Path, verb: str) -> None:
+    ended = run(verb, "--help", cwd=tmp_path)
+    assert ended.returncode == 0
+    assert f"Example: mainspring {verb}" in ended.stdout
+
+
+def test_the_version(tmp_path: Path) -> None:
+    from mainspring import __version__
+
+    assert run("--version", cwd=tmp_path).stdout == f"mainspring {__version__}\n"
+
+
+SLOW_IMPORT = """
+import sys, time
+print("importing", file=sys.stderr, flush=True)
+time.sleep(600)
+"""
+
+DEAF_IMPORT = (
+    """
+import sys, time
+try:
+    print("importing", file=sys.stderr, flush=True)
+    time.sleep(600)
+except BaseException:
+    print("swallowed", file=sys.stderr, flush=True)
+"""
+    + GROUP
+)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("source", [SLOW_IMPORT, DEAF_IMPORT], ids=["slow", "deaf"])
+def test_a_signal_during_the_import_ends_it_cleanly(tmp_path: Path, signum: signal.Signals, source: str) -> None:
+    write(tmp_path, source)
+    with started("run", "app:group", cwd=tmp_path) as command:
+        command.expect("importing")
+        command.send(signum)
+        assert command.wait() == 0
+        assert f"mainspring: {signum.name} before the start; nothing was running" in command.text
+        assert "Traceback" not in command.text
+
+
+def test_a_second_signal_ends_an_import_that_swallowed_the_first(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        DEAF_IMPORT.replace(
+            'print("swallowed", file=sys.stderr, flush=True)',
+            'print("swallowed", file=sys.stderr, flush=True)\n    time.sleep(600)',
+        ),
+    )
+    with started("run", "app:group", cwd=tmp_path) as command:
+        command.expect("importing")
+        command.send(signal.SIGTERM)
+        command.expect("swallowed")
+        command.send(signal.SIGTERM)
+        assert command.wait() == 128 + signal.SIGTERM
+
+
+OWN_LOOP = """
+import anyio
+from mainspring import Heartbeat, LoopGroup
+
+class Own:
+    running = False
+    heartbeat = Heartbeat()
+    async def run(self) -> None:
+        {body}
+    async def shutdown(self, *, timeout: float = 30.0) -> bool:
+        return True
+
+group = LoopGroup([Own()], name="own", shutdown_timeout=0.1, cancel_grace=1)
+"""
+
+
+def test_a_crashed_loop_is_status_1_with_its_traceback(tmp_path: Path) -> None:
+    write(tmp_path, OWN_LOOP.format(body="raise RuntimeError('out of coal')"))
+    ended = run("run", "app:group", cwd=tmp_path)
+    assert ended.returncode == 1
+    assert "RuntimeError: out of coal" in ended.stderr
+    assert "app.py" in ended.stderr
+
+
+def test_loops_that_end_by_themselves_end_the_run(tmp_path: Path) -> None:
+    write(tmp_path, OWN_LOOP.format(body="await anyio.sleep(0)"))
+    ended = run("run", "app:group", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "shutdown (all loops ended)" in ended.stderr
+
+
+def test_work_that_had_to_be_cancelled_is_status_70(tmp_path: Path) -> None:
+    write(tmp_path, OWN_LOOP.format(body="await anyio.sleep(600)"))
+    with started("run", "app:group", cwd=tmp_path) as command:
+        command.expect("own: running")
+        command.send(signal.SIGTERM)
+        assert command.wait() == 70
+        assert "not clean, exit status 70" in command.text
+
+
+def test_the_health_port_of_the_command_line(tmp_path: Path) -> None:
+    write(tmp_path, GROUP)
+    with started("run", "app:group", "--health-port", "0", cwd=tmp_path) as command:
+        url = command.expect(r"health server at (http://127\.0\.0\.1:\d+)").group(1)
+        with urllib.request.urlopen(f"{url}/health/live", timeout=20) as answer:
+            assert answer.status == 200
+        command.send(signal.SIGTERM)
+        assert command.wait() == 0
+
+
+def test_a_busy_port_is_one_clear_line_and_status_1(tmp_path: Path) -> None:
+    write(tmp_path, GROUP)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = run("run", "app:group", "--health-port", str(port), "--log-level", "CRITICAL", cwd=tmp_path)
+    assert ended.returncode == 1
+    assert str(port) in only_line(ended.stderr)
+
+
+def test_logs_as_json_lines_with_the_report_in_the_last_one(tmp_path: Path) -> None:
+    import json
+
+    write(tmp_path, OWN_LOOP.format(body="await anyio.sleep(0)"))
+    ended = run("run", "app:group", "--log-json", cwd=tmp_path)
+    assert ended.returncode == 0
+    lines = [json.loads(line) for line in ended.stderr.splitlines()]
+    assert lines[-1]["event"] == "GroupStopped"
+    assert lines[-1]["exit_status"] == 0
