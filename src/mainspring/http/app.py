@@ -9,7 +9,6 @@ from email.utils import format_datetime
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
-import anyio
 from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -120,11 +119,9 @@ class _Views:
         return JSONResponse(tree)
 
     async def _ask_around(self) -> Sequence[MailboxStatus]:
-        """Ask checks and mailboxes at once; what the status then says of the checks is fresh."""
-        async with anyio.create_task_group() as group:
-            group.start_soon(self._source.refresh_checks)
-            depths = await self._depths.read()
-        return depths
+        """Ask checks and mailboxes; what the status then says of the checks is fresh."""
+        await self._source.refresh_checks()
+        return await self._depths.read()
 
     async def drain(self, request: Request) -> Response:
         refused = refusal(request, self._token, loopback=self._loopback)
