@@ -1,0 +1,182 @@
+"""The command processor: operations of concurrent callers, joined into one round trip.
+
+A caller queues a command and waits for its own result or error. One runner takes everything that is queued and has it
+executed; what arrives while a batch is out gathers and leaves with the next one. Nothing ever waits for a batch to fill,
+so a lone command leaves at once. All the waiting of a batch hangs on one event: one wake-up for all its callers.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import anyio
+
+from mainspring.errors import MailboxClosedError
+from mainspring.mailbox.limits import CLOSE_TIMEOUT
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+
+class Command:
+    """One operation on its way: whoever executes it sets ``result`` or ``error``."""
+
+    __slots__ = ("error", "forsaken", "result")
+
+    def __init__(self) -> None:
+        self.result: Any = None
+        self.error: Exception | None = None
+        self.forsaken = False  # its caller was cancelled
+
+
+C = TypeVar("C", bound=Command)
+
+
+class _Batch(Generic[C]):
+    """Commands that travel together. ``done`` is set once each has its result or error."""
+
+    __slots__ = ("commands", "done", "forsaken")
+
+    def __init__(self) -> None:
+        self.commands: list[C] = []
+        self.done = anyio.Event()
+        self.forsaken = False
+
+
+class Batcher(Generic[C]):
+    """Joins concurrent commands for one backend. :meth:`run` belongs in the scope of the mailbox.
+
+    :param execute: performs the commands and sets the result or error of each. What it raises becomes the error of every
+        command that has none; it should raise only what leaves all of them without effect.
+    :param undo: called with a command that took place though its caller was cancelled while it was out; it may
+        :meth:`post` the command that takes the effect back.
+    :param name: whose commands these are, for messages.
+
+    A caller that is cancelled before its command left has caused nothing: the command is withdrawn. Afterwards the
+    command may take effect, and ``undo`` is told if it did.
+    """
+
+    def __init__(
+        self,
+        execute: Callable[[list[C]], Awaitable[None]],
+        *,
+        undo: Callable[[C], None] | None = None,
+        name: str = "mailbox",
+    ) -> None:
+        self._execute = execute
+        self._undo = undo
+        self._name = name
+        self._next: _Batch[C] = _Batch()
+        self._wake = anyio.Event()
+        self._ended = anyio.Event()
+        self._shield = anyio.CancelScope(shield=True)
+        self._callers = 0
+        self._closing = False
+        self.batches = 0
+
+    def __repr__(self) -> str:
+        return f"<Batcher {self._name!r} queued {len(self._next.commands)} callers {self._callers}>"
+
+    async def call(self, command: C) -> Any:
+        """Have ``command`` executed with the next batch; its result, or raises its error.
+
+        Raises :class:`MailboxClosedError` when the batcher is closing.
+        """
+        if self._closing:
+            raise MailboxClosedError(f"{self._name} is closed")
+        batch = self._next
+        batch.commands.append(command)
+        self._wake.set()
+        self._callers += 1
+        try:
+            await batch.done.wait()
+        except BaseException:
+            self._forsake(command, batch)
+            raise
+        finally:
+            self._callers -= 1
+            if self._closing:
+                self._wake.set()
+        if command.error is not None:
+            raise command.error
+        return command.result
+
+    def post(self, command: C) -> None:
+        """Queue a command that nobody waits for, before all that is queued; allowed until the runner has ended."""
+        self._next.commands.insert(0, command)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Execute batch after batch until :meth:`stop` or :meth:`close`.
+
+        The runner outlives a cancellation of the scope it is in: those who clean up under a shield still need it. Its end
+        is a close, which every mailbox reaches on its way out, and which has a deadline.
+        """
+        try:
+            with self._shield:
+                await self._run()
+        finally:
+            self._closing = True
+            self._refuse(self._next, MailboxClosedError(f"{self._name} was closed before the operation began"))
+            self._ended.set()
+
+    async def close(self) -> None:
+        """Take nothing new, finish what is queued and out, end the runner; where this is cancelled, end it at once."""
+        self.stop()
+        try:
+            await self._ended.wait()
+        finally:
+            self._shield.cancel()
+
+    def stop(self) -> None:
+        """Begin to close: what is queued and out still has :data:`CLOSE_TIMEOUT` seconds to finish."""
+        if not self._closing:
+            self._closing = True
+            self._shield.deadline = anyio.current_time() + CLOSE_TIMEOUT
+        self._wake.set()
+
+    async def _run(self) -> None:
+        while True:
+            batch = self._next
+            if batch.commands:
+                self._next = _Batch()
+                await self._send(batch)
+            elif self._closing and not self._callers:
+                return
+            else:
+                self._wake = anyio.Event()
+                await self._wake.wait()
+
+    async def _send(self, batch: _Batch[C]) -> None:
+        if batch.forsaken:
+            batch.commands = [command for command in batch.commands if not command.forsaken]
+        try:
+            if batch.commands:
+                self.batches += 1
+                await self._execute(batch.commands)
+        except Exception as error:
+            self._refuse(batch, error)
+        except BaseException:
+            self._refuse(batch, MailboxClosedError(f"{self._name} was closed while the operation was out"))
+            raise
+        finally:
+            batch.done.set()
+        if self._undo is not None and any(command.forsaken for command in batch.commands):
+            for command in batch.commands:
+                if command.forsaken and command.error is None:
+                    self._undo(command)
+
+    def _forsake(self, command: C, batch: _Batch[C]) -> None:
+        if not batch.done.is_set():
+            command.forsaken = batch.forsaken = True
+        elif self._undo is not None and command.error is None and not command.forsaken:
+            self._undo(command)
+
+    def _refuse(self, batch: _Batch[C], error: Exception) -> None:
+        """Give each command without an error its own copy: a shared one would mix up the callers' tracebacks."""
+        for command in batch.commands:
+            if command.error is None:
+                command.error = copy.copy(error)
+                command.error.__cause__ = error.__cause__
+        batch.done.set()

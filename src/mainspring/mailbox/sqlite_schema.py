@@ -1,0 +1,209 @@
+"""The SQLite file: its tables, and the statements that work on them.
+
+A message is one row of ``messages`` from its send to its end; the row is written again only when the message comes back.
+Where it stands is said by a small row in one other table: ``ready`` (in order of delivery), ``delayed`` (in order of due
+time) or ``leases`` (one per delivery; its key is the receipt handle). So a claim moves small rows and leaves bodies alone,
+and every statement finds its rows by a key: none depends on how many messages there are.
+
+Numbers (``seq``, ``pos``, ``lease``, ``place``) come from one counter, ``store.tick``, and are never used twice. Leases are
+in seconds since boot, and all of them belong to the boot named in ``store``; dates, delays and expiries are POSIX seconds,
+because they outlast a restart of the machine.
+"""
+
+# ruff: noqa: S608 - the statements are put together here, from constants; values are always bound
+from __future__ import annotations
+
+APPLICATION_ID = 0x4D53_5047  # "MSPG"
+SCHEMA_VERSION = 1
+
+SCHEMA = f"""
+CREATE TABLE store (
+    one INTEGER PRIMARY KEY CHECK (one = 1),
+    tick INTEGER NOT NULL,
+    boot_id TEXT NOT NULL
+) STRICT;
+
+CREATE TABLE mailboxes (
+    id INTEGER PRIMARY KEY,
+    name TEXT NOT NULL UNIQUE,
+    delayed INTEGER NOT NULL DEFAULT 0,
+    pending INTEGER NOT NULL DEFAULT 0,
+    in_flight INTEGER NOT NULL DEFAULT 0,
+    settled INTEGER NOT NULL DEFAULT 0,
+    dead INTEGER NOT NULL DEFAULT 0
+) STRICT;
+
+CREATE TABLE messages (
+    seq INTEGER PRIMARY KEY,
+    mailbox INTEGER NOT NULL,
+    rank INTEGER NOT NULL,          -- the negative priority
+    id TEXT NOT NULL,
+    body BLOB NOT NULL,
+    enqueued_at REAL NOT NULL,
+    reply_to TEXT,
+    headers TEXT,
+    dedup_key TEXT,
+    expires_at REAL,
+    deliveries INTEGER NOT NULL DEFAULT 0,   -- those that ended in a return
+    attempts INTEGER NOT NULL DEFAULT 0,     -- those of them that were charged
+    first_received_at REAL,
+    checkpoint BLOB
+) STRICT;
+CREATE UNIQUE INDEX messages_by_key ON messages (mailbox, dedup_key) WHERE dedup_key IS NOT NULL;
+
+CREATE TABLE ready (
+    mailbox INTEGER NOT NULL,
+    rank INTEGER NOT NULL,
+    pos INTEGER NOT NULL,
+    seq INTEGER NOT NULL,
+    PRIMARY KEY (mailbox, rank, pos)
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE delayed (
+    due REAL NOT NULL,
+    seq INTEGER NOT NULL,
+    mailbox INTEGER NOT NULL,
+    PRIMARY KEY (due, seq)
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE leases (
+    lease INTEGER PRIMARY KEY,
+    mailbox INTEGER NOT NULL,
+    seq INTEGER NOT NULL,
+    pos INTEGER NOT NULL,           -- where a release puts it back
+    until REAL NOT NULL,            -- seconds since boot
+    claimed_at REAL NOT NULL
+) STRICT;
+CREATE INDEX leases_by_end ON leases (until);
+
+CREATE TABLE expiring (             -- messages with an expiry that nobody is working on
+    expires_at REAL NOT NULL,
+    seq INTEGER NOT NULL,
+    pos INTEGER,                    -- its place in ready, or
+    due REAL,                       -- its place in delayed
+    PRIMARY KEY (expires_at, seq)
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE dead (
+    place INTEGER PRIMARY KEY,
+    mailbox INTEGER NOT NULL,
+    rank INTEGER NOT NULL,
+    id TEXT NOT NULL,
+    body BLOB NOT NULL,
+    enqueued_at REAL NOT NULL,
+    reply_to TEXT,
+    headers TEXT,
+    deliveries INTEGER NOT NULL,
+    attempts INTEGER NOT NULL,
+    first_received_at REAL,
+    checkpoint BLOB,
+    error TEXT NOT NULL,
+    error_type TEXT NOT NULL,
+    traceback TEXT NOT NULL,
+    dead_at REAL NOT NULL
+) STRICT;
+CREATE INDEX dead_by_mailbox ON dead (mailbox, place);
+CREATE INDEX dead_by_id ON dead (mailbox, id);
+
+PRAGMA application_id = {APPLICATION_ID};
+PRAGMA user_version = {SCHEMA_VERSION};
+"""
+
+START = "INSERT INTO store VALUES (1, 0, ?)"
+BOOT = "SELECT boot_id FROM store"
+NEW_BOOT = "UPDATE store SET boot_id = ?"
+VOID_LEASES = "UPDATE leases SET until = -1"
+
+# ------------------------------------------------------------------------------------------------- every transaction
+
+HEAD = """SELECT tick, (SELECT min(until) FROM leases), (SELECT min(due) FROM delayed),
+    (SELECT min(expires_at) FROM expiring) FROM store"""
+SET_TICK = "UPDATE store SET tick = ?"
+ADD_MAILBOX = "INSERT OR IGNORE INTO mailboxes (name) VALUES (?)"
+MAILBOX = "SELECT id FROM mailboxes WHERE name = ?"
+COUNTS = "SELECT delayed, pending, in_flight, settled, dead FROM mailboxes WHERE id = ?"
+PENDING = "SELECT id, pending FROM mailboxes WHERE pending > 0"
+ADD_COUNTS = """UPDATE mailboxes SET delayed = delayed + ?, pending = pending + ?, in_flight = in_flight + ?,
+    settled = settled + ?, dead = dead + ? WHERE id = ?"""
+
+# -------------------------------------------------------------------------------------------------------- what is due
+
+ENDED_LEASES = """SELECT l.lease, l.mailbox, l.seq, l.claimed_at, m.rank, m.expires_at
+    FROM leases AS l CROSS JOIN messages AS m ON m.seq = l.seq WHERE l.until <= ? ORDER BY l.until, l.lease LIMIT ?"""
+DUE = """SELECT d.due, d.seq, d.mailbox, m.rank, m.expires_at
+    FROM delayed AS d CROSS JOIN messages AS m ON m.seq = d.seq WHERE d.due <= ? ORDER BY d.due, d.seq LIMIT ?"""
+EXPIRED = """SELECT e.expires_at, e.seq, e.pos, e.due, m.mailbox, m.rank
+    FROM expiring AS e CROSS JOIN messages AS m ON m.seq = e.seq WHERE e.expires_at <= ? ORDER BY 1, 2 LIMIT ?"""
+
+# ------------------------------------------------------------------------------------------------------------ sending
+
+MESSAGE_COLUMNS = "seq, mailbox, rank, id, body, enqueued_at, reply_to, headers, dedup_key, expires_at"
+ADD_MESSAGE = f"INSERT INTO messages ({MESSAGE_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+ROWS_AT_ONCE = 50
+ADD_MESSAGES = ADD_MESSAGE + ", (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)" * (ROWS_AT_ONCE - 1)
+SAME_KEY = "SELECT id FROM messages WHERE mailbox = ? AND dedup_key = ?"
+READY_RANGE = "INSERT INTO ready SELECT mailbox, rank, seq, seq FROM messages WHERE seq BETWEEN ? AND ?"
+ADD_READY = "INSERT INTO ready VALUES (?, ?, ?, ?)"
+ADD_DELAYED = "INSERT INTO delayed VALUES (?, ?, ?)"
+ADD_EXPIRING = "INSERT INTO expiring VALUES (?, ?, ?, ?)"
+
+# ---------------------------------------------------------------------------------------------------------- receiving
+
+FIRST_READY = """SELECT r.rank, r.pos, m.seq, m.id, m.body, m.enqueued_at, m.reply_to, m.headers, m.deliveries,
+    m.attempts, m.first_received_at, m.checkpoint, m.expires_at
+    FROM ready AS r CROSS JOIN messages AS m ON m.seq = r.seq WHERE r.mailbox = ? ORDER BY r.rank, r.pos LIMIT ?"""
+LEASE_FIRST = """INSERT INTO leases SELECT ? + row_number() OVER (ORDER BY rank, pos), mailbox, seq, pos, ?, ?
+    FROM (SELECT * FROM ready WHERE mailbox = ? ORDER BY rank, pos LIMIT ?)"""
+TAKE_UP_TO = "DELETE FROM ready WHERE mailbox = ? AND (rank, pos) <= (?, ?)"
+NOT_EXPIRING = "DELETE FROM expiring WHERE expires_at = ? AND seq = ?"
+
+# ----------------------------------------------------------------------------------------------------------- settling
+
+_GIVEN = "IN (SELECT value FROM json_each(?))"
+COUNT_HELD = f"SELECT count(*) FROM leases WHERE lease {_GIVEN} AND mailbox = ? AND until > ?"
+WHICH_HELD = f"SELECT lease FROM leases WHERE lease {_GIVEN} AND mailbox = ? AND until > ?"
+DROP_MESSAGES_LEASED = f"DELETE FROM messages WHERE seq IN (SELECT seq FROM leases WHERE lease {_GIVEN})"
+DROP_LEASES = f"DELETE FROM leases WHERE lease {_GIVEN}"
+HELD = """SELECT l.seq, l.pos, l.claimed_at, m.rank, m.expires_at
+    FROM leases AS l CROSS JOIN messages AS m ON m.seq = l.seq WHERE l.lease = ? AND l.mailbox = ? AND l.until > ?"""
+DROP_LEASE = "DELETE FROM leases WHERE lease = ?"
+DROP_MESSAGE = "DELETE FROM messages WHERE seq = ?"
+CAME_BACK = """UPDATE messages SET deliveries = deliveries + 1, attempts = attempts + ?,
+    first_received_at = coalesce(first_received_at, ?) WHERE seq = ?"""
+EXTEND = "UPDATE leases SET until = max(until, ?) WHERE lease = ? AND mailbox = ? AND until > ?"
+CHECKPOINT = """UPDATE messages SET checkpoint = ? WHERE seq =
+    (SELECT seq FROM leases WHERE lease = ? AND mailbox = ? AND until > ?)"""
+UNLEASE = f"""INSERT INTO ready SELECT l.mailbox, m.rank, l.pos, l.seq
+    FROM leases AS l CROSS JOIN messages AS m ON m.seq = l.seq WHERE l.lease {_GIVEN} AND l.mailbox = ?"""
+UNLEASE_EXPIRING = f"""INSERT INTO expiring SELECT m.expires_at, l.seq, l.pos, NULL
+    FROM leases AS l CROSS JOIN messages AS m ON m.seq = l.seq
+    WHERE l.lease {_GIVEN} AND m.expires_at IS NOT NULL"""
+FORGET_READY = "DELETE FROM ready WHERE mailbox = ? AND rank = ? AND pos = ?"
+FORGET_DELAYED = "DELETE FROM delayed WHERE due = ? AND seq = ?"
+
+# ------------------------------------------------------------------------------------------------------- dead letters
+
+BURY = """INSERT INTO dead SELECT ?, mailbox, rank, id, body, enqueued_at, reply_to, headers, deliveries + ?, attempts + ?,
+    coalesce(first_received_at, ?), checkpoint, ?, ?, ?, ? FROM messages WHERE seq = ?"""
+DEAD_PAGE = """SELECT id, body, deliveries, attempts, enqueued_at, first_received_at, reply_to, headers, checkpoint,
+    error, error_type, traceback, dead_at FROM dead
+    WHERE mailbox = ? AND place > coalesce((SELECT place FROM dead WHERE mailbox = ? AND id = ?), 0)
+    ORDER BY place LIMIT ?"""
+_ALL_DEAD = "FROM dead WHERE mailbox = ?"
+_SOME_DEAD = f"FROM dead WHERE mailbox = ? AND id {_GIVEN}"
+_REVIVE = """INSERT INTO messages (seq, mailbox, rank, id, body, enqueued_at, reply_to, headers, checkpoint)
+    SELECT ? + row_number() OVER (ORDER BY place), mailbox, rank, id, body, enqueued_at, reply_to, headers, checkpoint """
+REVIVE_ALL = _REVIVE + _ALL_DEAD
+REVIVE_SOME = _REVIVE + _SOME_DEAD
+DROP_ALL_DEAD = "DELETE " + _ALL_DEAD
+DROP_SOME_DEAD = "DELETE " + _SOME_DEAD
+
+# -------------------------------------------------------------------------------------------------------------- purge
+
+PURGE = (
+    "DELETE FROM ready WHERE mailbox = ?",
+    "DELETE FROM delayed WHERE mailbox = ?",
+    "DELETE FROM leases WHERE mailbox = ?",
+    "DELETE FROM expiring WHERE seq IN (SELECT seq FROM messages WHERE mailbox = ?)",
+    "DELETE FROM messages WHERE mailbox = ?",
+)

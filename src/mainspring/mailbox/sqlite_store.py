@@ -1,0 +1,447 @@
+"""What one transaction does to the tables. Synchronous, and only ever run by the writer thread of the file.
+
+A command decides before it writes: one that fails (a lease that is over, a mailbox that is full) has written nothing, and
+so does not disturb the others of its transaction.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mainspring.errors import MailboxFullError, ReceiptHandleExpiredError
+from mainspring.mailbox import sqlite_commands as do
+from mainspring.mailbox import sqlite_schema as sql
+from mainspring.mailbox.message import Counts, Dead, Delivery, Envelope
+from mainspring.mailbox.sqlite_due import do_what_is_due, enqueue, expire
+from mainspring.mailbox.sqlite_work import Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from apsw import Connection
+
+    from mainspring.mailbox.sqlite_commands import StoreCommand
+
+
+def perform(connection: Connection, commands: Sequence[StoreCommand], boot: float, wall: float) -> Work:
+    """Do all ``commands`` inside the transaction that is open; what changed, for those who wait.
+
+    Equal commands are done together, and in an order that serves all best: what gives back, what ends, what is new, then
+    the claims. The callers of one transaction do not know of each other, so any order is right.
+    """
+    work = Work(connection, boot, wall)
+    exact = any(type(command) in _EXACT for command in commands)
+    do_what_is_due(work, exact)
+    kinds: dict[type, list[Any]] = {}
+    for command in commands:
+        kinds.setdefault(type(command), []).append(command)
+    for kind, handle in _IN_ORDER:
+        if kind in kinds:
+            handle(work, kinds[kind])
+    work.flush()
+    return work
+
+
+def look(connection: Connection) -> tuple[dict[int, int], float, float]:
+    """How many messages are pending by mailbox; the earliest lease end (since boot) and due date (POSIX)."""
+    head: list[tuple[Any, ...]] = connection.execute(sql.HEAD).fetchall()
+    _, until, due, expires = head[0]
+    waiting: list[tuple[Any, ...]] = connection.execute(sql.PENDING).fetchall()
+    pending = dict(waiting)
+    dates = [date for date in (due, expires) if date is not None]
+    return pending, math.inf if until is None else until, min(dates, default=math.inf)
+
+
+# ------------------------------------------------------------------------------------------------------------- sending
+
+
+def _open(work: Work, commands: list[do.Open]) -> None:
+    for command in commands:
+        command.result = work.mailbox(command.name)
+
+
+def _put(work: Work, commands: list[do.Put]) -> None:
+    batch = _Inserts(work)
+    for command in commands:
+        envelopes = command.envelopes
+        if command.capacity is not None:
+            waiting = work.waiting(command.mailbox)
+            if waiting + len(envelopes) > command.capacity:
+                command.error = MailboxFullError(
+                    f"the mailbox holds {waiting} of at most {command.capacity} messages; {len(envelopes)} more do not fit"
+                )
+                continue
+        command.result = [batch.add(command.mailbox, envelope) for envelope in envelopes]
+    batch.write()
+
+
+class _Inserts:
+    """New messages of one transaction, written together."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._rows: list[tuple[Any, ...]] = []
+        self._keys: dict[tuple[int, str], str] = {}
+        self._ready: list[tuple[int, int, int, int]] | None = None
+        self._delayed: list[tuple[float, int, int]] = []
+        self._expiring: list[tuple[float, int, int | None, float | None]] = []
+
+    def add(self, mailbox: int, envelope: Envelope) -> str:
+        """Take a message, to be written by :meth:`write`; its id, or that of the unfinished one with the same key."""
+        work = self._work
+        key = envelope.dedup_key
+        if key is not None:
+            known = self._known(mailbox, key)
+            if known is not None:
+                return known
+            self._keys[mailbox, key] = envelope.message_id
+        work.tick += 1
+        seq = work.tick
+        rank = -envelope.priority
+        expires_at = None
+        tally = work.tally(mailbox)
+        if envelope.delay or envelope.expires_in is not None:
+            expires_at = self._place(mailbox, seq, rank, envelope)
+        elif self._ready is not None:
+            self._ready.append((mailbox, rank, seq, seq))
+        if not envelope.delay:
+            tally.pending += 1
+        headers = json.dumps(envelope.headers) if envelope.headers else None
+        self._rows.append(
+            (
+                seq,
+                mailbox,
+                rank,
+                envelope.message_id,
+                envelope.body,
+                work.wall,
+                envelope.reply_to,
+                headers,
+                key,
+                expires_at,
+            )
+        )
+        return envelope.message_id
+
+    def write(self) -> None:
+        """Write what was taken."""
+        rows = self._rows
+        if not rows:
+            return
+        work = self._work
+        whole = len(rows) - len(rows) % sql.ROWS_AT_ONCE
+        for start in range(0, whole, sql.ROWS_AT_ONCE):
+            chunk = rows[start : start + sql.ROWS_AT_ONCE]
+            work.execute(sql.ADD_MESSAGES, [value for row in chunk for value in row])
+        if whole < len(rows):
+            work.many(sql.ADD_MESSAGE, rows[whole:])
+        if self._ready is None:
+            work.execute(sql.READY_RANGE, (rows[0][0], rows[-1][0]))
+        else:
+            work.many(sql.ADD_READY, self._ready)
+        if self._delayed:
+            work.many(sql.ADD_DELAYED, self._delayed)
+        if self._expiring:
+            work.many(sql.ADD_EXPIRING, self._expiring)
+
+    def _known(self, mailbox: int, key: str) -> str | None:
+        found = self._keys.get((mailbox, key))
+        if found is None:
+            for (found,) in self._work.rows(sql.SAME_KEY, (mailbox, key)):
+                return str(found)
+        return found
+
+    def _place(self, mailbox: int, seq: int, rank: int, envelope: Envelope) -> float | None:
+        """Note the dates of a message that has some; its expiry."""
+        work = self._work
+        due = None
+        if envelope.delay:
+            if self._ready is None:  # up to here all rows were ready ones
+                self._ready = [(row[1], row[2], row[0], row[0]) for row in self._rows]
+            due = work.wall + envelope.delay
+            self._delayed.append((due, seq, mailbox))
+            work.tally(mailbox).delayed += 1
+            work.due_at(due)
+        elif self._ready is not None:
+            self._ready.append((mailbox, rank, seq, seq))
+        if envelope.expires_in is None:
+            return None
+        expires_at = work.wall + envelope.expires_in
+        self._expiring.append((expires_at, seq, None if envelope.delay else seq, due))
+        work.due_at(expires_at)
+        return expires_at
+
+
+# ----------------------------------------------------------------------------------------------------------- receiving
+
+
+def _claim(work: Work, commands: list[do.Claim]) -> None:
+    alike: dict[tuple[int, float], list[do.Claim]] = {}
+    for command in commands:
+        alike.setdefault((command.mailbox, command.visibility), []).append(command)
+    for (mailbox, visibility), claims in alike.items():
+        deliveries = _lease(work, mailbox, sum(claim.limit for claim in claims), visibility)
+        start = 0
+        for claim in claims:
+            claim.result = deliveries[start : start + claim.limit]
+            start += claim.limit
+            if claim.waits and not claim.result:
+                work.empty.add(mailbox)
+
+
+def _lease(work: Work, mailbox: int, limit: int, visibility: float) -> list[Delivery]:
+    wall = work.wall
+    rows = work.rows(sql.FIRST_READY, (mailbox, limit))
+    while any(row[-1] is not None and row[-1] <= wall for row in rows):  # so many expired that not all were swept
+        expire(work, limit)
+        rows = work.rows(sql.FIRST_READY, (mailbox, limit))
+    if not rows:
+        return []
+    until = work.boot + visibility
+    lease = work.tick
+    found = len(rows)
+    work.execute(sql.LEASE_FIRST, (lease, until, wall, mailbox, found))
+    work.execute(sql.TAKE_UP_TO, (mailbox, rows[-1][0], rows[-1][1]))
+    work.tick += found
+    work.lease_until(until)
+    tally = work.tally(mailbox)
+    tally.pending -= found
+    tally.in_flight += found
+    deliveries = []
+    expiring = []
+    for _, _, seq, name, body, enqueued_at, reply_to, headers, ended, charged, first, checkpoint, expires_at in rows:
+        lease += 1
+        deliveries.append(
+            Delivery(
+                name,
+                body,
+                str(lease),
+                ended + 1,
+                charged + 1,
+                enqueued_at,
+                wall if first is None else first,
+                reply_to,
+                {} if headers is None else json.loads(headers),
+                checkpoint,
+            )
+        )
+        if expires_at is not None:
+            expiring.append((expires_at, seq))
+    if expiring:
+        work.many(sql.NOT_EXPIRING, expiring)
+    return deliveries
+
+
+def _unclaim(work: Work, commands: list[do.Unclaim]) -> None:
+    for command in commands:
+        given = _json_list(command.leases)
+        work.execute(sql.UNLEASE_EXPIRING, (given,))
+        work.execute(sql.UNLEASE, (given, command.mailbox))
+        back = work.changes()
+        work.execute(sql.DROP_LEASES, (given,))
+        tally = work.tally(command.mailbox)
+        tally.in_flight -= back
+        tally.pending += back
+
+
+# ------------------------------------------------------------------------------------------------------------ settling
+
+
+def _acknowledge(work: Work, commands: list[do.Acknowledge]) -> None:
+    mailboxes: dict[int, list[do.Acknowledge]] = {}
+    for command in commands:
+        mailboxes.setdefault(command.mailbox, []).append(command)
+    for mailbox, acks in mailboxes.items():
+        given = _json_list([ack.delivery.receipt_handle for ack in acks])
+        held = work.value(sql.COUNT_HELD, (given, mailbox, work.boot))
+        if held < len(acks):
+            given = _json_list(_only_held(work, mailbox, given, acks))
+        work.execute(sql.DROP_MESSAGES_LEASED, (given,))
+        work.execute(sql.DROP_LEASES, (given,))
+        tally = work.tally(mailbox)
+        tally.in_flight -= held
+        tally.settled += held
+
+
+def _only_held(work: Work, mailbox: int, given: str, acks: list[do.Acknowledge]) -> list[str]:
+    """The leases that are held, once each; the other acknowledgements get their error."""
+    held = {str(lease) for (lease,) in work.rows(sql.WHICH_HELD, (given, mailbox, work.boot))}
+    good = []
+    for ack in acks:
+        lease = ack.delivery.receipt_handle
+        if lease in held:
+            held.discard(lease)
+            good.append(lease)
+        else:
+            ack.error = _expired(ack.delivery)
+    return good
+
+
+def _answer(work: Work, commands: list[do.Answer]) -> None:
+    for command in commands:
+        held = _take(work, command.mailbox, command.delivery, command)
+        reply = command.ack.reply
+        if held is None or reply is None:
+            continue
+        work.execute(sql.DROP_MESSAGE, (held[0],))
+        work.tally(command.mailbox).settled += 1
+        batch = _Inserts(work)
+        batch.add(work.mailbox(reply.reply_to or ""), replace(reply, reply_to=None))
+        batch.write()
+
+
+def _give_back(work: Work, commands: list[do.GiveBack]) -> None:
+    for command in commands:
+        held = _take(work, command.mailbox, command.delivery, command)
+        if held is None:
+            continue
+        seq, pos, claimed_at, rank, expires_at = held
+        how = command.how
+        work.execute(sql.CAME_BACK, (int(how.charge), claimed_at, seq))
+        if not how.front:
+            work.tick += 1
+            pos = work.tick
+        enqueue(work, command.mailbox, seq, rank, pos, how.delay, expires_at)
+
+
+def _bury(work: Work, commands: list[do.Bury]) -> None:
+    for command in commands:
+        held = _take(work, command.mailbox, command.delivery, command)
+        if held is not None:
+            work.bury(command.mailbox, held[0], command.dead, 1, held[2])
+
+
+def _take(work: Work, mailbox: int, delivery: Delivery, command: StoreCommand) -> tuple[Any, ...] | None:
+    """End a lease that is held, else give ``command`` its error."""
+    lease = delivery.receipt_handle
+    for row in work.rows(sql.HELD, (int(lease), mailbox, work.boot)):
+        work.execute(sql.DROP_LEASE, (int(lease),))
+        work.tally(mailbox).in_flight -= 1
+        return row
+    command.error = _expired(delivery)
+    return None
+
+
+def _extend(work: Work, commands: list[do.Extend]) -> None:
+    for command in commands:
+        until = work.boot + command.timeout
+        lease = int(command.delivery.receipt_handle)
+        work.execute(sql.EXTEND, (until, lease, command.mailbox, work.boot))
+        if not work.changes():
+            command.error = _expired(command.delivery)
+
+
+def _save_checkpoint(work: Work, commands: list[do.SaveCheckpoint]) -> None:
+    for command in commands:
+        lease = int(command.delivery.receipt_handle)
+        work.execute(sql.CHECKPOINT, (command.state, lease, command.mailbox, work.boot))
+        if not work.changes():
+            command.error = _expired(command.delivery)
+
+
+def _expired(delivery: Delivery) -> ReceiptHandleExpiredError:
+    return ReceiptHandleExpiredError(
+        f"message {delivery.message_id}: the lease of delivery {delivery.delivery_count} has run out, or it was settled"
+    )
+
+
+def _json_list(leases: list[str]) -> str:
+    return f"[{','.join(leases)}]"
+
+
+# ------------------------------------------------------------------------------------------------------- looking after
+
+
+def _count(work: Work, commands: list[do.CountAll]) -> None:
+    work.flush()
+    for command in commands:
+        command.result = Counts(*work.row(sql.COUNTS, (command.mailbox,)))
+
+
+def _sweep(work: Work, commands: list[do.Sweep]) -> None:
+    work.empty.update(command.mailbox for command in commands)  # so that the next due instant is told
+
+
+def _purge(work: Work, commands: list[do.PurgeAll]) -> None:
+    for command in commands:
+        work.flush()
+        delayed, pending, in_flight, _, _ = work.row(sql.COUNTS, (command.mailbox,))
+        for statement in sql.PURGE:
+            work.execute(statement, (command.mailbox,))
+        tally = work.tally(command.mailbox)
+        tally.delayed -= delayed
+        tally.pending -= pending
+        tally.in_flight -= in_flight
+        command.result = delayed + pending + in_flight
+        tally.settled += command.result
+
+
+def _list_dead(work: Work, commands: list[do.ListDead]) -> None:
+    for command in commands:
+        values = (command.mailbox, command.mailbox, command.after, command.limit)
+        command.result = [_dead_row(row) for row in work.rows(sql.DEAD_PAGE, values)]
+
+
+def _dead_row(row: tuple[Any, ...]) -> tuple[Delivery, Dead, float]:
+    name, body, deliveries, attempts, enqueued_at, first, reply_to, headers, checkpoint, *why, dead_at = row
+    known = {} if headers is None else json.loads(headers)
+    delivery = Delivery(name, body, "", deliveries, attempts, enqueued_at, first or 0.0, reply_to, known, checkpoint)
+    return delivery, Dead(*why), dead_at
+
+
+def _revive(work: Work, commands: list[do.Revive]) -> None:
+    for command in commands:
+        first = work.tick
+        if command.ids is None:
+            work.execute(sql.REVIVE_ALL, (first, command.mailbox))
+        else:
+            work.execute(sql.REVIVE_SOME, (first, command.mailbox, json.dumps(command.ids)))
+        revived = work.changes()
+        work.tick += revived
+        work.execute(sql.READY_RANGE, (first + 1, work.tick))
+        _drop_dead(work, command)
+        tally = work.tally(command.mailbox)
+        tally.dead -= revived
+        tally.pending += revived
+        command.result = revived
+
+
+def _forget(work: Work, commands: list[do.Forget]) -> None:
+    for command in commands:
+        command.result = dropped = _drop_dead(work, command)
+        tally = work.tally(command.mailbox)
+        tally.dead -= dropped
+        tally.settled += dropped
+
+
+def _drop_dead(work: Work, command: do.Revive | do.Forget) -> int:
+    if command.ids is None:
+        work.execute(sql.DROP_ALL_DEAD, (command.mailbox,))
+    else:
+        work.execute(sql.DROP_SOME_DEAD, (command.mailbox, json.dumps(command.ids)))
+    return work.changes()
+
+
+_IN_ORDER: tuple[tuple[type, Callable[[Work, Any], None]], ...] = (
+    (do.Open, _open),
+    (do.Unclaim, _unclaim),
+    (do.Acknowledge, _acknowledge),
+    (do.Answer, _answer),
+    (do.GiveBack, _give_back),
+    (do.Bury, _bury),
+    (do.Extend, _extend),
+    (do.SaveCheckpoint, _save_checkpoint),
+    (do.PurgeAll, _purge),
+    (do.Put, _put),
+    (do.Revive, _revive),
+    (do.Forget, _forget),
+    (do.Claim, _claim),
+    (do.Sweep, _sweep),
+    (do.CountAll, _count),
+    (do.ListDead, _list_dead),
+)
+_EXACT = frozenset({do.CountAll, do.PurgeAll, do.ListDead})
+"""Commands whose result says how many: before them, all that is due is done."""

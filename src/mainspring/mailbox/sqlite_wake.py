@@ -1,0 +1,178 @@
+"""How those who wait for messages hear of them: within the process, and across processes through a bell.
+
+A process that has waiting receives binds a datagram socket in the directory beside the file (``FILE-wake``); whoever has
+committed something that can be claimed sends a byte to every socket there. A bell that nobody hears (its process died) is
+removed by the next ringer. A lost ring costs a second at most: waiting processes look at the file that often anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import threading
+from collections import deque
+from contextvars import copy_context
+from typing import TYPE_CHECKING
+
+import anyio
+
+from mainspring import entropy
+from mainspring.process import event_loop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Waiters:
+    """The receives of one mailbox object that wait, each on its event.
+
+    ``signals`` is raised by the store's threads whenever there may be more to claim, and ``parked`` tells them whether
+    anybody waits; a receive that parks compares the signals from before its last claim, so that none is missed between.
+    """
+
+    __slots__ = ("_context", "_due_in", "_queue", "announced", "loop", "mailbox", "parked", "signals")
+
+    def __init__(self, mailbox: int, due_in: Callable[[float], None]) -> None:
+        self.mailbox = mailbox
+        self.loop = event_loop()
+        self._due_in = due_in
+        self._context = copy_context()
+        self.announced = math.inf
+        self.parked = 0
+        self.signals = 0
+        self._queue: deque[anyio.Event] = deque()
+
+    async def wait(self, deadline: float) -> None:
+        """Wait to be woken, at most until ``deadline`` (anyio's clock)."""
+        event = anyio.Event()
+        self._queue.append(event)
+        self.parked += 1
+        try:
+            with anyio.CancelScope(deadline=deadline):
+                await event.wait()
+        except BaseException:
+            if event.is_set():
+                self.wake(1)  # it was this receive's turn, and it cannot take it
+            raise
+        finally:
+            self.parked -= 1
+            if not event.is_set():
+                self._queue.remove(event)
+
+    def due_in(self, seconds: float) -> None:
+        """Pass on when the next thing is due; in the context of a task, as a bare callback has no anyio clock."""
+        self._context.run(self._due_in, seconds)
+
+    def wake(self, count: int) -> None:
+        """Let the ``count`` receives that have waited longest look again."""
+        for _ in range(min(count, len(self._queue))):
+            self._queue.popleft().set()
+
+    def wake_all(self) -> None:
+        """Let all look again."""
+        self.wake(len(self._queue))
+
+
+class Bell:
+    """The sockets beside one file. All methods may be called from any thread; none raises for what the others do."""
+
+    def __init__(self, path: str) -> None:
+        self._directory = f"{path}-wake"
+        self._folder: int | None = None
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._name = ""
+        self._closed = threading.Event()
+
+    def listen(self) -> None:
+        """Hang up a bell of one's own. Where that cannot be, :meth:`wait` just waits."""
+        self._closed.clear()
+        with contextlib.suppress(OSError):
+            os.makedirs(self._directory, exist_ok=True)
+            name = f"{os.getpid()}-{entropy.token()}"
+            bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+            try:
+                bell.bind(self._path(name))
+            except OSError:
+                bell.close()
+                raise
+            self._name, self._socket = name, bell
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the bell was rung; False once ``seconds`` are over or it was taken down."""
+        bell = self._socket
+        if bell is None:
+            self._closed.wait(seconds)
+            return False
+        try:
+            bell.settimeout(seconds)
+            if not bell.recv(16):
+                return False
+            bell.setblocking(False)
+            for _ in range(1_000):
+                bell.recv(16)
+        except BlockingIOError:
+            pass
+        except OSError:  # the timeout, or a bell that was taken down
+            return False
+        return True
+
+    def ring(self) -> None:
+        """Wake every other process that waits on the file."""
+        try:
+            names = [name for name in os.listdir(self._opened()) if name != self._name]
+        except OSError:  # no such directory: nobody has ever waited
+            return
+        if not names:
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as ringer:
+            ringer.setblocking(False)
+            for name in names:
+                try:
+                    ringer.sendto(b"!", self._path(name))
+                except ConnectionRefusedError:  # its process died
+                    with contextlib.suppress(OSError):
+                        os.unlink(name, dir_fd=self._opened())
+                except OSError:  # it is being taken down, or has rings enough
+                    continue
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether :meth:`interrupt` was called since the bell was hung up."""
+        return self._closed.is_set()
+
+    def interrupt(self) -> None:
+        """Let :meth:`wait` return at once, from now on."""
+        self._closed.set()
+        bell = self._socket
+        if bell is not None:
+            with contextlib.suppress(OSError):
+                bell.shutdown(socket.SHUT_RD)
+
+    def take_down(self) -> None:
+        """Remove one's own bell; idempotent."""
+        bell, self._socket = self._socket, None
+        if bell is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._name, dir_fd=self._opened())
+            bell.close()
+            self._name = ""
+
+    def close(self) -> None:
+        """Remove the bell and let go of the directory."""
+        self.take_down()
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            os.close(folder)
+
+    def _opened(self) -> int:
+        with self._lock:
+            if self._folder is None:
+                self._folder = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            return self._folder
+
+    def _path(self, name: str) -> str:
+        """A short path to a socket: an address holds 107 bytes, and directories can be deep."""
+        return f"/proc/self/fd/{self._opened()}/{name}"

@@ -1,0 +1,136 @@
+"""One transaction under way: its instants, the counter, and how the counts of the mailboxes change in it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from mainspring.mailbox import sqlite_schema as sql
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from apsw import Connection
+
+    from mainspring.mailbox.message import Dead
+
+
+class Tally:
+    """How many more (or fewer) messages of a mailbox are in each state."""
+
+    __slots__ = ("dead", "delayed", "in_flight", "pending", "settled")
+
+    def __init__(self) -> None:
+        self.delayed = self.pending = self.in_flight = self.settled = self.dead = 0
+
+
+class Work:
+    """The state of one transaction.
+
+    ``boot`` and ``wall`` are its instants. ``gained`` says by mailbox how many messages became claimable and were not
+    claimed; ``soonest`` is the earliest instant (since boot) at which more is due, as far as this transaction knows;
+    ``dated`` says whether it made something due; ``empty`` holds the mailboxes where a claim found nothing and will wait.
+    """
+
+    def __init__(self, connection: Connection, boot: float, wall: float) -> None:
+        self.connection = connection
+        self.execute = connection.execute
+        self.many = connection.executemany
+        self.changes = connection.changes
+        self.boot = boot
+        self.wall = wall
+        self.gained: dict[int, int] = {}
+        self.empty: set[int] = set()
+        self.soonest = math.inf
+        self.dated = False
+        self._tallies: dict[int, Tally] = {}
+        self.ends: float | None
+        self.due: float | None
+        self.expires: float | None
+        self.tick, self.ends, self.due, self.expires = self.row(sql.HEAD)
+        self._first_tick = self.tick
+
+    def rows(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """All rows that ``statement`` gives."""
+        return self.execute(statement, values).fetchall()
+
+    def row(self, statement: str, values: Sequence[Any] = ()) -> tuple[Any, ...]:
+        """The one row that ``statement`` gives."""
+        return self.rows(statement, values)[0]
+
+    def value(self, statement: str, values: Sequence[Any] = ()) -> Any:
+        """The one value that ``statement`` gives."""
+        return self.row(statement, values)[0]
+
+    def tally(self, mailbox: int) -> Tally:
+        """The changes of that mailbox's counts, to be changed further."""
+        found = self._tallies.get(mailbox)
+        if found is None:
+            found = self._tallies[mailbox] = Tally()
+        return found
+
+    def waiting(self, mailbox: int) -> int:
+        """How many messages of the mailbox are still to be done, by now."""
+        delayed, pending, in_flight, _, _ = self.row(sql.COUNTS, (mailbox,))
+        tally = self.tally(mailbox)
+        return int(delayed + pending + in_flight + tally.delayed + tally.pending + tally.in_flight)
+
+    def mailbox(self, name: str) -> int:
+        """The number of the mailbox of that name, which is made where there is none."""
+        rows = self.rows(sql.MAILBOX, (name,))
+        if not rows:
+            self.execute(sql.ADD_MAILBOX, (name,))
+            rows = self.rows(sql.MAILBOX, (name,))
+        return int(rows[0][0])
+
+    def bury(self, mailbox: int, seq: int, dead: Dead, delivered: int, received_at: float | None) -> None:
+        """Move a message that has no place any more to the dead letters."""
+        self.tick += 1
+        why = (dead.error, dead.error_type, dead.traceback)
+        self.execute(sql.BURY, (self.tick, delivered, delivered, received_at, *why, self.wall, seq))
+        self.execute(sql.DROP_MESSAGE, (seq,))
+        self.tally(mailbox).dead += 1
+
+    def lease_until(self, until: float) -> None:
+        """A lease ends at ``until`` (since boot)."""
+        self.soonest = min(self.soonest, until)
+
+    def due_at(self, date: float) -> None:
+        """Something is due at ``date`` (POSIX), new with this transaction."""
+        self.dated = True
+        self._see(date)
+
+    def flush(self) -> None:
+        """Write the counter and the counts."""
+        for mailbox, tally in self._tallies.items():
+            values = (tally.delayed, tally.pending, tally.in_flight, tally.settled, tally.dead)
+            if any(values):
+                self.execute(sql.ADD_COUNTS, (*values, mailbox))
+            if tally.pending:
+                self.gained[mailbox] = self.gained.get(mailbox, 0) + tally.pending
+        self._tallies.clear()
+        if self.tick != self._first_tick:
+            self.execute(sql.SET_TICK, (self.tick,))
+            self._first_tick = self.tick
+        if self.empty:
+            self.look_ahead()
+
+    def look_ahead(self) -> None:
+        """See when the next thing is due, for those who found nothing."""
+        _, ends, due, expires = self.row(sql.HEAD)
+        if ends is not None:
+            self.lease_until(ends)
+        for date in (due, expires):
+            if date is not None:
+                self._see(date)
+
+    def _see(self, date: float) -> None:
+        self.soonest = min(self.soonest, self.boot + date - self.wall)
+
+    def add(self, other: Work) -> None:
+        """Take in what another part of the same transaction changed."""
+        for mailbox, gained in other.gained.items():
+            self.gained[mailbox] = self.gained.get(mailbox, 0) + gained
+        self.empty |= other.empty
+        self.soonest = min(self.soonest, other.soonest)
+        self.dated = self.dated or other.dated

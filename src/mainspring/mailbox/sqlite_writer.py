@@ -1,0 +1,250 @@
+"""The one writer thread of a mailbox file in this process, and the thread that listens for other processes.
+
+Whatever all mailboxes of the process have handed over by the time the thread is free becomes one transaction (group
+commit): one lock, one write, one wait for the disk. Results are told after the commit, and then those who wait.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from functools import partial
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from mainspring import clock, process
+from mainspring.errors import ConfigError
+from mainspring.mailbox.sqlite_commands import Look
+from mainspring.mailbox.sqlite_file import DatabaseFile
+from mainspring.mailbox.sqlite_store import look
+from mainspring.mailbox.sqlite_wake import Bell, Waiters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mainspring.mailbox.sqlite_commands import StoreCommand
+    from mainspring.mailbox.sqlite_work import Work
+
+LOOK_AGAIN = 1.0
+"""Seconds after which those who wait look at the file again, should a ring have been lost."""
+SOONEST = 1e-6
+"""The shortest time, in seconds, that is waited for something due: rounding must not make it nothing."""
+
+
+class Job:
+    """Commands that one mailbox hands over. ``done`` is called on its event loop when they have their results.
+
+    ``real`` is False under a virtual clock: no other process shares its time, so none is listened for.
+    """
+
+    __slots__ = ("boot", "commands", "done", "loop", "real", "wall")
+
+    def __init__(
+        self,
+        commands: Sequence[StoreCommand],
+        boot: Callable[[], float],
+        wall: float,
+        loop: object | None = None,
+        done: Callable[[], object] | None = None,
+        real: bool = True,
+    ) -> None:
+        self.commands = commands
+        self.boot = boot
+        self.wall = wall
+        self.loop = loop
+        self.done = done
+        self.real = real
+
+    def finish(self) -> None:
+        """Tell the one who waits."""
+        if self.done is not None:
+            process.call_soon(self.loop, self.done)
+
+
+class Writer:
+    """A mailbox file as the mailboxes of this process share it. Its threads live while somebody uses it."""
+
+    def __init__(self, path: str, synchronous: str, busy_timeout: float) -> None:
+        self.file = DatabaseFile(path, synchronous, busy_timeout)
+        self._bell = Bell(path)
+        self._inbox: SimpleQueue[Job] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._waiters: dict[int, list[Waiters]] = {}
+        self._users = 0
+        self._running = False
+        self._watcher: threading.Thread | None = None
+        self._owner = os.getpid()
+
+    @classmethod
+    def shared(cls, path: str, synchronous: str, busy_timeout: float) -> Writer:
+        """The process's writer for ``path`` (absolute); raises :class:`ConfigError` where it has other settings."""
+        writer = process.shared("sqlite", path, lambda: cls(path, synchronous, busy_timeout))
+        have = (writer.file.synchronous, writer.file.busy_timeout)
+        if have != (synchronous, busy_timeout):
+            raise ConfigError(
+                f"the mailbox file {path} is open in this process with synchronous={have[0]} and busy_timeout={have[1]:g};"
+                " give all mailboxes on one file the same"
+            )
+        return writer
+
+    # ---------------------------------------------------------------------------------------- called on event loops
+
+    def acquire(self) -> None:
+        """Use it; to be undone by :meth:`release`."""
+        self._check_process()
+        with self._lock:
+            self._users += 1
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._write, name="mainspring sqlite writer", daemon=True).start()
+
+    def release(self, job: Job) -> None:
+        """Use it no longer; ``job`` (without commands) is done when the last user's connection is closed."""
+        with self._lock:
+            self._users -= 1
+        self._inbox.put(job)
+
+    def submit(self, job: Job) -> None:
+        """Hand commands over; their results are there when ``job.done`` is called."""
+        self._check_process()
+        self._inbox.put(job)
+
+    def add_waiters(self, waiters: Waiters) -> None:
+        """Tell them from now on when there may be something to claim."""
+        with self._lock:
+            self._waiters.setdefault(waiters.mailbox, []).append(waiters)
+
+    def remove_waiters(self, waiters: Waiters) -> None:
+        """Tell them nothing more."""
+        with self._lock:
+            group = self._waiters.get(waiters.mailbox, [])
+            if waiters in group:
+                group.remove(waiters)
+            if not group:
+                self._waiters.pop(waiters.mailbox, None)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._owner:
+            raise ConfigError(
+                f"the mailbox file {self.file.path} was opened before this process was forked, and a SQLite file must not"
+                " be used across a fork; start workers with subprocess or the spawn method and open the mailbox in them"
+            )
+
+    # ------------------------------------------------------------------------------------------ in the writer thread
+
+    def _write(self) -> None:
+        inbox = self._inbox
+        while True:
+            jobs = [inbox.get()]
+            while not inbox.empty():
+                jobs.append(inbox.get())
+            self._transact(jobs)
+            if not self._users and self._ended():
+                for job in jobs:
+                    job.finish()
+                return
+            for job in jobs:
+                job.finish()
+            self.file.tidy()
+
+    def _transact(self, jobs: list[Job]) -> None:
+        commands = jobs[0].commands if len(jobs) == 1 else [command for job in jobs for command in job.commands]
+        looks = [command for command in commands if type(command) is Look]
+        if looks:
+            commands = [command for command in commands if type(command) is not Look]
+        work = None
+        if commands:
+            work = self.file.run(commands, jobs[0].boot, max(job.wall for job in jobs))
+        if work is not None:
+            self._tell(work, jobs[0].real)
+        if looks:
+            self._look()
+
+    def _ended(self) -> bool:
+        """Close the file, unless somebody began to use it meanwhile; whether the thread is done."""
+        self._bell.interrupt()
+        if self._watcher is not None:
+            self._watcher.join(LOOK_AGAIN)
+        self._bell.close()
+        self.file.close()
+        with self._lock:
+            if self._users:
+                return False
+            self._running = False
+            return True
+
+    def _tell(self, work: Work, real: bool) -> None:
+        """After a commit: wake who may have something to claim, here and in other processes."""
+        gained = {mailbox: count for mailbox, count in work.gained.items() if count > 0}
+        if gained or work.dated:
+            self._bell.ring()
+        if not self._waiters:
+            return
+        with self._lock:
+            for mailbox, count in gained.items():
+                self._wake(mailbox, count)
+            if work.soonest < math.inf:
+                self._announce(work.soonest, work.boot, work.empty)
+            if work.empty and self._watcher is None and real:
+                self._watch_from_now_on()
+
+    def _wake(self, mailbox: int, count: int) -> None:
+        for waiters in self._waiters.get(mailbox, ()):
+            waiters.signals += 1
+            if waiters.parked:
+                process.call_soon(waiters.loop, partial(waiters.wake, count))
+
+    def _announce(self, soonest: float, boot: float, empty: set[int]) -> None:
+        """Say when the next thing is due to those who wait, or are about to, and do not know yet."""
+        for mailbox, group in self._waiters.items():
+            for waiters in group:
+                if (waiters.parked or mailbox in empty) and (soonest < waiters.announced or waiters.announced <= boot):
+                    waiters.announced = soonest
+                    process.call_soon(waiters.loop, partial(waiters.due_in, max(soonest - boot, SOONEST)))
+
+    def _look(self) -> None:
+        seen = self.file.read(look)
+        if seen is None:
+            return
+        pending, until, date = seen
+        boot = clock.boot_time()
+        soonest = min(until, boot + date - clock.utc_now().timestamp())
+        with self._lock:
+            for mailbox, count in pending.items():
+                self._wake(mailbox, count)
+            if soonest < math.inf:
+                self._announce(soonest, boot, set())
+
+    # ---------------------------------------------------------------------------------------- for other processes
+
+    def _watch_from_now_on(self) -> None:
+        """Hang up the bell. What was sent before it hung is found by the receives themselves: they look once more."""
+        self._bell.listen()
+        self._watcher = threading.Thread(target=self._watch, name="mainspring sqlite bell", daemon=True)
+        self._watcher.start()
+        self._signal_all()
+
+    def _watch(self) -> None:
+        wanted = clock.monotonic()
+        while True:
+            rung = self._bell.wait(LOOK_AGAIN)
+            now = clock.monotonic()
+            with self._lock:
+                parked = any(waiters.parked for group in self._waiters.values() for waiters in group)
+                if parked:
+                    wanted = now
+                if now - wanted >= LOOK_AGAIN or self._bell.interrupted:
+                    self._watcher = None
+                    self._bell.take_down()
+                    self._signal_all()  # one that parks just now claims again, which hangs the bell up again
+                    return
+                if rung:
+                    self._signal_all()
+            if parked:
+                self._inbox.put(Job((Look(0),), clock.boot_time, 0.0))
+
+    def _signal_all(self) -> None:
+        for group in self._waiters.values():
+            for waiters in group:
+                waiters.signals += 1
