@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -34,3 +35,7 @@ def _take_signals() -> None:
         CommandSignals.install()
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    # The end of the interpreter puts the default handlers back, but not over an ignored signal: one that comes that late
+    # would replace the exit status by its own.
+    for signum in signals:
+        atexit.register(signal.signal, signum, signal.SIG_IGN)

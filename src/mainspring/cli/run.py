@@ -94,7 +94,8 @@ def _run_group(options: RunOptions, early: CommandSignals, link: ParentLink | No
         with early.interrupting():
             group = load_group(options.target)
     except Interrupted as stop:
-        say(f"{stop} before the start; nothing was running")
+        if link is None or not link.number:  # of its workers the supervisor speaks
+            say(f"{stop} before the start; nothing was running")
         return 0
     _set_health_port(group, options.health_port, link)
     group.dispatcher.subscribe(GroupStateChanged, partial(_tell_health_url, group))

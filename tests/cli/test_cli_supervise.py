@@ -1,0 +1,197 @@
+"""``mainspring run --processes`` and ``--reload`` as processes: replaced, stopped together, never orphaned."""
+
+from __future__ import annotations
+
+import os
+import signal
+from textwrap import dedent
+from typing import TYPE_CHECKING
+
+import pytest
+from cli_helpers import Command, alive, only_line, run, started, wait_until_gone
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SERVICE = """
+import os, sys
+import anyio
+from mainspring import Heartbeat, LoopGroup
+
+class Own:
+    running = False
+    heartbeat = Heartbeat()
+
+    async def run(self) -> None:
+        print(f"pid {os.getpid()} runs", file=sys.stderr, flush=True)
+        await self.work()
+
+    async def work(self) -> None:
+        self.stop = anyio.Event()
+        await self.stop.wait()
+
+    async def shutdown(self, *, timeout: float = 30.0) -> bool:
+        self.stop.set()
+        return True
+
+group = LoopGroup([Own()], name="own", shutdown_timeout=5, cancel_grace=1)
+"""
+
+RUN_TWO = ("run", "app:group", "--processes", "2", "--log-level", "ERROR")
+
+
+def write(directory: Path, text: str = SERVICE) -> None:
+    (directory / "app.py").write_text(dedent(text), encoding="utf-8")
+
+
+def new_pid(command: Command) -> int:
+    return int(command.expect(r"^pid (\d+) runs").group(1))
+
+
+def test_a_signal_stops_all_workers(tmp_path: Path) -> None:
+    write(tmp_path)
+    with started(*RUN_TWO, cwd=tmp_path) as command:
+        pids = {new_pid(command), new_pid(command)}
+        assert len(pids) == 2
+        command.send(signal.SIGTERM)
+        assert command.wait() == 0
+        assert not any(alive(pid) for pid in pids)
+        assert "all workers have ended; exit status 0" in command.text
+        for number in (1, 2):
+            assert f"mainspring: worker {number}: own: shutdown (SIGTERM)" in command.text
+
+
+def test_a_killed_worker_is_replaced_with_backoff(tmp_path: Path) -> None:
+    write(tmp_path)
+    with started(*RUN_TWO, cwd=tmp_path) as command:
+        first, second = new_pid(command), new_pid(command)
+        os.kill(first, signal.SIGKILL)
+        command.expect(rf"\(pid {first}\) has ended, killed by SIGKILL; starting another one .*\(restart 1 of 5\)")
+        third = new_pid(command)
+        assert third not in {first, second}
+        assert alive(second)
+        command.send(signal.SIGTERM)
+        assert command.wait() == 0
+
+
+def test_a_worker_that_somebody_else_told_to_stop_is_replaced_at_once(tmp_path: Path) -> None:
+    write(tmp_path)
+    with started(*RUN_TWO, cwd=tmp_path) as command:
+        first, _ = new_pid(command), new_pid(command)
+        os.kill(first, signal.SIGTERM)
+        command.expect(rf"\(pid {first}\) has ended, exit status 0; starting another one now$")
+        new_pid(command)
+        command.send(signal.SIGINT)
+        assert command.wait() == 0
+
+
+def test_workers_whose_loops_have_ended_are_not_started_again(tmp_path: Path) -> None:
+    write(tmp_path, SERVICE.replace("await self.work()", "pass"))
+    ended = run(*RUN_TWO, cwd=tmp_path)
+    assert ended.returncode == 0
+    assert ended.stderr.count(" runs\n") == 2
+    assert "starting another one" not in ended.stderr
+
+
+def test_no_orphan_stays_when_the_supervisor_is_killed(tmp_path: Path) -> None:
+    write(tmp_path)
+    with started(*RUN_TWO, cwd=tmp_path) as command:
+        pids = [new_pid(command), new_pid(command)]
+        command.send(signal.SIGKILL)
+        assert command.process.wait(60) == -signal.SIGKILL
+        for pid in pids:
+            wait_until_gone(pid)
+
+
+def test_no_orphan_stays_that_was_still_importing(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "import os, sys, time\nprint(f'pid {os.getpid()} runs', file=sys.stderr, flush=True)\ntime.sleep(600)\n",
+    )
+    with started(*RUN_TWO, cwd=tmp_path) as command:
+        pids = [new_pid(command), new_pid(command)]
+        command.send(signal.SIGKILL)
+        for pid in pids:
+            wait_until_gone(pid)
+
+
+def test_a_wrong_target_is_said_once_and_not_tried_again(tmp_path: Path) -> None:
+    ended = run("run", "nowhere:group", "--processes", "3", cwd=tmp_path)
+    assert ended.returncode == 2
+    assert "there is no module 'nowhere'" in only_line(ended.stderr)
+
+
+def test_a_second_signal_reaches_the_workers_too(tmp_path: Path) -> None:
+    write(
+        tmp_path, SERVICE.replace("        self.stop.set()\n", "        print('asked', file=sys.stderr, flush=True)\n")
+    )
+    with started(*RUN_TWO, cwd=tmp_path) as command:
+        new_pid(command), new_pid(command)
+        command.send(signal.SIGTERM)
+        command.expect("asked")
+        command.expect("asked")
+        command.send(signal.SIGTERM)
+        assert command.wait() == 128 + signal.SIGTERM
+        assert "forced" in command.text or "exit status 143" in command.text
+
+
+def test_a_third_signal_ends_all_of_it_at_once(tmp_path: Path) -> None:
+    deaf = """
+        print('asked', file=sys.stderr, flush=True)
+        while True:
+            try:
+                await anyio.sleep(600)
+            except BaseException:
+                print('swallowed', file=sys.stderr, flush=True)
+                with anyio.CancelScope(shield=True):
+                    await anyio.sleep(600)
+    """
+    write(tmp_path, SERVICE.replace("        await self.work()\n", deaf).replace("self.stop.set()", "pass"))
+    with started(*RUN_TWO, cwd=tmp_path) as command:
+        pids = [new_pid(command), new_pid(command)]
+        command.expect("asked")
+        command.send(signal.SIGTERM)
+        command.send(signal.SIGINT)
+        command.expect("swallowed")
+        command.send(signal.SIGTERM)
+        assert command.wait() == 128 + signal.SIGTERM
+        for pid in pids:
+            wait_until_gone(pid)
+
+
+def test_each_worker_has_a_health_port_of_its_own(tmp_path: Path) -> None:
+    import socket
+    import urllib.request
+
+    write(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    if port > 65_000:
+        pytest.skip("the system gave a port with no neighbour above")
+    with started("run", "app:group", "--processes", "2", "--health-port", str(port), cwd=tmp_path) as command:
+        found = {command.expect(r"health server at http://127\.0\.0\.1:(\d+)").group(1) for _ in range(2)}
+        assert found == {str(port), str(port + 1)}
+        with urllib.request.urlopen(f"http://127.0.0.1:{port + 1}/health/live", timeout=20) as answer:
+            assert answer.status == 200
+        command.send(signal.SIGTERM)
+        assert command.wait() == 0
+
+
+def test_reload_starts_again_on_a_change_and_waits_where_the_source_is_broken(tmp_path: Path) -> None:
+    write(tmp_path)
+    with started("run", "app:group", "--reload", "--log-level", "ERROR", cwd=tmp_path) as command:
+        first = new_pid(command)
+        write(tmp_path, SERVICE + "\n# changed\n")
+        command.expect("app.py has changed; starting again")
+        second = new_pid(command)
+        assert second != first
+        write(tmp_path, SERVICE + "\ndef broken(:\n")
+        command.expect("app.py has changed; starting again")
+        command.expect("app does not import: app.py:.*SyntaxError")
+        command.expect("exit status 2; waiting for a source file to change")
+        write(tmp_path, SERVICE + "\n# mended\n")
+        third = new_pid(command)
+        assert third not in {first, second}
+        command.send(signal.SIGTERM)
+        assert command.wait() == 0
+        assert not alive(third)
