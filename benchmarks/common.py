@@ -9,12 +9,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
 
 HERE = Path(__file__).parent
 PEERS = HERE.parent / ".venv-peers"
@@ -49,7 +51,11 @@ def report(*rows: Row) -> None:
 
 def machine() -> str:
     model = next(
-        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
         platform.machine(),
     )
     return f"{os.cpu_count()} x {model}, Linux {platform.release()}, Python {platform.python_version()}"

@@ -6,8 +6,8 @@ import math
 import time
 
 import anyio
-from common import BODY, Row, median, on_uvloop, paired_ratio, per_second, quick, rate, report
 
+from common import BODY, Row, median, on_uvloop, paired_ratio, per_second, quick, rate, report
 from mainspring import InMemoryMailbox, LoopGroup, MainLoop
 
 COUNT = 50_000 if quick() else 200_000

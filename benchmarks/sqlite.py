@@ -1,0 +1,207 @@
+"""SQLite: group commit, bulk sends, the drain beside huey's, and the cost per message as the queue grows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import anyio
+import apsw
+
+from common import BODY, HERE, Row, median, on_uvloop, paired_ratio, peer, per_second, quick, rate, report, version
+from mainspring import LoopGroup, MainLoop, open_mailbox
+
+SENDS = 2_000 if quick() else 10_000
+BULK = 20_000 if quick() else 100_000
+DRAIN = 20_000 if quick() else 100_000
+HUEY_TASKS = 5_000 if quick() else 20_000
+PENDING = 100_000 if quick() else 1_000_000
+ROUNDS = 3 if quick() else 5
+
+
+def bare(path: Path) -> apsw.Connection:
+    """A bare table in the same mode as ours: WAL, synchronous=FULL."""
+    connection = apsw.Connection(str(path))
+    connection.pragma("journal_mode", "wal")
+    connection.pragma("synchronous", "full")
+    connection.execute("CREATE TABLE IF NOT EXISTS bare (id INTEGER PRIMARY KEY, body BLOB)")
+    return connection
+
+
+def one_insert_per_transaction(folder: Path) -> float:
+    connection = bare(folder / "bare.db")
+    raw = BODY.encode()
+    count = SENDS // 4
+    began = time.perf_counter()
+    for _ in range(count):
+        connection.execute("INSERT INTO bare (body) VALUES (?)", (raw,))
+    result = rate(count, began)
+    connection.close()
+    return result
+
+
+def executemany(folder: Path) -> float:
+    connection = bare(folder / "bare.db")
+    rows = [(BODY.encode(),)] * 1_000
+    began = time.perf_counter()
+    for _ in range(BULK // 1_000):
+        with connection:
+            connection.executemany("INSERT INTO bare (body) VALUES (?)", rows)
+    result = rate(BULK, began)
+    connection.close()
+    return result
+
+
+async def sends(folder: Path, senders: int, count: int) -> tuple[float, float]:
+    """Messages a second of that many senders at once, and the transactions that 1,000 sends took."""
+    async with open_mailbox(f"sqlite:///{folder}/ours.db?name=sends", body=str) as mailbox:
+
+        async def sender() -> None:
+            for _ in range(count // senders):
+                await mailbox.send(BODY)
+
+        before = mailbox.transactions
+        began = time.perf_counter()
+        async with anyio.create_task_group() as tasks:
+            for _ in range(senders):
+                tasks.start_soon(sender)
+        result = rate(count, began)
+        return result, (mailbox.transactions - before) / count * 1_000
+
+
+async def send_many(folder: Path) -> float:
+    async with open_mailbox(f"sqlite:///{folder}/ours.db?name=bulk", body=str) as mailbox:
+        bodies = [BODY] * 1_000
+        began = time.perf_counter()
+        for _ in range(BULK // 1_000):
+            await mailbox.send_many(bodies)
+        return rate(BULK, began)
+
+
+async def drain(folder: Path, count: int, *, measured: int | None = None) -> tuple[float, float]:
+    """Messages a second through a loop of concurrency 100 with a handler that does nothing; transactions per 1,000.
+
+    ``measured`` stops the clock after that many of ``count`` messages.
+    """
+    want = count if measured is None else measured
+    path = folder / f"drain-{count}.db"
+    async with open_mailbox(f"sqlite:///{path}?name=jobs", body=str) as mailbox:
+        for start in range(0, count, 1_000):
+            await mailbox.send_many([BODY] * min(1_000, count - start))
+        done = 0
+        finished = anyio.Event()
+
+        async def handle(job: str) -> None:
+            nonlocal done
+            done += 1
+            if done == want:
+                finished.set()
+
+        before = mailbox.transactions
+        began = time.perf_counter()
+        async with LoopGroup([MainLoop(mailbox, handle, concurrency=100)], guardian=False):
+            await finished.wait()
+            if measured is None:
+                while (await mailbox.counts()).waiting:
+                    await anyio.sleep(0.001)
+            result = rate(want, began)
+            transactions = (mailbox.transactions - before) / want * 1_000
+    for leftover in folder.glob(f"drain-{count}.db*"):
+        leftover.unlink()
+    return result, transactions
+
+
+def huey_drain(python: Path, folder: Path, workers: int) -> float:
+    """huey's own consumer, tasks enqueued before it starts; from its first line to the last task."""
+    done = folder / f"huey-done-{workers}"
+    environment = {**os.environ, "BENCH_DB": str(folder / f"huey-{workers}.db"), "BENCH_DONE": str(done)}
+    fill = f"import huey_app as a\nfor _ in range({HUEY_TASKS}): a.noop({BODY!r})\na.last('')"
+    subprocess.run([str(python), "-c", fill], cwd=HERE / "services", env=environment, check=True)
+    consumer = subprocess.Popen(
+        [str(python.with_name("huey_consumer")), "huey_app.huey", "-w", str(workers), "-k", "thread", "-q"],
+        cwd=HERE / "services", env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    began = None
+    database = apsw.Connection(environment["BENCH_DB"])
+    while not done.exists() or not done.read_text():
+        left = database.execute("SELECT count(*) FROM task").fetchone()
+        if began is None and left is not None and left[0] < HUEY_TASKS:
+            began = time.time()
+        time.sleep(0.02)
+    consumer.kill()
+    consumer.communicate()
+    assert began is not None
+    return HUEY_TASKS / (float(done.read_text()) - began)
+
+
+def report_sends(folder: Path) -> None:
+    single, grouped, alone, at_once = [], [], 0.0, 0.0
+    for _ in range(ROUNDS):
+        single.append(one_insert_per_transaction(folder))
+        speed, at_once = on_uvloop(sends, folder, 100, SENDS)
+        grouped.append(speed)
+    speed_alone, alone = on_uvloop(sends, folder, 1, SENDS // 4)
+    report(
+        Row("SQLite: 100 concurrent senders / one insert per transaction", per_second(median(grouped)),
+            per_second(median(single)), paired_ratio(grouped, single), 3.0, note="synchronous=FULL both"),
+        Row("SQLite: transactions per 1,000 sends at 100 senders / 50", f"{at_once:.1f}", "50", at_once / 50, 1.0,
+            at_most=True),
+        Row("SQLite: transactions per 1,000 sends at 1 sender", f"{alone:.1f}", "-", None, None,
+            note=f"{per_second(speed_alone)}"),
+    )  # fmt: skip
+    bulk, plain = [], []
+    for _ in range(ROUNDS):
+        plain.append(executemany(folder))
+        bulk.append(on_uvloop(send_many, folder))
+    report(
+        Row("SQLite: send_many(1,000) / bare executemany of 1,000", per_second(median(bulk)), per_second(median(plain)),
+            paired_ratio(bulk, plain), 0.25)
+    )  # fmt: skip
+
+
+def report_drain(folder: Path) -> None:
+    runs = [on_uvloop(drain, folder, DRAIN) for _ in range(ROUNDS)]
+    speed = median([run[0] for run in runs])
+    report(
+        Row("SQLite: drain / 15,000 a second", per_second(speed), "15,000/s", speed / 15_000, 1.0,
+            note=f"concurrency 100, no-op, uvloop, {DRAIN:,} messages, one process, synchronous=FULL"),
+        Row("SQLite: transactions per 1,000 operations in the drain / 50", f"{runs[-1][1] / 2:.1f}", "50",
+            runs[-1][1] / 2 / 50, 1.0, at_most=True, note="two operations a message: its claim and its acknowledgement"),
+    )  # fmt: skip
+    python = peer("huey", "huey")
+    if python is None:
+        report(Row("SQLite: drain / huey", per_second(speed), "not installable here", None, 5.0))
+        return
+    best, workers = max((huey_drain(python, folder, workers), workers) for workers in (1, 2, 4, 8))
+    report(
+        Row("SQLite: drain / huey", per_second(speed), per_second(best), speed / best, 5.0,
+            note=f"huey {version(python, 'huey')} at its best of 1, 2, 4, 8 threads ({workers}), its own default synchronous")
+    )  # fmt: skip
+
+
+def report_flatness(folder: Path) -> None:
+    """The same 20,000 messages taken from a queue of 20,000 + 1,000 and of 20,000 + 1,000,000 pending."""
+    take = 20_000
+    small, large = [], []
+    for _ in range(1 if quick() else 3):
+        small.append(on_uvloop(lambda: drain(folder, take + 1_000, measured=take))[0])
+        large.append(on_uvloop(lambda: drain(folder, take + PENDING, measured=take))[0])
+    report(
+        Row(f"SQLite: cost per message at {PENDING:,} pending / at 1,000", per_second(median(large)),
+            per_second(median(small)), paired_ratio(small, large), 1.15, at_most=True, note=f"{take:,} messages drained")
+    )  # fmt: skip
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        report_sends(folder)
+        report_drain(folder)
+        report_flatness(folder)
+
+
+if __name__ == "__main__":
+    main()
