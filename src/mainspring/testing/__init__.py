@@ -1,4 +1,4 @@
-"""What Mainspring's users test with: virtual time and a reproducible schedule.
+"""What Mainspring's users test with: virtual time, a reproducible schedule, and the contract of a mailbox.
 
 Names are imported at first use: the pytest plugin stands in this package and is loaded by every pytest run.
 """
@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import mainspring.testing.mailbox_contract as mailbox_contract
     from mainspring.testing.virtual import (
         DeadlockError as DeadlockError,
     )
@@ -21,12 +22,14 @@ if TYPE_CHECKING:
 
 _FROM_VIRTUAL = ("DeadlockError", "VirtualClock", "run_virtual")
 
-__all__ = ["DeadlockError", "VirtualClock", "run_virtual"]
+__all__ = ["DeadlockError", "VirtualClock", "mailbox_contract", "run_virtual"]
 
 
 def __getattr__(name: str) -> Any:
     if name in _FROM_VIRTUAL:
         value = getattr(import_module("mainspring.testing.virtual"), name)
+    elif name == "mailbox_contract":
+        value = import_module("mainspring.testing.mailbox_contract")
     else:
         raise AttributeError(f"module 'mainspring.testing' has no attribute {name!r}")
     globals()[name] = value

@@ -1,0 +1,225 @@
+"""Bodies of every type, and stored bytes that fit none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12, and brings it along
+
+from mainspring.errors import ConfigError, SerializationError
+from mainspring.testing.mailbox_contract.harness import Harness, behaviour, check, equal, raises, texts
+
+
+@dataclass
+class Part:
+    """A nested dataclass."""
+
+    name: str
+    sizes: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Order:
+    """A dataclass with a nested one."""
+
+    number: int
+    parts: list[Part]
+    note: str | None = None
+
+
+class Point(TypedDict):
+    """A TypedDict."""
+
+    x: float
+    y: float
+
+
+@behaviour()
+async def a_dataclass_arrives_as_one(h: Harness) -> None:
+    """A dataclass, nested ones included, is received as an equal object of its class."""
+    order = Order(7, [Part("wheel", [1, 2]), Part("axle")], "quick")
+    async with h.open(body=Order) as box:
+        await box.send(order)
+        received = (await h.one(box)).body
+        equal(received, order, "the body")
+        equal((type(received), type(received.parts[0])), (Order, Part), "its classes")
+
+
+@behaviour()
+async def a_pydantic_model_arrives_as_one(h: Harness) -> None:
+    """A pydantic model is received as an equal object of its class."""
+    from pydantic import create_model
+
+    model: Any = create_model("Customer", name=(str, ...), age=(int, 3))
+    async with h.open(body=model) as box:
+        await box.send(model(name="Ada"))
+        received = (await h.one(box)).body
+        equal((type(received), received.name, received.age), (model, "Ada", 3), "class and fields")
+
+
+@behaviour()
+async def a_typed_dict_arrives_as_a_dict(h: Harness) -> None:
+    """A TypedDict is received as a dict, and one without a key is refused."""
+    async with h.open(body=Point) as box:
+        await box.send({"x": 1.5, "y": -2.0})
+        equal((await h.one(box)).body, {"x": 1.5, "y": -2.0}, "the body")
+        with raises(SerializationError, "a TypedDict without a key"):
+            await box.send({"x": 1.0})
+
+
+@behaviour()
+async def a_union_arrives_as_its_member(h: Harness) -> None:
+    """Of a union, each member is received as itself."""
+    union: Any = Order | int | None
+    async with h.open(body=union) as box:
+        bodies = [Order(1, []), 5, None]
+        await box.send_many(bodies)
+        equal(texts(await h.all(box)), bodies, "the bodies")
+
+
+@behaviour()
+async def plain_json_arrives_unchanged(h: Harness) -> None:
+    """Without a type, everything that JSON can say arrives as it was, down to empty and large values."""
+    bodies: list[Any] = [
+        "",
+        "Grüße, 日本 \U0001f600 \x00 \\ \"'",
+        0,
+        -1,
+        2**53,
+        1.5,
+        -0.001,
+        1e300,
+        True,
+        False,
+        None,
+        [],
+        {},
+        [[], [None]],
+        {"": {"a": [1, "two", None, {"three": 3.0}]}},
+    ]
+    async with h.open() as box:
+        await box.send_many(bodies)
+        received = texts(await h.all(box))
+        equal(received, bodies, "the bodies")
+        equal([type(body) for body in received], [type(body) for body in bodies], "their types")
+
+
+@behaviour()
+async def a_large_body_arrives_unchanged(h: Harness) -> None:
+    """A megabyte arrives whole."""
+    body = "x" * 1_000_000 + "end"
+    async with h.open(body=str) as box:
+        await box.send(body)
+        check((await h.one(box)).body == body, "the large body was changed")
+
+
+@behaviour()
+async def an_int_is_not_taken_for_a_str(h: Harness) -> None:
+    """The type is checked as it is, nothing is coerced at send."""
+    async with h.open(body=str) as box:
+        with raises(SerializationError, "an int where a str is wanted"):
+            await box.send(5)
+        await h.counts(box)
+
+
+@behaviour()
+async def a_type_is_bound_once(h: Harness) -> None:
+    """bind() says a missing type; one that differs from the mailbox's is a ConfigError."""
+    async with h.open() as box:
+        box.bind(body=int)
+        with raises(SerializationError, "a str in a mailbox bound to int"):
+            await box.send("x")
+        box.bind(body=int)
+        with raises(ConfigError, "binding another type"):
+            box.bind(body=str)
+
+
+@behaviour("serializes")
+async def bytes_that_are_no_json_go_to_the_dead_letters(h: Harness) -> None:
+    """Undecodable bytes never come out of receive: they are dead-lettered with the bytes and the error."""
+    raw = b"\xff\xfe not json"
+    async with h.open() as box:
+        await h.corrupt(box, raw)
+        await h.none(box, "it cannot be decoded")
+        await h.counts(box, dead=1)
+        (letter,) = await box.dead_letters()
+        equal((letter.raw, letter.body), (raw, None), "raw bytes and body")
+        check(bool(letter.error) and bool(letter.error_type), "it does not say why")
+
+
+@behaviour("serializes")
+async def undecodable_bytes_do_not_harm_their_neighbours(h: Harness) -> None:
+    """The messages before and after undecodable bytes are received by the same call."""
+    async with h.open(body=int) as box:
+        await box.send(1)
+        await h.corrupt(box, b"{")
+        await box.send(2)
+        await h.corrupt(box, b"")
+        await box.send(3)
+        equal(texts(await h.all(box)), [1, 2, 3], "what was received")
+        await h.counts(box, in_flight=3, dead=2)
+
+
+@behaviour("serializes")
+async def undecodable_bytes_do_not_end_a_wait(h: Harness) -> None:
+    """A receive that meets nothing but undecodable bytes goes on waiting, and gets the next good message."""
+    import anyio
+
+    async with h.open(body=int) as box:
+        got: list[Any] = []
+
+        async def wait() -> None:
+            got.extend(await box.receive(wait_time_seconds=h.wait * 10))
+
+        await h.corrupt(box, b"nonsense")
+        async with anyio.create_task_group() as group:
+            group.start_soon(wait)
+            await anyio.wait_all_tasks_blocked()
+            await anyio.sleep(h.short / 4)
+            await h.corrupt(box, b"more nonsense")
+            await anyio.sleep(h.short / 4)
+            equal(got, [], "what the waiting receive has returned")
+            await box.send(7)
+        equal(texts(got), [7], "what was received in the end")
+        await h.counts(box, in_flight=1, dead=2)
+
+
+@behaviour("serializes")
+async def a_body_of_the_wrong_shape_is_a_failed_attempt(h: Harness) -> None:
+    """JSON that does not fit the type is delivered; .body raises SerializationError, and a nack charges as ever."""
+    async with h.open(body=Order) as box:
+        await h.corrupt(box, b'{"number": "seven"}')
+        for number in (1, 2):
+            message = await h.one(box)
+            equal((message.delivery_count, message.attempt), (number, number), "counts")
+            with raises(SerializationError, "reading a body of the wrong shape") as caught:
+                _ = message.body
+            check("Order" in str(caught[0]), f"the error does not name the type: {caught[0]}")
+            await message.nack()
+        await h.counts(box, pending=1)
+
+
+@behaviour("serializes")
+async def a_body_of_the_wrong_shape_can_be_given_up(h: Harness) -> None:
+    """Dead-lettered, it keeps its bytes; its decoded body is None."""
+    raw = b'{"number": "seven"}'
+    async with h.open(body=Order) as box:
+        await h.corrupt(box, raw)
+        message = await h.one(box)
+        await message.dead_letter("not understood")
+        (letter,) = await box.dead_letters()
+        equal((letter.raw, letter.body, letter.error), (raw, None, "not understood"), "the dead letter")
+
+
+@behaviour("serializes")
+async def a_newer_worker_understands_what_an_older_one_did_not(h: Harness) -> None:
+    """What did not fit one type is still there, unchanged, for a mailbox whose type it fits."""
+    async with h.open(body=int) as box:
+        await h.corrupt(box, b'"seven"')
+        await (await h.one(box)).nack()
+        await box.close()
+    if not h.capabilities.durable:
+        return
+    async with h.open(body=str) as box:
+        equal((await h.one(box)).body, "seven", "the body for the newer worker")

@@ -1,0 +1,183 @@
+"""Each message is in exactly one part, at every step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.lowlevel
+
+from mainspring.mailbox.message import Counts
+from mainspring.testing.mailbox_contract.harness import Harness, behaviour, equal
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from mainspring.mailbox.base import Mailbox
+    from mainspring.mailbox.message import Message
+
+
+@behaviour()
+async def counts_follow_every_step(h: Harness) -> None:
+    """Through a message's whole life counts() says the part that it is in."""
+    async with h.open() as box:
+        await h.counts(box)
+        await box.send("x")
+        await h.counts(box, pending=1)
+        message = await h.one(box)
+        await h.counts(box, in_flight=1)
+        await message.nack(delay=3_600)
+        await h.counts(box, delayed=1)
+        await box.send("y")
+        await (await h.one(box)).release()
+        await h.counts(box, delayed=1, pending=1)
+        await (await h.one(box)).dead_letter("no")
+        await h.counts(box, delayed=1, dead=1)
+        await box.replay_dead_letters()
+        await h.counts(box, delayed=1, pending=1)
+        await (await h.one(box)).acknowledge()
+        await h.counts(box, delayed=1, settled=1)
+
+
+@behaviour()
+async def counts_see_what_time_alone_has_done(h: Harness) -> None:
+    """The end of a lease shows in counts() without anybody having received."""
+    async with h.open() as box:
+        await box.send_many(["a", "b"])
+        await h.one(box, lease=h.short)
+        await h.counts(box, pending=1, in_flight=1)
+        await h.pass_time(h.short)
+        await h.counts(box, pending=2)
+
+
+@behaviour()
+async def forgotten_dead_letters_still_add_up(h: Harness) -> None:
+    """The parts add up to all that was ever accepted, also after dead letters were forgotten."""
+    async with h.open() as box:
+        await box.send_many(range(4))
+        for message in await box.receive(max_messages=3):
+            await message.dead_letter("no")
+        await box.purge_dead_letters()
+        counts = await box.counts()
+        equal(_total(counts), 4, f"the sum of {counts}")
+
+
+@behaviour()
+async def counts_add_up_under_any_use(h: Harness) -> None:
+    """Over 300 random steps, counts() says what a model of the mailbox says."""
+    async with h.open() as box:
+        model = _Model(box, delays=h.capabilities.delay)
+        for step in range(300):
+            what = await model.step()
+            counts = await box.counts()
+            equal(counts, model.counts(), f"counts after step {step} ({what})")
+            equal(await box.approximate_count(), counts.waiting, "approximate_count")
+
+
+@behaviour()
+async def counts_add_up_under_concurrency(h: Harness) -> None:
+    """While many tasks send, receive and settle, every look at the counts adds up to what was accepted so far."""
+    async with h.open() as box:
+        accepted = started = 0
+
+        async def send() -> None:
+            nonlocal accepted, started
+            for _ in range(20):
+                started += 3
+                await box.send_many(range(3))
+                accepted += 3
+
+        async def work() -> None:
+            settle = 0
+            while messages := await box.receive(max_messages=2, visibility_timeout=600, wait_time_seconds=h.short):
+                for message in messages:
+                    settle += 1
+                    await (message.nack() if settle % 5 == 0 else message.acknowledge())
+
+        async with anyio.create_task_group() as group:
+            for _ in range(3):
+                group.start_soon(send)
+                group.start_soon(work)
+            for _ in range(30):
+                least = accepted
+                total = _total(await box.counts())
+                equal(least <= total <= started, True, f"{least} <= {total} <= {started}")
+                await anyio.lowlevel.checkpoint()
+        await h.counts(box, settled=180)
+
+
+def _total(counts: Counts) -> int:
+    return counts.delayed + counts.pending + counts.in_flight + counts.settled + counts.dead
+
+
+class _Model:
+    """A mailbox in which no time passes, as a table of where each message is."""
+
+    def __init__(self, box: Mailbox[Any, Any], *, delays: bool) -> None:
+        self.box = box
+        self.delays = delays
+        self.where: dict[str, str] = {}
+        self.held: list[Message[Any, Any]] = []
+        self.rng = Random(20_000)  # noqa: S311 - the same steps each time
+
+    def counts(self) -> Counts:
+        """What the mailbox has to say."""
+        return Counts(**Counter(self.where.values()))
+
+    async def step(self) -> str:
+        """Do one thing, here and there; what it was."""
+        steps: list[Callable[[], Awaitable[None]]] = [self.send, self.send_many, self.receive, self.receive]
+        if self.delays:
+            steps.append(self.send_later)
+        if self.held:
+            steps += [self.settle] * 5
+        if self.rng.random() < 0.05:
+            steps = [self.replay, self.purge]
+        chosen = self.rng.choice(steps)
+        await chosen()
+        return chosen.__name__
+
+    async def send(self) -> None:
+        """One more."""
+        self.where[await self.box.send("x")] = "pending"
+
+    async def send_many(self) -> None:
+        """Several more."""
+        for sent in await self.box.send_many(range(self.rng.randint(0, 4))):
+            self.where[sent] = "pending"
+
+    async def send_later(self) -> None:
+        """One more that nobody receives."""
+        self.where[await self.box.send("x", delay=86_400)] = "delayed"
+
+    async def receive(self) -> None:
+        """Take some."""
+        for message in await self.box.receive(max_messages=self.rng.randint(1, 3), visibility_timeout=43_200):
+            self.where[message.id] = "in_flight"
+            self.held.append(message)
+
+    async def settle(self) -> None:
+        """Settle one in some way."""
+        message = self.held.pop(self.rng.randrange(len(self.held)))
+        ways: list[tuple[str, Callable[[], Awaitable[None]]]] = [
+            ("settled", message.acknowledge),
+            ("pending", message.nack),
+            ("pending", message.release),
+            ("dead", lambda: message.dead_letter("no")),
+            ("delayed", lambda: message.nack(delay=86_400)),
+        ]
+        self.where[message.id], call = self.rng.choice(ways)
+        await call()
+
+    async def replay(self) -> None:
+        """Send the dead again."""
+        await self.box.replay_dead_letters()
+        self.where.update({key: "pending" for key, part in self.where.items() if part == "dead"})
+
+    async def purge(self) -> None:
+        """Drop everything but the dead."""
+        await self.box.purge()
+        self.where.update({key: "settled" for key, part in self.where.items() if part != "dead"})
+        self.held.clear()

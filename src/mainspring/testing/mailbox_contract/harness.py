@@ -1,0 +1,234 @@
+"""What a behaviour is given to work with, and the checks it makes."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Protocol
+from unittest import SkipTest
+
+import anyio
+
+from mainspring import clock, entropy
+from mainspring.errors import ConfigError
+from mainspring.mailbox.base import Capabilities, Mailbox
+from mainspring.mailbox.message import Counts, Envelope, Message
+from mainspring.process import async_library
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+REAL_LIMIT = 60.0
+VIRTUAL_LIMIT = 10_000_000.0
+SLACK = 0.03
+"""Real seconds by which two clocks of one machine may seem to differ."""
+
+
+class ContractError(AssertionError):
+    """A backend does not do what the contract says."""
+
+
+class Factory(Protocol):
+    """Makes unopened mailboxes of one store: ``factory(name, body=type, reply=type)``."""
+
+    def __call__(self, name: str, /, *, body: Any = None, reply: Any = None) -> Mailbox[Any, Any]:
+        """An unopened mailbox; equal names mean the same queue, as far as the backend can do that."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend under test.
+
+    :param factory: makes its mailboxes.
+    :param name: what reports call it (else the class of its mailboxes).
+    :param short_lease: real seconds of a lease that behaviours wait out; in virtual time it is 10 s.
+    :param corrupt: ``await corrupt(mailbox, raw)`` puts bytes into the store as they are, as a pending message. The default
+        does so through the mailbox's own storing hook, past the encoding.
+    """
+
+    factory: Factory
+    name: str = ""
+    short_lease: float = 0.1
+    corrupt: Callable[[Mailbox[Any, Any], bytes], Awaitable[object]] | None = None
+
+
+def as_backend(backend: Backend | Factory) -> Backend:
+    """``backend`` itself, or one around a bare factory."""
+    return backend if isinstance(backend, Backend) else Backend(backend)
+
+
+class Harness:
+    """One behaviour's access to the backend: fresh mailboxes, the passing of time, and checks."""
+
+    wait = 30.0
+    """Seconds of a long poll that must be woken, not run out."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self._prefix = f"contract-{int(clock.monotonic() * 1e6):x}-{entropy.token(16)}"
+        sample = self.unopened("sample")
+        self.capabilities: Capabilities = sample.capabilities
+        self.serializes = sample.serializes
+        self.name = backend.name or type(sample).__name__
+        self.virtual = clock.virtual_clock() is not None
+        self.short = (10.0 if self.virtual else backend.short_lease) + self.capabilities.lease_granularity
+        self.slack = (0.0 if self.virtual else SLACK) + self.capabilities.lease_granularity
+
+    def named(self, name: str) -> str:
+        """The full name of a mailbox of this behaviour's own."""
+        return f"{self._prefix}-{name}"
+
+    def unopened(self, name: str = "jobs", *, body: Any = None, reply: Any = None) -> Mailbox[Any, Any]:
+        """A mailbox as the factory makes it."""
+        made = self.backend.factory(self.named(name), body=body, reply=reply)
+        if not isinstance(made, Mailbox):
+            raise ConfigError(f"the factory of a backend returns a Mailbox, not {made!r}")
+        return made
+
+    @asynccontextmanager
+    async def open(
+        self, name: str = "jobs", *, body: Any = None, reply: Any = None
+    ) -> AsyncIterator[Mailbox[Any, Any]]:
+        """A mailbox, open inside the block."""
+        mailbox = self.unopened(name, body=body, reply=reply)
+        async with mailbox:
+            yield mailbox
+
+    async def corrupt(self, mailbox: Mailbox[Any, Any], raw: bytes) -> None:
+        """Put ``raw`` into the store as a pending message."""
+        if self.backend.corrupt is not None:
+            await self.backend.corrupt(mailbox, raw)
+        else:
+            await mailbox._put([Envelope(mailbox.new_id(), raw)])  # noqa: SLF001 - past the encoding, on purpose
+
+    # -------------------------------------------------------------------------------------------------------- receiving
+
+    async def one(self, mailbox: Mailbox[Any, Any], *, lease: float = 600.0, wait: float = 0.0) -> Message[Any, Any]:
+        """The one message that is available (or becomes so within ``wait`` seconds)."""
+        found = await mailbox.receive(visibility_timeout=lease, wait_time_seconds=wait)
+        equal(len(found), 1, "messages received")
+        return found[0]
+
+    async def all(self, mailbox: Mailbox[Any, Any], *, lease: float = 600.0) -> list[Message[Any, Any]]:
+        """All that is available."""
+        return await mailbox.receive(max_messages=1_000, visibility_timeout=lease)
+
+    async def none(self, mailbox: Mailbox[Any, Any], why: str) -> None:
+        """Nothing is available."""
+        found = await self.all(mailbox)
+        check(not found, f"{why}: yet {found} came")
+
+    async def counts(self, mailbox: Mailbox[Any, Any], **expected: int) -> None:
+        """The counts are exactly these (those not named are 0), and the sum follows from them."""
+        counts = await mailbox.counts()
+        equal(counts, Counts(**expected), "counts")
+        equal(await mailbox.approximate_count(), counts.waiting, "approximate_count")
+
+    # ------------------------------------------------------------------------------------------------------------ time
+
+    async def pass_time(self, seconds: float) -> None:
+        """Let ``seconds`` pass, and as much as the backend's clock may differ."""
+        await anyio.sleep(seconds + self.slack)
+
+    @contextmanager
+    def takes(self, seconds: float, what: str) -> Iterator[None]:
+        """The block takes ``seconds``: exactly in virtual time; in real time not less, and less than a poll's end."""
+        began = anyio.current_time()
+        yield
+        took = anyio.current_time() - began
+        allowed = self.capabilities.lease_granularity + 1e-6 if self.virtual else self.wait / 2
+        least = seconds - self.capabilities.lease_granularity - (1e-6 if self.virtual else SLACK)
+        check(least <= took <= seconds + allowed, f"{what} took {took:.6g} s, not {seconds:g} s")
+
+    def at_once(self, what: str) -> Any:
+        """The block takes no time."""
+        return self.takes(0.0, what)
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """One thing that every mailbox does. Call it with a backend or a factory: ``await behaviour(backend)``."""
+
+    name: str
+    claim: str
+    needs: frozenset[str]
+    check: Callable[[Harness], Awaitable[None]]
+
+    def __repr__(self) -> str:
+        return f"<Behaviour {self.name}>"
+
+    async def __call__(self, backend: Backend | Factory) -> None:
+        """Check it: :class:`ContractError` where it does not hold, ``unittest.SkipTest`` where a capability is missing."""
+        harness = Harness(as_backend(backend))
+        reason = self.missing(harness)
+        if reason is not None:
+            raise SkipTest(f"{harness.name}: {reason}")
+        with anyio.fail_after(VIRTUAL_LIMIT if harness.virtual else REAL_LIMIT):
+            await self.check(harness)
+
+    def missing(self, harness: Harness) -> str | None:
+        """Which declared lack of the backend makes this not apply, or None where it applies."""
+        library = async_library()
+        if library not in harness.capabilities.async_backends:
+            return f"does not run on {library}"
+        for need in sorted(self.needs):
+            if need == "serializes":
+                if not harness.serializes:
+                    return "hands objects over without serialising them"
+            elif not getattr(harness.capabilities, need):
+                return f"has not the capability {need!r}"
+        return None
+
+
+_KNOWN_NEEDS = {field.name for field in fields(Capabilities) if field.type == "bool"} | {"serializes"}
+
+
+def behaviour(*needs: str) -> Callable[[Callable[[Harness], Awaitable[None]]], Behaviour]:
+    """Make a function a behaviour: its name, its docstring (the claim), and the capabilities it needs."""
+    unknown = set(needs) - _KNOWN_NEEDS
+    if unknown:
+        raise ConfigError(f"no such capabilities: {', '.join(sorted(unknown))}")
+
+    def make(function: Callable[[Harness], Awaitable[None]]) -> Behaviour:
+        claim = " ".join((function.__doc__ or "").split())
+        return Behaviour(function.__name__, claim, frozenset(needs), function)
+
+    return make
+
+
+# -------------------------------------------------------------------------------------------------------------- checks
+
+
+def check(holds: bool, otherwise: str) -> None:
+    """Raise :class:`ContractError` unless it holds. (``assert`` would be gone under ``python -O``.)"""
+    if not holds:
+        raise ContractError(otherwise)
+
+
+def equal(actual: object, expected: object, what: str) -> None:
+    """Raise :class:`ContractError` unless the two are equal."""
+    check(actual == expected, f"{what}: {actual!r}, not {expected!r}")
+
+
+@contextmanager
+def raises(kind: type[BaseException], when: str) -> Iterator[list[BaseException]]:
+    """The block raises ``kind``; the list then holds the error."""
+    caught: list[BaseException] = []
+    try:
+        yield caught
+    except kind as error:
+        caught.append(error)
+        return
+    except Exception as error:
+        raise ContractError(f"{when} raised {error!r}, not {kind.__name__}") from error
+    raise ContractError(f"{when} did not raise {kind.__name__}")
+
+
+def ids(messages: list[Message[Any, Any]]) -> list[str]:
+    """The ids of messages, in their order."""
+    return [message.id for message in messages]
+
+
+def texts(messages: list[Message[Any, Any]]) -> list[Any]:
+    """The bodies of messages, in their order."""
+    return [message.body for message in messages]

@@ -1,0 +1,188 @@
+"""Opening, closing, and what outlasts both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.lowlevel
+
+from mainspring.errors import ConfigError, MailboxClosedError
+from mainspring.testing.mailbox_contract.harness import Harness, behaviour, check, equal, ids, raises, texts
+
+if TYPE_CHECKING:
+    from mainspring.mailbox.base import Mailbox
+
+
+@behaviour()
+async def a_closed_mailbox_refuses_every_call(h: Harness) -> None:
+    """After close(), every call on the mailbox raises MailboxClosedError."""
+    async with h.open() as box:
+        pass
+    calls: dict[str, Any] = {
+        "send": lambda: box.send("late"),
+        "send_many": lambda: box.send_many(["late"]),
+        "send_many of nothing": lambda: box.send_many([]),
+        "receive": box.receive,
+        "counts": box.counts,
+        "approximate_count": box.approximate_count,
+        "purge": box.purge,
+        "dead_letters": box.dead_letters,
+        "replay_dead_letters": box.replay_dead_letters,
+        "purge_dead_letters": box.purge_dead_letters,
+    }
+    for name, call in calls.items():
+        with raises(MailboxClosedError, f"{name} on a closed mailbox"):
+            await call()
+
+
+@behaviour()
+async def a_message_of_a_closed_mailbox_cannot_be_settled(h: Harness) -> None:
+    """Settling, extending and checkpointing a message of a closed mailbox raises MailboxClosedError; it is not settled."""
+    async with h.open() as box:
+        await box.send("held")
+        message = await h.one(box)
+    for name, call in (
+        ("acknowledge", message.acknowledge),
+        ("nack", message.nack),
+        ("release", message.release),
+        ("extend_visibility", lambda: message.extend_visibility(60)),
+    ):
+        with raises(MailboxClosedError, f"{name} after the close"):
+            await call()
+    check(not message.is_settled, "the message counts as settled though nothing was")
+
+
+@behaviour()
+async def close_is_idempotent(h: Harness) -> None:
+    """A second close() does nothing, before and after the end of the block."""
+    async with h.open() as box:
+        await box.close()
+        await box.close()
+    await box.close()
+
+
+@behaviour()
+async def opening_an_open_mailbox_is_a_config_error(h: Harness) -> None:
+    """Entering a mailbox that is open raises ConfigError and leaves it open."""
+    async with h.open() as box:
+        with raises(ConfigError, "opening it twice"):
+            await box.__aenter__()
+        await box.send("still open")
+
+
+@behaviour()
+async def a_closed_mailbox_can_be_opened_again(h: Harness) -> None:
+    """The same object can be entered again after it was closed."""
+    box = h.unopened()
+    async with box:
+        await box.send("first life")
+    async with box:
+        await box.send("second life")
+        check("second life" in texts(await h.all(box)), "what was sent after reopening did not come")
+
+
+@behaviour()
+async def close_ends_a_waiting_receive_at_once(h: Harness) -> None:
+    """A receive that waits when the mailbox is closed returns [] at once."""
+    results: list[list[Any]] = []
+
+    async def wait(box: Mailbox[Any, Any]) -> None:
+        results.append(await box.receive(wait_time_seconds=h.wait))
+
+    async with h.open() as box, anyio.create_task_group() as group:
+        for _ in range(3):
+            group.start_soon(wait, box)
+        await anyio.wait_all_tasks_blocked()
+        with h.at_once("ending waiting receives by close()"):
+            await box.close()
+            while len(results) < 3:
+                await anyio.lowlevel.checkpoint()
+    equal(results, [[], [], []], "what the waiting receives returned")
+
+
+@behaviour()
+async def an_error_inside_the_block_comes_out_as_it_was(h: Harness) -> None:
+    """An exception raised inside `async with mailbox` leaves it unwrapped, with the mailbox closed."""
+    box = h.unopened()
+    with raises(LookupError, "the block"):
+        async with box:
+            await box.send("x")
+            raise LookupError
+    with raises(MailboxClosedError, "a send after the block failed"):
+        await box.send("x")
+
+
+@behaviour("durable")
+async def a_durable_mailbox_keeps_what_is_pending(h: Harness) -> None:
+    """Messages, their order, priorities, headers, reply_to and counts are there again after a reopening."""
+    async with h.open() as box:
+        sent = await box.send_many(["a", "b"], headers={"k": "v"}, reply_to=h.named("replies"))
+    async with h.open() as box:
+        found = await h.all(box)
+        equal(ids(found), sent, "ids after reopening")
+        equal(texts(found), ["a", "b"], "bodies after reopening")
+        equal(dict(found[0].headers), {"k": "v"}, "headers after reopening")
+        equal(found[0].reply_to, h.named("replies"), "reply_to after reopening")
+        equal((found[0].delivery_count, found[0].attempt), (1, 1), "counts of a first delivery after reopening")
+
+
+@behaviour("durable")
+async def a_durable_mailbox_keeps_every_part(h: Harness) -> None:
+    """Delayed, pending, in flight, settled and dead: each message is in the same part after a reopening."""
+    async with h.open() as box:
+        await box.send_many(["ack", "dead", "held", "pending"])
+        acked, dead, _held = await box.receive(max_messages=3, visibility_timeout=3_600)
+        await acked.acknowledge()
+        await dead.dead_letter("no use")
+        if h.capabilities.delay:
+            await box.send("later", delay=3_600)
+    delayed = int(h.capabilities.delay)
+    async with h.open() as box:
+        await h.counts(box, delayed=delayed, pending=1, in_flight=1, settled=1, dead=1)
+        equal([letter.error for letter in await box.dead_letters()], ["no use"], "dead letters after reopening")
+        equal(texts(await h.all(box)), ["pending"], "what can be received after reopening")
+
+
+@behaviour("durable")
+async def a_lease_outlasts_a_close_and_still_ends(h: Harness) -> None:
+    """A message in flight at a close stays leased, and comes back, charged, when its lease has run out."""
+    async with h.open() as box:
+        await box.send("held")
+        await h.one(box, lease=max(h.short, 2.0))
+    async with h.open() as box:
+        await h.none(box, "a lease still runs")
+        message = await h.one(box, wait=h.wait)
+        equal((message.delivery_count, message.attempt), (2, 2), "delivery_count and attempt after the lease ended")
+
+
+@behaviour("durable", "checkpoints")
+async def a_durable_mailbox_keeps_checkpoints(h: Harness) -> None:
+    """A checkpoint is there again after a reopening."""
+    async with h.open() as box:
+        await box.send("x")
+        message = await h.one(box)
+        await message.save_checkpoint(b'{"page":7}')
+        await message.release()
+    async with h.open() as box:
+        equal((await h.one(box)).checkpoint, b'{"page":7}', "the checkpoint after reopening")
+
+
+@behaviour("cross_process")
+async def two_mailboxes_of_one_name_are_one_queue(h: Harness) -> None:
+    """Two mailbox objects with one name share messages: what one sends wakes the other; each message goes to one."""
+    async with h.open() as sender, h.open() as receiver, anyio.create_task_group() as group:
+        got: list[Any] = []
+
+        async def wait() -> None:
+            with h.at_once("waking a receive of another mailbox object"):
+                got.append((await h.one(receiver, wait=h.wait)).body)
+
+        group.start_soon(wait)
+        await anyio.wait_all_tasks_blocked()
+        await sender.send("hello")
+        while not got:
+            await anyio.lowlevel.checkpoint()
+        equal(got, ["hello"], "what the other object received")
+        await h.none(sender, "the other object has leased it")
+        await h.counts(sender, in_flight=1)

@@ -1,0 +1,278 @@
+"""What send and send_many promise, but for limits and order."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from typing import Any
+
+from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12, and brings it along
+
+from mainspring import clock
+from mainspring.errors import SerializationError
+from mainspring.testing.mailbox_contract.harness import Harness, behaviour, check, equal, ids, raises, texts
+
+
+@dataclass
+class Job:
+    """A body with a field that can be wrong."""
+
+    number: int
+
+
+class Point(TypedDict):
+    """A body that is a dict."""
+
+    x: float
+    y: float
+
+
+@behaviour()
+async def a_sent_message_arrives_as_it_was_sent(h: Harness) -> None:
+    """send returns the id; the first delivery has it, the body, and counts of 1; no headers, no reply_to, no checkpoint."""
+    async with h.open() as box:
+        sent = await box.send({"n": 1})
+        check(isinstance(sent, str) and bool(sent), f"send returned {sent!r}, no id")
+        await h.counts(box, pending=1)
+        message = await h.one(box)
+        equal((message.id, message.body), (sent, {"n": 1}), "id and body")
+        equal((message.delivery_count, message.attempt), (1, 1), "delivery_count and attempt")
+        equal((dict(message.headers), message.reply_to, message.checkpoint), ({}, None, None), "what was not sent")
+        check(bool(message.receipt_handle), "there is no receipt handle")
+        check(not message.is_settled, "a fresh delivery counts as settled")
+
+
+@behaviour()
+async def times_are_aware_utc(h: Harness) -> None:
+    """enqueued_at and first_received_at are aware UTC datetimes of the send and of the first delivery."""
+    near = datetime.timedelta(seconds=0.01 if h.virtual else 5)
+    async with h.open() as box:
+        before = clock.utc_now()
+        await box.send("x")
+        await h.pass_time(h.short)
+        received = clock.utc_now()
+        message = await h.one(box)
+    for name, actual, expected in (
+        ("enqueued_at", message.enqueued_at, before),
+        ("first_received_at", message.first_received_at, received),
+    ):
+        equal(actual.utcoffset(), datetime.timedelta(0), f"the UTC offset of {name}")
+        check(abs(actual - expected) <= near, f"{name} is {actual}, not about {expected}")
+
+
+@behaviour()
+async def ids_differ(h: Harness) -> None:
+    """No two messages have the same id, equal bodies or not."""
+    async with h.open() as box:
+        sent = [await box.send("same") for _ in range(5)] + await box.send_many(["same"] * 5)
+        equal(len(set(sent)), 10, "different ids of ten messages")
+
+
+@behaviour()
+async def send_many_keeps_the_order(h: Harness) -> None:
+    """send_many takes any iterable and returns the ids in its order, which is the order of delivery."""
+    async with h.open() as box:
+        sent = await box.send_many(number for number in range(50))
+        await h.counts(box, pending=50)
+        found = await h.all(box)
+        equal(ids(found), sent, "ids")
+        equal(texts(found), list(range(50)), "bodies")
+
+
+@behaviour()
+async def send_many_of_nothing_is_nothing(h: Harness) -> None:
+    """send_many([]) returns [] and sends nothing."""
+    async with h.open() as box:
+        equal(await box.send_many([]), [], "ids")
+        await h.counts(box)
+
+
+@behaviour()
+async def send_many_is_all_or_nothing(h: Harness) -> None:
+    """Where one body does not fit, none is sent."""
+    async with h.open(body=Job) as box:
+        bodies: list[Any] = [Job(1), Job(2), "no job", Job(3)]
+        with raises(SerializationError, "send_many with one wrong body"):
+            await box.send_many(bodies)
+        await h.counts(box)
+        await h.none(box, "nothing was sent")
+
+
+@behaviour()
+async def send_many_parameters_hold_for_each(h: Harness) -> None:
+    """Headers and reply_to of send_many are every message's."""
+    async with h.open() as box:
+        await box.send_many(["a", "b"], headers={"k": "v"}, reply_to="elsewhere")
+        for message in await h.all(box):
+            equal((dict(message.headers), message.reply_to), ({"k": "v"}, "elsewhere"), f"those of {message.body!r}")
+
+
+@behaviour()
+async def a_body_of_the_wrong_type_is_refused(h: Harness) -> None:
+    """A body that does not fit the type is a SerializationError that names the type and the field; nothing is sent."""
+    async with h.open(body=Job) as box:
+        with raises(SerializationError, "a dict where a Job is wanted") as caught:
+            await box.send({"number": 7})
+        check("Job" in str(caught[0]), f"the error does not name the type: {caught[0]}")
+        await h.counts(box)
+    async with h.open("points", body=Point) as box:
+        with raises(SerializationError, "a string in a float's place") as caught:
+            await box.send({"x": 1.0, "y": "far"})
+        text = str(caught[0])
+        check("Point" in text and "y" in text, f"the error names neither type nor field: {text}")
+        await h.counts(box)
+
+
+@behaviour("serializes")
+async def an_object_with_a_wrong_field_is_refused(h: Harness) -> None:
+    """An object of the right class whose field holds something else is a SerializationError; nothing is sent."""
+    async with h.open(body=Job) as box:
+        with raises(SerializationError, "a string in an int field"):
+            await box.send(Job(number="seven"))  # type: ignore[arg-type]
+        await h.counts(box)
+
+
+@behaviour("serializes")
+async def a_body_that_is_no_json_is_refused(h: Harness) -> None:
+    """Without a type, what JSON cannot say is a SerializationError; nothing is sent."""
+    async with h.open() as box:
+        bad: list[Any] = [object(), {"when": lambda: None}]
+        for body in bad:
+            with raises(SerializationError, f"sending {body!r}"):
+                await box.send(body)
+        await h.counts(box)
+
+
+@behaviour("serializes")
+async def a_body_changed_after_send_is_not_changed_there(h: Harness) -> None:
+    """The message holds what the body was when it was sent."""
+    async with h.open() as box:
+        body = {"list": [1]}
+        await box.send(body)
+        body["list"].append(2)
+        equal((await h.one(box)).body, {"list": [1]}, "the received body")
+
+
+@behaviour()
+async def headers_arrive_unchanged(h: Harness) -> None:
+    """Headers keep every character, also empty ones and those beyond ASCII, through every delivery."""
+    headers = {"trace": "00-abc", "empty": "", "": "no name", "Grüße": "日本\n\t\\\"'"}
+    async with h.open() as box:
+        await box.send("x", headers=headers)
+        message = await h.one(box)
+        equal(dict(message.headers), headers, "headers of the first delivery")
+        await message.nack()
+        equal(dict((await h.one(box)).headers), headers, "headers of the second delivery")
+
+
+@behaviour("delay")
+async def a_delayed_message_stays_hidden_until_its_time(h: Harness) -> None:
+    """A delayed message counts as delayed and nobody receives it; when the delay ends, it is pending."""
+    async with h.open() as box:
+        await box.send("later", delay=h.short)
+        await box.send("now")
+        await h.counts(box, delayed=1, pending=1)
+        if h.virtual:
+            equal(texts(await h.all(box)), ["now"], "what can be received before the delay ends")
+            await h.counts(box, delayed=1, in_flight=1)
+            await h.pass_time(h.short - 0.001)
+            await h.none(box, "the delay lasts another millisecond")
+            await h.pass_time(0.001)
+        else:
+            await h.pass_time(h.short)
+            equal((await h.one(box)).body, "now", "what was sent without a delay")
+        await h.counts(box, pending=1, in_flight=1)
+        message = await h.one(box)
+        equal((message.body, message.delivery_count, message.attempt), ("later", 1, 1), "the delayed message")
+
+
+@behaviour("delay")
+async def a_long_delay_hides(h: Harness) -> None:
+    """A message with a long delay does not come, not even where nothing else is there."""
+    async with h.open() as box:
+        await box.send("later", delay=3_600)
+        await h.none(box, "an hour's delay")
+        equal(await box.receive(wait_time_seconds=h.short), [], "what a short poll got")
+        await h.counts(box, delayed=1)
+
+
+@behaviour("dedup")
+async def a_dedup_key_makes_one_message(h: Harness) -> None:
+    """While a message with a key is unfinished (delayed, pending or in flight), a send with it returns the first id."""
+    async with h.open() as box:
+        first = await box.send("first", dedup_key="k")
+        equal(await box.send("second", dedup_key="k"), first, "the id while it is pending")
+        message = await h.one(box)
+        equal(await box.send("third", dedup_key="k"), first, "the id while it is in flight")
+        await message.nack(delay=3_600)
+        equal(await box.send("fourth", dedup_key="k"), first, "the id while it is delayed")
+        await h.counts(box, delayed=1)
+        check(await box.send("other", dedup_key="other") != first, "another key gave the same message")
+        equal(message.body, "first", "the body")
+
+
+@behaviour("dedup")
+async def a_finished_message_frees_its_dedup_key(h: Harness) -> None:
+    """Acknowledged, dead-lettered or purged, a message frees its key: the next send makes a new one."""
+    async with h.open() as box:
+        first = await box.send("a", dedup_key="k")
+        await (await h.one(box)).acknowledge()
+        second = await box.send("b", dedup_key="k")
+        await (await h.one(box)).dead_letter("no")
+        third = await box.send("c", dedup_key="k")
+        await box.purge()
+        fourth = await box.send("d", dedup_key="k")
+        equal(len({first, second, third, fourth}), 4, "different ids")
+        equal((await h.one(box)).body, "d", "what is left")
+
+
+@behaviour("dedup")
+async def a_dedup_key_is_its_mailboxes_own(h: Harness) -> None:
+    """The same key in another mailbox is another message."""
+    async with h.open() as box, h.open("other") as other:
+        first = await box.send("here", dedup_key="k")
+        check(await other.send("there", dedup_key="k") != first, "two mailboxes share a key")
+        equal((await h.one(other)).body, "there", "what came in the other mailbox")
+
+
+@behaviour("expiry")
+async def an_expired_message_goes_to_the_dead_letters(h: Harness) -> None:
+    """Nobody receives a message past its expires_in: it is among the dead letters, once, never delivered."""
+    async with h.open() as box:
+        expired = await box.send("stale", expires_in=h.short)
+        await box.send("fresh")
+        await h.pass_time(h.short)
+        equal(texts(await h.all(box)), ["fresh"], "what can be received")
+        await h.counts(box, in_flight=1, dead=1)
+        (letter,) = await box.dead_letters()
+        equal((letter.message_id, letter.body), (expired, "stale"), "the dead letter")
+        equal((letter.first_received_at, letter.delivery_count), (None, 0), "its deliveries")
+        check(bool(letter.error) and bool(letter.error_type), "it does not say why")
+
+
+@behaviour("expiry")
+async def what_somebody_works_on_does_not_expire(h: Harness) -> None:
+    """A message in flight outlives its expires_in and can be acknowledged; given back after it, it is dead."""
+    async with h.open() as box:
+        await box.send_many(["done", "back"], expires_in=h.short + 1.0)
+        done, back = await h.all(box)
+        await h.pass_time(h.short + 1.0)
+        await h.counts(box, in_flight=2)
+        await done.acknowledge()
+        await back.nack()
+        await h.none(box, "it was given back past its expiry")
+        await h.counts(box, settled=1, dead=1)
+
+
+@behaviour()
+async def a_mailbox_holds_only_its_own_messages(h: Harness) -> None:
+    """Messages, counts, purges and dead letters of another name on the store are not this mailbox's."""
+    async with h.open() as box, h.open("other") as other:
+        await box.send("here")
+        await other.send_many(["there", "dead"])
+        await (await other.receive(max_messages=2))[1].dead_letter("x")
+        await h.counts(box, pending=1)
+        await h.counts(other, in_flight=1, dead=1)
+        equal(await box.dead_letters(), [], "dead letters of the first mailbox")
+        equal(await box.purge(), 1, "purged messages")
+        await h.counts(other, in_flight=1, dead=1)
