@@ -173,6 +173,7 @@ class Mailbox(Bodies, Generic[T, R]):
 
         The parameters are those of :meth:`send` and hold for each message.
         """
+        self._check_open()
         envelopes = [self._envelope(body, delay, reply_to, None, priority, headers, expires_in) for body in bodies]
         return await self._put(envelopes) if envelopes else []
 
