@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
 
 Jitter = Literal["full", "none"]
 _JITTERS: tuple[Jitter, ...] = ("full", "none")
-_MAX_EXPONENT = 64  # past this, any factor above 1 has reached max_delay; keeps the power finite
 
 
 def backoff(attempt: int, *, initial: float, maximum: float, factor: float, jitter: Jitter, rng: Random) -> float:
@@ -22,16 +22,29 @@ def backoff(attempt: int, *, initial: float, maximum: float, factor: float, jitt
     Full jitter draws evenly between zero and the exponential bound, which spreads a crowd of clients best:
     https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/
     """
-    bound = min(maximum, initial * factor ** min(max(attempt, 1) - 1, _MAX_EXPONENT))
+    try:
+        bound = min(maximum, initial * float(factor) ** (max(attempt, 1) - 1))
+    except OverflowError:
+        bound = maximum if initial else 0.0
     return rng.uniform(0.0, bound) if jitter == "full" else bound
 
 
+def _within(value: object, least: float, most: float = sys.float_info.max) -> bool:
+    """Whether ``value`` is a finite number (a bool is none) from ``least`` to ``most``."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_count(value: object, least: int) -> bool:
+    """Whether ``value`` is a whole number (a bool is none) from ``least``."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def _check_backoff(name: str, initial: float, maximum: float, factor: float, jitter: Jitter) -> None:
-    if not 0 <= initial < math.inf:
+    if not _within(initial, 0):
         raise ConfigError(f"{name}: initial_delay must be 0 or more seconds, not {initial!r}")
-    if not initial <= maximum < math.inf:
+    if not _within(maximum, initial):
         raise ConfigError(f"{name}: max_delay must be at least initial_delay ({initial} s), not {maximum!r}")
-    if not 1 <= factor < math.inf:
+    if not _within(factor, 1):
         raise ConfigError(f"{name}: the factor must be 1 or more, not {factor!r}")
     if jitter not in _JITTERS:
         raise ConfigError(f"{name}: jitter must be one of {', '.join(_JITTERS)}, not {jitter!r}")
@@ -78,15 +91,13 @@ class DeadLetterPolicy:
     exclude: tuple[type[BaseException], ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.max_attempts, bool) or not isinstance(self.max_attempts, int) or self.max_attempts < 1:
+        if not _is_count(self.max_attempts, 1):
             raise ConfigError(
                 f"DeadLetterPolicy: max_attempts must be a whole number from 1, not {self.max_attempts!r}"
             )
         for name in ("include", "exclude"):
             kinds = getattr(self, name)
-            if isinstance(kinds, type):
-                kinds = (kinds,)
-            kinds = tuple(kinds)
+            kinds = tuple(kinds) if isinstance(kinds, Iterable) and not isinstance(kinds, type) else (kinds,)
             if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
                 raise ConfigError(f"DeadLetterPolicy: {name} takes exception types, not {kinds!r}")
             object.__setattr__(self, name, kinds)
@@ -119,7 +130,7 @@ class LeasePolicy:
     def __post_init__(self) -> None:
         if self.renew not in _RENEWALS:
             raise ConfigError(f"LeasePolicy: renew must be one of {', '.join(_RENEWALS)}, not {self.renew!r}")
-        if not 0 < self.fraction <= 0.8:
+        if not (_within(self.fraction, 0, 0.8) and self.fraction):
             raise ConfigError(f"LeasePolicy: fraction must be above 0 and at most 0.8, not {self.fraction!r}")
 
 
@@ -140,9 +151,9 @@ class RestartPolicy:
 
     def __post_init__(self) -> None:
         _check_backoff("RestartPolicy", self.initial_delay, self.max_delay, self.backoff_factor, self.jitter)
-        if isinstance(self.max_retries, bool) or not isinstance(self.max_retries, int) or self.max_retries < 0:
+        if not _is_count(self.max_retries, 0):
             raise ConfigError(f"RestartPolicy: max_retries must be a whole number from 0, not {self.max_retries!r}")
-        if not 0 <= self.reset_interval < math.inf:
+        if not _within(self.reset_interval, 0):
             raise ConfigError(f"RestartPolicy: reset_interval must be 0 or more seconds, not {self.reset_interval!r}")
 
     def next_restart(self, restarts: int, ran_for: float, rng: Random) -> tuple[int, float | None]:

@@ -1,0 +1,189 @@
+"""Retry, dead-letter, lease and restart policies: decisions as properties, and what their constructors refuse."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mainspring.errors import ConfigError
+from mainspring.policies import DeadLetterPolicy, LeasePolicy, RestartPolicy, RetryPolicy, backoff
+
+seconds = st.floats(0, 1e6, allow_nan=False)
+attempts = st.integers(1, 100_000)
+factors = st.floats(1, 1e12, allow_nan=False)
+
+
+def bound(attempt, initial, maximum, factor):
+    return backoff(attempt, initial=initial, maximum=maximum, factor=factor, jitter="none", rng=Random(0))
+
+
+@given(attempts, seconds, seconds, factors, st.integers())
+def test_full_jitter_draws_between_zero_and_the_bound(attempt, initial, more, factor, seed):
+    maximum = initial + more
+    drawn = backoff(attempt, initial=initial, maximum=maximum, factor=factor, jitter="full", rng=Random(seed))
+    assert 0 <= drawn <= bound(attempt, initial, maximum, factor) <= maximum
+
+
+@given(attempts, seconds, seconds, factors)
+def test_the_bound_never_falls_and_starts_at_initial(attempt, initial, more, factor):
+    maximum = initial + more
+    assert bound(1, initial, maximum, factor) == initial
+    assert bound(attempt, initial, maximum, factor) <= bound(attempt + 1, initial, maximum, factor)
+
+
+@given(st.floats(0.001, 10), st.floats(10, 1e6), st.floats(1.001, 1e300))
+def test_every_factor_above_one_reaches_the_maximum(initial, maximum, factor):
+    assert bound(100_000, initial, maximum, factor) == maximum
+
+
+def test_a_delay_of_nothing_stays_nothing():
+    assert bound(100_000, 0.0, 5.0, 2.0) == 0.0
+
+
+def test_the_default_doubles_from_one_second_to_five_minutes():
+    policy = RetryPolicy(jitter="none")
+    assert [policy.delay(n, Random(0)) for n in (1, 2, 3, 9, 10, 99)] == [1, 2, 4, 256, 300, 300]
+
+
+def test_full_jitter_is_the_default_and_spreads():
+    policy = RetryPolicy()
+    drawn = [policy.delay(5, Random(seed)) for seed in range(200)]
+    assert min(drawn) < 2 < 14 < max(drawn) <= 16
+
+
+def test_the_same_generator_gives_the_same_delays():
+    draws = [[RetryPolicy().delay(n, rng) for n in range(1, 9)] for rng in (Random(7), Random(7))]
+    assert draws[0] == draws[1]
+
+
+BAD = [float("nan"), math.inf, -1, "1", None, True]
+
+
+@pytest.mark.parametrize("policy", [RetryPolicy, RestartPolicy])
+@pytest.mark.parametrize("field", ["initial_delay", "max_delay"])
+@pytest.mark.parametrize("value", BAD)
+def test_delays_must_be_seconds(policy, field, value):
+    with pytest.raises(ConfigError, match=field):
+        policy(**{field: value})
+
+
+@pytest.mark.parametrize("value", [*BAD, 0.99])
+def test_factors_must_be_one_or_more(value):
+    with pytest.raises(ConfigError, match="factor"):
+        RetryPolicy(factor=value)
+    with pytest.raises(ConfigError, match="factor"):
+        RestartPolicy(backoff_factor=value)
+
+
+def test_the_longest_delay_must_not_be_shorter_than_the_first():
+    with pytest.raises(ConfigError, match=r"max_delay must be at least initial_delay \(10"):
+        RetryPolicy(initial_delay=10, max_delay=9)
+
+
+@pytest.mark.parametrize("value", ["equal", None, 3])
+def test_jitter_is_full_or_none(value):
+    with pytest.raises(ConfigError, match="jitter must be one of full, none"):
+        RetryPolicy(jitter=value)
+
+
+def test_policies_are_values():
+    assert RetryPolicy() == RetryPolicy(1.0, 300.0, 2.0, "full")
+    with pytest.raises(AttributeError):
+        RetryPolicy().initial_delay = 5
+
+
+# ------------------------------------------------------------------------------------------------------- dead letters
+
+
+def test_a_message_dies_at_the_last_allowed_attempt():
+    policy = DeadLetterPolicy(max_attempts=3)
+    assert [policy.is_dead(n, ValueError()) for n in (1, 2, 3, 4)] == [False, False, True, True]
+
+
+def test_included_types_and_their_subclasses_die_at_once():
+    policy = DeadLetterPolicy(include=(LookupError,))
+    assert policy.is_dead(1, KeyError())
+    assert not policy.is_dead(1, ValueError())
+
+
+def test_excluded_types_and_their_subclasses_never_die():
+    policy = DeadLetterPolicy(max_attempts=1, exclude=(OSError,))
+    assert not policy.is_dead(99, ConnectionError())
+    assert policy.is_dead(1, ValueError())
+
+
+def test_include_wins_over_exclude():
+    policy = DeadLetterPolicy(include=(ConnectionError,), exclude=(OSError,))
+    assert policy.is_dead(1, ConnectionResetError())
+    assert not policy.is_dead(9, OSError())
+
+
+def test_one_type_may_stand_alone_and_a_list_is_taken():
+    assert DeadLetterPolicy(include=ValueError).include == (ValueError,)
+    assert DeadLetterPolicy(exclude=[ValueError, OSError]).exclude == (ValueError, OSError)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "5", None, True])
+def test_max_attempts_must_be_a_count(value):
+    with pytest.raises(ConfigError, match="max_attempts"):
+        DeadLetterPolicy(max_attempts=value)
+
+
+@pytest.mark.parametrize("field", ["include", "exclude"])
+@pytest.mark.parametrize("value", ["ValueError", (ValueError, "x"), (int,), 5, None])
+def test_include_and_exclude_take_exception_types(field, value):
+    with pytest.raises(ConfigError, match=f"{field} takes exception types"):
+        DeadLetterPolicy(**{field: value})
+
+
+# ------------------------------------------------------------------------------------------------------------- leases
+
+
+@pytest.mark.parametrize("value", [0, -0.1, 0.81, 1, math.nan, "x", None])
+def test_a_renewal_comes_well_inside_the_lease(value):
+    with pytest.raises(ConfigError, match="fraction"):
+        LeasePolicy(fraction=value)
+
+
+def test_the_ways_of_renewing_are_named():
+    with pytest.raises(ConfigError, match="renew must be one of while-running, on-beat, never, not 'always'"):
+        LeasePolicy(renew="always")
+
+
+# ------------------------------------------------------------------------------------------------------------ restarts
+
+
+def test_restarts_in_a_row_back_off_and_end():
+    policy = RestartPolicy(max_retries=3, jitter="none")
+    restarts, delays = 0, []
+    for _ in range(4):
+        restarts, delay = policy.next_restart(restarts, 1.0, Random(0))
+        delays.append(delay)
+    assert delays == [1, 2, 4, None]
+    assert restarts == 3
+
+
+def test_a_run_that_lasted_clears_the_count():
+    policy = RestartPolicy(max_retries=3, jitter="none", reset_interval=300)
+    assert policy.next_restart(3, 299.9, Random(0)) == (3, None)
+    assert policy.next_restart(3, 300, Random(0)) == (1, 1)
+
+
+def test_no_restarts_at_all():
+    assert RestartPolicy(max_retries=0).next_restart(0, 1e9, Random(0)) == (0, None)
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "x", None, True])
+def test_max_retries_must_be_a_count(value):
+    with pytest.raises(ConfigError, match="max_retries"):
+        RestartPolicy(max_retries=value)
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_the_reset_interval_must_be_seconds(value):
+    with pytest.raises(ConfigError, match="reset_interval"):
+        RestartPolicy(reset_interval=value)
