@@ -1,0 +1,69 @@
+"""``mainspring check``: the table, the verdicts and the exit status."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from cli_helpers import only_line, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SOURCE = """
+from mainspring import InMemoryMailbox, LeasePolicy, LoopGroup, MainLoop
+
+async def mail(number: int) -> None: ...
+async def bill(number: int) -> None: ...
+
+group = LoopGroup([
+    MainLoop(InMemoryMailbox("mail"), mail),
+    MainLoop(InMemoryMailbox("bill"), bill, visibility_timeout=20, lease=LeasePolicy(renew="never")),
+])
+plain = LoopGroup([MainLoop(InMemoryMailbox("plain"), mail)])
+"""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "app.py").write_text(SOURCE, encoding="utf-8")
+    return tmp_path
+
+
+def test_the_defaults_hold_and_what_is_unknown_is_said(directory: Path) -> None:
+    ended = run("check", "app:plain", cwd=directory)
+    assert ended.returncode == 0, ended.stderr
+    assert "not judged: the orchestrator's kill time is unknown (--grace); it must be 36 s or more" in ended.stdout
+    assert "fails" not in ended.stdout
+
+
+def test_the_defaults_do_not_fit_into_thirty_seconds(directory: Path) -> None:
+    ended = run("check", "app:plain", "--grace", "30", "--longest", "60", cwd=directory)
+    assert ended.returncode == 1
+    assert "to 36 s or more, or shutdown_timeout=24" in ended.stdout
+    assert run("check", "app:plain", "--grace", "45", "--longest", "60", cwd=directory).returncode == 0
+
+
+def test_each_loop_is_judged_with_its_own_numbers(directory: Path) -> None:
+    ended = run("check", "app:group", "--grace", "45", "--longest", "60", "--json", cwd=directory)
+    assert ended.returncode == 1
+    printed = json.loads(ended.stdout)
+    assert printed["ok"] is False
+    broken = {(rule["loop"], rule["setting"]): rule["value"] for rule in printed["rules"] if not rule["ok"]}
+    assert broken == {("bill", "block_threshold"): 10, ("bill", "visibility_timeout"): 1170}
+    assert printed["not_judged"] == []
+    assert [timeouts["loop"] for timeouts in printed["timeouts"]] == ["mail", "bill"]
+
+
+def test_a_beat_gap_shorter_than_the_longest_processing(directory: Path) -> None:
+    arguments = ("check", "app:plain", "--grace", "45", "--longest", "7200")
+    assert run(*arguments, cwd=directory).returncode == 1
+    assert run(*arguments, "--beat-gap", "60", cwd=directory).returncode == 0
+
+
+@pytest.mark.parametrize("option", ["--grace", "--longest", "--beat-gap"])
+def test_a_negative_time_is_wrong_use(directory: Path, option: str) -> None:
+    ended = run("check", "app:plain", option, "-1", cwd=directory)
+    assert ended.returncode == 2
+    assert option in only_line(ended.stderr)

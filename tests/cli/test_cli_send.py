@@ -1,0 +1,186 @@
+"""``mainspring send``: bodies from arguments, files and standard input; all of them or none."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import pytest
+from cli_helpers import only_line, run
+
+from mainspring import MailboxFullError, open_mailbox
+from mainspring.cli.send import SendOptions, send_bodies
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+URL = "sqlite:///jobs.db?name=emails"
+
+
+def received(directory: Path) -> list[Any]:
+    """Take everything out of the mailbox, in order, with the headers that tests look at."""
+
+    async def take() -> list[Any]:
+        async with open_mailbox(f"sqlite:///{directory / 'jobs.db'}?name=emails") as mailbox:
+            found = []
+            while messages := await mailbox.receive(max_messages=1_000):
+                for message in messages:
+                    found.append(message)
+                    await message.acknowledge()
+            return found
+
+    return anyio.run(take)
+
+
+def bodies(directory: Path) -> list[Any]:
+    return [message.body for message in received(directory)]
+
+
+def test_bodies_from_arguments_and_their_ids(tmp_path: Path) -> None:
+    ended = run("send", URL, '{"to": "ann"}', '"text"', "3", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    messages = received(tmp_path)
+    assert [message.body for message in messages] == [{"to": "ann"}, "text", 3]
+    assert ended.stdout.split() == [message.id for message in messages]
+
+
+def test_json_output(tmp_path: Path) -> None:
+    ended = run("send", URL, "1", "2", "--json", cwd=tmp_path)
+    printed = json.loads(ended.stdout)
+    assert printed == {"mailbox": "emails", "sent": 2, "ids": [message.id for message in received(tmp_path)]}
+
+
+def test_json_lines_from_standard_input_with_blank_ones(tmp_path: Path) -> None:
+    assert run("send", URL, cwd=tmp_path, stdin='{"n": 1}\n\n{"n": 2}').returncode == 0
+    assert bodies(tmp_path) == [{"n": 1}, {"n": 2}]
+
+
+def test_a_dash_is_standard_input(tmp_path: Path) -> None:
+    assert run("send", URL, "--file", "-", cwd=tmp_path, stdin="[1]\n").returncode == 0
+    assert bodies(tmp_path) == [[1]]
+
+
+def test_a_large_file_is_sent_in_order(tmp_path: Path) -> None:
+    (tmp_path / "jobs.jsonl").write_text("".join(f'{{"n": {n}}}\n' for n in range(2_501)), encoding="utf-8")
+    ended = run("send", URL, "--file", "jobs.jsonl", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert len(set(ended.stdout.split())) == 2_501
+    assert [body["n"] for body in bodies(tmp_path)] == list(range(2_501))
+
+
+def test_one_document_over_several_lines_is_one_body(tmp_path: Path) -> None:
+    assert run("send", URL, cwd=tmp_path, stdin='{\n  "to": "ann",\n  "n": 1\n}\n').returncode == 0
+    assert bodies(tmp_path) == [{"to": "ann", "n": 1}]
+
+
+def test_a_bad_line_is_named_and_nothing_is_sent(tmp_path: Path) -> None:
+    lines = "".join(f'{{"n": {n}}}\n' for n in range(1_200)) + "{nope}\n"
+    ended = run("send", URL, cwd=tmp_path, stdin=lines)
+    assert ended.returncode == 2
+    line = only_line(ended.stderr)
+    assert "line 1201 of standard input is no JSON" in line
+    assert "nothing was sent" in line
+    assert bodies(tmp_path) == []
+
+
+def test_a_bad_argument_is_named_and_nothing_is_sent(tmp_path: Path) -> None:
+    ended = run("send", URL, "1", "text", cwd=tmp_path)
+    assert ended.returncode == 2
+    assert "body 2 is no JSON" in only_line(ended.stderr)
+    assert "'\"text\"'" in ended.stderr
+    assert not (tmp_path / "jobs.db").exists()
+
+
+def test_priority_headers_and_reply_address(tmp_path: Path) -> None:
+    run("send", URL, "1", "--header", "tenant=a=b", "--header", "x=", "--reply-to", "answers", cwd=tmp_path)
+    run("send", URL, "2", "--priority", "5", cwd=tmp_path)
+    first, second = received(tmp_path)
+    assert (first.body, second.body) == (2, 1)
+    assert dict(second.headers) == {"tenant": "a=b", "x": ""}
+    assert second.reply_to == "answers"
+
+
+def test_a_delay_is_not_over_yet(tmp_path: Path) -> None:
+    assert run("send", URL, "1", "--delay", "3600", cwd=tmp_path).returncode == 0
+    assert bodies(tmp_path) == []
+
+
+def test_a_dedup_key_sends_once(tmp_path: Path) -> None:
+    first = run("send", URL, "1", "--dedup-key", "order-7", cwd=tmp_path)
+    second = run("send", URL, "1", "--dedup-key", "order-7", cwd=tmp_path)
+    assert first.stdout == second.stdout
+    assert bodies(tmp_path) == [1]
+
+
+def test_nothing_to_send_is_said(tmp_path: Path) -> None:
+    ended = run("send", URL, cwd=tmp_path, stdin="\n")
+    assert ended.returncode == 0
+    assert ended.stdout == ""
+    assert "there was nothing to send" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "expected"),
+    [
+        ([URL, "NaN"], "", "NaN is not JSON"),
+        ([URL, "1", "--file", "x.jsonl"], "", "give bodies as arguments or by --file, not both"),
+        ([URL, "--file", "missing.jsonl"], "", "cannot read --file missing.jsonl: No such file"),
+        ([URL, "--dedup-key", "k"], "1\n2\n", "--dedup-key names one message, but there are 2 bodies"),
+        ([URL, "1", "--header", "novalue"], "", "--header 'novalue' must be KEY=VALUE"),
+        ([URL, "1", "--delay", "-1"], "", "delay must be 0 to"),
+        ([URL, "1", "--priority", "99999"], "", "priority must be a whole number within"),
+        ([URL, "1", "--expires-in", "0"], "", "expires_in must be above 0"),
+        (["memory://jobs", "1"], "", "a memory:// mailbox lives and ends with one process"),
+        (["carrier-pigeon://jobs", "1"], "", "no mailbox backend has the scheme"),
+        (["sqlite:///jobs.db?frob=1", "1"], "", "frob"),
+        ([], "", "Missing argument 'URL'"),
+    ],
+)
+def test_wrong_use_is_one_line_and_status_2(tmp_path: Path, arguments: list[str], stdin: str, expected: str) -> None:
+    ended = run("send", *arguments, cwd=tmp_path, stdin=stdin)
+    assert ended.returncode == 2, ended.stderr
+    assert expected in only_line(ended.stderr)
+    assert ended.stdout == ""
+
+
+def test_a_file_that_is_no_mailbox_is_one_line_and_status_2(tmp_path: Path) -> None:
+    (tmp_path / "jobs.db").write_text("this is no database, but long enough for one" * 100, encoding="utf-8")
+    ended = run("send", URL, "1", cwd=tmp_path)
+    assert ended.returncode == 2
+    assert "jobs.db is no SQLite database" in only_line(ended.stderr)
+
+
+class Filling:
+    """A mailbox that takes one chunk only."""
+
+    name = "small"
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    async def __aenter__(self) -> Filling:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None: ...
+
+    async def send_many(self, chunk: list[Any], **options: Any) -> list[str]:
+        if self.sizes:
+            raise MailboxFullError("mailbox 'small' is full")
+        self.sizes.append(len(chunk))
+        return [str(number) for number in range(len(chunk))]
+
+
+def test_an_error_half_way_tells_what_was_sent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mailbox = Filling()
+    monkeypatch.setattr("mainspring.cli.send.open_mailbox", lambda url: mailbox)
+    status = send_bodies("sqlite:///x.db", ["1"] * 1_001, None, SendOptions(as_json=True))
+    printed = capsys.readouterr()
+    assert status == 1
+    assert mailbox.sizes == [1_000]
+    assert json.loads(printed.out)["sent"] == 1_000
+    assert only_line(printed.err) == (
+        "mainspring: mailbox 'small' is full; 1,000 of 1,001 messages were sent, the rest was not"
+    )
