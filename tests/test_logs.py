@@ -25,7 +25,8 @@ def crash() -> Exception:
 
 
 def finished(outcome: str, **changes: Any) -> events.MessageFinished:
-    return events.MessageFinished("indexer", "m1", "r1", outcome, 0.25, **{"attempt": 2} | changes)
+    kind = events.MessageFinished if outcome == "acknowledged" else events.MessageNotAcknowledged
+    return kind("indexer", "m1", "r1", outcome, 0.25, **{"attempt": 2} | changes)
 
 
 RUNNING, STOPPED, DEGRADED = ServiceState.RUNNING, ServiceState.STOPPED, ServiceState.DEGRADED
@@ -138,9 +139,10 @@ def report(*told: object) -> None:
         dispatcher.dispatch(event)
 
 
-def test_text_lines(stderr: Callable[[], list[str]]) -> None:
+def test_text_lines(stderr: Callable[[], list[str]], caplog: pytest.LogCaptureFixture) -> None:
     logs.configure("warning")
     report(finished("retried", error="E"), finished("released"))
+    assert caplog.records == []  # the root logger, which an application may print as well, sees none of it
     (line,) = stderr()
     stamp, rest = line[:23], line[23:]
     datetime.fromisoformat(stamp)
@@ -157,7 +159,7 @@ def test_json_lines(stderr: Callable[[], list[str]]) -> None:
         "level": "ERROR",
         "logger": "mainspring.message",
         "message": "indexer: message m1 dead-lettered after attempt 2 (0.250 s): E: ü",
-        "event": "MessageFinished",
+        "event": "MessageNotAcknowledged",
         "loop": "indexer",
         "message_id": "m1",
         "run_id": "r1",
