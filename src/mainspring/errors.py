@@ -11,6 +11,8 @@ from typing import ClassVar, Literal
 
 Fault = Literal["caller", "config", "environment", "handler"]
 
+_LONGEST_DELAY = 366 * 86_400
+
 
 class MainspringError(Exception):
     """Base of all errors of this package."""
@@ -105,11 +107,17 @@ class TaskExitError(MainspringError):
 class Retry(Exception):  # noqa: N818 - it is an instruction, not an error
     """Raised by a handler: give the message back and try it again later.
 
-    ``delay`` is in seconds; ``None`` lets the retry policy choose. With ``charge=False`` the attempt is not counted
+    ``delay`` is in seconds (0 to 366 days); ``None`` lets the retry policy choose. With ``charge=False`` the attempt is not counted
     against ``DeadLetterPolicy.max_attempts`` (for "the other side is not ready", rather than "I failed").
+
+    :raises InvalidParameterError: the delay is outside its limits.
     """
 
     def __init__(self, delay: float | None = None, charge: bool = True) -> None:
+        if delay is not None and (
+            isinstance(delay, bool) or not isinstance(delay, int | float) or not 0 <= delay <= _LONGEST_DELAY
+        ):
+            raise InvalidParameterError(f"Retry: delay must be 0 to {_LONGEST_DELAY} seconds, or None, not {delay!r}")
         super().__init__(f"retry in {delay} s" if delay is not None else "retry")
         self.delay = delay
         self.charge = charge
@@ -121,3 +129,18 @@ class Reject(Exception):  # noqa: N818 - it is an instruction, not an error
     def __init__(self, reason: str = "rejected by the handler") -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+def message_of(error: BaseException) -> str:
+    """What an exception says, or its type's name where it says nothing; also of one whose own ``__str__`` fails."""
+    name = type(error).__qualname__
+    try:
+        return str(error) or name
+    except Exception:
+        return f"{name} (it cannot be printed)"
+
+
+def describe(error: BaseException) -> str:
+    """An exception as one line of text, with its type."""
+    name, text = type(error).__qualname__, message_of(error)
+    return text if text.startswith(name) else f"{name}: {text}"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from mainspring.errors import Reject, Retry
 from mainspring.mailbox.message import Ack, Dead, Return, Settlement
+from mainspring.scope import lone_error
 
 if TYPE_CHECKING:
     from random import Random
@@ -59,14 +60,21 @@ def after_failure(
 ) -> Decision:
     """What a handler's error means for its message.
 
-    ``Reject`` is the end. ``Retry`` says its own delay and whether it counts. Any other error counts, waits by the retry
-    policy, and is the end when the dead-letter policy says so; one that the policy excludes never counts, so that its
-    attempts cannot run out.
+    ``Reject`` is the end. ``Retry`` says its own delay and whether it counts; it is an instruction, so that the kinds of
+    errors which the dead-letter policy names do not touch it. Any other error counts, waits by the retry policy, and is the
+    end when the dead-letter policy says so; one that the policy excludes never counts, so that its attempts cannot run out.
+    A group of one error, as a handler's own task group raises it, means that error.
     """
+    error = lone_error(error)
     if isinstance(error, Reject):
         return Decision(Outcome.DEAD_LETTERED, Dead.of(error), error)
-    charge = error.charge if isinstance(error, Retry) else not _excluded(error, dead_letter)
-    if charge and dead_letter.is_dead(attempt, error):
+    if isinstance(error, Retry):
+        charge = error.charge
+        dead = charge and attempt >= dead_letter.max_attempts
+    else:
+        charge = not _excluded(error, dead_letter)
+        dead = charge and dead_letter.is_dead(attempt, error)
+    if dead:
         return Decision(Outcome.DEAD_LETTERED, Dead.of(error), error)
     if isinstance(error, Retry) and error.delay is not None:
         delay = error.delay

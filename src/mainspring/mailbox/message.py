@@ -11,6 +11,7 @@ from mainspring.errors import (
     MessageSettledError,
     ReplyNotAvailableError,
     SerializationError,
+    message_of,
 )
 from mainspring.mailbox.limits import MAX_DELAY, check_seconds
 
@@ -88,7 +89,7 @@ class Dead:
         if isinstance(error, str):
             return cls(error, "Reject")
         text = "".join(tracebacks.format_exception(error))
-        return cls(str(error) or type(error).__name__, type(error).__qualname__, text)
+        return cls(message_of(error), type(error).__qualname__, text)
 
 
 Settlement: TypeAlias = Ack | Return | Dead

@@ -1,0 +1,147 @@
+"""What a handler's end means for its message, decided without a loop."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mainspring.errors import HandlerTimeoutError, Reject, Retry, TaskExitError
+from mainspring.loops.outcome import Outcome, after_failure, before_start
+from mainspring.mailbox.message import Dead, Return
+from mainspring.policies import DeadLetterPolicy, RetryPolicy
+
+PLAIN = RetryPolicy(jitter="none")
+
+
+def decide(error, *, attempt=1, deliveries=None, retry=PLAIN, **dead_letter):
+    return after_failure(
+        error,
+        attempt=attempt,
+        delivery_count=deliveries or attempt,
+        retry=retry,
+        dead_letter=DeadLetterPolicy(**dead_letter),
+        rng=Random(0),
+    )
+
+
+def test_an_error_is_a_charged_return_with_backoff():
+    error = ValueError("broken")
+    decision = decide(error, attempt=3)
+    assert decision.outcome is Outcome.RETRIED
+    assert decision.settlement == Return(delay=4.0, charge=True)
+    assert decision.error is error
+
+
+def test_the_last_attempt_is_the_end():
+    assert [decide(ValueError(), attempt=n).outcome for n in (4, 5, 6)] == [
+        Outcome.RETRIED,
+        Outcome.DEAD_LETTERED,
+        Outcome.DEAD_LETTERED,
+    ]
+
+
+def test_a_dead_letter_keeps_error_type_and_traceback():
+    try:
+        raise KeyError("which one")
+    except KeyError as error:
+        decision = decide(error, max_attempts=1)
+    assert isinstance(decision.settlement, Dead)
+    assert decision.settlement.error == "'which one'"
+    assert decision.settlement.error_type == "KeyError"
+    assert "test_outcome.py" in decision.settlement.traceback
+
+
+def test_reject_is_the_end_at_once():
+    decision = decide(Reject("no such user"), exclude=(Exception,))
+    assert decision.outcome is Outcome.DEAD_LETTERED
+    assert decision.settlement.error == "no such user"
+    assert decision.settlement.error_type == "Reject"
+
+
+def test_retry_says_its_own_delay_or_leaves_it_to_the_policy():
+    assert decide(Retry(delay=7), attempt=3).settlement == Return(7, True)
+    assert decide(Retry(delay=0), attempt=3).settlement == Return(0, True)
+    assert decide(Retry(), attempt=3).settlement == Return(4.0, True)
+
+
+def test_a_charged_retry_runs_out_of_attempts():
+    assert decide(Retry(delay=7), attempt=5).outcome is Outcome.DEAD_LETTERED
+
+
+def test_an_uncharged_retry_never_does_and_backs_off_by_deliveries():
+    decision = decide(Retry(charge=False), attempt=5, deliveries=8)
+    assert decision.settlement == Return(128.0, False)
+
+
+def test_retry_is_an_instruction_and_no_kind_of_error():
+    """``include=(Exception,)`` means errors; and an excluded one that charges would run out of attempts unrun."""
+    assert decide(Retry(delay=1), include=(Exception,)).outcome is Outcome.RETRIED
+    assert decide(Retry(delay=1), attempt=5, exclude=(Exception,)).outcome is Outcome.DEAD_LETTERED
+
+
+def test_included_errors_die_at_once():
+    assert decide(KeyError("x"), include=(LookupError,)).outcome is Outcome.DEAD_LETTERED
+
+
+@given(st.integers(1, 1_000), st.integers(1, 10))
+def test_excluded_errors_are_retried_for_ever_uncharged(deliveries, attempts):
+    decision = decide(ConnectionError(), attempt=attempts, deliveries=deliveries, max_attempts=1, exclude=(OSError,))
+    assert decision.outcome is Outcome.RETRIED
+    assert decision.settlement.charge is False
+    assert decision.settlement.delay == min(300.0, 2.0 ** (deliveries - 1))
+
+
+def test_included_wins_over_excluded():
+    decision = decide(ConnectionError(), include=(ConnectionError,), exclude=(OSError,))
+    assert decision.outcome is Outcome.DEAD_LETTERED
+
+
+@given(st.integers(1, 8))
+def test_exactly_max_attempts_charged_runs(most):
+    """Whatever the error, the runs that count end at ``max_attempts``."""
+    attempt = runs = 1
+    while decide(ValueError(), attempt=attempt, max_attempts=most).outcome is Outcome.RETRIED:
+        attempt += 1
+        runs += 1
+        assert before_start(attempt, DeadLetterPolicy(max_attempts=most)) is None
+    assert runs == most
+
+
+def test_attempts_used_up_by_lost_leases_are_the_end_unrun():
+    policy = DeadLetterPolicy(max_attempts=5)
+    assert before_start(5, policy) is None
+    given_up = before_start(6, policy)
+    assert given_up.outcome is Outcome.DEAD_LETTERED
+    assert given_up.settlement.error_type == "LeaseExpired"
+    assert "5 attempts" in given_up.settlement.error
+
+
+def test_a_lone_error_of_a_group_means_what_it_is():
+    """A handler with a task group of its own raises groups; a Reject inside is a Reject."""
+    assert decide(ExceptionGroup("tasks", [Reject("bad")])).outcome is Outcome.DEAD_LETTERED
+    nested = ExceptionGroup("tasks", [ExceptionGroup("inner", [Retry(delay=9, charge=False)])])
+    assert decide(nested).settlement == Return(9, False)
+    assert decide(ExceptionGroup("tasks", [KeyError("x")]), include=(LookupError,)).outcome is Outcome.DEAD_LETTERED
+    both = decide(ExceptionGroup("tasks", [Reject("bad"), ValueError()]))
+    assert both.outcome is Outcome.RETRIED
+    assert isinstance(both.error, ExceptionGroup)
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("cannot say")
+
+
+def test_an_error_that_cannot_be_printed_still_ends_a_message():
+    decision = decide(Unprintable(), max_attempts=1)
+    assert decision.outcome is Outcome.DEAD_LETTERED
+    assert decision.settlement.error_type == "Unprintable"
+    assert "Unprintable" in decision.settlement.error
+
+
+@pytest.mark.parametrize("error", [HandlerTimeoutError("slow"), TaskExitError("exit")])
+def test_timeouts_and_exits_are_failures_like_any_other(error):
+    assert decide(error).settlement == Return(1.0, True)
