@@ -174,8 +174,17 @@ class Mailbox(Bodies, Generic[T, R]):
         The parameters are those of :meth:`send` and hold for each message.
         """
         self._check_open()
-        envelopes = [self._envelope(body, delay, reply_to, None, priority, headers, expires_in) for body in bodies]
+        check_send(delay, None, priority, headers, expires_in)
+        address = reply_to.address if isinstance(reply_to, Mailbox) else reply_to
+        delay, given = float(delay), dict(headers or {})
+        encode, new_id = (self._codec or self.codec).encode if self.serializes else self._as_it_is, self.new_id
+        envelopes = [
+            Envelope(new_id(), encode(body), delay, address, None, priority, dict(given), expires_in) for body in bodies
+        ]
         return await self._put(envelopes) if envelopes else []
+
+    def _as_it_is(self, body: Any) -> Any:
+        return self._payload(self.codec, body)
 
     def _envelope(
         self,

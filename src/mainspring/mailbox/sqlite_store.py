@@ -69,9 +69,11 @@ def _put(work: Work, commands: list[do.Put]) -> None:
         envelopes = command.envelopes
         if command.capacity is not None:
             waiting = work.waiting(command.mailbox)
-            if waiting + len(envelopes) > command.capacity:
+            more = batch.how_many_new(command.mailbox, envelopes)
+            if more and waiting + more > command.capacity:
                 command.error = MailboxFullError(
-                    f"the mailbox holds {waiting} of at most {command.capacity} messages; {len(envelopes)} more do not fit"
+                    f"the mailbox holds {waiting} of at most {command.capacity} messages, so {more} more do not fit; send"
+                    " again once some are settled"
                 )
                 continue
         command.result = [batch.add(command.mailbox, envelope) for envelope in envelopes]
@@ -125,6 +127,12 @@ class _Inserts:
             )
         )
         return envelope.message_id
+
+    def how_many_new(self, mailbox: int, envelopes: list[Envelope]) -> int:
+        """How many of them are no repetition of an unfinished message, or of one another."""
+        keys = {e.dedup_key for e in envelopes if e.dedup_key is not None}
+        unkeyed = sum(e.dedup_key is None for e in envelopes)
+        return unkeyed + sum(self._known(mailbox, key) is None for key in keys)
 
     def write(self) -> None:
         """Write what was taken."""
