@@ -12,13 +12,12 @@ from mainspring import logs, process
 from mainspring.calibration import Timeouts, all_rules
 from mainspring.errors import ConfigError
 from mainspring.events import Dispatcher
-from mainspring.loops.base import Runnable, Steerable
 from mainspring.loops.main import MainLoop
 from mainspring.loops.worker import inside
 from mainspring.scope import DaemonScope
 from mainspring.states import GroupState, ServiceState
 from mainspring.status import GroupStatus, LoopStatus
-from mainspring.supervision.foreign import ForeignLoop
+from mainspring.supervision.foreign import steerable
 from mainspring.supervision.lifetime import Lifetime
 from mainspring.supervision.settings import GroupSettings, OnCrash
 
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
     from types import TracebackType
 
+    from mainspring.loops.base import Runnable, Steerable
     from mainspring.mailbox.base import Mailbox
     from mainspring.policies import RestartPolicy
     from mainspring.report import ShutdownReport
@@ -56,8 +56,9 @@ class LoopGroup:
     :param watchdog_interval: seconds between the watchdog's looks.
     :param block_threshold: seconds for which the event loop may not turn before the process is killed; None: no limit.
     :param guardian: whether a tiny process watches over a blocked interpreter; None: in a ``run()`` that owns the signals.
-    :param on_crash: what an embedded group does when a loop crashes for good: ``"terminate"`` sends its own process SIGTERM,
-        ``"report"`` only turns not-ready.
+    :param on_crash: what an embedded group does when a loop crashes for good. ``"terminate"`` sends its own process SIGTERM,
+        so that the server around it ends too, and ends the block with the error (which alone must do where nobody handles
+        SIGTERM). ``"report"`` turns not-ready, and raises the error when the block is left.
     :raises ConfigError: a value is impossible.
     """
 
@@ -80,6 +81,8 @@ class LoopGroup:
         guardian: bool | None = None,
         on_crash: OnCrash = "terminate",
     ) -> None:
+        if name is not None and not (isinstance(name, str) and name):
+            raise ConfigError(f"LoopGroup: name must be text, or None, not {name!r}")
         self.name = name or "mainspring"
         self.settings = GroupSettings(
             shutdown_timeout=shutdown_timeout,
@@ -88,7 +91,7 @@ class LoopGroup:
             max_concurrency=max_concurrency,
             health_host=health_host,
             health_port=health_port,
-            checks=dict(checks or {}),
+            checks={} if checks is None else checks,
             restart=restart,
             watchdog_threshold=watchdog_threshold,
             watchdog_interval=watchdog_interval,
@@ -96,10 +99,11 @@ class LoopGroup:
             guardian=guardian,
             on_crash=on_crash,
         )
-        self.loops: Sequence[Steerable] = _steerable(loops)
+        self.loops: Sequence[Steerable] = steerable(loops)
         self.dispatcher = Dispatcher()
         self._lifetime: Lifetime | None = None
         self._report: ShutdownReport | None = None
+        self._crash: Exception | None = None
         self._asked: tuple[str, float | None] | None = None
         self._own: DaemonScope | None = None
         self._health_url: str | None = None
@@ -170,6 +174,7 @@ class LoopGroup:
         finally:
             self._report = lifetime.report
             self._lifetime = self._asked = self._health_url = None
+            self._crash = lifetime.crash
             quiet()
         assert self._report is not None
         if lifetime.crash is not None:
@@ -177,7 +182,13 @@ class LoopGroup:
         return self._report
 
     async def __aenter__(self) -> Self:
-        """Start everything, without signals. Leaving the block shuts down; a crash of a loop is raised there."""
+        """Start everything, without signals. Leaving the block shuts down; a crash of a loop is raised there.
+
+        After a shutdown that was asked for before, nothing starts: the block runs with a group that has ended.
+        """
+        if self._own is not None or self._lifetime is not None:
+            raise ConfigError(f"group {self.name!r} is already running")
+        self._crash = None
         self._own = DaemonScope(f"group {self.name}")
         await self._own.__aenter__()
         try:
@@ -191,12 +202,25 @@ class LoopGroup:
         return self
 
     async def _run_embedded(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
-        await self._run(owner=False, keywords={}, until_empty=False, ready=task_status.started)
+        begun = False
+
+        def ready() -> None:
+            nonlocal begun
+            begun = True
+            task_status.started()
+
+        try:
+            await self._run(owner=False, keywords={}, until_empty=False, ready=ready)
+        except Exception as error:
+            if error is not self._crash or self.settings.on_crash != "report":
+                raise
+        if not begun:
+            task_status.started()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        own, self._own = self._own, None
+        own = self._own
         assert own is not None
         if self._lifetime is not None:
             lifetime = self._lifetime
@@ -204,7 +228,11 @@ class LoopGroup:
             # However the block was left, the loops get their phases; those have an end, so this shield has one.
             with anyio.CancelScope(shield=True):
                 await lifetime.ended.wait()
-        return await own.__aexit__(kind, error, trace)
+        self._own = None
+        handled = await own.__aexit__(kind, error, trace)
+        if error is None and self._crash is not None:
+            raise self._crash
+        return handled
 
     @asynccontextmanager
     async def lifespan(self, app: object = None) -> AsyncIterator[None]:
@@ -285,8 +313,10 @@ class LoopGroup:
         """The present picture of the group and its loops."""
         lifetime = self._lifetime
         if lifetime is None:
+            crash = self._crash
+            why = "not running" if crash is None else f"not running: it crashed with {type(crash).__name__}: {crash}"
             return GroupStatus(
-                self.name, GroupState.IDLE, started=False, ready=False, live=True, reasons=("not running",), uptime=0.0,
+                self.name, GroupState.IDLE, started=False, ready=False, live=crash is None, reasons=(why,), uptime=0.0,
                 pid=os.getpid(),
             )  # fmt: skip
         now = anyio.current_time()
@@ -364,30 +394,3 @@ class LoopGroup:
 
         assert self.settings.health_port is not None
         self._health_url = await start(self, scope, self.settings.health_host, self.settings.health_port)
-
-
-def _steerable(loops: Iterable[Runnable]) -> list[Steerable]:
-    """The loops as the group steers them, each with a name of its own."""
-    found: list[Steerable] = []
-    names: set[str] = set()
-    for loop in loops:
-        if not isinstance(loop, Runnable):
-            raise ConfigError(
-                f"LoopGroup: {loop!r} is no loop; it needs run(), shutdown(), running and heartbeat (see Runnable)"
-            )
-        if loop in found or any(isinstance(other, ForeignLoop) and other.loop is loop for other in found):
-            raise ConfigError(f"LoopGroup: {loop!r} stands in it twice")
-        name = str(getattr(loop, "name", None) or type(loop).__name__)
-        unique, count = name, 1
-        while unique in names:
-            count += 1
-            unique = f"{name}-{count}"
-        names.add(unique)
-        if isinstance(loop, Steerable):
-            loop.name = unique
-            found.append(loop)
-        else:
-            found.append(ForeignLoop(loop, unique))
-    if not found:
-        raise ConfigError("LoopGroup: it needs at least one loop")
-    return found

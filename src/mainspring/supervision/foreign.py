@@ -1,28 +1,30 @@
-"""A loop of foreign make, steered by the little that ``Runnable`` promises."""
+"""Loops as a group steers them; one of foreign make by the little that ``Runnable`` promises."""
 
 from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import anyio
+
+from mainspring.errors import ConfigError
+from mainspring.loops.base import Runnable, Steerable
+from mainspring.stacks import where
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mainspring.errors import HandlerStalledError
     from mainspring.heartbeat import Heartbeat
-    from mainspring.loops.base import Runnable
 
 
 class ForeignLoop:
     """Adapts a ``Runnable`` to what a group steers by: intake stops by its ``shutdown``, work is cancelled with its run.
 
-    As a subject of the watchdog it is one piece: its heartbeat counts, and a stall ends its run with the error, as a crash.
+    For the watchdog it is one piece: its heartbeat counts, and a stall ends its run with the error, as a crash.
     """
-
-    message_id: str | None = None
 
     def __init__(self, loop: Runnable, name: str) -> None:
         self.loop = loop
@@ -31,23 +33,31 @@ class ForeignLoop:
         self.shutdown_priority: int = _option(loop, "shutdown_priority", 0)
         self._scope: anyio.CancelScope | None = None
         self._stop = anyio.Event()
-        self._stalled: HandlerStalledError | None = None
+        self._subject: _ForeignRun | None = None
 
     def __repr__(self) -> str:
         return f"<ForeignLoop {self.name!r}>"
 
     async def run(self, **keywords: Any) -> None:
         """Run the loop with those of ``keywords`` that it accepts; its ``shutdown`` is called from here when it is time."""
-        self._stop = anyio.Event()
-        self._stalled = None
         accepted = _accepted(self.loop.run, keywords)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._shut_down_when_told)
-            with anyio.CancelScope() as self._scope:
-                await self.loop.run(**accepted)
-            tasks.cancel_scope.cancel()
-        if self._stalled is not None:
-            raise self._stalled
+        self._stop = anyio.Event()
+        self._scope = anyio.CancelScope()
+        self._subject = subject = _ForeignRun(self.name, self.loop, self._scope)
+        self.loop.heartbeat.beat()  # from here on: how long ago an earlier run gave its last sign of life says nothing
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._shut_down_when_told)
+                with self._scope:
+                    subject.coroutine = self.loop.run(**accepted)
+                    await subject.coroutine
+                tasks.cancel_scope.cancel()
+        finally:
+            self._scope = self._subject = None
+            subject.done = True
+            subject.coroutine = None
+        if subject.error is not None:
+            raise subject.error
 
     async def _shut_down_when_told(self) -> None:
         await self._stop.wait()
@@ -83,9 +93,9 @@ class ForeignLoop:
     abort = cancel_work
 
     @property
-    def runs(self) -> Sequence[Any]:
-        """Itself, as the one subject that beats."""
-        return (self,) if self.running else ()
+    def runs(self) -> Sequence[_ForeignRun]:
+        """Its run, as the one subject that beats."""
+        return (self._subject,) if self._subject is not None else ()
 
     @property
     def in_flight(self) -> int:
@@ -98,25 +108,61 @@ class ForeignLoop:
         trouble: str | None = _option(self.loop, "trouble", None)
         return trouble
 
-    # ------------------------------------------------------------------------------------- a subject of the watchdog
 
-    @property
-    def done(self) -> bool:
-        """Whether its run has ended."""
-        return not self.running
+class _ForeignRun:
+    """One run of a foreign loop, as a subject of the watchdog: a run that follows a stall is another subject."""
+
+    message_id: str | None = None
+
+    def __init__(self, name: str, loop: Runnable, scope: anyio.CancelScope) -> None:
+        self.name = name
+        self.done = False
+        self.error: HandlerStalledError | None = None
+        self.coroutine: Any = None
+        self._loop = loop
+        self._scope = scope
 
     def beat_age(self) -> float:
-        """Seconds since its heartbeat."""
-        return self.loop.heartbeat.elapsed()
+        """Seconds since the loop's heartbeat."""
+        return self._loop.heartbeat.elapsed()
 
     def where(self) -> str:
-        """A foreign loop's tasks are not known."""
-        return ""
+        """The line that its ``run`` waits on; tasks of its own making are not known."""
+        return where(self.coroutine)
 
     def stall(self, error: HandlerStalledError) -> None:
-        """End its run with ``error``."""
-        self._stalled = error
-        self.cancel_work()
+        """End the run with ``error``."""
+        self.error = error
+        self._scope.cancel()
+
+
+def steerable(loops: Iterable[Runnable]) -> list[Steerable]:
+    """The loops as the group steers them, each with a name of its own."""
+    if isinstance(loops, Runnable) or not isinstance(loops, Iterable):
+        raise ConfigError(f"LoopGroup: its first argument is a list of loops, not {loops!r}")
+    found: list[Steerable] = []
+    names: set[str] = set()
+    for loop in loops:
+        if not isinstance(loop, Runnable):
+            raise ConfigError(
+                f"LoopGroup: {loop!r} is no loop; it needs run(), shutdown(), running and heartbeat (see Runnable)"
+            )
+        if loop in found or any(isinstance(other, ForeignLoop) and other.loop is loop for other in found):
+            raise ConfigError(f"LoopGroup: {loop!r} stands in it twice")
+        name = str(getattr(loop, "name", None) or type(loop).__name__)
+        unique, count = name, 1
+        while unique in names:
+            count += 1
+            unique = f"{name}-{count}"
+        names.add(unique)
+        if isinstance(loop, Steerable):
+            loop.name = unique
+            found.append(loop)
+        else:
+            found.append(ForeignLoop(loop, unique))
+    if not found:
+        raise ConfigError("LoopGroup: it needs at least one loop")
+    return found
 
 
 _LONG = 366 * 86_400.0

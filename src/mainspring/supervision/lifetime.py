@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from mainspring.errors import ConfigError
+from mainspring import clock
+from mainspring.errors import MainspringError
 from mainspring.events import CalibrationWarning, GroupStateChanged, GroupStopped, ShutdownRequested
 from mainspring.guardian import BlockWatch
 from mainspring.loops.capacity import Capacity
 from mainspring.loops.main import MainLoop
 from mainspring.mailbox.base import Mailbox
+from mainspring.mailbox.keeper import open_in
 from mainspring.periodic import Periodic
 from mainspring.report import EXIT_BY_SIGNAL, EXIT_CANCELLED, Ending, ShutdownReport
 from mainspring.scope import DaemonScope
 from mainspring.signals import ShutdownCoordinator
-from mainspring.states import GROUP, GroupState, MailboxState, StateMachine, Transition
+from mainspring.states import GROUP, GroupState, StateMachine, Transition
 from mainspring.supervision.checks import Checks
+from mainspring.supervision.leftovers import Leftovers
 from mainspring.supervision.member import Member
 from mainspring.supervision.shutdown import Shutdown
 from mainspring.watchdog import Watchdog
@@ -75,6 +78,8 @@ class Lifetime:
         self._warnings = warnings
         self._dispatcher = dispatcher
         self._serve = serve
+        self._leftovers = Leftovers()
+        self._exit_at = math.inf
         self._starting = anyio.CancelScope()
         self._watch: BlockWatch | None = None
         self._loops = loops
@@ -106,12 +111,13 @@ class Lifetime:
                 if self._serve is not None:
                     await self._serve(health)
                 await self._run_loops(ready)
-                self._enter(GroupState.STOP_DAEMONS)
             self._enter(GroupState.STOPPED)
             self._conclude()
         finally:
             if self._watch is not None:
                 self._watch.call_off()
+            if self._owner and self.report is not None and self._leftovers.threads():
+                self._leftovers.leave_by(self._exit_at, EXIT_CANCELLED, self.report.__str__)
             self.ended.set()
 
     async def _watch_for_blocks(self, stack: AsyncExitStack) -> None:
@@ -125,23 +131,23 @@ class Lifetime:
         await stack.enter_async_context(self._watch)
 
     async def _run_loops(self, ready: Callable[[], object]) -> None:
-        async with DaemonScope(self.name, timeout=self.settings.cancel_grace) as scope:
+        grace = self.settings.cancel_grace
+        async with (
+            DaemonScope(f"{self.name} mailboxes", timeout=grace) as mailboxes,
+            DaemonScope(self.name, timeout=grace) as scope,
+        ):
             with self._starting:
                 if self.shutdown.requested.is_set():
                     self._starting.cancel()
-                await self._open_mailboxes(scope)
+                await open_in(mailboxes, self.mailboxes())
                 self._start(scope)
                 ready()
             await self.shutdown.requested.wait()
             if self.started:
                 await self.shutdown.run()
-                await self._after_the_loops(scope)
-
-    async def _open_mailboxes(self, scope: DaemonScope) -> None:
-        """Open what nobody has opened; closed again after the loops have ended, when the scope stops them."""
-        for mailbox in self.mailboxes():
-            if mailbox.state is not MailboxState.OPEN:
-                await scope.start(_keep_open, mailbox, name=f"mailbox {mailbox.name}")
+                await self._after_the_loops()
+            self._enter(GroupState.STOP_DAEMONS)
+            self._arm_exit(anyio.current_time() + self.settings.shutdown_timeout)
 
     def _start(self, scope: DaemonScope) -> None:
         for text in self._warnings:
@@ -167,7 +173,7 @@ class Lifetime:
         self._enter(GroupState.RUNNING)
         self.started = True
 
-    async def _after_the_loops(self, scope: DaemonScope) -> None:
+    async def _after_the_loops(self) -> None:
         """Take down what the report needs; wait for what is stuck, which only an embedded group does."""
         self._note_report()
         stuck = [member for member in self.members if not member.ended.is_set()]
@@ -187,13 +193,14 @@ class Lifetime:
         self.shutdown.request(reason, self.settings.shutdown_timeout if timeout is None else timeout, delay=delay)
         if first:
             self._dispatcher.dispatch(ShutdownRequested(self.name, reason))
-            if not self.started:
+            if not self.started:  # something that is being opened may not let itself be cancelled
                 self._starting.cancel()
+                self._arm_exit(anyio.current_time() + self.settings.shutdown_timeout)
 
     def _on_signal_again(self, signum: int, count: int) -> None:
-        if not self.shutdown.requested.is_set():
+        if count == 1:  # the shutdown was asked for by other means before: this puts the usual limit on it
             self.request(signal.Signals(signum).name)
-        elif count == 2 or self.shutdown.forced_by is None:  # the second one
+        elif self.shutdown.forced_by is None:
             self.shutdown.force(signum)
         else:
             os._exit(EXIT_BY_SIGNAL + signum)
@@ -203,8 +210,15 @@ class Lifetime:
         if self._owner and self._watch is not None:
             forced = self.shutdown.forced_by
             status = EXIT_CANCELLED if forced is None else EXIT_BY_SIGNAL + forced
-            left = max(0.0, deadline - anyio.current_time()) + self.settings.hard_limit
-            self._watch.exit_by(left, status=status, explain=lambda: str(self._make_report()))
+            now, read_at = anyio.current_time(), clock.monotonic()
+            left = max(0.0, deadline - now) + self.settings.hard_limit
+            self._exit_at = min(self._exit_at, read_at + left)
+            self._watch.exit_by(
+                left,
+                status=status,
+                # Called on another thread, where the event loop's clock cannot be read.
+                explain=lambda: str(self._make_report(now + clock.monotonic() - read_at)),
+            )
 
     # -------------------------------------------------------------------------------------------------------- ending
 
@@ -216,7 +230,9 @@ class Lifetime:
         if crashed is not None:
             self.crash = crashed.error
             self.request(f"loop {crashed.name!r} crashed", delay=False)
-            if not self._owner and self.settings.on_crash == "terminate":
+            # Where nobody handles it, SIGTERM would end the process on the spot; the error out of the block ends it then.
+            handled = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+            if not self._owner and self.settings.on_crash == "terminate" and handled:
                 os.kill(os.getpid(), signal.SIGTERM)
         elif all(member.ended.is_set() for member in self.members):
             self.request("all loops ended", delay=False)
@@ -225,10 +241,10 @@ class Lifetime:
         for member in self.members:
             if self.crash is None and member.error is not None:
                 self.crash = member.error
-        self.report = self._make_report()
+        stopped = self.machine.state is GroupState.STOPPED
+        self.report = self._make_report(self.machine.since if stopped else anyio.current_time())
 
-    def _make_report(self) -> ShutdownReport:
-        now = anyio.current_time() if self.machine.state is not GroupState.STOPPED else self.machine.since
+    def _make_report(self, now: float) -> ShutdownReport:
         return ShutdownReport(
             reason=self.shutdown.reason or "never started",
             duration=max(0.0, now - self.shutdown.began) if self.shutdown.reason else 0.0,
@@ -245,7 +261,11 @@ class Lifetime:
             self._dispatcher.dispatch(GroupStopped(self.name, self.report.exit_status, str(self.report)))
 
     async def _look_whether_empty(self, _: float) -> float:
-        if await self._all_empty():
+        try:
+            empty = await self._all_empty()
+        except (MainspringError, OSError):  # a store that cannot be reached is not empty; the loops say what is wrong
+            empty = False
+        if empty:
             self.request("all mailboxes are empty", delay=False)
             return math.inf
         return anyio.current_time() + EMPTY_INTERVAL
@@ -266,8 +286,8 @@ class Lifetime:
 
     def mailboxes(self) -> list[Mailbox[Any, Any]]:
         """The loops' mailboxes, each once."""
-        found = [loop.mailbox for loop in self._loops if isinstance(getattr(loop, "mailbox", None), Mailbox)]
-        return list(dict.fromkeys(found))
+        found = [getattr(loop, "mailbox", None) for loop in self._loops]
+        return list(dict.fromkeys(mailbox for mailbox in found if isinstance(mailbox, Mailbox)))
 
     def _subjects(self) -> Iterable[Any]:
         for member in self.members:
@@ -282,11 +302,3 @@ class Lifetime:
         if transition.old not in (GroupState.IDLE, GroupState.STARTING, GroupState.RUNNING):
             self.phases[str(transition.old)] = transition.seconds
         self._dispatcher.dispatch(GroupStateChanged(self.name, transition.old, transition.new, transition.seconds))
-
-
-async def _keep_open(mailbox: Mailbox[Any, Any], *, task_status: anyio.abc.TaskStatus[None]) -> None:
-    if not isinstance(mailbox, Mailbox):
-        raise ConfigError(f"{mailbox!r} is no mailbox")
-    async with mailbox:
-        task_status.started()
-        await anyio.sleep_forever()

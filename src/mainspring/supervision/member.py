@@ -11,6 +11,7 @@ from mainspring import entropy
 from mainspring.errors import TaskExitError
 from mainspring.events import Dispatcher, LoopCrashed, LoopStateChanged, ReceiveFailed, ReceiveRecovered
 from mainspring.report import Ending, PartReport
+from mainspring.scope import lone_error
 from mainspring.states import SERVICE, ServiceState, StateMachine, Transition
 
 if TYPE_CHECKING:
@@ -76,7 +77,6 @@ class Member:
                 if error is None:
                     break
                 if not await self._restart_after(error, anyio.current_time() - began):
-                    self.error = error
                     break
         finally:
             for unsubscribe in self._unsubscribe:
@@ -90,21 +90,25 @@ class Member:
     async def _run_once(self, keywords: dict[str, Any]) -> Exception | None:
         try:
             await self.loop.run(**keywords)
-        except Exception as error:
-            return error
-        except (SystemExit, KeyboardInterrupt) as error:
+        except (Exception, BaseExceptionGroup, SystemExit, KeyboardInterrupt) as raised:
+            error = lone_error(raised)
+            if isinstance(error, Exception):
+                return error
+            if not isinstance(error, SystemExit | KeyboardInterrupt):
+                raise  # a cancellation among others: the task group's to sort out
             exit_error = TaskExitError(f"loop {self.name!r} raised {error!r}; to end the program, call shutdown()")
             exit_error.__cause__ = error
             return exit_error
         return None
 
     async def _restart_after(self, error: Exception, ran_for: float) -> bool:
-        """Wait until it is time to restart; whether to do so."""
+        """Wait until it is time to restart; whether to do so. Not restarted because of a shutdown, it is no crash any more."""
         delay: float | None = None
         if self._restart is not None and not self.stopping:
             self.restarts, delay = self._restart.next_restart(self.restarts, ran_for, entropy.rng())
         self._dispatcher.dispatch(LoopCrashed(self.name, error, delay))
         if delay is None:
+            self.error = error
             return False
         self._to(ServiceState.RESTARTING)
         with anyio.CancelScope() as self._pause:

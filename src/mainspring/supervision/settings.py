@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -10,7 +11,7 @@ from mainspring.errors import ConfigError
 from mainspring.policies import RestartPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
 OnCrash = Literal["terminate", "report"]
 
@@ -52,6 +53,12 @@ class GroupSettings:
             raise ConfigError(f'LoopGroup: on_crash must be "terminate" or "report", not {self.on_crash!r}')
         if self.restart is not None and not isinstance(self.restart, RestartPolicy):
             raise ConfigError(f"LoopGroup: restart must be a RestartPolicy, or None, not {self.restart!r}")
+        if self.guardian is not None and not isinstance(self.guardian, bool):
+            raise ConfigError(f"LoopGroup: guardian must be True, False or None, not {self.guardian!r}")
+        if not isinstance(self.checks, Mapping):
+            raise ConfigError(
+                f"LoopGroup: checks must be functions by name, as in {{'database': ping}}, not {self.checks!r}"
+            )
         for name, check in self.checks.items():
             if not callable(check):
                 raise ConfigError(f"LoopGroup: check {name!r} must be a function, not {check!r}")

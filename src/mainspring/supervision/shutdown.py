@@ -17,14 +17,17 @@ if TYPE_CHECKING:
 
 ABORT_GRACE = 0.5
 """Seconds that a cancelled run, settlements that hang included, gets to come out before it counts as stuck."""
+IN_ORDER = 0.2
+"""Which part of the cancel grace may go, over all, into cancelling those of higher priority after those below have ended."""
 
 
 class Shutdown:
     """Takes a group's loops down. It is asked once, may be asked again to hurry, and runs when the group calls :meth:`run`.
 
     One deadline caps the whole: ``timeout`` seconds from the moment the first loop stops its intake. A loop's own
-    ``shutdown_timeout`` counts from when its own intake stops, within that. Loops of higher priority stop their intake when
-    those below them have ended, or when their fair share of the time has passed.
+    ``shutdown_timeout`` counts from when its own intake stops, within that; a drain, which has no deadline, does not heed
+    it. Loops of higher priority stop their intake when those below them have ended, or when their fair share of the time
+    has passed, and are cancelled after those below.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Shutdown:
         self._deadline_set = deadline_set
         self._timeout = math.inf
         self._deadline = math.inf
+        self._limited_at = 0.0
         self._finishing = False
         self._skip_delay = False
         self._change = anyio.Event()
@@ -80,57 +84,64 @@ class Shutdown:
         """Run the phases. Returns when every loop has ended, or is stuck beyond what cancelling can do."""
         if self._drain_delay > 0 and not self._skip_delay:
             self._enter(GroupState.DRAIN_DELAY)
-            await self._wait(lambda: self._skip_delay or self._all_ended(), anyio.current_time() + self._drain_delay)
+            end = anyio.current_time() + self._drain_delay
+            await self._wait(lambda: self._skip_delay or self._all_ended(), lambda: end)
         self._finishing = True
         self._set_deadline(min(self._deadline, anyio.current_time() + self._timeout))
         await self._stop_intake()
         if not self._all_ended():
             self._enter(GroupState.FINISH)
-            await self._wait(self._all_ended, math.inf)
+            await self._wait(self._all_ended, lambda: math.inf)
         await self._cancel()
 
     async def _stop_intake(self) -> None:
         self._enter(GroupState.STOP_INTAKE)
         for member in self._members:
             member.loop.announce_shutdown()
-        levels = [list(level) for _, level in groupby(sorted(self._members, key=_priority), key=_priority)]
+        levels = self._levels()
         for index, level in enumerate(levels):
             now = anyio.current_time()
             for member in level:
                 member.stop_intake(now)
             left = len(levels) - index
-            if left > 1 and self._deadline < math.inf:
-                share = now + (self._deadline - now) / left
-                await self._wait(lambda level=level: _ended(level), share)  # type: ignore[misc]
-            elif left > 1:
-                await self._wait(lambda level=level: _ended(level), math.inf)  # type: ignore[misc]
+            if left > 1:
+                await self._wait(lambda level=level: _ended(level), lambda now=now, left=left: self._share(now, left))  # type: ignore[misc]
+
+    def _share(self, began: float, levels_left: int) -> float:
+        """Until when those of higher priority wait for a level that stopped its intake at ``began``."""
+        return began + (self._deadline - began) / levels_left
+
+    def _levels(self) -> list[list[Member]]:
+        """The loops by priority, the lowest first."""
+        return [list(level) for _, level in groupby(sorted(self._members, key=_priority), key=_priority)]
 
     async def _cancel(self) -> None:
         if self._all_ended():
             return
         self._enter(GroupState.CANCEL)
-        now = anyio.current_time()
-        for member in sorted(self._members, key=_priority):
-            member.stop_intake(now)
-            member.cancel_work()
+        levels = self._levels()
         with anyio.move_on_after(self._cancel_grace):
-            await self._until_all_ended()
+            for level in levels:
+                now = anyio.current_time()
+                for member in level:
+                    member.stop_intake(now)
+                    member.cancel_work()
+                if level is not levels[-1]:
+                    with anyio.move_on_after(self._cancel_grace * IN_ORDER / (len(levels) - 1)):
+                        await _until_ended(level)
+            await _until_ended(self._members)
         for member in self._members:
             if not member.ended.is_set():
                 member.loop.abort()
         with anyio.move_on_after(ABORT_GRACE):
-            await self._until_all_ended()
+            await _until_ended(self._members)
 
-    async def _until_all_ended(self) -> None:
-        for member in self._members:
-            await member.ended.wait()
-
-    async def _wait(self, over: Callable[[], bool], until: float) -> None:
-        """Wait for ``over()``, at most until ``until`` and the deadline; cancels loops whose own time is up meanwhile."""
+    async def _wait(self, over: Callable[[], bool], until: Callable[[], float]) -> None:
+        """Wait for ``over()``, at most until ``until()`` and the deadline; cancels loops whose own time is up meanwhile."""
         while not over():
             self._change = anyio.Event()
             now = anyio.current_time()
-            end = min(until, self._deadline)
+            end = min(until(), self._deadline)
             if now >= end:
                 return
             for member in self._members:
@@ -144,11 +155,13 @@ class Shutdown:
 
     def _own_deadline(self, member: Member) -> float:
         own = member.loop.shutdown_timeout
-        if own is None or member.stop_began is None:
+        if own is None or member.stop_began is None or self._deadline == math.inf:
             return math.inf
-        return member.stop_began + own
+        return max(member.stop_began, self._limited_at) + own
 
     def _set_deadline(self, deadline: float) -> None:
+        if self._deadline == math.inf:
+            self._limited_at = anyio.current_time()
         self._deadline = deadline
         if deadline < math.inf:
             self._deadline_set(deadline)
@@ -159,6 +172,11 @@ class Shutdown:
 
 def _ended(members: Sequence[Member]) -> bool:
     return all(member.ended.is_set() for member in members)
+
+
+async def _until_ended(members: Sequence[Member]) -> None:
+    for member in members:
+        await member.ended.wait()
 
 
 def _priority(member: Member) -> int:
