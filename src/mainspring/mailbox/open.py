@@ -28,10 +28,12 @@ def open_mailbox(url: str, *, body: Any = None, reply: Any = None, **options: An
     :param options: the backend's own options; each can also stand in the URL's query.
     :raises ConfigError: an unknown scheme, a missing extra, a bad or unknown option.
     """
+    if not isinstance(url, str):
+        raise ConfigError(f"{url!r} is no mailbox URL: it must be a string, as in 'sqlite:///jobs.db?name=jobs'")
     try:
         parts = urlsplit(url)
         query = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
-    except (ValueError, AttributeError, TypeError) as error:
+    except ValueError as error:
         raise ConfigError(f"{url!r} is no mailbox URL: {error}") from None
     if parts.scheme not in _BACKENDS:
         known = ", ".join(f"{scheme}://" for scheme in _BACKENDS)
@@ -43,10 +45,10 @@ def open_mailbox(url: str, *, body: Any = None, reply: Any = None, **options: An
         if extra is None:
             raise
         raise ConfigError(f"{parts.scheme}:// needs an extra: pip install 'mainspring[{extra}]' ({error})") from error
-    merged: dict[str, Any] = dict(query)
-    for key, value in options.items():
+    merged: dict[str, Any] = {}
+    for key, value in [*query, *options.items()]:
         if key in merged:
-            raise ConfigError(f"{url!r}: the option {key!r} stands in the URL and in the call; leave one out")
+            raise ConfigError(f"{url!r}: the option {key!r} is given twice; leave one out")
         merged[key] = value
     mailbox: Mailbox[Any, Any] = backend.from_url(
         url, host=unquote(parts.netloc), path=unquote(parts.path), options=merged, body=body, reply=reply

@@ -1,0 +1,184 @@
+"""Bodies to JSON and back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Annotated, Any, Required, TypedDict
+from uuid import UUID
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import AfterValidator, BaseModel
+
+from mainspring.errors import ConfigError, SerializationError
+from mainspring.mailbox.codec import Codec, NotJsonError, type_name
+
+
+@dataclass
+class Job:
+    number: int
+    tags: list[str] = field(default_factory=list)
+
+
+class Order(BaseModel):
+    id: UUID
+    placed: datetime
+    job: Job
+
+
+class Row(TypedDict):
+    name: str
+    size: float
+
+
+class Sheet(TypedDict, total=False):
+    rows: Required[list[Row]]
+    title: str
+
+
+ORDER = Order(id=UUID(int=5), placed=datetime(2024, 1, 2, tzinfo=UTC), job=Job(1, ["a"]))
+
+
+@pytest.mark.parametrize(
+    ("body_type", "body"),
+    [
+        (str, "ä\n"),
+        (int, 2**70),
+        (bool, True),
+        (float, 1.5),
+        (bytes, b"plain"),
+        (type(None), None),
+        (Job, Job(3, ["x"])),
+        (Order, ORDER),
+        (Row, {"name": "n", "size": 2.0}),
+        (Sheet, {"rows": [{"name": "n", "size": 2.0}]}),
+        (list[Row] | int, [{"name": "n", "size": 2.0}]),
+        (list[Job], [Job(1), Job(2)]),
+        (Job | str, Job(1)),
+        (Job | str, "text"),
+        (dict[str, Any], {"a": [1, None, "x"]}),
+        (None, {"whatever": ["JSON", 1.5, None]}),
+    ],
+)
+def test_a_body_of_its_type_comes_back_equal(body_type: Any, body: Any) -> None:
+    codec = Codec(body_type)
+    codec.check(body)
+    raw = codec.encode(body)
+    assert isinstance(raw, bytes)
+    assert codec.decode(raw) == body
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(json_values)
+def test_whatever_json_can_say_comes_back_or_is_refused(value: Any) -> None:
+    codec = Codec()
+    try:
+        raw = codec.encode(value)
+    except SerializationError:  # a lone surrogate: text that UTF-8 cannot hold
+        assert "\\ud" in ascii(value)
+        return
+    assert codec.decode(raw) == value
+
+
+@pytest.mark.parametrize(
+    ("body_type", "body", "says"),
+    [
+        (str, 5, "type int does not fit str: the body: "),
+        (int, True, "type bool does not fit int: the body: "),
+        (int, "5", "type str does not fit int"),
+        (Job, {"number": 1}, "type dict does not fit Job"),
+        (Row, {"name": "n", "size": "big"}, "does not fit Row: size: "),
+        (Row, {"name": "n"}, "does not fit Row: size: "),
+        (Sheet, {"title": "t"}, "does not fit Sheet: rows: "),
+        (Sheet, {"rows": [], "title": 5}, "does not fit Sheet: title: "),
+        (list[int], [1, "2"], r"does not fit list\[int\]: 1: "),
+    ],
+)
+def test_a_body_of_another_type_is_refused_with_type_and_field(body_type: Any, body: Any, says: str) -> None:
+    codec = Codec(body_type)
+    with pytest.raises(SerializationError, match=says):
+        codec.check(body)
+    with pytest.raises(SerializationError, match=says):
+        codec.encode(body)
+
+
+def test_a_wrong_field_of_a_dataclass_is_refused_when_it_is_written() -> None:
+    with pytest.raises(SerializationError, match=r"Job cannot be written as JSON.*number"):
+        Codec(Job).encode(Job("one"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("body", [object(), {"a": object()}, b"\xff", "\ud800"])
+def test_what_json_cannot_say_is_refused(body: Any) -> None:
+    with pytest.raises(SerializationError, match="cannot be written as JSON"):
+        Codec().encode(body)
+
+
+def test_what_contains_itself_is_refused() -> None:
+    body: list[Any] = []
+    body.append(body)
+    with pytest.raises(SerializationError, match="cannot be written as JSON"):
+        Codec().encode(body)
+
+
+@pytest.mark.parametrize(
+    ("body_type", "body", "where"),
+    [
+        (float, math.nan, "the body"),
+        (Row, {"name": "n", "size": math.inf}, "size"),
+        (None, {"a": [1.0, {"b": -math.inf}], "c": None}, "a.1.b"),
+    ],
+)
+def test_a_number_that_json_would_turn_into_null_is_refused(body_type: Any, body: Any, where: str) -> None:
+    with pytest.raises(SerializationError, match=f"{where} is not finite"):
+        Codec(body_type).encode(body)
+
+
+@pytest.mark.parametrize("raw", [b"", b"\xff", b"{", b'{"number":1}x', b"[" * 100_000, b'"\\ud800"', b"nul"])
+@pytest.mark.parametrize("body_type", [Job, None, str])
+def test_bytes_that_are_no_json_are_told_from_json_of_the_wrong_shape(body_type: Any, raw: bytes) -> None:
+    with pytest.raises(NotJsonError, match="no JSON"):
+        Codec(body_type).decode(raw)
+
+
+@pytest.mark.parametrize("raw", [b"{}", b'{"number":"x"}', b"5", b"null"])
+def test_json_of_the_wrong_shape_names_type_and_field(raw: bytes) -> None:
+    with pytest.raises(SerializationError, match="the stored body does not fit Job: ") as caught:
+        Codec(Job).decode(raw)
+    assert not isinstance(caught.value, NotJsonError)
+
+
+def boom(value: str) -> str:
+    raise KeyError(value)
+
+
+def test_what_a_types_own_validator_raises_is_a_body_that_does_not_fit() -> None:
+    codec = Codec(Annotated[str, AfterValidator(boom)])
+    with pytest.raises(SerializationError, match="KeyError"):
+        codec.decode(b'"x"')
+    with pytest.raises(SerializationError, match="KeyError"):
+        codec.check("x")
+
+
+@pytest.mark.parametrize("body_type", [object(), lambda: None, "Job", type("Plain", (), {})])
+def test_a_type_that_cannot_be_a_body_is_a_config_error(body_type: Any) -> None:
+    with pytest.raises(ConfigError, match="cannot be a message body"):
+        Codec(body_type)
+
+
+def test_types_are_named_as_people_write_them() -> None:
+    assert [type_name(t) for t in (int, Job, list[int], Job | None, Any)] == [
+        "int",
+        "Job",
+        "list[int]",
+        f"{__name__}.Job | None",
+        "Any",
+    ]
