@@ -31,6 +31,7 @@ class _Registry:
         self.owners: dict[str, str] = {}
         self.shared: WeakValueDictionary[tuple[str, str], Any] = WeakValueDictionary()
         self.current: dict[str, Any] = {}
+        self.inherited: dict[tuple[str, str], Any] = {}
 
 
 _registry = _Registry()
@@ -38,7 +39,9 @@ _registry = _Registry()
 
 def _after_fork() -> None:
     global _registry
-    _registry = _Registry()
+    parent, _registry = _registry, _Registry()
+    # Kept, not used: what the parent goes on using must not be torn down here when nobody refers to it any more.
+    _registry.inherited = {**parent.inherited, **dict(parent.shared)}
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -92,6 +95,11 @@ def shared(kind: str, name: str, make: Callable[[], V]) -> V:
             found = make()
             _registry.shared[kind, name] = found
         return found
+
+
+def inherited(kind: str, name: str) -> Any | None:
+    """What :func:`shared` gave the process this one was forked from, or None. It is the parent's: look, and do not use."""
+    return _registry.inherited.get((kind, name))
 
 
 def current(kind: str) -> Any | None:

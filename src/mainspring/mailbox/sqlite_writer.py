@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.sqlite_commands import StoreCommand
     from mainspring.mailbox.sqlite_work import Work
 
+KIND = "sqlite file"
 LOOK_AGAIN = 1.0
 """Seconds after which those who wait look at the file again, should a ring have been lost."""
 SOONEST = 1e-6
@@ -78,8 +79,15 @@ class Writer:
 
     @classmethod
     def shared(cls, path: str, synchronous: str, busy_timeout: float) -> Writer:
-        """The process's writer for ``path`` (absolute); raises :class:`ConfigError` where it has other settings."""
-        writer = process.shared("sqlite", path, lambda: cls(path, synchronous, busy_timeout))
+        """The process's writer for ``path`` (absolute).
+
+        Raises :class:`ConfigError` where it has other settings, and where the process was forked from one that had the file
+        open: SQLite would take the parent's locks for its own.
+        """
+        before = process.inherited(KIND, path)
+        if isinstance(before, Writer) and before._running:
+            before._check_process()
+        writer = process.shared(KIND, path, lambda: cls(path, synchronous, busy_timeout))
         have = (writer.file.synchronous, writer.file.busy_timeout)
         if have != (synchronous, busy_timeout):
             raise ConfigError(
