@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import tempfile
 import time
@@ -87,7 +88,8 @@ async def drain(folder: Path, count: int, *, measured: int | None = None) -> tup
     ``measured`` stops the clock after that many of ``count`` messages.
     """
     want = count if measured is None else measured
-    path = folder / f"drain-{count}.db"
+    home = Path(tempfile.mkdtemp(dir=folder))
+    path = home / "drain.db"
     async with open_mailbox(f"sqlite:///{path}?name=jobs", body=str) as mailbox:
         for start in range(0, count, 1_000):
             await mailbox.send_many([BODY] * min(1_000, count - start))
@@ -109,8 +111,7 @@ async def drain(folder: Path, count: int, *, measured: int | None = None) -> tup
                     await anyio.sleep(0.001)
             result = rate(want, began)
             transactions = (mailbox.transactions - before) / want * 1_000
-    for leftover in folder.glob(f"drain-{count}.db*"):
-        leftover.unlink()
+    shutil.rmtree(home)
     return result, transactions
 
 

@@ -65,13 +65,18 @@ class Daemon:
             self._coroutine = None
             self._done.set()
 
+    def ask(self) -> None:
+        """Ask it politely to end, where it can be asked and still runs."""
+        if not self.done and self._stop is not None:
+            self._stop()
+
     async def stop(self, deadline: float, grace: float) -> PartReport:
         """Ask it to stop, wait until ``deadline`` (anyio's clock), then cancel it and wait ``grace`` seconds more."""
         began = anyio.current_time()
         at: tuple[str, ...] = ()
         ending = Ending.FINISHED
         if not self.done and self._stop is not None:
-            self._stop()
+            self.ask()
             with anyio.move_on_after(max(0.0, deadline - began)):
                 await self.wait()
         if not self.done:
@@ -93,7 +98,8 @@ class DaemonScope:
     ``async with DaemonScope("name") as scope`` opens it. Leaving the block stops the tasks in the reverse order of their
     start: each is asked to stop (its ``stop`` callable, at most ``timeout`` seconds), else cancelled (at most ``grace``
     seconds to clean up). A task that raises cancels the others, as in any task group; a lone error comes out by itself,
-    not wrapped in a group. Cancelling the scope from outside cancels every task.
+    not wrapped in a group. Where the block is left by an error, or the scope is cancelled from outside, the tasks are asked
+    to stop and cancelled at the same time.
     """
 
     def __init__(self, name: str = "scope", *, timeout: float = 10.0, grace: float = 5.0) -> None:
@@ -128,7 +134,9 @@ class DaemonScope:
                 try:
                     await self.stop(timeout=self.timeout)
                 except BaseException as stopping:
-                    return await group.__aexit__(type(stopping), stopping, stopping.__traceback__)
+                    kind, error, trace = type(stopping), stopping, stopping.__traceback__
+            if error is not None:
+                self._ask_all()
             return await group.__aexit__(kind, error, trace)
         except BaseExceptionGroup as errors:
             lone = lone_error(errors)
@@ -182,6 +190,11 @@ class DaemonScope:
         """Cancel every task of the scope at once."""
         if self._group is not None:
             self._group.cancel_scope.cancel()
+
+    def _ask_all(self) -> None:
+        """Ask what still runs to stop, in the reverse order of its start, as the group is about to cancel it."""
+        for daemon in reversed(self._daemons):
+            daemon.ask()
 
     def _add(self, fn: Callable[..., Awaitable[Any]], name: str | None, stop: Callable[[], object] | None) -> Daemon:
         self._entered()

@@ -37,6 +37,7 @@ class WorkerSettings:
     lease: LeasePolicy = field(default_factory=LeasePolicy)
     handler_timeout: float | None = None
     wants_context: bool = False
+    in_thread: bool = False
 
 
 class Attempts:
@@ -85,7 +86,8 @@ class Attempts:
             scope.deadline = run.deadline = now + self._settings.handler_timeout
         try:
             body = message.body
-            run.coroutine = self._call(body, Context(run)) if self._settings.wants_context else self._call(body)
+            args = (body, Context(run)) if self._settings.wants_context else (body,)
+            run.coroutine = self._call(run, *args) if self._settings.in_thread else self._call(*args)
             result = await run.coroutine
             return self._succeeded(run, result)
         except anyio.get_cancelled_exc_class() as error:

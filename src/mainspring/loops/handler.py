@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import typing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
     from anyio import CapacityLimiter
+
+    from mainspring.loops.run import Run
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _CONTEXT_NAMES = ("ctx", "context")
@@ -34,7 +37,7 @@ class Handler:
     reply_type: Any
 
     def caller(self, limiter: CapacityLimiter | None) -> Callable[..., Awaitable[Any]]:
-        """What the worker awaits: the coroutine function itself, or the plain function in a worker thread.
+        """What the worker awaits: the coroutine function itself, or, for a plain function, ``(run, *args)`` in a thread.
 
         A thread cannot be cancelled: when its handler is, the worker waits for the thread to return (it can look at
         ``ctx.shutting_down`` or call ``anyio.from_thread.check_cancelled()``), and its lease is kept meanwhile.
@@ -43,20 +46,23 @@ class Handler:
             return self.fn
         fn = self.fn
 
-        async def run_in_thread(*args: Any) -> Any:
+        async def run_in_thread(run: Run, *args: Any) -> Any:
             with real_work():
-                result = await to_thread.run_sync(functools.partial(_call, fn), *args, limiter=limiter)
+                result = await to_thread.run_sync(functools.partial(_call, fn, run), *args, limiter=limiter)
             return await result if inspect.isawaitable(result) else result
 
         return run_in_thread
 
 
-def _call(fn: Callable[..., Any], *args: Any) -> Any:
+def _call(fn: Callable[..., Any], run: Run, *args: Any) -> Any:
     """Call it in the worker thread; a ``StopIteration`` cannot cross a future and would be lost there."""
+    run.thread_id = threading.get_ident()
     try:
         return fn(*args)
     except StopIteration as error:
         raise RuntimeError("the handler raised StopIteration") from error
+    finally:
+        run.thread_id = None
 
 
 def inspect_handler(fn: Callable[..., Any], names: Mapping[str, Any]) -> Handler:

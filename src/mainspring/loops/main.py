@@ -15,13 +15,15 @@ from mainspring.loops.attempt import WorkerSettings
 from mainspring.loops.handler import inspect_handler
 from mainspring.loops.worker import Worker, inside
 from mainspring.mailbox.base import MAX_VISIBILITY, Mailbox
+from mainspring.mailbox.keeper import kept_open
 from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
 from mainspring.scope import DaemonScope
-from mainspring.states import MailboxState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
+
+    from anyio.abc import TaskStatus
 
     from mainspring.loops.capacity import Capacity
     from mainspring.loops.run import Run
@@ -94,6 +96,7 @@ class MainLoop:
             lease=lease or LeasePolicy(),
             handler_timeout=handler_timeout,
             wants_context=self._handler.wants_context,
+            in_thread=not self._handler.is_async,
         )
         self._heartbeat = Heartbeat()
         self._worker: Worker | None = None
@@ -233,9 +236,7 @@ class MainLoop:
         self._own = DaemonScope(f"loop {self.name}")
         await self._own.__aenter__()
         try:
-            if self.mailbox.state is not MailboxState.OPEN:
-                await self._own.start(self._keep_mailbox, name=f"mailbox {self.mailbox.name}")
-            self._own.start_soon(self.run, name=self.name, stop=self.request_shutdown)
+            await self._own.start(self._run_opened, name=self.name, stop=self.request_shutdown)
         except BaseException as error:
             await self._own.__aexit__(type(error), error, error.__traceback__)
             raise
@@ -250,10 +251,10 @@ class MainLoop:
             await self.shutdown(timeout=30.0 if self.shutdown_timeout is None else self.shutdown_timeout)
         return await own.__aexit__(kind, error, trace)
 
-    async def _keep_mailbox(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
-        async with self.mailbox:
+    async def _run_opened(self, *, task_status: TaskStatus[None]) -> None:
+        async with kept_open([self.mailbox]):
             task_status.started()
-            await anyio.sleep_forever()
+            await self.run()
 
     # -------------------------------------------------------------------------------------------------------- status
 

@@ -10,7 +10,7 @@ import anyio
 
 from mainspring.errors import HandlerStalledError, HandlerTimeoutError
 from mainspring.loops.outcome import Cause
-from mainspring.stacks import where
+from mainspring.stacks import where, where_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,6 +52,7 @@ class Run:
         "settling_since",
         "shutting_down",
         "started",
+        "thread_id",
         "trusted_until",
     )
 
@@ -74,6 +75,7 @@ class Run:
         self.settling_since = 0.0
         self.scope: anyio.CancelScope | None = None
         self.coroutine: Any = None
+        self.thread_id: int | None = None
         self.deadline: float | None = None
         self.lost = False
         self.started = now
@@ -118,8 +120,8 @@ class Run:
         self.beat()
 
     def where(self) -> str:
-        """The line it waits on."""
-        return where(self.coroutine)
+        """The line it stands on: of its coroutine, or of its thread where it runs in one."""
+        return where_thread(self.thread_id) if self.thread_id is not None else where(self.coroutine)
 
     def remaining(self) -> float | None:
         """Seconds until ``handler_timeout`` strikes, or None."""

@@ -42,6 +42,11 @@ class Settler:
         """A scope for settlements that must be made although everything else is being cancelled, but not for ever."""
         return anyio.CancelScope(deadline=anyio.current_time() + GRACE, shield=shield)
 
+    def cut_off(self, run: Run, decision: Decision) -> None:
+        """Say that a settlement was given up half-way: it may or may not have been written."""
+        error = "the mailbox did not answer in time, or the loop was cancelled"
+        self._dispatcher.dispatch(SettlementFailed(self._name, run.message_id, decision.outcome, error))
+
     async def settle(self, run: Run, decision: Decision, judge: Callable[[Run, BaseException], Decision]) -> Decision:
         """Write ``decision``; the decision that came true (a lost lease, or what ``judge`` makes of a lost reply)."""
         message = run.message

@@ -297,6 +297,9 @@ class Worker:
         self._heartbeat.beat()
         try:
             decision = await self._settler.settle(run, decision, self._attempts.judge)
+        except BaseException:
+            self._settler.cut_off(run, decision)
+            raise
         finally:
             run.phase = Phase.DONE
             del self._runs[run]
