@@ -197,7 +197,14 @@ class Mailbox(Bodies, Generic[T, R]):
         expires_in: float | None,
     ) -> Envelope:
         self._check_open()
-        if delay or priority or reply_to is not None or dedup_key is not None or headers or expires_in is not None:
+        if (
+            delay != 0
+            or priority != 0
+            or reply_to is not None
+            or dedup_key is not None
+            or headers
+            or expires_in is not None
+        ):
             check_send(delay, dedup_key, priority, headers, expires_in)
         payload = self._payload(self._codec or self.codec, body)
         address = reply_to.address if isinstance(reply_to, Mailbox) else reply_to

@@ -152,7 +152,14 @@ class InMemoryMailbox(Mailbox[T, R]):
         itself, every 32nd send lets the other tasks have a turn first; where there is a ``capacity``, every one does.
         """
         await self._turn()
-        if delay or priority or reply_to is not None or dedup_key is not None or headers or expires_in is not None:
+        if (
+            delay != 0
+            or priority != 0
+            or reply_to is not None
+            or dedup_key is not None
+            or headers
+            or expires_in is not None
+        ):
             envelope = self._envelope(body, delay, reply_to, dedup_key, priority, headers, expires_in)
             return self._put_now([envelope], None)[0]
         if not self._usable:
