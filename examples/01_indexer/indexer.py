@@ -25,7 +25,7 @@ import anyio
 from mainspring import Context, DeadLetterPolicy, LoopGroup, MainLoop, RetryPolicy, open_mailbox
 
 HOME = Path(os.environ.get("INDEXER_DIR", "indexer-data")).absolute()
-LIMIT = 3_000
+LIMIT = 2_000
 
 
 @dataclass
@@ -77,9 +77,9 @@ def imported(node: ast.AST) -> list[str]:
     return []
 
 
-def measure(source: bytes) -> Figures:
+def measure(source: bytes, path: str) -> Figures:
     """Parse a file; raises SyntaxError where it is no Python."""
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = list(ast.walk(ast.parse(source, path)))
     functions = [node for node in nodes if isinstance(node, FUNCTIONS)]
     lengths = {f"{node.name}:{node.lineno}": (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}
     ways = {f"{node.name}:{node.lineno}": complexity(node) for node in functions}
@@ -153,7 +153,7 @@ def queue_url(home: Path) -> str:
 
 def index(file: SourceFile, ctx: Context) -> None:
     """The handler. A plain function runs in a worker thread, so parsing does not hold the event loop up."""
-    figures = measure(Path(file.path).read_bytes())
+    figures = measure(Path(file.path).read_bytes(), file.path)
     results.save(file.path, figures, ctx.message.delivery_count)
 
 

@@ -39,7 +39,7 @@ def run(*arguments: str, cwd: Path, stdin: str | None = "", **environment: str) 
 class Command:
     """A command that runs in the background; what it writes to standard error can be waited for."""
 
-    def __init__(self, *arguments: str, cwd: Path) -> None:
+    def __init__(self, *arguments: str, cwd: Path, **environment: str) -> None:
         self.process = subprocess.Popen(
             [*MAINSPRING, *arguments],
             cwd=cwd,
@@ -48,6 +48,7 @@ class Command:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            env={**os.environ, **environment},
         )
         self.lines: list[str] = []
         self._next = 0
@@ -106,9 +107,9 @@ class Command:
 
 
 @contextmanager
-def started(*arguments: str, cwd: Path) -> Iterator[Command]:
+def started(*arguments: str, cwd: Path, **environment: str) -> Iterator[Command]:
     """A command in the background for the length of a block."""
-    command = Command(*arguments, cwd=cwd)
+    command = Command(*arguments, cwd=cwd, **environment)
     try:
         yield command
     finally:
@@ -131,6 +132,18 @@ def alive(pid: int) -> bool:
             return stat.read().rpartition(")")[2].split()[0] not in {"Z", "X"}
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def processes_with(variable: str) -> list[int]:
+    """The living processes that have this text in their environment."""
+    found = []
+    for entry in os.listdir("/proc"):
+        with suppress(OSError):
+            if entry.isdigit():
+                with open(f"/proc/{entry}/environ", "rb") as environ:
+                    if variable.encode() in environ.read() and alive(int(entry)):
+                        found.append(int(entry))
+    return found
 
 
 def only_line(text: str) -> str:

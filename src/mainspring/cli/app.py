@@ -171,7 +171,7 @@ def demo(
         Path | None, typer.Option("--dir", help="Work in this directory instead of a temporary one.")
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the queue and the results there.")] = False,
-    files: Annotated[int, typer.Option(min=1, help="Index at most this many files.")] = 3_000,
+    files: Annotated[int, typer.Option(min=1, help="Index at most this many files.")] = 2_000,
     as_json: _Json = False,
 ) -> int:
     """Index the Python files of this environment with two worker processes, and hurt them while they work.

@@ -48,7 +48,7 @@ class DemoOptions:
 
     directory: Path | None = None
     keep: bool = False
-    files: int = 3_000
+    files: int = 2_000
     as_json: bool = False
 
 
@@ -174,7 +174,17 @@ class Demo:
     async def _service(self) -> AsyncIterator[None]:
         """``mainspring run indexer:group --processes 2`` in the example's directory, stopped at the end of the block."""
         ours, theirs, environment = link_for_child(0)  # so that it ends with us, however we end
-        command = [sys.executable, "-m", "mainspring", "run", "indexer:group", "--processes", "2"]
+        command = [
+            sys.executable,
+            "-m",
+            "mainspring",
+            "run",
+            "indexer:group",
+            "--processes",
+            "2",
+            "--log-level",
+            "WARNING",
+        ]
         with ours:
             try:
                 with anyio.CancelScope(shield=True, deadline=anyio.current_time() + STOP_TIMEOUT):

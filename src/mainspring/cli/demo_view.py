@@ -131,8 +131,9 @@ def _or_nobody(pid: int | None) -> str:
 def _findings(report: DemoReport) -> Table:
     found = report.summary
     totals = f"{found['lines']:,} lines, {found['functions']:,} functions, {found['classes']:,} classes"
-    table = Table("longest functions", "lines", "most complex", "ways", "most imported", "files", title_justify="left")
-    table.title = f"what is in them: {totals}"
+    table = Table(title=f"what is in them: {totals}", title_justify="left")
+    for heading in ("longest functions", "lines", "most complex", "ways", "most imported", "files"):
+        table.add_column(heading, overflow="fold")
     columns = (found["longest_functions"], found["most_complex_functions"], found["most_imported"])
     for row in zip(*columns, strict=False):
         table.add_row(
