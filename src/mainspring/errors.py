@@ -107,8 +107,8 @@ class TaskExitError(MainspringError):
 class Retry(Exception):  # noqa: N818 - it is an instruction, not an error
     """Raised by a handler: give the message back and try it again later.
 
-    ``delay`` is in seconds (0 to 366 days); ``None`` lets the retry policy choose. With ``charge=False`` the attempt is not counted
-    against ``DeadLetterPolicy.max_attempts`` (for "the other side is not ready", rather than "I failed").
+    ``delay`` is in seconds (0 to 366 days); ``None`` lets the retry policy choose. With ``charge=False`` the attempt is not
+    counted against ``DeadLetterPolicy.max_attempts`` (for "the other side is not ready", rather than "I failed").
 
     :raises InvalidParameterError: the delay is outside its limits.
     """

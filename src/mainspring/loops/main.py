@@ -73,13 +73,13 @@ class MainLoop:
         if not isinstance(mailbox, Mailbox):
             raise ConfigError(f"MainLoop: mailbox must be a Mailbox (see open_mailbox), not {mailbox!r}")
         caller = sys._getframe(1)  # noqa: SLF001 - annotations may name classes local to the calling function
-        self._handler = inspect_handler(handler, {**caller.f_globals, **caller.f_locals})
+        self._handler = inspect_handler(handler, {**caller.f_globals, **caller.f_locals}, body=body)
         self.name = name or self._handler.name
         _check(
             self.name, concurrency, visibility_timeout, wait_time_seconds, handler_timeout, shutdown_timeout,
             shutdown_priority, retry, dead_letter, lease,
         )  # fmt: skip
-        self._bind(mailbox, body)
+        self._bind(mailbox)
         self.mailbox = mailbox
         self.concurrency = concurrency
         self.visibility_timeout = float(visibility_timeout)
@@ -109,14 +109,15 @@ class MainLoop:
         state = "running" if self.running else "idle"
         return f"<MainLoop {self.name!r} on {self.mailbox.name!r} {state} in_flight={self.in_flight}>"
 
-    def _bind(self, mailbox: Mailbox[Any, Any], body: Any) -> None:
+    def _bind(self, mailbox: Mailbox[Any, Any]) -> None:
         """Settle the types of bodies and replies among handler, ``body=`` and mailbox."""
-        if body is None and self._handler.body_type is None and not mailbox.is_bound:
+        if self._handler.body_type is None and not mailbox.is_bound:
             raise ConfigError(
                 f"handler {self._handler.name}: its first parameter has no annotation; annotate it with the type of the"
                 " message bodies, or pass body= (body=Any takes whatever JSON can say)"
             )
-        mailbox.bind(body=body if body is not None else self._handler.body_type, reply=self._handler.reply_type)
+        mailbox.bind(body=self._handler.body_type, reply=self._handler.reply_type)
+        _ = mailbox.codec  # made now, so that a type which cannot be a body is refused here
 
     # ---------------------------------------------------------------------------------------------------- life cycle
 
