@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
@@ -21,8 +21,10 @@ from mainspring.mailbox.base import Capabilities, Mailbox
 from mainspring.mailbox.memory import InMemoryMailbox
 from mainspring.mailbox.message import Ack, Dead, Delivery, Envelope
 from mainspring.process import async_library
-from mainspring.scope import DaemonScope
 from mainspring.states import MailboxState
+
+if TYPE_CHECKING:
+    from mainspring.scope import DaemonScope
 
 pytestmark = pytest.mark.anyio
 

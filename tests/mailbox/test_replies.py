@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError, ReplyNotAvailableError
 from mainspring.mailbox.memory import InMemoryMailbox
-from mainspring.mailbox.message import Delivery
 from mainspring.mailbox.open import open_mailbox
+
+if TYPE_CHECKING:
+    from mainspring.mailbox.message import Delivery
 
 pytestmark = pytest.mark.anyio
 
