@@ -15,7 +15,7 @@ import anyio
 
 from mainspring import entropy
 from mainspring.clock import loop_clock
-from mainspring.errors import MainspringError
+from mainspring.errors import MainspringError, describe
 from mainspring.events import (
     Dispatcher,
     MessageFinished,
@@ -85,6 +85,8 @@ class Worker:
         self._slots: TaskGroup | None = None
         self._freed = anyio.Event()
         self._full = False
+        self._ordered = mailbox.capabilities.ordered and capacity is None
+        self._leaving = 0
         self._intake = anyio.CancelScope()
         self._stopping = False
         self._ending = False
@@ -144,7 +146,7 @@ class Worker:
     async def _receive_until_stopped(self, max_iterations: int | None) -> None:
         failures = iterations = 0
         while not self._stopping and (max_iterations is None or iterations < max_iterations):
-            free = min(self.settings.concurrency - len(self._runs), MAX_MESSAGES)
+            free = min(self.settings.concurrency - len(self._runs) + self._leaving, MAX_MESSAGES)
             if free <= 0:
                 await self._until_freed()
                 continue
@@ -208,7 +210,7 @@ class Worker:
             jitter="full",
             rng=entropy.rng(),
         )
-        self.receiving_failed = f"{type(error).__name__}: {error}"
+        self.receiving_failed = describe(error)
         self._dispatcher.dispatch(ReceiveFailed(self.name, self.receiving_failed, pause))
         await anyio.sleep(pause)
         self._heartbeat.beat()
@@ -295,6 +297,11 @@ class Worker:
         run.phase = Phase.SETTLING
         run.settling_since = now
         self._heartbeat.beat()
+        if self._ordered:
+            # A claim made from now on comes after this settlement, so that the two never hold a lease at once.
+            self._leaving += 1
+            if self._full:
+                self._freed.set()
         try:
             decision = await self._settler.settle(run, decision, self._attempts.judge)
         except BaseException:
@@ -303,6 +310,8 @@ class Worker:
         finally:
             run.phase = Phase.DONE
             del self._runs[run]
+            if self._ordered:
+                self._leaving -= 1
             if self._capacity is not None:
                 self._capacity.give_back(1)
             if self._full:
@@ -313,7 +322,7 @@ class Worker:
             self._tell(kind, run, decision, now)
 
     def _tell(self, kind: type[MessageFinished], run: Run, decision: Decision, now: float) -> None:
-        error = None if decision.error is None else f"{type(decision.error).__name__}: {decision.error}"
+        error = None if decision.error is None else describe(decision.error)
         message = run.message
         self._dispatcher.dispatch(
             kind(

@@ -30,6 +30,8 @@ class Capabilities:
     checkpoints: bool = True
     transactional_reply: bool = True
     """A reply to a mailbox on the same store and the acknowledgement are one step."""
+    ordered: bool = False
+    """Calls take effect in the order in which they were made: a claim made after a settlement sees it."""
     lease_granularity: float = 0.0
     """Seconds by which the store may round a lease."""
     async_backends: frozenset[str] = frozenset({"asyncio", "trio"})

@@ -52,7 +52,7 @@ class SQLiteMailbox(Mailbox[T, R]):
     :raises ConfigError: a value cannot work. On opening: the file is another program's, or of a newer Mainspring.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(durable=True, cross_process=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(durable=True, cross_process=True, ordered=True)
 
     def __init__(
         self,
