@@ -63,7 +63,7 @@ class FaultyMailbox(InMemoryMailbox[Any, Any]):
     """A memory mailbox of whose calls chosen ones fail, hang, or are slow.
 
     The calls are ``"claim"``, ``"settle"``, ``"extend"``, ``"save_checkpoint"`` and ``"put"`` (send and send_many).
-    ``calls`` records all of them as (instant, call, argument); ``leased`` and ``most_leased`` count messages in flight.
+    ``calls`` records all of them as (instant, call, argument); ``most_leased`` is how many messages were ever in flight.
     """
 
     def __init__(self, name: str | None = None, **options: Any) -> None:
@@ -104,7 +104,7 @@ class FaultyMailbox(InMemoryMailbox[Any, Any]):
     async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> Any:
         hook = partial(super()._claim, max_messages, visibility_timeout, wait_time_seconds)
         claimed = await self._through("claim", (max_messages, wait_time_seconds), hook)
-        self.most_leased = max(self.most_leased, len(self._store.queue.in_flight))
+        self.most_leased = max(self.most_leased, (await self._counts()).in_flight)
         return claimed
 
     async def _settle(self, delivery: Any, settlement: Any) -> None:

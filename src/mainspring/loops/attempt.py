@@ -121,11 +121,14 @@ class Attempts:
             return LOST
         if cause is Cause.SHUTDOWN:
             return RELEASED
+        verdict = error
         if cause is Cause.TIMEOUT:
-            error = run.timed_out(self._settings.handler_timeout or 0.0)
+            verdict = run.timed_out(self._settings.handler_timeout or 0.0)
         elif cause is Cause.STALLED and run.error is not None:
-            error = run.error
-        return self.judge(run, error)
+            verdict = run.error
+        if verdict is not error:
+            verdict.__cause__ = error  # its traceback says where the handler was
+        return self.judge(run, verdict)
 
     def judge(self, run: Run, error: BaseException) -> Decision:
         """What a failure means for the message."""
@@ -143,20 +146,22 @@ class Attempts:
         if scope.cancel_called:
             run.decision = self._failed(run, scope, error)
             raise error
-        if anyio.current_effective_deadline() == -math.inf or _natively_cancelled():
+        if anyio.current_effective_deadline() == -math.inf:
             run.decision = RELEASED
             raise error
-        # Nobody cancelled anything: the handler raised it by itself (a cancelled future, say).
+        # The loop is not being cancelled: the handler raised it by itself (a cancelled future, say), or cancelled its task.
+        _forget_native_cancels()
         own = TaskExitError("the handler raised a cancellation that nobody asked for; catch it where it arises")
         own.__cause__ = error
         return self._failed(run, scope, own)
 
 
-def _natively_cancelled() -> bool:
-    """Whether somebody called ``cancel()`` of the asyncio task, which no anyio scope knows of."""
+def _forget_native_cancels() -> None:
+    """Undo ``cancel()`` calls on this asyncio task that no anyio scope knows of: the slot goes on with the next message."""
     if async_library() != "asyncio":
-        return False
+        return
     import asyncio
 
     task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+    while task is not None and task.cancelling():
+        task.uncancel()

@@ -64,9 +64,12 @@ class Capacity:
             self._waiting.append(event)
             try:
                 await event.wait()
-            finally:
+            except BaseException:
                 if event in self._waiting:
                     self._waiting.remove(event)
+                else:  # it was let look, and will not: the next one shall
+                    self.give_back(0)
+                raise
         free = self._places - self._taken
         # Leave something for the others that want places just now.
         places = max(1, min(want, free // (len(self._waiting) + 1)))
@@ -74,7 +77,7 @@ class Capacity:
         return places
 
     def give_back(self, places: int) -> None:
-        """Free ``places`` and let as many waiting loops look again, in the order in which they came."""
+        """Free ``places`` and let as many loops look again as there are free ones, in the order in which they came."""
         self._taken -= places
-        for _ in range(min(places, len(self._waiting))):
+        for _ in range(min(self._places - self._taken, len(self._waiting))):
             self._waiting.pop(0).set()

@@ -59,13 +59,14 @@ class Handler:
 def _call(fn: Callable[..., Any], run: Run, *args: Any) -> tuple[Any]:
     """Call it in the worker thread.
 
-    The result comes wrapped: trio refuses a bare awaitable. A ``StopIteration`` cannot cross a future and would be lost there.
+    The result comes wrapped: trio refuses a bare awaitable. What generators speak with cannot cross a future: it would pass
+    the coroutines that wait for it.
     """
     run.thread_id = threading.get_ident()
     try:
         return (fn(*args),)
-    except StopIteration as error:
-        raise RuntimeError("the handler raised StopIteration") from error
+    except (StopIteration, GeneratorExit) as error:
+        raise RuntimeError(f"the handler raised {type(error).__name__}") from error
     finally:
         run.thread_id = None
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from mainspring import entropy
-from mainspring.errors import MainspringError, ReceiptHandleExpiredError
+from mainspring.errors import ReceiptHandleExpiredError, describe
 from mainspring.events import LeaseLost, LeaseRenewalFailed
 from mainspring.loops.outcome import Cause
 from mainspring.loops.run import Phase
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _RETRY_FACTOR = 2.0
 SETTLE_TIMEOUT = 30.0
-"""Seconds after which a settlement that hangs is given up, at the next renewal."""
+"""Seconds after which a settlement that hangs is given up."""
 
 
 class LeaseKeeper:
@@ -45,6 +45,7 @@ class LeaseKeeper:
         self._policy = policy
         self._visibility = visibility
         self._period = visibility * policy.fraction
+        self._first = min(SETTLE_TIMEOUT, self._period if policy.renew != "never" else visibility)
         self._dispatcher = dispatcher
         self._timer = Periodic(self._look)
         self._tasks: TaskGroup | None = None
@@ -58,32 +59,44 @@ class LeaseKeeper:
         """Begin to keep the lease of a run that was just claimed."""
         renews = self._policy.renew != "never"
         run.renew_at = run.renewed_at + self._period if renews else run.trusted_until
-        if run.renew_at < self._timer.due:
-            self._timer.wake_by(run.renew_at)
+        first = run.renewed_at + self._first
+        if first < self._timer.due:
+            self._timer.wake_by(first)
 
     async def _look(self, overslept: float) -> float:
-        """Start what is due. Having overslept changes nothing here: the store's clock went on meanwhile."""
+        """Start what is due, and say when to look again: soon enough for a settlement that hangs.
+
+        Having overslept changes nothing here: the store's clock went on meanwhile.
+        """
         now = anyio.current_time()
-        due = math.inf
+        due = now + SETTLE_TIMEOUT if self._runs else math.inf
         for run in list(self._runs):
+            if run.phase is Phase.SETTLING:
+                if now - run.settling_since >= SETTLE_TIMEOUT:
+                    run.give_up_settling()
+                    continue
+                due = min(due, run.settling_since + SETTLE_TIMEOUT)
             if run.renew_at <= now:
                 self._attend(run, now)
             due = min(due, run.renew_at)
         return due
 
     def _attend(self, run: Run, now: float) -> None:
-        if run.phase is Phase.SETTLING and now - run.settling_since > SETTLE_TIMEOUT:
-            run.renew_at = math.inf
-            run.give_up_settling()
+        if run.phase <= Phase.HANDLING and run.message.is_settled:
+            run.renew_at = now + self._period  # the handler has done it itself; if that fails, its lease matters again
         elif now >= run.trusted_until:
             self._lose(run)
-        elif self._policy.renew == "on-beat" and now - run.beat_age() <= run.renewed_at:
-            # No sign of life since the last renewal: look again soon, and let the lease run out if it stays so.
+        elif self._policy.renew == "on-beat" and run.phase is Phase.HANDLING and not self._has_beaten(run, now):
+            # Look again soon, and let the lease run out if it stays so.
             run.renew_at = min(now + self._period / 4, run.trusted_until)
         else:
             run.renew_at = math.inf  # under way
             assert self._tasks is not None
             self._tasks.start_soon(self._renew, run)
+
+    def _has_beaten(self, run: Run, now: float) -> bool:
+        """Whether the handler has given a sign of life since the last renewal; that it was started is none of its own."""
+        return now - run.beat_age() > max(run.renewed_at, run.started)
 
     async def _renew(self, run: Run) -> None:
         failures = 0
@@ -93,12 +106,13 @@ class LeaseKeeper:
                 self._lose(run)
                 return
             try:
-                with anyio.fail_after(run.trusted_until - began):
-                    await run.message.extend_visibility(self._visibility)
+                # One try may not use up what is left: a lost packet would lose the lease.
+                with anyio.fail_after(min(self._period, run.trusted_until - began)):
+                    await run.message.renew(self._visibility)
             except ReceiptHandleExpiredError:
                 self._lose(run)
                 return
-            except (MainspringError, OSError) as error:
+            except Exception as error:  # whatever it is, the handlers go on as long as their leases do
                 failures += 1
                 await self._back_off(run, error, failures)
             else:
@@ -112,7 +126,7 @@ class LeaseKeeper:
         """Wait before the next try, well inside what is left of the lease."""
         now = anyio.current_time()
         left = max(0.0, run.trusted_until - now)
-        self._dispatcher.dispatch(LeaseRenewalFailed(self._name, run.message_id, str(error), left))
+        self._dispatcher.dispatch(LeaseRenewalFailed(self._name, run.message_id, describe(error), left))
         wait = backoff(
             failures,
             initial=self._period / 16,
@@ -125,7 +139,7 @@ class LeaseKeeper:
 
     def _lose(self, run: Run) -> None:
         run.renew_at = math.inf
-        if run.phase >= Phase.ENDED:
+        if run.phase >= Phase.ENDED or run.message.is_settled:
             return  # its settlement tells
         run.lost = True
         run.cancel(Cause.LEASE_LOST)

@@ -16,6 +16,7 @@ from mainspring.loops.handler import inspect_handler
 from mainspring.loops.worker import Worker, inside
 from mainspring.mailbox.base import MAX_VISIBILITY, Mailbox
 from mainspring.mailbox.keeper import kept_open
+from mainspring.mailbox.limits import is_whole
 from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
 from mainspring.scope import DaemonScope
 
@@ -139,11 +140,13 @@ class MainLoop:
         """
         if self.running:
             raise ConfigError(f"loop {self.name!r} is already running; make a second loop, or raise its concurrency")
-        visibility = self.visibility_timeout if visibility_timeout is None else float(visibility_timeout)
-        wait = self.wait_time_seconds if wait_time_seconds is None else float(wait_time_seconds)
+        visibility = self.visibility_timeout if visibility_timeout is None else visibility_timeout
+        wait = self.wait_time_seconds if wait_time_seconds is None else wait_time_seconds
         _check_times(self.name, visibility, wait)
-        if max_iterations is not None and max_iterations < 0:
-            raise ConfigError(f"loop {self.name!r}: max_iterations must be 0 or more, not {max_iterations!r}")
+        if max_iterations is not None and not (is_whole(max_iterations) and max_iterations >= 0):
+            raise ConfigError(
+                f"loop {self.name!r}: max_iterations must be a whole number from 0, or None, not {max_iterations!r}"
+            )
         limiter = None if self._handler.is_async else anyio.CapacityLimiter(self.concurrency)
         self._worker = Worker(
             self.name,
@@ -154,8 +157,8 @@ class MainLoop:
             heartbeat=self._heartbeat,
             outcomes=self.outcomes,
             capacity=self.capacity,
-            visibility=visibility,
-            wait=wait,
+            visibility=float(visibility),
+            wait=float(wait),
         )
         self._ended = anyio.Event()
         self._heartbeat.beat()
@@ -176,7 +179,7 @@ class MainLoop:
         Before :meth:`run` it is remembered for the next run. From inside one of the loop's handlers it only asks for the
         shutdown and returns True, since it could not wait for itself.
         """
-        if not timeout >= 0:
+        if not _is_seconds(timeout, 0, math.inf):
             raise ConfigError(f"shutdown: timeout must be 0 or more seconds, not {timeout!r}")
         self.request_shutdown()
         worker, ended = self._worker, self._ended
@@ -248,9 +251,15 @@ class MainLoop:
     ) -> bool | None:
         own, self._own = self._own, None
         assert own is not None
-        if kind is None:
-            await self.shutdown(timeout=30.0 if self.shutdown_timeout is None else self.shutdown_timeout)
-        return await own.__aexit__(kind, error, trace)
+        try:
+            if kind is None:
+                try:
+                    await self.shutdown(timeout=30.0 if self.shutdown_timeout is None else self.shutdown_timeout)
+                except BaseException as stopping:
+                    return await own.__aexit__(type(stopping), stopping, stopping.__traceback__)
+            return await own.__aexit__(kind, error, trace)
+        finally:
+            self._stop_asked = False  # this run's end was meant, not the next one's
 
     async def _run_opened(self, *, task_status: TaskStatus[None]) -> None:
         async with kept_open([self.mailbox]):
@@ -285,11 +294,16 @@ class MainLoop:
         return self._worker
 
 
+def _is_seconds(value: object, least: float, most: float = sys.float_info.max) -> bool:
+    """Whether ``value`` is a number (a bool and NaN are none) of seconds within these limits."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+
+
 def _check_times(name: str, visibility: float, wait: float) -> None:
-    if not 1 <= visibility <= MAX_VISIBILITY:
+    if not _is_seconds(visibility, 1, MAX_VISIBILITY):
         raise ConfigError(f"loop {name!r}: visibility_timeout must be 1 to 43200 seconds, not {visibility!r}")
-    if not 0 <= wait < math.inf:
-        raise ConfigError(f"loop {name!r}: wait_time_seconds must be 0 or more and finite, not {wait!r}")
+    if not _is_seconds(wait, 0):
+        raise ConfigError(f"loop {name!r}: wait_time_seconds must be 0 or more seconds and finite, not {wait!r}")
 
 
 def _check(
@@ -304,19 +318,18 @@ def _check(
     dead_letter: object,
     lease: object,
 ) -> None:
-    if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
+    if not isinstance(name, str):
+        raise ConfigError(f"loop {name!r}: name must be a string")
+    if not (is_whole(concurrency) and concurrency >= 1):
         raise ConfigError(f"loop {name!r}: concurrency must be a whole number from 1, not {concurrency!r}")
-    for what, value in (("visibility_timeout", visibility), ("wait_time_seconds", wait)):
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"loop {name!r}: {what} must be a number of seconds, not {value!r}")
     _check_times(name, visibility, wait)
-    if handler_timeout is not None and not 0 < handler_timeout < math.inf:
+    if handler_timeout is not None and not (_is_seconds(handler_timeout, 0) and handler_timeout):
         raise ConfigError(f"loop {name!r}: handler_timeout must be above 0 seconds, or None, not {handler_timeout!r}")
-    if shutdown_timeout is not None and not 0 <= shutdown_timeout < math.inf:
+    if shutdown_timeout is not None and not _is_seconds(shutdown_timeout, 0):
         raise ConfigError(
             f"loop {name!r}: shutdown_timeout must be 0 or more seconds, or None, not {shutdown_timeout!r}"
         )
-    if isinstance(shutdown_priority, bool) or not isinstance(shutdown_priority, int):
+    if not is_whole(shutdown_priority):
         raise ConfigError(f"loop {name!r}: shutdown_priority must be a whole number, not {shutdown_priority!r}")
     for policy, kind in ((retry, RetryPolicy), (dead_letter, DeadLetterPolicy), (lease, LeasePolicy)):
         if policy is not None and not isinstance(policy, kind):

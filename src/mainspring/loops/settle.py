@@ -12,6 +12,7 @@ from mainspring.errors import (
     MessageSettledError,
     ReceiptHandleExpiredError,
     ReplyNotAvailableError,
+    describe,
 )
 from mainspring.events import SettlementFailed
 from mainspring.loops.outcome import LOST, Decision
@@ -70,8 +71,9 @@ class Settler:
             if isinstance(error, ReplyNotAvailableError) and isinstance(decision.settlement, Ack):
                 decision = judge(run, error)
             elif not _retryable(error) or anyio.current_time() >= run.trusted_until:
-                text = f"{type(error).__name__}: {error}"
-                self._dispatcher.dispatch(SettlementFailed(self._name, run.message_id, decision.outcome, text))
+                self._dispatcher.dispatch(
+                    SettlementFailed(self._name, run.message_id, decision.outcome, describe(error))
+                )
                 return LOST
             else:
                 failures += 1

@@ -47,6 +47,9 @@ RECONNECT_INITIAL = 0.1
 RECONNECT_MAXIMUM = 30.0
 """Seconds between tries to receive from a mailbox that cannot be reached: quick at first, then gentle."""
 
+POLL_PAUSE = 0.1
+"""Seconds between receives that are told not to wait and come back empty, so that they do not spin."""
+
 
 class Worker:
     """One run of a loop. Made anew for each run, on the event loop that it runs on."""
@@ -85,6 +88,7 @@ class Worker:
         self._slots: TaskGroup | None = None
         self._freed = anyio.Event()
         self._full = False
+        self._starved = False
         self._ordered = mailbox.capabilities.ordered and capacity is None
         self._leaving = 0
         self._intake = anyio.CancelScope()
@@ -150,6 +154,8 @@ class Worker:
             if free <= 0:
                 await self._until_freed()
                 continue
+            if self._starved:
+                await anyio.sleep(POLL_PAUSE)
             iterations += 1
             try:
                 await self._receive(free)
@@ -188,6 +194,7 @@ class Worker:
 
     def _admit(self, messages: list[Message[Any, Any]]) -> None:
         now = self._clock()
+        self._starved = not messages and self._wait < POLL_PAUSE
         for message in messages:
             leased_at = message.leased_at
             run = Run(self.name, message, self._clock, self.shutting_down, now, self._visibility)
@@ -223,6 +230,9 @@ class Worker:
             while self._backlog:
                 run = self._backlog.pop()
                 await self._finish(run, RELEASED, self._clock())
+        while self._backlog:  # the store does not answer: the rest is told, and not waited for
+            with anyio.move_on_after(0, shield=True):
+                await self._finish(self._backlog.pop(), RELEASED, self._clock())
 
     # --------------------------------------------------------------------------------------------------------- slots
 
@@ -255,7 +265,7 @@ class Worker:
                 with anyio.CancelScope() as scope:
                     while (run := await self._next()) is not None:
                         run.scope = scope
-                        decision = await self._attempts.make(run, scope)
+                        decision = RELEASED if self._stopping else await self._attempts.make(run, scope)
                         if scope.cancel_called:
                             run.decision = decision
                             break

@@ -298,6 +298,10 @@ class Message(Generic[T, R]):
         self._check_unsettled()
         await self._mailbox.extend(self._delivery, timeout)
 
+    async def renew(self, timeout: float) -> None:
+        """:meth:`extend_visibility` by the one who settles: also while its settlement is under way."""
+        await self._mailbox.extend(self._delivery, timeout)
+
     async def save_checkpoint(self, state: bytes) -> None:
         """Keep ``state`` (JSON) with the message, for its next delivery; replaces the one before."""
         self._check_unsettled()

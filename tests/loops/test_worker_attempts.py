@@ -1,0 +1,539 @@
+"""What a handler does, and what becomes of its message: in virtual time, end to end through a memory mailbox."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import anyio
+import pytest
+from anyio import from_thread
+
+from mainspring import (
+    Context,
+    DeadLetterPolicy,
+    InMemoryMailbox,
+    LeasePolicy,
+    MainLoop,
+    Reject,
+    Retry,
+    RetryPolicy,
+)
+from mainspring.events import MessageFinished, MessageStarted
+from support import FaultyMailbox, background, record, settled
+
+pytestmark = pytest.mark.anyio
+
+EXACT = RetryPolicy(jitter="none")
+
+
+# ----------------------------------------------------------------------------------------------- success and failure
+
+
+async def test_success_is_acknowledged():
+    async def handle(job: int) -> None: ...
+
+    mailbox = FaultyMailbox()
+    async with MainLoop(mailbox, handle):
+        await mailbox.send(1)
+        await settled(mailbox)
+        assert (await mailbox.counts()).settled == 1
+    assert mailbox.settlements() == ["Ack"]
+
+
+async def test_each_delivery_starts_and_finishes_with_an_event():
+    async def handle(job: int) -> None: ...
+
+    mailbox = InMemoryMailbox()
+    loop = MainLoop(mailbox, handle, name="jobs")
+    events = record(loop, MessageStarted, MessageFinished)
+    async with background(loop):
+        message_id = await mailbox.send(1)
+        await settled(mailbox)
+        await anyio.wait_all_tasks_blocked()
+    started, finished = events
+    assert (started.loop, started.message_id, started.attempt, started.delivery_count) == ("jobs", message_id, 1, 1)
+    assert (finished.message_id, finished.run_id) == (message_id, started.run_id)
+    assert (finished.outcome, finished.error) == ("acknowledged", None)
+    assert loop.outcomes == {"acknowledged": 1}
+
+
+async def test_failures_back_off_and_end_after_exactly_five_runs(virtual_clock):
+    starts = []
+
+    async def handle(job: int, ctx: Context) -> None:
+        starts.append((virtual_clock.now, ctx.attempt))
+        raise ValueError("no luck")
+
+    mailbox = InMemoryMailbox()
+    loop = MainLoop(mailbox, handle, retry=EXACT)
+    async with background(loop):
+        await mailbox.send(1)
+        await anyio.sleep(1_000)
+        assert starts == [(0, 1), (1, 2), (3, 3), (7, 4), (15, 5)]
+        (dead,) = await mailbox.dead_letters()
+        assert (dead.error, dead.error_type, dead.attempt, dead.delivery_count) == ("no luck", "ValueError", 5, 5)
+        assert "raise ValueError" in dead.traceback
+        assert loop.outcomes == {"retried": 4, "dead_lettered": 1}
+
+
+async def test_backoff_is_drawn_with_full_jitter(virtual_clock):
+    starts = []
+
+    async def handle(job: int) -> None:
+        starts.append(virtual_clock.now)
+        raise ValueError
+
+    mailbox = InMemoryMailbox()
+    async with background(MainLoop(mailbox, handle, concurrency=200, dead_letter=DeadLetterPolicy(max_attempts=2))):
+        await mailbox.send_many([1] * 200)
+        await anyio.sleep(10)
+    again = starts[200:]
+    assert len(again) == 200
+    assert 0 <= min(again) < 0.1
+    assert 0.9 < max(again) <= 1
+
+
+async def test_success_after_failures():
+    tries = []
+
+    async def handle(job: int) -> None:
+        tries.append(job)
+        if len(tries) < 3:
+            raise OSError
+
+    mailbox = InMemoryMailbox()
+    async with background(MainLoop(mailbox, handle, retry=RetryPolicy(initial_delay=0))):
+        await mailbox.send(1)
+        await settled(mailbox)
+        assert (await mailbox.counts()).settled == 1
+    assert len(tries) == 3
+
+
+async def test_retry_chooses_its_delay_and_counts(virtual_clock):
+    starts = []
+
+    async def handle(job: int, ctx: Context) -> None:
+        starts.append((virtual_clock.now, ctx.attempt))
+        raise Retry(delay=100)
+
+    mailbox = InMemoryMailbox()
+    async with background(MainLoop(mailbox, handle, dead_letter=DeadLetterPolicy(max_attempts=3))):
+        await mailbox.send(1)
+        await anyio.sleep(1_000)
+        assert starts == [(0, 1), (100, 2), (200, 3)]
+        (dead,) = await mailbox.dead_letters()
+        assert dead.error_type == "Retry"
+
+
+async def test_an_uncharged_retry_goes_on_for_ever(virtual_clock):
+    starts = []
+
+    async def handle(job: int, ctx: Context) -> None:
+        starts.append((ctx.message.delivery_count, ctx.attempt))
+        raise Retry(delay=10, charge=False)
+
+    mailbox = InMemoryMailbox()
+    async with background(MainLoop(mailbox, handle, dead_letter=DeadLetterPolicy(max_attempts=1))):
+        await mailbox.send(1)
+        await anyio.sleep(95)
+        assert starts == [(n, 1) for n in range(1, 11)]
+        assert (await mailbox.counts()).delayed == 1
+
+
+async def test_reject_is_dead_at_once():
+    async def handle(job: int) -> None:
+        raise Reject("unknown customer")
+
+    mailbox = InMemoryMailbox()
+    async with background(MainLoop(mailbox, handle)):
+        await mailbox.send(1)
+        await settled(mailbox)
+        (dead,) = await mailbox.dead_letters()
+        assert (dead.error, dead.error_type, dead.body) == ("unknown customer", "Reject", 1)
+
+
+async def test_included_and_excluded_errors(virtual_clock):
+    errors = {"included": KeyError("k"), "excluded": ConnectionError("down"), "other": ValueError("v")}
+    runs = dict.fromkeys(errors, 0)
+
+    async def handle(job: str) -> None:
+        runs[job] += 1
+        raise errors[job]
+
+    policy = DeadLetterPolicy(max_attempts=2, include=(LookupError,), exclude=(OSError,))
+    mailbox = InMemoryMailbox()
+    async with background(MainLoop(mailbox, handle, dead_letter=policy, retry=EXACT, concurrency=3)):
+        await mailbox.send_many(list(errors))
+        await anyio.sleep(3_600)
+        dead = {letter.body: letter.attempt for letter in await mailbox.dead_letters()}
+        assert dead == {"included": 1, "other": 2}
+        assert (runs["included"], runs["other"]) == (1, 2)
+        assert runs["excluded"] > 15  # doubling to five minutes for an hour
+        assert await mailbox.approximate_count() == 1
+
+
+async def test_a_reject_inside_a_task_group_of_the_handler_is_a_reject():
+    async def child() -> None:
+        raise Reject("bad part")
+
+    async def handle(job: int) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(child)
+            await anyio.sleep_forever()
+
+    mailbox = InMemoryMailbox()
+    async with background(MainLoop(mailbox, handle)):
+        await mailbox.send(1)
+        await settled(mailbox)
+        assert [letter.error for letter in await mailbox.dead_letters()] == ["bad part"]
+
+
+# ---------------------------------------------------------------------------------------------- errors of every kind
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("cannot say")
+
+
+def raising(error):
+    async def handle(job: int) -> None:
+        raise error
+
+    def handle_plainly(job: int) -> None:
+        raise error
+
+    return [
+        pytest.param(handle, id=f"async-{type(error).__name__}"),
+        pytest.param(handle_plainly, id=f"plain-{type(error).__name__}"),
+    ]
+
+
+ODD = [
+    *raising(SystemExit(3)),
+    *raising(KeyboardInterrupt()),
+    *raising(GeneratorExit()),
+    *raising(BaseException("base")),
+    *raising(StopIteration()),
+    *raising(StopAsyncIteration()),
+    *raising(asyncio.CancelledError()),
+    *raising(ExceptionGroup("two", [ValueError("a"), KeyError("b")])),
+    *raising(BaseExceptionGroup("two", [SystemExit(1), KeyError("b")])),
+    *raising(Unprintable()),
+    *raising(TimeoutError("its own")),
+]
+
+
+@pytest.mark.parametrize("handler", ODD)
+async def test_whatever_a_handler_raises_is_a_failed_attempt_and_the_loop_lives(handler):
+    mailbox = InMemoryMailbox(body=int)
+    calls = []
+
+    async def then(job: int) -> None:
+        calls.append(job)
+
+    loop = MainLoop(mailbox, handler, retry=RetryPolicy(initial_delay=0), dead_letter=DeadLetterPolicy(max_attempts=2))
+    events = record(loop)
+    async with background(loop):
+        await mailbox.send(1)
+        await settled(mailbox)
+        await mailbox.send(2)
+        await settled(mailbox)
+        dead = await mailbox.dead_letters()
+        assert [(letter.body, letter.attempt) for letter in dead] == [(1, 2), (2, 2)]
+        assert all(letter.error and letter.error_type for letter in dead)
+        assert loop.running
+    assert loop.outcomes == {"retried": 2, "dead_lettered": 2}
+    assert events
+
+
+async def test_exit_and_interrupt_are_explained():
+    async def handle(job: int) -> None:
+        raise SystemExit(3)
+
+    mailbox = InMemoryMailbox()
+    async with background(MainLoop(mailbox, handle, dead_letter=DeadLetterPolicy(max_attempts=1))):
+        await mailbox.send(1)
+        await settled(mailbox)
+        (dead,) = await mailbox.dead_letters()
+        assert dead.error_type == "TaskExitError"
+        assert "SystemExit(3)" in dead.error
+        assert "call shutdown()" in dead.error
+        assert "raise SystemExit(3)" in dead.traceback
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_handler_that_cancels_its_own_task_has_failed_and_the_slot_lives(anyio_backend):
+    async def handle(job: int) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if job == 1:
+            task.cancel()
+            task.cancel()
+        await asyncio.sleep(0)
+
+    mailbox = InMemoryMailbox()
+    loop = MainLoop(mailbox, handle, dead_letter=DeadLetterPolicy(max_attempts=1))
+    async with background(loop):
+        await mailbox.send_many([1, 2, 1, 2])
+        await settled(mailbox)
+        assert [letter.body for letter in await mailbox.dead_letters()] == [1, 1]
+        assert (await mailbox.counts()).settled == 2
+    assert loop.outcomes == {"dead_lettered": 2, "acknowledged": 2}
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_handler_that_awaits_a_cancelled_task_has_failed(anyio_backend):
+    async def handle(job: int) -> None:
+        future = asyncio.get_running_loop().create_future()
+        future.cancel()
+        await future
+
+    mailbox = InMemoryMailbox()
+    async with background(MainLoop(mailbox, handle, dead_letter=DeadLetterPolicy(max_attempts=1))):
+        await mailbox.send(1)
+        await settled(mailbox)
+        (dead,) = await mailbox.dead_letters()
+        assert "a cancellation that nobody asked for" in dead.error
+
+
+# ----------------------------------------------------------------------------------------------------- handler_timeout
+
+
+async def test_a_slow_handler_is_cancelled_as_a_failed_attempt(virtual_clock):
+    ends = []
+
+    async def handle(job: int) -> None:
+        try:
+            await anyio.sleep(1_000)
+        finally:
+            ends.append(virtual_clock.now)
+
+    mailbox = InMemoryMailbox()
+    loop = MainLoop(mailbox, handle, handler_timeout=10, retry=EXACT, dead_letter=DeadLetterPolicy(max_attempts=2))
+    async with background(loop):
+        await mailbox.send(1)
+        await anyio.sleep(100)
+        assert ends == [10, 21]
+        (dead,) = await mailbox.dead_letters()
+        assert dead.error_type == "HandlerTimeoutError"
+        assert "longer than its handler_timeout of 10 s" in dead.error
+        assert "await anyio.sleep(1_000)" in dead.traceback  # where it was
+
+
+async def test_each_message_has_its_whole_timeout(virtual_clock):
+    async def handle(job: int) -> None:
+        await anyio.sleep(9)
+
+    mailbox = InMemoryMailbox()
+    loop = MainLoop(mailbox, handle, handler_timeout=10)
+    async with background(loop):
+        await mailbox.send_many([1, 2, 3])
+        await anyio.sleep(100)
+    assert loop.outcomes == {"acknowledged": 3}
+
+
+async def test_the_timeout_ends_with_the_handler(virtual_clock):
+    """The slot's scope lives on: a deadline left in it would strike while the slot waits for the next message."""
+
+    async def handle(job: int) -> None: ...
+
+    mailbox = InMemoryMailbox()
+    loop = MainLoop(mailbox, handle, handler_timeout=10)
+    async with background(loop):
+        await mailbox.send(1)
+        await anyio.sleep(50)
+        await mailbox.send(2)
+        await anyio.sleep(5)
+    assert loop.outcomes == {"acknowledged": 2}
+
+
+async def test_a_handler_that_swallows_its_timeout_and_returns_has_succeeded(virtual_clock):
+    async def handle(job: int) -> None:
+        try:
+            await anyio.sleep(1_000)
+        except anyio.get_cancelled_exc_class():
+            pass
+
+    mailbox = InMemoryMailbox()
+    loop = MainLoop(mailbox, handle, handler_timeout=10)
+    async with background(loop):
+        await mailbox.send_many([1, 2])
+        await anyio.sleep(100)
+    assert loop.outcomes == {"acknowledged": 2}
+
+
+async def test_an_own_error_during_the_cancellation_counts_as_the_timeout(virtual_clock):
+    async def handle(job: int) -> None:
+        try:
+            await anyio.sleep(1_000)
+        finally:
+            raise ValueError("clean-up broke")
+
+    mailbox = InMemoryMailbox()
+    async with background(MainLoop(mailbox, handle, handler_timeout=10, dead_letter=DeadLetterPolicy(max_attempts=1))):
+        await mailbox.send(1)
+        await anyio.sleep(100)
+        (dead,) = await mailbox.dead_letters()
+        assert dead.error_type == "HandlerTimeoutError"
+        assert "clean-up broke" in dead.traceback
+
+
+async def test_a_timeout_of_the_handlers_own_is_its_own_error(virtual_clock):
+    async def handle(job: int) -> None:
+        with anyio.fail_after(5):
+            await anyio.sleep(1_000)
+
+    mailbox = InMemoryMailbox()
+    async with background(MainLoop(mailbox, handle, handler_timeout=10, dead_letter=DeadLetterPolicy(max_attempts=1))):
+        await mailbox.send(1)
+        await anyio.sleep(100)
+        (dead,) = await mailbox.dead_letters()
+        assert dead.error_type == "TimeoutError"
+
+
+async def test_a_thread_that_outlives_its_timeout_keeps_its_lease_and_its_result_counts():
+    """A thread cannot be cancelled; the worker waits for it, and nobody else gets the message meanwhile."""
+    release = threading.Event()
+    starts = []
+
+    def handle(job: int) -> None:
+        starts.append(job)
+        assert release.wait(10)
+
+    mailbox = FaultyMailbox()
+    loop = MainLoop(mailbox, handle, handler_timeout=0.05, visibility_timeout=1, concurrency=2)
+    async with background(loop):
+        await mailbox.send(1)
+        with anyio.fail_after(10):
+            while len(mailbox.times("extend")) < 4:  # past one whole lease
+                await anyio.sleep(0.01)
+        release.set()
+        await settled(mailbox)
+    assert starts == [1]
+    assert loop.outcomes == {"acknowledged": 1}
+
+
+async def test_a_thread_that_looks_for_cancellation_ends_by_its_timeout():
+    def handle(job: int) -> None:
+        while True:
+            from_thread.check_cancelled()
+
+    mailbox = InMemoryMailbox()
+    loop = MainLoop(mailbox, handle, handler_timeout=0.02, dead_letter=DeadLetterPolicy(max_attempts=1))
+    async with background(loop):
+        await mailbox.send(1)
+        await settled(mailbox)
+        (dead,) = await mailbox.dead_letters()
+        assert dead.error_type == "HandlerTimeoutError"
+
+
+# ------------------------------------------------------------------------------------- attempts without a handler's run
+
+
+async def test_attempts_that_lost_leases_used_up_end_the_message_unrun(virtual_clock):
+    runs = []
+
+    async def handle(job: int) -> None:
+        runs.append(job)
+
+    mailbox = InMemoryMailbox()
+    await mailbox.send(1)
+    for _ in range(5):  # five workers that die with the message in their hands
+        assert len(await mailbox.receive(visibility_timeout=10)) == 1
+        await anyio.sleep(10)
+    async with background(MainLoop(mailbox, handle)):
+        await anyio.sleep(1)
+        (dead,) = await mailbox.dead_letters()
+        assert dead.error_type == "LeaseExpired"
+        assert "the leases of 5 attempts ran out" in dead.error
+    assert runs == []
+
+
+async def test_four_lost_leases_leave_one_run(virtual_clock):
+    runs = []
+
+    async def handle(job: int, ctx: Context) -> None:
+        runs.append((ctx.attempt, ctx.message.delivery_count))
+
+    mailbox = InMemoryMailbox()
+    await mailbox.send(1)
+    for _ in range(4):
+        await mailbox.receive(visibility_timeout=10)
+        await anyio.sleep(10)
+    async with background(MainLoop(mailbox, handle)):
+        await anyio.sleep(1)
+    assert runs == [(5, 5)]
+
+
+async def test_json_of_the_wrong_shape_is_a_charged_retry(virtual_clock):
+    runs = []
+
+    async def handle(job: int) -> None:
+        runs.append(job)
+
+    name = "memory://wrong-shape"
+    from mainspring import open_mailbox
+
+    old = open_mailbox(name, body=str, serialize=True)
+    new = open_mailbox(name, serialize=True)
+    await old.send("three")
+    async with background(MainLoop(new, handle, retry=EXACT, dead_letter=DeadLetterPolicy(max_attempts=3))):
+        await anyio.sleep(2.5)
+        assert await new.dead_letters() == []
+        await anyio.sleep(1)
+        (dead,) = await new.dead_letters()
+        assert (dead.error_type, dead.attempt, dead.raw) == ("SerializationError", 3, b'"three"')
+    assert runs == []
+
+
+# --------------------------------------------------------------------------------------- handlers that settle themselves
+
+
+async def test_what_a_handler_settles_itself_is_not_overruled(virtual_clock):
+    async def handle(job: str, ctx: Context) -> None:
+        await getattr(ctx.message, job)(*(["of its own"] if job == "dead_letter" else []))
+
+    mailbox = FaultyMailbox()
+    loop = MainLoop(mailbox, handle, concurrency=5)
+    async with background(loop):
+        await mailbox.send_many(["acknowledge", "dead_letter"])
+        await anyio.sleep(1)
+        counts = await mailbox.counts()
+        assert (counts.settled, counts.dead, counts.waiting) == (1, 1, 0)
+    assert sorted(mailbox.settlements()) == ["Ack", "Dead"]
+
+
+async def test_an_error_after_an_own_settlement_does_not_bring_the_message_back(virtual_clock):
+    async def handle(job: int, ctx: Context) -> None:
+        await ctx.message.acknowledge()
+        raise ValueError("too late")
+
+    mailbox = FaultyMailbox()
+    async with background(MainLoop(mailbox, handle)):
+        await mailbox.send(1)
+        await anyio.sleep(1_000)
+        assert (await mailbox.counts()).settled == 1
+    assert mailbox.settlements() == ["Ack"]
+
+
+@pytest.mark.parametrize("renew", ["while-running", "never"])
+async def test_a_handler_that_acknowledges_first_may_take_its_time(virtual_clock, renew):
+    """At most once, where somebody wants that: there is no lease any more that could be lost."""
+    ends = []
+
+    async def handle(job: int, ctx: Context) -> None:
+        await ctx.message.acknowledge()
+        await anyio.sleep(500)
+        ends.append(virtual_clock.now)
+
+    mailbox = FaultyMailbox()
+    loop = MainLoop(mailbox, handle, visibility_timeout=30, lease=LeasePolicy(renew=renew))
+    events = record(loop)
+    async with background(loop):
+        await mailbox.send(1)
+        await anyio.sleep(600)
+    assert ends == [500]
+    assert mailbox.times("extend") == []
+    assert [type(event).__name__ for event in events] == ["MessageStarted", "MessageFinished"]
