@@ -148,8 +148,8 @@ class Bell:
         self._closed.set()
         bell = self._socket
         if bell is not None:
-            with contextlib.suppress(OSError):
-                bell.shutdown(socket.SHUT_RD)
+            with contextlib.suppress(OSError):  # a shutdown() of the socket would not wake one who waits with a timeout
+                bell.sendto(b"", socket.MSG_DONTWAIT, self._path(self._name))
 
     def take_down(self) -> None:
         """Remove one's own bell; idempotent."""
