@@ -216,6 +216,11 @@ class ShutdownCoordinator:
                 "signals reach the main thread only; run there, or without signals (install_signals=False)"
             )
         self._loop = process.event_loop()
+        if self.signals and process.current("early signals") is not None:
+            # uvloop queues the numbers of all signals from its start on, also of those that were held: let it come past
+            # them while nobody listens, or they would count twice, as a first and a second one.
+            for _ in range(3):
+                await anyio.lowlevel.cancel_shielded_checkpoint()
         self._scope = DaemonScope("shutdown coordinator")
         await self._scope.__aenter__()
         try:

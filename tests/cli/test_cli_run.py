@@ -204,6 +204,30 @@ def test_a_second_signal_ends_an_import_that_swallowed_the_first(tmp_path: Path)
         assert command.wait() == 128 + signal.SIGTERM
 
 
+BETWEEN = """
+import os, signal
+from mainspring import InMemoryMailbox, LoopGroup, MainLoop
+
+class Between(LoopGroup):
+    async def run(self, **keywords):
+        os.kill(os.getpid(), signal.{signum})  # the event loop turns, but the group's receiver is not open yet
+        return await super().run(**keywords)
+
+async def handle(number: int) -> None: ...
+
+group = Between([MainLoop(InMemoryMailbox("jobs"), handle)])
+"""
+
+
+@pytest.mark.parametrize("signum", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop", "trio"])
+def test_a_signal_between_import_and_start_is_not_lost(tmp_path: Path, loop: str, signum: str) -> None:
+    write(tmp_path, BETWEEN.format(signum=signum))
+    ended = run("run", "app:group", "--loop", loop, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert f"shutdown ({signum})" in ended.stderr
+
+
 OWN_LOOP = """
 import anyio
 from mainspring import Heartbeat, LoopGroup

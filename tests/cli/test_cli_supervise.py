@@ -23,7 +23,7 @@ class Own:
     heartbeat = Heartbeat()
 
     async def run(self) -> None:
-        print(f"pid {os.getpid()} runs", file=sys.stderr, flush=True)
+        sys.stderr.write(f"pid {os.getpid()} runs\\n")
         await self.work()
 
     async def work(self) -> None:
@@ -106,7 +106,7 @@ def test_no_orphan_stays_when_the_supervisor_is_killed(tmp_path: Path) -> None:
 def test_no_orphan_stays_that_was_still_importing(tmp_path: Path) -> None:
     write(
         tmp_path,
-        "import os, sys, time\nprint(f'pid {os.getpid()} runs', file=sys.stderr, flush=True)\ntime.sleep(600)\n",
+        "import os, sys, time\nsys.stderr.write(f'pid {os.getpid()} runs\\n')\ntime.sleep(600)\n",
     )
     with started(*RUN_TWO, cwd=tmp_path) as command:
         pids = [new_pid(command), new_pid(command)]
@@ -122,9 +122,7 @@ def test_a_wrong_target_is_said_once_and_not_tried_again(tmp_path: Path) -> None
 
 
 def test_a_second_signal_reaches_the_workers_too(tmp_path: Path) -> None:
-    write(
-        tmp_path, SERVICE.replace("        self.stop.set()\n", "        print('asked', file=sys.stderr, flush=True)\n")
-    )
+    write(tmp_path, SERVICE.replace("        self.stop.set()\n", "        sys.stderr.write('asked\\n')\n"))
     with started(*RUN_TWO, cwd=tmp_path) as command:
         new_pid(command), new_pid(command)
         command.send(signal.SIGTERM)
@@ -137,12 +135,12 @@ def test_a_second_signal_reaches_the_workers_too(tmp_path: Path) -> None:
 
 def test_a_third_signal_ends_all_of_it_at_once(tmp_path: Path) -> None:
     deaf = """
-        print('asked', file=sys.stderr, flush=True)
+        sys.stderr.write('asked\\n')
         while True:
             try:
                 await anyio.sleep(600)
             except BaseException:
-                print('swallowed', file=sys.stderr, flush=True)
+                sys.stderr.write('swallowed\\n')
                 with anyio.CancelScope(shield=True):
                     await anyio.sleep(600)
     """
@@ -157,6 +155,18 @@ def test_a_third_signal_ends_all_of_it_at_once(tmp_path: Path) -> None:
         assert command.wait() == 128 + signal.SIGTERM
         for pid in pids:
             wait_until_gone(pid)
+
+
+def test_a_worker_that_cannot_stop_is_killed_when_its_time_is_over(tmp_path: Path) -> None:
+    write(tmp_path, SERVICE.replace("shutdown_timeout=5, cancel_grace=1", "shutdown_timeout=0, cancel_grace=0"))
+    with started(*RUN_TWO, cwd=tmp_path) as command:
+        first, second = new_pid(command), new_pid(command)
+        os.kill(first, signal.SIGSTOP)
+        command.send(signal.SIGTERM)
+        command.expect(rf"\(pid {first}\) has not ended 6 s after it was told to; killing it")
+        assert command.wait() == 128 + signal.SIGKILL
+        assert not alive(first)
+        assert not alive(second)
 
 
 def test_each_worker_has_a_health_port_of_its_own(tmp_path: Path) -> None:

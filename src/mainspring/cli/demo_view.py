@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Self
 
 import typer
-from rich.console import Console, Group
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -54,7 +54,14 @@ class View:
 
     def report(self, report: DemoReport) -> None:
         """The account at the end."""
-        self._console.print(_tables(report))
+        self._console.print(_account(report))
+        for path, error in report.dead.items():
+            self._console.print(Text(f"dead letter: {path}: {error}", "yellow"), soft_wrap=True)
+        self._console.print(_findings(report))
+        if report.ok:
+            self._console.print(Text("every file is accounted for, exactly once", "bold green"))
+        for problem in report.problems:
+            self._console.print(Text(f"NOT AS PROMISED: {problem}", "bold red"), soft_wrap=True)
 
 
 class LiveView(View):
@@ -102,7 +109,7 @@ def make_view(*, as_json: bool) -> View:
     return LiveView(console) if sys.stdout.isatty() else View(console)
 
 
-def _tables(report: DemoReport) -> Group:
+def _account(report: DemoReport) -> Table:
     account = Table("", "", show_header=False, title="what became of the files", title_justify="left")
     for name, value in (
         ("files", f"{report.files:,}"),
@@ -117,11 +124,7 @@ def _tables(report: DemoReport) -> Group:
         ("drained (SIGTERM)", _or_nobody(report.drained)),
     ):
         account.add_row(name, Text(value))
-    dead = [Text(f"dead letter: {path}: {error}", "yellow") for path, error in report.dead.items()]
-    verdict = [Text("every file is accounted for, exactly once", "bold green")]
-    if not report.ok:
-        verdict = [Text(f"NOT AS PROMISED: {problem}", "bold red") for problem in report.problems]
-    return Group(account, *dead, _findings(report), *verdict)
+    return account
 
 
 def _or_nobody(pid: int | None) -> str:
