@@ -70,12 +70,14 @@ class BlockWatch:
     async def __aenter__(self) -> Self:
         if self._watcher is not None and not self._watcher.closed:
             raise RuntimeError("this BlockWatch is already in use")
-        judging = clock.virtual_clock() is None and self._threshold < math.inf
+        real = clock.virtual_clock() is None
+        judging = real and self._threshold < math.inf
         watcher = _Watcher(self._threshold, guardian=self._guardian, stream=self._stream)
         watcher.start(judging=judging)
         self._watcher = watcher
         await self._scope.__aenter__()
-        self._scope.start_soon(self._beat, watcher, judging, name="beat of the block watch")
+        if real:
+            self._scope.start_soon(self._beat, watcher, judging, name="beat of the block watch")
         return self
 
     async def __aexit__(

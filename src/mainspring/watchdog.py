@@ -203,17 +203,21 @@ class Watchdog:
         self._kill = kill
         self._stalled: dict[int, tuple[Subject, float]] = {}  # keeps the subject, so that its id is not another's
         self._reported: set[int] = set()
+        self._looked = 0.0
         self._pardons = Pardons(noise=min(threshold, interval) / 100)
 
     async def run(self) -> None:
         """Watch until cancelled. Cancellation leaves nothing behind; what was cancelled before stays so."""
         self._stalled.clear()
         self._reported.clear()
-        await Periodic(self._look, first=anyio.current_time() + self._limits.interval).run()
+        self._looked = anyio.current_time()
+        await Periodic(self._look, first=self._looked + self._limits.interval).run()
 
     async def _look(self, overslept: float) -> float:
         now = anyio.current_time()
-        self._pardons.add(now, overslept)
+        # Past an interval it is no delay but a standstill, and nobody knows when since the last look that began.
+        self._pardons.add(now, overslept if overslept <= self._limits.interval else now - self._looked)
+        self._looked = now
         living = {id(subject): subject for subject in self._subjects() if not subject.done}
         raw = {key: subject.beat_age() for key, subject in living.items()}
         self._stalled = {key: entry for key, entry in self._stalled.items() if key in living}

@@ -1,0 +1,85 @@
+"""A program that blocks its event loop, or does not leave, in the way its first argument says."""
+
+from __future__ import annotations
+
+import os
+import pdb
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+
+import anyio
+
+from mainspring.guardian import BlockWatch
+
+HOW, BACKEND, THRESHOLD, GUARDIAN = sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4] == "guardian"
+
+
+def spin() -> None:
+    while True:
+        pass  # guilty: python
+
+
+def pause() -> None:
+    time.sleep(60)  # guilty: sleep
+
+
+def explode() -> None:
+    re.match(r"(a+)+$", "a" * 40 + "b")  # guilty: c
+
+
+def hang() -> str:
+    time.sleep(60)
+    return "never"
+
+
+def why() -> str:
+    return "because it was told to"
+
+
+BLOCK = {"python": spin, "sleep": pause, "c": explode}
+
+
+async def until_spawned(watch: BlockWatch) -> None:
+    while GUARDIAN and watch.guardian_pid is None:
+        await anyio.sleep(0.01)
+    if GUARDIAN:  # its name is the first thing that it sets once it is up
+        while not Path(f"/proc/{watch.guardian_pid}/comm").read_text().startswith("ms-guardian"):
+            await anyio.sleep(0.01)
+
+
+async def main() -> None:
+    async with BlockWatch(block_threshold=THRESHOLD, guardian=GUARDIAN) as watch:
+        await until_spawned(watch)
+        print(watch.guardian_pid, time.monotonic(), flush=True)
+        if HOW in BLOCK:
+            BLOCK[HOW]()
+        elif HOW == "turn":
+            await anyio.to_thread.run_sync(sys.stdin.readline)
+        elif HOW == "debugger":
+            pdb.Pdb(stdin=sys.stdin, stdout=sys.stderr, readrc=False).set_trace()
+        elif HOW == "fork":  # a child that holds everything its parent held, the liveness pipe too
+            if os.fork() == 0:
+                time.sleep(60)
+            await anyio.sleep(60)
+        elif HOW.startswith("exit-"):
+            watch.exit_by(0.3, status=70, explain=hang if HOW == "exit-hanging-explain" else why)
+            BLOCK.get(HOW.removeprefix("exit-"), pause)()
+        elif HOW == "outlast":
+            watch.exit_by(0.5, status=70, explain=why)
+        elif HOW == "called-off":
+            watch.exit_by(0.3, status=70, explain=why)
+            watch.call_off()
+            await anyio.sleep(0.8)
+    print("left", flush=True)
+
+
+anyio.run(
+    main,
+    backend="trio" if BACKEND == "trio" else "asyncio",
+    backend_options={"use_uvloop": True} if BACKEND == "uvloop" else {},
+)
+if HOW == "outlast":
+    threading.Thread(target=time.sleep, args=(60,)).start()  # the interpreter waits for it before it ends

@@ -1,0 +1,141 @@
+"""Beats, their callbacks, and the clock they follow."""
+
+from __future__ import annotations
+
+import threading
+
+import anyio
+import pytest
+import trio.testing
+
+from mainspring import clock
+from mainspring.heartbeat import Heartbeat
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def monotonic(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(clock, "monotonic", lambda: now[0])
+    return now
+
+
+def in_virtual_time(fn):
+    return anyio.run(fn, backend="trio", backend_options={"clock": trio.testing.MockClock(autojump_threshold=0)})
+
+
+def in_a_thread(fn):
+    box = []
+    thread = threading.Thread(target=lambda: box.append(fn()))
+    thread.start()
+    thread.join()
+    return box[0]
+
+
+async def test_it_counts_since_the_last_beat_from_any_thread_and_loop(monotonic):
+    heart = Heartbeat()
+    assert heart.elapsed() == 0.0
+    monotonic[0] += 5
+    assert heart.elapsed() == 5.0
+    assert in_a_thread(heart.elapsed) == 5.0
+    in_a_thread(heart.beat)
+    monotonic[0] += 2
+    assert heart.elapsed() == 2.0
+
+    async def elsewhere():
+        return heart.elapsed()
+
+    assert in_a_thread(lambda: anyio.run(elsewhere, backend="trio")) == 2.0
+
+
+def test_without_an_event_loop_it_works_as_well(monotonic):
+    heart = Heartbeat()
+    monotonic[0] += 3
+    assert heart.elapsed() == 3.0
+    heart.beat()
+    assert heart.elapsed() == 0.0
+
+
+def test_virtual_time_rules_it():
+    async def main():
+        heart = Heartbeat()
+        await anyio.sleep(1000)
+        assert heart.elapsed() == 1000
+        heart.beat()
+        await anyio.sleep(1)
+        assert heart.elapsed() == 1
+
+    in_virtual_time(main)
+
+
+def test_in_virtual_time_a_beat_from_elsewhere_counts_from_the_first_look():
+    made_before = Heartbeat()
+
+    async def main():
+        await anyio.sleep(50)
+        assert made_before.elapsed() == 0
+        await anyio.sleep(10)
+        assert made_before.elapsed() == 10
+        in_a_thread(made_before.beat)
+        assert made_before.elapsed() == 0
+        await anyio.sleep(3)
+        assert made_before.elapsed() == 3
+
+    in_virtual_time(main)
+
+
+def test_callbacks_are_called_in_order_and_can_be_removed():
+    heart, heard = Heartbeat(), []
+
+    class Listener:
+        def hear(self):
+            heard.append("bound")
+
+    listener = Listener()
+    heart.add_callback(lambda: heard.append("first"))
+    heart.add_callback(listener.hear)
+    heart.beat()
+    assert heard == ["first", "bound"]
+    heart.remove_callback(listener.hear)  # another object, but equal
+    heart.remove_callback(print)
+    heart.beat()
+    assert heard == ["first", "bound", "first"]
+
+
+def test_a_callback_runs_in_the_thread_that_beats():
+    heart, threads = Heartbeat(), []
+    heart.add_callback(lambda: threads.append(threading.current_thread()))
+    in_a_thread(heart.beat)
+    assert threads[0] is not threading.current_thread()
+
+
+def test_a_raising_callback_keeps_none_from_being_called_and_the_first_error_comes_out(monotonic):
+    heart, heard = Heartbeat(), []
+
+    def fail(what):
+        heard.append(what)
+        raise ValueError(what)
+
+    heart.add_callback(lambda: fail("one"))
+    heart.add_callback(lambda: fail("two"))
+    heart.add_callback(lambda: heard.append("three"))
+    monotonic[0] += 9
+    with pytest.raises(ValueError, match="one"):
+        heart.beat()
+    assert heard == ["one", "two", "three"]
+    assert heart.elapsed() == 0.0
+
+
+def test_a_callback_may_remove_itself():
+    heart, heard = Heartbeat(), []
+
+    def once():
+        heard.append("once")
+        heart.remove_callback(once)
+
+    heart.add_callback(once)
+    heart.add_callback(lambda: heard.append("always"))
+    heart.beat()
+    heart.beat()
+    assert heard == ["once", "always", "always"]

@@ -1,0 +1,217 @@
+"""Which line a report names."""
+
+from __future__ import annotations
+
+import os
+import pdb
+import threading
+import types
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+from anyio import wait_all_tasks_blocked
+from anyio.lowlevel import checkpoint
+
+from mainspring.scope import DaemonScope
+from mainspring.stacks import all_stacks, in_debugger, where, where_thread
+
+pytestmark = pytest.mark.anyio
+
+
+async def plain():
+    await anyio.sleep_forever()  # line: plain
+
+
+async def nested():
+    await plain()
+
+
+async def numbers():
+    yield 1
+    await anyio.sleep_forever()  # line: numbers
+    yield 2
+
+
+async def iterating():
+    async for _ in numbers():
+        pass
+
+
+@asynccontextmanager
+async def opened():
+    await anyio.sleep_forever()  # line: opened
+    yield
+
+
+async def opening():
+    async with opened():
+        pass
+
+
+class Wrapped:
+    def __await__(self):
+        return plain().__await__()
+
+
+class Generated:
+    def __await__(self):
+        yield from plain().__await__()
+
+
+async def awaiting(thing):
+    await thing
+
+
+async def in_a_group():
+    async with anyio.create_task_group() as group:
+        group.start_soon(anyio.sleep_forever)
+        await anyio.sleep_forever()  # line: in_a_group
+
+
+async def in_a_thread():
+    await anyio.to_thread.run_sync(threading.Event().wait, 0.2)  # line: in_a_thread
+
+
+def line_of(name):
+    lines = Path(__file__).read_text().splitlines()
+    number = next(n for n, line in enumerate(lines, 1) if line.endswith(f"# line: {name}"))
+    return f"{__file__}:{number} in {name}: {lines[number - 1].strip()}"
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (plain, "plain"),
+        (nested, "plain"),
+        (iterating, "numbers"),
+        (opening, "opened"),
+        (lambda: awaiting(Wrapped()), "plain"),
+        (lambda: awaiting(Generated()), "plain"),
+        (in_a_group, "in_a_group"),
+    ],
+)
+async def test_a_suspended_task_is_named_by_its_innermost_line(function, name):
+    async with DaemonScope() as scope:
+        daemon = scope.start_soon(function)
+        await wait_all_tasks_blocked()
+        assert daemon.where == line_of(name)
+
+
+async def test_a_task_that_waits_for_a_thread_is_named_by_the_line_that_sent_it():
+    async with DaemonScope() as scope:
+        daemon = scope.start_soon(in_a_thread)
+        await checkpoint()
+        await checkpoint()
+        assert daemon.where == line_of("in_a_thread")
+        await daemon.wait()
+        assert daemon.where == ""
+
+
+async def test_an_ended_coroutine_stands_nowhere():
+    coroutine = checkpoint()
+    await coroutine
+    assert where(coroutine) == ""
+    assert where(object()) == ""
+
+
+async def test_without_a_line_of_the_users_the_packages_own_is_named_before_the_event_loops():
+    async with DaemonScope() as scope:
+        daemon = scope.start_soon(anyio.sleep_forever)
+        await wait_all_tasks_blocked()
+        assert "scope.py" in daemon.where
+
+
+async def test_where_everything_is_the_event_loops_code_the_innermost_line_of_that_is_named():
+    coroutine = anyio.sleep_forever()
+    async with anyio.create_task_group() as group:
+        group.start_soon(lambda: coroutine)
+        await wait_all_tasks_blocked()
+        assert "/asyncio/" in where(coroutine) or "/trio/" in where(coroutine) or "/anyio/" in where(coroutine)
+        group.cancel_scope.cancel()
+    assert where(coroutine) == ""
+
+
+def test_a_users_directory_may_have_the_name_of_an_event_loop():
+    module = types.ModuleType("shop")
+    exec(compile("async def wait(inner):\n    await inner\n", "/srv/trio/asyncio/shop.py", "exec"), module.__dict__)
+    sleep = anyio.sleep_forever()
+    coroutine = module.wait(sleep)
+
+    async def main():
+        async with anyio.create_task_group() as group:
+            group.start_soon(lambda: coroutine)
+            await wait_all_tasks_blocked()
+            assert where(coroutine) == "/srv/trio/asyncio/shop.py:2 in wait"
+            group.cancel_scope.cancel()
+
+    anyio.run(main)
+
+
+@pytest.fixture
+def waiting_thread():
+    release = threading.Event()
+
+    def rest():
+        release.wait(30)  # line: rest
+
+    thread = threading.Thread(target=rest, name="resting")
+    thread.start()
+    yield thread
+    release.set()
+    thread.join()
+
+
+def test_a_thread_is_named_by_the_users_line(waiting_thread):
+    while "wait" not in where_thread(waiting_thread.ident):
+        pass
+    assert where_thread(waiting_thread.ident) == line_of("rest")
+    assert not in_debugger(waiting_thread.ident)
+
+
+def test_a_thread_that_ended_stands_nowhere():
+    thread = threading.Thread(target=int)
+    thread.start()
+    thread.join()
+    assert where_thread(thread.ident) == ""
+
+
+def test_a_thread_in_nothing_but_plumbing_is_named_by_its_innermost_line():
+    event = threading.Event()
+    thread = threading.Thread(target=event.wait, args=(30,))
+    thread.start()
+    try:
+        while "in wait" not in where_thread(thread.ident):
+            pass
+    finally:
+        event.set()
+        thread.join()
+
+
+def test_the_stacks_name_every_thread_but_those_left_out(waiting_thread):
+    text = all_stacks()
+    assert text.index("Thread MainThread") < text.index("Thread resting")
+    assert "release.wait(30)" in text
+    assert f"({waiting_thread.ident}), most" not in all_stacks(without=(waiting_thread.ident,))
+
+
+def test_a_thread_that_a_debugger_holds_is_known():
+    read, write = os.pipe()
+    with os.fdopen(read) as commands, os.fdopen(write, "w") as keyboard, open(os.devnull, "w") as screen:
+
+        def stop_here():
+            pdb.Pdb(stdin=commands, stdout=screen, nosigint=True, readrc=False).set_trace()
+            rest = 1  # a line to stop at
+            del rest
+
+        thread = threading.Thread(target=stop_here)
+        thread.start()
+        try:
+            while thread.is_alive() and not in_debugger(thread.ident):
+                pass
+            assert thread.is_alive()
+        finally:
+            keyboard.write("continue\n")
+            keyboard.flush()
+            thread.join()
