@@ -85,6 +85,26 @@ def test_closing_one_of_two_leaves_the_other_open_and_its_receiver_waiting(first
     anyio.run(main, **first)
 
 
+def test_who_waits_watches_the_time_itself_once_the_mailbox_that_did_is_closed() -> None:
+    async def main() -> None:
+        unentered = open_mailbox("memory://jobs")
+        got = []
+
+        async def wait() -> None:
+            got.extend(m.body for m in await unentered.receive(wait_time_seconds=1_000))
+
+        with anyio.fail_after(2_000):
+            async with anyio.create_task_group() as tasks:
+                async with open_mailbox("memory://jobs") as entered:
+                    await entered.send("x", delay=100)
+                    tasks.start_soon(wait)
+                    await anyio.sleep(10)
+        assert got == ["x"]
+        assert anyio.current_time() == 100
+
+    run_virtual(main)
+
+
 def test_a_new_object_of_a_name_begins_afresh_on_the_next_loop(first: Any, second: Any) -> None:
     old = open_mailbox("memory://jobs")
 

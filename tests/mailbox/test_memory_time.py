@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import anyio
@@ -9,6 +10,7 @@ import pytest
 
 from mainspring.errors import MailboxClosedError, ReceiptHandleExpiredError
 from mainspring.mailbox.memory import InMemoryMailbox
+from mainspring.mailbox.memory_entry import Entry
 from mainspring.testing import run_virtual
 
 pytestmark = pytest.mark.parametrize("entered", [False, True], ids=["unentered", "entered"])
@@ -274,6 +276,19 @@ def test_expired_leases_wake_who_waits_each_at_its_instant(entered: bool) -> Non
             for _ in range(3):
                 tasks.start_soon(wait)
         assert seen == [("a", 10), ("c", 20), ("b", 30)]
+
+    virtual(entered, test)
+
+
+def test_messages_that_die_unseen_leave_nothing_behind(entered: bool) -> None:
+    async def test(mailbox: Any) -> None:
+        for _ in range(20):
+            for priority in (0, 3):
+                await mailbox.send_many(range(100), expires_in=5, priority=priority)
+            await anyio.sleep(10)
+            assert await mailbox.purge_dead_letters() == 200
+        gc.collect()
+        assert sum(isinstance(thing, Entry) for thing in gc.get_objects()) < 500
 
     virtual(entered, test)
 

@@ -124,7 +124,7 @@ class InMemoryMailbox(Mailbox[T, R]):
 
     def _wake_all(self) -> None:
         self._closings += 1
-        self._store.bell.ring_all()
+        self._store.bell.ring_all()  # also who waits through another object: it may have to watch the time now
 
     async def _reap(self, overslept: float) -> float:
         store = self._store

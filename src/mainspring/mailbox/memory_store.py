@@ -144,7 +144,7 @@ class MemoryStore:
             reaper.wake_by(earliest)
         if earliest < self._watched and self.bell.waiting and not self.reapers:
             self._watched = -math.inf
-            self.bell.ring_all()  # each bounded its wait by what was due first when it began
+            self.bell.ring_all()  # each bounded its wait by what was due first when that began
 
     async def wait(self, deadline: float) -> None:
         """Wait until there may be something to claim, at most until ``deadline``.
@@ -165,11 +165,9 @@ class MemoryStore:
         self.reapers.append(reaper)
 
     def remove_reaper(self, reaper: Periodic) -> None:
-        """``reaper`` has stopped."""
+        """``reaper`` has stopped. Those who wait watch the time themselves once they have been woken."""
         if reaper in self.reapers:
             self.reapers.remove(reaper)
-            if not self.reapers:
-                self.bell.ring_all()
 
 
 class Slot:
