@@ -94,11 +94,10 @@ def test_who_waits_watches_the_time_itself_once_the_mailbox_that_did_is_closed()
             got.extend(m.body for m in await unentered.receive(wait_time_seconds=1_000))
 
         with anyio.fail_after(2_000):
-            async with anyio.create_task_group() as tasks:
-                async with open_mailbox("memory://jobs") as entered:
-                    await entered.send("x", delay=100)
-                    tasks.start_soon(wait)
-                    await anyio.sleep(10)
+            async with anyio.create_task_group() as tasks, open_mailbox("memory://jobs") as entered:
+                await entered.send("x", delay=100)
+                tasks.start_soon(wait)
+                await anyio.sleep(10)
         assert got == ["x"]
         assert anyio.current_time() == 100
 
