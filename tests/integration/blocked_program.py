@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pdb
 import re
@@ -13,6 +14,9 @@ from pathlib import Path
 import anyio
 
 from mainspring.guardian import BlockWatch
+from mainspring.heartbeat import Heartbeat
+from mainspring.scope import DaemonScope
+from mainspring.watchdog import HeartbeatSubject, Watchdog
 
 HOW, BACKEND, THRESHOLD, GUARDIAN = sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4] == "guardian"
 
@@ -50,6 +54,27 @@ async def until_spawned(watch: BlockWatch) -> None:
             await anyio.sleep(0.01)
 
 
+async def swallow() -> None:
+    while True:
+        with contextlib.suppress(BaseException):
+            await anyio.sleep(60)  # guilty: stuck
+
+
+async def get_stuck() -> None:
+    """A handler that swallows its cancellation, under a watchdog with its own way to kill."""
+    async with DaemonScope() as scope:
+        handler = scope.start_soon(swallow)
+        subject = HeartbeatSubject(
+            "indexer",
+            Heartbeat(),
+            lambda _error: handler.cancel(),
+            message_id="m1",
+            where=lambda: handler.where,
+            finished=lambda: handler.done,
+        )
+        await Watchdog(lambda: [subject], threshold=0.2, interval=0.05, cancel_grace=0.2).run()
+
+
 async def main() -> None:
     async with BlockWatch(block_threshold=THRESHOLD, guardian=GUARDIAN) as watch:
         await until_spawned(watch)
@@ -58,6 +83,8 @@ async def main() -> None:
             BLOCK[HOW]()
         elif HOW == "turn":
             await anyio.to_thread.run_sync(sys.stdin.readline)
+        elif HOW == "stuck":
+            await get_stuck()
         elif HOW == "debugger":
             pdb.Pdb(stdin=sys.stdin, stdout=sys.stderr, readrc=False).set_trace()
         elif HOW == "fork":  # a child that holds everything its parent held, the liveness pipe too
@@ -68,7 +95,7 @@ async def main() -> None:
             watch.exit_by(0.3, status=70, explain=hang if HOW == "exit-hanging-explain" else why)
             BLOCK.get(HOW.removeprefix("exit-"), pause)()
         elif HOW == "outlast":
-            watch.exit_by(0.5, status=70, explain=why)
+            watch.exit_by(1.5, status=70, explain=why)
         elif HOW == "called-off":
             watch.exit_by(0.3, status=70, explain=why)
             watch.call_off()

@@ -97,6 +97,16 @@ def test_without_a_guardian_the_thread_kills_as_well():
 
 
 @EVERY_LOOP
+def test_a_handler_that_swallows_its_cancellation_is_named_and_ends_the_process(backend):
+    with program("stuck", backend, threshold=30) as process:
+        status, _, err, _ = end_of(process)
+    assert status == -signal.SIGKILL
+    assert "message m1 of 'indexer' was cancelled because it gave no sign of life, and did not end within 0.2 s" in err
+    assert f"{PROGRAM.name}:{guilty_line('stuck')} in swallow: await anyio.sleep(60)" in err
+    assert "MainThread" in err
+
+
+@EVERY_LOOP
 def test_a_stopped_process_is_not_killed_for_the_time_it_stood_still(backend):
     with program("turn", backend) as process:
         os.kill(process.pid, signal.SIGSTOP)
