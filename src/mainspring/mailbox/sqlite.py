@@ -123,8 +123,8 @@ class SQLiteMailbox(Mailbox[T, R]):
     # ---------------------------------------------------------------------------------------------------- life cycle
 
     async def _open(self, scope: DaemonScope) -> None:
-        writer = Writer.shared(self.path, self._synchronous, self._busy_timeout)
-        writer.acquire()
+        writer = Writer.shared(self.path)
+        writer.acquire(self._synchronous, self._busy_timeout)
         self._writer = writer
         self._real = clock.virtual_clock() is None
         self._loop = event_loop()

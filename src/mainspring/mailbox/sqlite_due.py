@@ -37,7 +37,7 @@ def enqueue(work: Work, mailbox: int, seq: int, rank: int, pos: int, delay: floa
     due = work.wall + delay if delay else None
     if due is None:
         work.execute(sql.ADD_READY, (mailbox, rank, pos, seq))
-        tally.pending += 1
+        tally.gain(1)
     else:
         work.execute(sql.ADD_DELAYED, (due, seq, mailbox))
         tally.delayed += 1

@@ -48,13 +48,13 @@ _USABLE_AFTER = (apsw.BusyError, apsw.LockedError, apsw.FullError, apsw.Protocol
 class DatabaseFile:
     """A mailbox file and this process's one connection to it; all methods run in one thread.
 
-    ``transactions`` counts those committed.
+    ``synchronous`` and ``busy_timeout`` hold from the next time it is opened. ``transactions`` counts those committed.
     """
 
-    def __init__(self, path: str, synchronous: str, busy_timeout: float) -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
-        self.synchronous = synchronous
-        self.busy_timeout = busy_timeout
+        self.synchronous = "full"
+        self.busy_timeout = 5.0
         self.transactions = 0
         self._connection: apsw.Connection | None = None
         self._waited_since = 0.0

@@ -111,6 +111,7 @@ class _Inserts:
             self._ready.append((mailbox, rank, seq, seq))
         if not envelope.delay:
             tally.pending += 1
+            tally.gained += 1
         headers = json.dumps(envelope.headers) if envelope.headers else None
         self._rows.append(
             (
@@ -191,7 +192,10 @@ def _claim(work: Work, commands: list[do.Claim]) -> None:
     for command in commands:
         alike.setdefault((command.mailbox, command.visibility), []).append(command)
     for (mailbox, visibility), claims in alike.items():
-        deliveries = _lease(work, mailbox, sum(claim.limit for claim in claims), visibility)
+        limit = sum(claim.limit for claim in claims)
+        deliveries = _lease(work, mailbox, limit, visibility)
+        if len(deliveries) < limit:
+            work.exhausted(mailbox)
         start = 0
         for claim in claims:
             claim.result = deliveries[start : start + claim.limit]
@@ -252,7 +256,7 @@ def _unclaim(work: Work, commands: list[do.Unclaim]) -> None:
         work.execute(sql.DROP_LEASES, (given,))
         tally = work.tally(command.mailbox)
         tally.in_flight -= back
-        tally.pending += back
+        tally.gain(back)
 
 
 # ------------------------------------------------------------------------------------------------------------ settling
@@ -413,7 +417,7 @@ def _revive(work: Work, commands: list[do.Revive]) -> None:
         _drop_dead(work, command)
         tally = work.tally(command.mailbox)
         tally.dead -= revived
-        tally.pending += revived
+        tally.gain(revived)
         command.result = revived
 
 

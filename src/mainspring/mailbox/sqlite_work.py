@@ -16,20 +16,29 @@ if TYPE_CHECKING:
 
 
 class Tally:
-    """How many more (or fewer) messages of a mailbox are in each state."""
+    """How many more (or fewer) messages of a mailbox are in each state.
 
-    __slots__ = ("dead", "delayed", "in_flight", "pending", "settled")
+    ``gained`` counts those that became pending, whatever was claimed meanwhile: each is worth a wake-up of its own.
+    """
+
+    __slots__ = ("dead", "delayed", "gained", "in_flight", "pending", "settled")
 
     def __init__(self) -> None:
-        self.delayed = self.pending = self.in_flight = self.settled = self.dead = 0
+        self.delayed = self.pending = self.in_flight = self.settled = self.dead = self.gained = 0
+
+    def gain(self, count: int) -> None:
+        """So many are pending now that were not."""
+        self.pending += count
+        self.gained += count
 
 
 class Work:
     """The state of one transaction.
 
-    ``boot`` and ``wall`` are its instants. ``gained`` says by mailbox how many messages became claimable and were not
-    claimed; ``soonest`` is the earliest instant (since boot) at which more is due, as far as this transaction knows;
-    ``dated`` says whether it made something due; ``empty`` holds the mailboxes where a claim found nothing and will wait.
+    ``boot`` and ``wall`` are its instants. ``gained`` says by mailbox how many messages became pending, unless a later claim
+    of the transaction took all there was; ``soonest`` is the earliest instant (since boot) at which more is due, as far as
+    this transaction knows; ``dated`` says whether it made something due; ``empty`` holds the mailboxes where a claim found
+    nothing and will wait.
     """
 
     def __init__(self, connection: Connection, boot: float, wall: float) -> None:
@@ -91,6 +100,11 @@ class Work:
         self.execute(sql.DROP_MESSAGE, (seq,))
         self.tally(mailbox).dead += 1
 
+    def exhausted(self, mailbox: int) -> None:
+        """Nothing is pending there any more."""
+        self.tally(mailbox).gained = 0
+        self.gained.pop(mailbox, None)
+
     def lease_until(self, until: float) -> None:
         """A lease ends at ``until`` (since boot)."""
         self.soonest = min(self.soonest, until)
@@ -106,8 +120,8 @@ class Work:
             values = (tally.delayed, tally.pending, tally.in_flight, tally.settled, tally.dead)
             if any(values):
                 self.execute(sql.ADD_COUNTS, (*values, mailbox))
-            if tally.pending:
-                self.gained[mailbox] = self.gained.get(mailbox, 0) + tally.pending
+            if tally.gained:
+                self.gained[mailbox] = self.gained.get(mailbox, 0) + tally.gained
         self._tallies.clear()
         if self.tick != self._first_tick:
             self.execute(sql.SET_TICK, (self.tick,))

@@ -66,8 +66,8 @@ class Job:
 class Writer:
     """A mailbox file as the mailboxes of this process share it. Its threads live while somebody uses it."""
 
-    def __init__(self, path: str, synchronous: str, busy_timeout: float) -> None:
-        self.file = DatabaseFile(path, synchronous, busy_timeout)
+    def __init__(self, path: str) -> None:
+        self.file = DatabaseFile(path)
         self._bell = Bell(path)
         self._inbox: SimpleQueue[Job] = SimpleQueue()
         self._lock = threading.Lock()
@@ -78,30 +78,30 @@ class Writer:
         self._owner = os.getpid()
 
     @classmethod
-    def shared(cls, path: str, synchronous: str, busy_timeout: float) -> Writer:
+    def shared(cls, path: str) -> Writer:
         """The process's writer for ``path`` (absolute).
 
-        Raises :class:`ConfigError` where it has other settings, and where the process was forked from one that had the file
-        open: SQLite would take the parent's locks for its own.
+        Raises :class:`ConfigError` where the process was forked from one that has the file open: SQLite would take the
+        parent's locks for its own.
         """
         before = process.inherited(KIND, path)
-        if isinstance(before, Writer) and before._running:
-            before._check_process()
-        writer = process.shared(KIND, path, lambda: cls(path, synchronous, busy_timeout))
-        have = (writer.file.synchronous, writer.file.busy_timeout)
-        if have != (synchronous, busy_timeout):
-            raise ConfigError(
-                f"the mailbox file {path} is open in this process with synchronous={have[0]} and busy_timeout={have[1]:g};"
-                " give all mailboxes on one file the same"
-            )
-        return writer
+        if isinstance(before, Writer) and before.in_use:
+            before.check_process()
+        return process.shared(KIND, path, lambda: cls(path))
 
     # ---------------------------------------------------------------------------------------- called on event loops
 
-    def acquire(self) -> None:
-        """Use it; to be undone by :meth:`release`."""
-        self._check_process()
+    def acquire(self, synchronous: str, busy_timeout: float) -> None:
+        """Use it; to be undone by :meth:`release`. Raises :class:`ConfigError` where others use it with other settings."""
+        self.check_process()
+        file = self.file
         with self._lock:
+            if self._users and (file.synchronous, file.busy_timeout) != (synchronous, busy_timeout):
+                raise ConfigError(
+                    f"the mailbox file {file.path} is open in this process with synchronous={file.synchronous} and"
+                    f" busy_timeout={file.busy_timeout:g}; give all mailboxes on one file the same"
+                )
+            file.synchronous, file.busy_timeout = synchronous, busy_timeout
             self._users += 1
             if not self._running:
                 self._running = True
@@ -115,7 +115,7 @@ class Writer:
 
     def submit(self, job: Job) -> None:
         """Hand commands over; their results are there when ``job.done`` is called."""
-        self._check_process()
+        self.check_process()
         self._inbox.put(job)
 
     def add_waiters(self, waiters: Waiters) -> None:
@@ -132,7 +132,13 @@ class Writer:
             if not group:
                 self._waiters.pop(waiters.mailbox, None)
 
-    def _check_process(self) -> None:
+    @property
+    def in_use(self) -> bool:
+        """Whether its thread runs, and so may have the file open."""
+        return self._running
+
+    def check_process(self) -> None:
+        """Raise :class:`ConfigError` in a process that was forked from the one it belongs to."""
         if os.getpid() != self._owner:
             raise ConfigError(
                 f"the mailbox file {self.file.path} was opened before this process was forked, and a SQLite file must not"
@@ -184,13 +190,12 @@ class Writer:
 
     def _tell(self, work: Work, real: bool) -> None:
         """After a commit: wake who may have something to claim, here and in other processes."""
-        gained = {mailbox: count for mailbox, count in work.gained.items() if count > 0}
-        if gained or work.dated:
+        if work.gained or work.dated:
             self._bell.ring()
         if not self._waiters:
             return
         with self._lock:
-            for mailbox, count in gained.items():
+            for mailbox, count in work.gained.items():
                 self._wake(mailbox, count)
             if work.soonest < math.inf:
                 self._announce(work.soonest, work.boot, work.empty)

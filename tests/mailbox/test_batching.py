@@ -1,0 +1,249 @@
+"""The command processor: what joins, what leaves at once, and what a cancellation takes back."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from mainspring.errors import MailboxClosedError, MailboxConnectionError
+from mainspring.mailbox.batching import Batcher, Command
+from mainspring.scope import DaemonScope
+
+pytestmark = pytest.mark.anyio
+
+
+class Add(Command):
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+class Store:
+    """Adds numbers; a batch stays out until the gate is open."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.gate = anyio.Event()
+        self.out = anyio.Event()
+        self.undone: list[int] = []
+        self.fails: Exception | None = None
+        self.batcher: Batcher[Add] = Batcher(self.execute, undo=self.undo, name="the store")
+
+    async def execute(self, commands: list[Add]) -> None:
+        self.batches.append([command.number for command in commands])
+        self.out.set()
+        await self.gate.wait()
+        if self.fails is not None:
+            raise self.fails
+        for command in commands:
+            if command.number < 0:
+                command.error = ValueError(f"{command.number} is negative")
+            else:
+                command.result = command.number + 1
+
+    def undo(self, command: Add) -> None:
+        self.undone.append(command.number)
+        self.batcher.post(Add(1_000 + command.number))
+
+
+@pytest.fixture
+async def store(anyio_backend):
+    made = Store()
+    async with DaemonScope("test", timeout=1) as scope:
+        scope.start_soon(made.batcher.run, name="runner", stop=made.batcher.stop)
+        yield made
+        made.gate.set()
+        await made.batcher.close()
+
+
+async def test_a_lone_command_leaves_at_once_and_gets_its_result(store):
+    store.gate.set()
+    assert await store.batcher.call(Add(1)) == 2
+    assert store.batches == [[1]]
+
+
+async def test_what_arrives_while_a_batch_is_out_leaves_together(store):
+    results = []
+
+    async def call(number):
+        results.append(await store.batcher.call(Add(number)))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(call, 0)
+        await store.out.wait()
+        for number in range(1, 101):
+            tasks.start_soon(call, number)
+        await anyio.wait_all_tasks_blocked()
+        assert store.batches == [[0]]
+        store.gate.set()
+    assert sorted(results) == list(range(1, 102))
+    assert [len(batch) for batch in store.batches] == [1, 100]
+    assert store.batcher.batches == 2
+
+
+async def test_callers_of_one_turn_of_the_loop_share_a_batch(store):
+    store.gate.set()
+    async with anyio.create_task_group() as tasks:
+        for number in range(50):
+            tasks.start_soon(store.batcher.call, Add(number))
+    assert len(store.batches) <= 2
+
+
+async def test_each_caller_gets_its_own_error(store):
+    store.gate.set()
+    outcomes = {}
+
+    async def call(number):
+        try:
+            outcomes[number] = await store.batcher.call(Add(number))
+        except ValueError as error:
+            outcomes[number] = str(error)
+
+    async with anyio.create_task_group() as tasks:
+        for number in (-1, 5, -2):
+            tasks.start_soon(call, number)
+    assert outcomes == {-1: "-1 is negative", 5: 6, -2: "-2 is negative"}
+
+
+async def test_a_failed_round_trip_fails_all_with_errors_of_their_own(store):
+    store.gate.set()
+    store.fails = MailboxConnectionError("no server")
+    errors = []
+
+    async def call(number):
+        with pytest.raises(MailboxConnectionError, match="no server") as caught:
+            await store.batcher.call(Add(number))
+        errors.append(caught.value)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(call, 1)
+        tasks.start_soon(call, 2)
+    assert errors[0] is not errors[1]
+    store.fails = None
+    assert await store.batcher.call(Add(3)) == 4
+
+
+async def test_cancelled_before_it_left_a_command_is_withdrawn(store):
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(store.batcher.call, Add(1))
+        await store.out.wait()
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as inner:
+                inner.start_soon(store.batcher.call, Add(2))
+                inner.start_soon(store.batcher.call, Add(3))
+                await anyio.wait_all_tasks_blocked()
+                scope.cancel()
+        tasks.start_soon(store.batcher.call, Add(4))
+        await anyio.wait_all_tasks_blocked()
+        store.gate.set()
+    assert store.batches == [[1], [4]]
+    assert store.undone == []
+
+
+async def test_cancelled_while_it_is_out_a_command_is_undone_before_what_waits(store):
+    async with anyio.create_task_group() as tasks:
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as inner:
+                inner.start_soon(store.batcher.call, Add(1))
+                await store.out.wait()
+                scope.cancel()
+        tasks.start_soon(store.batcher.call, Add(2))
+        await anyio.wait_all_tasks_blocked()
+        store.gate.set()
+    assert store.undone == [1]
+    assert store.batches == [[1], [1001, 2]]
+
+
+async def test_what_failed_is_not_undone(store):
+    with anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as inner:
+            inner.start_soon(store.batcher.call, Add(-1))
+            await store.out.wait()
+            scope.cancel()
+    store.gate.set()
+    assert await store.batcher.call(Add(1)) == 2
+    assert store.undone == []
+
+
+async def test_cancelled_just_after_it_was_done_a_command_is_undone(anyio_backend):
+    done = anyio.Event()
+    undone = []
+    scope = anyio.CancelScope()
+
+    async def execute(commands):
+        for command in commands:
+            command.result = command.number
+        scope.cancel()  # the caller is told of both at its next turn
+        done.set()
+
+    batcher = Batcher(execute, undo=lambda command: undone.append(command.number))
+    async with DaemonScope("test") as daemons:
+        daemons.start_soon(batcher.run, stop=batcher.stop)
+        with scope:
+            await batcher.call(Add(7))
+        await done.wait()
+        await batcher.close()
+    assert undone in ([7], [])
+    assert (undone == [7]) == scope.cancelled_caught  # undone, unless the result reached the caller
+
+
+async def test_close_finishes_what_is_queued_and_takes_nothing_new(store):
+    results = []
+
+    async def call(number):
+        results.append(await store.batcher.call(Add(number)))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(call, 1)
+        await store.out.wait()
+        tasks.start_soon(call, 2)
+        await anyio.wait_all_tasks_blocked()
+        tasks.start_soon(store.batcher.close)
+        await anyio.wait_all_tasks_blocked()
+        with pytest.raises(MailboxClosedError, match="the store is closed"):
+            await store.batcher.call(Add(3))
+        store.gate.set()
+    assert results == [2, 3]
+
+
+async def test_a_close_that_is_cancelled_lets_nobody_hang(anyio_backend):
+    async def never(commands):
+        await anyio.sleep_forever()
+
+    batcher = Batcher(never, name="the store")
+    refused = []
+
+    async def call(number):
+        with pytest.raises(MailboxClosedError):
+            await batcher.call(Add(number))
+        refused.append(number)
+
+    async with DaemonScope("test", timeout=0) as daemons, anyio.create_task_group() as tasks:
+        daemons.start_soon(batcher.run, stop=batcher.stop)
+        tasks.start_soon(call, 1)
+        await anyio.wait_all_tasks_blocked()
+        tasks.start_soon(call, 2)
+        await anyio.wait_all_tasks_blocked()
+        with anyio.move_on_after(0):
+            await batcher.close()
+    assert sorted(refused) == [1, 2]
+
+
+async def test_the_runner_outlives_a_cancelled_scope_for_those_who_clean_up(store):
+    """A cancelled program still releases its messages, under a shield; that needs the runner."""
+    made = Store()
+    made.gate.set()
+    results = []
+    with anyio.CancelScope() as outer:
+        async with DaemonScope("cancelled") as daemons:
+            daemons.start_soon(made.batcher.run, stop=made.batcher.stop)
+            outer.cancel()
+            try:
+                await anyio.sleep_forever()
+            finally:
+                with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 5):
+                    results.append(await made.batcher.call(Add(1)))
+                    await made.batcher.close()
+    assert results == [2]

@@ -1,0 +1,262 @@
+"""Files that cannot be used, and trouble that comes and goes: one clear error, nothing lost, and then it works again."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import threading
+
+import anyio
+import apsw
+import pytest
+
+from mainspring.errors import ConfigError, MailboxConnectionError
+from mainspring.mailbox import sqlite_schema as sql
+from mainspring.mailbox.message import Counts
+from mainspring.mailbox.sqlite import SQLiteMailbox
+from mainspring.mailbox.sqlite_file import check_sqlite
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def path(tmp_path):
+    return str(tmp_path / "mail.db")
+
+
+@pytest.fixture
+async def mailbox(path, anyio_backend):
+    async with SQLiteMailbox(path, name="jobs", busy_timeout=0.2) as made:
+        yield made
+
+
+async def refused(path, kind, says, **options):
+    """Opening raises ``kind``, in one line."""
+    with pytest.raises(kind, match=re.escape(says)) as caught:
+        async with SQLiteMailbox(path, **options):
+            pass
+    assert "\n" not in str(caught.value)
+
+
+async def works(mailbox):
+    await mailbox.send("again")
+    assert "again" in [message.body for message in await mailbox.receive(max_messages=100)]
+
+
+# ------------------------------------------------------------------------------------------------- cannot be opened
+
+
+async def test_a_file_that_is_no_database(path, anyio_backend):
+    with open(path, "wb") as file:
+        file.write(b"This is a letter, and quite a long one. " * 200)
+    await refused(path, ConfigError, "is no SQLite database; name another file")
+
+
+async def test_another_programs_database(path, anyio_backend):
+    connection = apsw.Connection(path)
+    connection.execute("CREATE TABLE theirs (a)")
+    connection.close()
+    await refused(path, ConfigError, "is the database of another program; name another file")
+    connection = apsw.Connection(path)
+    assert connection.execute("SELECT name FROM sqlite_schema").fetchall() == [("theirs",)]
+
+
+async def test_a_newer_schema(path, anyio_backend):
+    async with SQLiteMailbox(path) as mailbox:
+        await mailbox.send("keep me")
+    connection = apsw.Connection(path)
+    connection.execute(f"PRAGMA user_version = {sql.SCHEMA_VERSION + 1}")
+    await refused(path, ConfigError, "was written by a newer Mainspring (schema 2, this one knows 1); upgrade")
+    connection.execute(f"PRAGMA user_version = {sql.SCHEMA_VERSION}")
+    connection.close()
+    async with SQLiteMailbox(path) as mailbox:
+        assert [message.body for message in await mailbox.receive()] == ["keep me"]
+
+
+async def test_no_directory(tmp_path, anyio_backend):
+    await refused(tmp_path / "nowhere" / "mail.db", ConfigError, "nowhere first")
+
+
+async def test_a_directory_in_its_place(tmp_path, anyio_backend):
+    (tmp_path / "mail.db").mkdir()
+    await refused(tmp_path / "mail.db", MailboxConnectionError, "cannot be opened")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+async def test_a_directory_without_write_access(tmp_path, anyio_backend):
+    tmp_path.chmod(0o500)
+    try:
+        await refused(tmp_path / "mail.db", MailboxConnectionError, "cannot be")
+    finally:
+        tmp_path.chmod(0o700)
+
+
+async def test_a_file_that_others_keep_locked(path, anyio_backend):
+    async with SQLiteMailbox(path, name="first"):
+        pass
+    with locked(path):
+        await refused(path, MailboxConnectionError, "is locked by another process", name="new", busy_timeout=0.1)
+    async with SQLiteMailbox(path, name="new") as mailbox:
+        await works(mailbox)
+
+
+@pytest.mark.parametrize("version", ["3.40.1", "3.51.2"])
+def test_a_sqlite_with_the_bug_that_corrupts(version):
+    with pytest.raises(ConfigError, match=r"SQLite 3\.51\.3 or newer"):
+        check_sqlite(version)
+    check_sqlite("3.51.3")
+    check_sqlite("4.0.0")
+
+
+# ---------------------------------------------------------------------------------------------- trouble in between
+
+
+def locked(path):
+    """Another user of the file inside a transaction."""
+    connection = apsw.Connection(path)
+    connection.execute("BEGIN IMMEDIATE")
+    return _Closing(connection)
+
+
+class _Closing:
+    def __init__(self, connection):
+        self.connection = connection
+
+    def __enter__(self):
+        return self.connection
+
+    def __exit__(self, *exc):
+        self.connection.close()
+
+
+async def test_locked_for_too_long(mailbox, path):
+    await mailbox.send("before")
+    [message] = await mailbox.receive()
+    with locked(path):
+        for operation in (mailbox.send("during"), mailbox.receive(), message.acknowledge(), mailbox.counts()):
+            with pytest.raises(MailboxConnectionError, match=r"is locked by another process for longer than 0\.2 s"):
+                await operation
+    assert not message.is_settled
+    await message.acknowledge()
+    assert await mailbox.counts() == Counts(settled=1)
+
+
+async def test_locked_for_a_moment_is_waited_for(path, anyio_backend):
+    async with SQLiteMailbox(path, busy_timeout=30) as mailbox:
+        connection = locked(path).connection
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(mailbox.send, "patient")
+            await anyio.wait_all_tasks_blocked()
+            connection.close()
+        assert (await mailbox.counts()).pending == 1
+
+
+async def test_a_long_poll_hears_of_trouble(mailbox, path):
+    with locked(path), pytest.raises(MailboxConnectionError):
+        await mailbox.receive(wait_time_seconds=30)
+
+
+async def test_a_full_disk(mailbox):
+    kept = await mailbox.send("kept")
+    connection = mailbox._writer.file._connection
+    connection.pragma("max_page_count", connection.pragma("page_count") + 1)
+    with pytest.raises(MailboxConnectionError, match="the disk is full; free some space"):
+        await mailbox.send_many(["x" * 1_000] * 100)
+    assert await mailbox.counts() == Counts(pending=1)
+    connection.pragma("max_page_count", 1_000_000)
+    await mailbox.send_many(["x" * 1_000] * 100)
+    assert await mailbox.counts() == Counts(pending=101)
+    [first] = await mailbox.receive()
+    assert first.id == kept
+
+
+async def test_a_commit_that_fails_is_reported_to_everybody_in_it(mailbox, path):
+    """The disk refuses to write; nobody of the group is told that it went well, and nothing of it stays."""
+    await mailbox.send("kept")
+    size = os.path.getsize(path + "-wal")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    outcomes = []
+
+    async def send(number):
+        try:
+            await mailbox.send("x" * 5_000)
+            outcomes.append("sent")
+        except MailboxConnectionError as error:
+            outcomes.append(str(error))
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        async with anyio.create_task_group() as tasks:
+            for number in range(10):
+                tasks.start_soon(send, number)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(outcomes) == 10
+    assert all("cannot be read or written" in outcome for outcome in outcomes), outcomes
+    assert await mailbox.counts() == Counts(pending=1)
+    await works(mailbox)
+
+
+async def test_a_damaged_file_says_so_and_works_once_it_is_mended(path, anyio_backend):
+    async with SQLiteMailbox(path, name="jobs") as mailbox:
+        await mailbox.send_many([f"message {number} " + "x" * 400 for number in range(100)])
+    with open(path, "rb") as file:
+        whole = file.read()
+    with open(path, "r+b") as file:
+        file.seek(4_096)
+        file.write(b"\xa5" * (len(whole) - 4_096))
+    await refused(path, MailboxConnectionError, "is damaged", name="jobs")
+    with open(path, "wb") as file:
+        file.write(whole)
+    async with SQLiteMailbox(path, name="jobs") as mailbox:
+        assert (await mailbox.counts()).pending == 100
+
+
+async def test_bytes_that_are_no_json_in_the_file_go_to_the_dead_letters(mailbox, path):
+    await mailbox.send_many([1, 2, 3])
+    connection = apsw.Connection(path)
+    connection.execute("UPDATE messages SET body = x'ff00fe' WHERE seq = (SELECT max(seq) - 1 FROM messages)")
+    connection.close()
+    assert [message.body for message in await mailbox.receive(max_messages=10)] == [1, 3]
+    [dead] = await mailbox.dead_letters()
+    assert (dead.raw, dead.body, dead.error_type) == (b"\xff\x00\xfe", None, "NotJsonError")
+
+
+async def test_an_error_that_is_no_valid_text_can_be_dead_lettered(mailbox):
+    await mailbox.send("job")
+    [message] = await mailbox.receive()
+    await message.dead_letter(ValueError("no such file: \udcff"))
+    [dead] = await mailbox.dead_letters()
+    assert dead.error == r"no such file: \udcff"
+
+
+# ------------------------------------------------------------------------------------------------------------ threads
+
+
+async def test_nothing_is_left_when_the_last_mailbox_is_closed(path, anyio_backend):
+    async with SQLiteMailbox(path, name="a") as a:
+        async with SQLiteMailbox(path, name="b") as b:
+            with anyio.move_on_after(0.05):
+                await b.receive(wait_time_seconds=30)
+            assert any("mainspring sqlite" in thread.name for thread in threading.enumerate())
+        await works(a)
+    with anyio.fail_after(10):
+        while any("mainspring sqlite" in thread.name for thread in threading.enumerate()):
+            await anyio.sleep(0.001)  # the writer thread told us, and is on its last line
+    assert os.listdir(path + "-wake") == []
+
+
+async def test_a_cancelled_program_still_releases_under_a_shield(path, anyio_backend):
+    with anyio.CancelScope() as scope:
+        async with SQLiteMailbox(path) as mailbox:
+            await mailbox.send("job")
+            [message] = await mailbox.receive()
+            scope.cancel()
+            try:
+                await anyio.sleep_forever()
+            finally:
+                with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 5):
+                    await message.release()
+    async with SQLiteMailbox(path) as mailbox:
+        assert await mailbox.counts() == Counts(pending=1)
