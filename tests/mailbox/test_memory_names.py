@@ -57,6 +57,15 @@ def test_the_queue_lives_as_long_as_somebody_has_it(first: Any) -> None:
         gc.collect()
         assert await bodies(open_mailbox("memory://jobs")) == []
 
+        async with open_mailbox("memory://other") as opened:
+            await opened.send(1)
+        gc.disable()
+        try:
+            del opened  # nothing in it refers back to it
+            assert await bodies(open_mailbox("memory://other")) == []
+        finally:
+            gc.enable()
+
     anyio.run(main, **first)
 
 
@@ -282,13 +291,13 @@ def test_a_bad_url_is_a_config_error_that_says_what_is_allowed(url: Any, options
 
 
 def test_options_come_from_the_url_or_the_call_and_must_agree_by_name() -> None:
-    mailbox = open_mailbox("memory://jobs?capacity=100&serialize=true", body=int)
+    mailbox = open_mailbox("memory://options?capacity=100&serialize=true", body=int)
     assert mailbox.serializes
     assert isinstance(mailbox, InMemoryMailbox)
     assert mailbox._store.queue.capacity == 100
-    assert open_mailbox("memory://jobs")._store is mailbox._store
+    assert open_mailbox("memory://options")._store is mailbox._store
     with pytest.raises(ConfigError, match="capacity=100 already, not 5"):
-        open_mailbox("memory://jobs", capacity=5)
+        open_mailbox("memory://options", capacity=5)
 
 
 def test_two_threads_with_loops_of_their_own_use_names_of_their_own() -> None:

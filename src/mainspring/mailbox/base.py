@@ -270,7 +270,8 @@ class Mailbox(Bodies, Generic[T, R]):
 
     async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
         """End a delivery (see :class:`Message`)."""
-        self._check_open()
+        if not self._usable:
+            self._check_open()
         if type(settlement) is Ack and settlement.reply is not None:
             await self._settle_with_reply(delivery, settlement.reply)
         else:

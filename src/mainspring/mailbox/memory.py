@@ -17,7 +17,7 @@ from mainspring.mailbox.message import Ack, Return
 from mainspring.periodic import Periodic
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Awaitable, Mapping
 
     from mainspring.mailbox.message import Counts, Dead, Delivery, Envelope, Settlement
     from mainspring.scope import DaemonScope
@@ -119,8 +119,9 @@ class InMemoryMailbox(Mailbox[T, R]):
         scope.start_soon(reaper.run, name=f"reaper of mailbox {self.name}")
 
     async def _close(self) -> None:
-        if self._reaper is not None:
-            self._store.remove_reaper(self._reaper)
+        reaper, self._reaper = self._reaper, None
+        if reaper is not None:
+            self._store.remove_reaper(reaper)
 
     def _wake_all(self) -> None:
         self._closings += 1
@@ -165,24 +166,24 @@ class InMemoryMailbox(Mailbox[T, R]):
         if not self._usable:
             self._check_open()
         store = self._store
+        queue = store.queue
         codec = self._codec or self.codec
         kind = JSON if self.serializes else codec.body_type
-        entry = Entry(self.new_id(), self._payload(codec, body), kind, store.queue.wall())
-        store.queue.put(entry, store.clock(), 0.0)
+        entry = Entry(self.new_id(), self._payload(codec, body), kind, queue.wall())
+        queue.put(entry, store.clock(), 0.0)
         if store.bell.waiting:
             store.bell.ring()
         return entry.message_id
 
-    async def _turn(self) -> None:
-        """Where a sender can be cancelled, and now and then lets others have a turn."""
+    def _turn(self) -> Awaitable[None]:
+        """What a sender awaits first: there it can be cancelled, and now and then others have a turn."""
         store = self._store
         if store.thread != get_ident() or not store.is_current():
             store = self._here()
         self._sends += 1
         if self._sends % YIELD_EVERY and store.queue.capacity is None:
-            await store.checkpoint_if_cancelled()
-        else:
-            await store.checkpoint()
+            return store.checkpoint_if_cancelled()
+        return store.checkpoint()
 
     async def _put(self, envelopes: list[Envelope]) -> list[str]:
         await self._turn()
@@ -239,7 +240,9 @@ class InMemoryMailbox(Mailbox[T, R]):
 
     async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
         """Never waits, so a cancellation does not reach it."""
-        store = self._here()
+        store = self._store
+        if store.thread != get_ident() or not store.is_current():
+            store = self._here()
         now = store.clock()
         queue = store.queue
         if type(settlement) is Ack:

@@ -58,7 +58,10 @@ class MemoryQueue:
             self._check_room(1)
             if entry.dedup_key is not None:
                 self._keys[entry.dedup_key] = entry.message_id
-        self._place(entry, now, delay)
+        if delay or entry.expires_at <= now:
+            self._place(entry, now, delay)
+        else:
+            self._append(entry)
         return entry.message_id
 
     def put_all(self, entries: Iterable[tuple[Entry, float]], now: float) -> list[str]:

@@ -310,7 +310,8 @@ class Message(Generic[T, R]):
 
     async def settle(self, settlement: Settlement) -> None:
         """End this delivery as ``settlement`` says: the step the named calls above come down to."""
-        self._check_unsettled()
+        if self._settled:
+            self._check_unsettled()
         self._settled = True
         try:
             await self._mailbox.settle(self._delivery, settlement)
