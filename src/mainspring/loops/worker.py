@@ -150,7 +150,8 @@ class Worker:
     async def _receive_until_stopped(self, max_iterations: int | None) -> None:
         failures = iterations = 0
         while not self._stopping and (max_iterations is None or iterations < max_iterations):
-            free = min(self.settings.concurrency - len(self._runs) + self._leaving, MAX_MESSAGES)
+            most = self.settings.concurrency
+            free = min(most - len(self._runs) + min(self._leaving, most), MAX_MESSAGES)
             if free <= 0:
                 await self._until_freed()
                 continue
@@ -246,7 +247,7 @@ class Worker:
         if self._idle:
             self._roused = True
             self._idle.popleft().set()
-        elif self._slot_count < self.settings.concurrency:
+        elif self._slot_count < self.settings.concurrency + self._leaving:  # one that is leaving may take long
             assert self._slots is not None
             self._slot_count += 1
             self._roused = True

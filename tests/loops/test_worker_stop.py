@@ -1,0 +1,531 @@
+"""How a worker ends: shutdowns, cancellations, max_iterations; and that no message is lost or charged by it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import anyio
+import pytest
+from anyio import from_thread
+
+from mainspring import Context, InMemoryMailbox, MainLoop
+from mainspring.errors import MailboxClosedError, MailboxConnectionError
+from mainspring.events import MessageStarted, SettlementFailed
+from support import FaultyMailbox, background, fail, hang, record, settled
+
+pytestmark = pytest.mark.anyio
+
+
+async def sleeping(job: int) -> None:
+    await anyio.sleep_forever()
+
+
+async def quick(job: int) -> None: ...
+
+
+# ------------------------------------------------------------------------------------------------- before and at the start
+
+
+async def test_a_shutdown_before_the_start_is_remembered_and_one_run_uses_it_up():
+    mailbox = FaultyMailbox()
+    await mailbox.send(1)
+    loop = MainLoop(mailbox, quick)
+    assert await loop.shutdown()
+    await loop.run()
+    assert mailbox.times("claim") == []
+    assert (await mailbox.counts()).pending == 1
+    await loop.run(max_iterations=1)
+    assert (await mailbox.counts()).settled == 1
+
+
+async def test_a_shutdown_in_the_same_tick_as_the_start_is_remembered():
+    mailbox = FaultyMailbox()
+    await mailbox.send(1)
+    loop = MainLoop(mailbox, quick, wait_time_seconds=600)
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(loop.run)
+            assert await loop.shutdown()
+    assert (await mailbox.counts()).pending == 1
+
+
+async def test_a_shutdown_in_the_first_tick_of_the_run_hands_the_messages_back():
+    mailbox = InMemoryMailbox()
+    await mailbox.send_many(range(10))
+    loop = MainLoop(mailbox, quick, wait_time_seconds=600, concurrency=10)
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(loop.run)
+            await anyio.lowlevel.checkpoint()
+            loop.request_shutdown()
+    counts = await mailbox.counts()
+    assert counts.in_flight == 0
+    assert counts.pending + counts.settled == 10
+
+
+# ------------------------------------------------------------------------------------------------------------- at work
+
+
+async def test_a_long_poll_is_interrupted_at_once(virtual_clock):
+    loop = MainLoop(InMemoryMailbox(), quick, wait_time_seconds=10_000)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(loop.run)
+        await anyio.sleep(5)
+        assert await loop.shutdown()
+        assert virtual_clock.now == 5
+        assert not loop.running
+
+
+async def test_the_wait_after_a_failed_receive_is_interrupted_at_once(virtual_clock):
+    mailbox = FaultyMailbox()
+    mailbox.always("claim", fail(MailboxConnectionError("away")))
+    loop = MainLoop(mailbox, quick)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(loop.run)
+        await anyio.sleep(500)
+        assert await loop.shutdown()
+        assert virtual_clock.now == 500
+
+
+async def test_work_in_hand_may_finish(virtual_clock):
+    done = []
+
+    async def handle(job: int) -> None:
+        await anyio.sleep(job)
+        done.append(job)
+
+    mailbox = InMemoryMailbox()
+    loop = MainLoop(mailbox, handle, concurrency=3)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(loop.run)
+        await mailbox.send_many([10, 20, 29])
+        await anyio.sleep(1)
+        await mailbox.send(1)  # waits behind the others
+        assert await loop.shutdown(timeout=30)
+    assert done == [10, 20, 29]
+    assert (await mailbox.counts()).pending == 1
+
+
+async def test_work_that_does_not_finish_is_cancelled_and_goes_back_uncharged_at_once(virtual_clock):
+    ends = []
+
+    async def handle(job: int) -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            ends.append(anyio.current_time())
+
+    mailbox = InMemoryMailbox()
+    loop = MainLoop(mailbox, handle, concurrency=2)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(loop.run)
+        await mailbox.send_many([1, 2])
+        await anyio.sleep(1)
+        assert not await loop.shutdown(timeout=30)
+    assert ends == [31, 31]
+    assert loop.outcomes == {"released": 2}
+    again = await mailbox.receive(max_messages=10)
+    assert [(m.body, m.attempt, m.delivery_count) for m in again] == [(1, 1, 2), (2, 1, 2)]
+    assert virtual_clock.now == 31
+
+
+async def test_a_handler_that_ends_well_in_spite_of_its_cancellation_is_done(virtual_clock):
+    async def handle(job: int) -> None:
+        try:
+            await anyio.sleep_forever()
+        except anyio.get_cancelled_exc_class():
+            if job == 2:
+                raise ValueError("cut off") from None
+
+    mailbox = InMemoryMailbox()
+    loop = MainLoop(mailbox, handle, concurrency=2)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(loop.run)
+        await mailbox.send_many([1, 2])
+        await anyio.sleep(1)
+        assert not await loop.shutdown(timeout=1)
+    assert loop.outcomes == {"acknowledged": 1, "released": 1}  # an error because of the shutdown is not charged
+
+
+async def test_a_retry_at_the_shutdown_is_the_handlers_choice(virtual_clock):
+    async def handle(job: int, ctx: Context) -> None:
+        await ctx.wait_shutting_down()
+        from mainspring import Retry
+
+        raise Retry(delay=60, charge=False)
+
+    mailbox = InMemoryMailbox()
+    loop = MainLoop(mailbox, handle)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(loop.run)
+        await mailbox.send(1)
+        await anyio.sleep(1)
+        assert await loop.shutdown(timeout=1)
+        assert virtual_clock.now == 1
+    assert (await mailbox.counts()).delayed == 1
+
+
+@pytest.mark.parametrize("first", ["asks", "fails and asks"])
+async def test_all_messages_of_a_claimed_batch_are_handed_back(virtual_clock, first):
+    """The first handler of the batch asks for the shutdown: none of the others may begin, all go back, in their order."""
+    begun = []
+
+    async def handle(job: int) -> None:
+        begun.append(job)
+        loop.request_shutdown()
+        if first == "fails and asks":
+            raise ValueError
+
+    mailbox = FaultyMailbox()
+    loop = MainLoop(mailbox, handle, concurrency=10)
+    await mailbox.send_many(range(10))
+    await loop.run()
+    assert len(begun) == 1
+    assert mailbox.most_leased == 10
+    assert (await mailbox.counts()).in_flight == 0
+    again = await mailbox.receive(max_messages=10)
+    assert [m.body for m in again] == list(range(1, 10))
+    assert {(m.attempt, m.delivery_count) for m in again} == {(1, 2)}
+
+
+async def test_what_was_claimed_during_the_shutdown_is_handed_back_unrun(virtual_clock):
+    """The claim was under way when the shutdown came: shielded, it brings messages that nobody may begin."""
+
+    class Late(FaultyMailbox):
+        async def _claim(self, *args):
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(2)
+                return await super()._claim(*args)
+
+    mailbox = Late()
+    loop = MainLoop(mailbox, sleeping, concurrency=5)
+    started = record(loop, MessageStarted)
+    await mailbox.send_many(range(5))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(loop.run)
+        await anyio.sleep(1)
+        assert await loop.shutdown(timeout=30)
+    assert started == []
+    assert mailbox.most_leased == 5
+    assert mailbox.settlements() == ["Return"] * 5
+    assert loop.outcomes == {"released": 5}
+
+
+async def test_a_store_that_hangs_when_messages_are_handed_back_delays_the_end_only_for_a_while(virtual_clock):
+    class Late(FaultyMailbox):
+        async def _claim(self, *args):
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(2)
+                return await super()._claim(*args)
+
+    mailbox = Late()
+    mailbox.always("settle", hang)
+    loop = MainLoop(mailbox, sleeping, concurrency=5)
+    failed = record(loop, SettlementFailed)
+    await mailbox.send_many(range(5))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(loop.run)
+        await anyio.sleep(1)
+        assert await loop.shutdown(timeout=30)
+    assert virtual_clock.now == 7  # five seconds for all of them together
+    assert len(failed) == 5
+    assert loop.in_flight == 0
+
+
+# ------------------------------------------------------------------------------------------------- from inside a handler
+
+
+async def test_a_shutdown_from_inside_a_handler_only_asks():
+    order = []
+
+    async def handle(job: int) -> None:
+        assert await loop.shutdown()
+        order.append("asked")
+        await anyio.sleep(0.01)
+        order.append("finished")
+
+    mailbox = InMemoryMailbox()
+    await mailbox.send_many([1, 2])
+    loop = MainLoop(mailbox, handle)
+    with anyio.fail_after(5):
+        await loop.run()
+    assert order == ["asked", "finished"]
+    assert (await mailbox.counts()).pending == 1
+
+
+async def test_a_shutdown_from_a_handlers_thread_only_asks():
+    def handle(job: int) -> None:
+        assert from_thread.run(loop.shutdown)
+
+    mailbox = InMemoryMailbox()
+    await mailbox.send(1)
+    loop = MainLoop(mailbox, handle)
+    with anyio.fail_after(5):
+        await loop.run()
+    assert loop.outcomes == {"acknowledged": 1}
+
+
+async def test_a_shutdown_from_a_task_of_the_handler_only_asks():
+    async def handle(job: int) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(loop.shutdown)
+
+    mailbox = InMemoryMailbox()
+    await mailbox.send(1)
+    loop = MainLoop(mailbox, handle)
+    with anyio.fail_after(5):
+        await loop.run()
+    assert loop.outcomes == {"acknowledged": 1}
+
+
+async def test_a_handler_of_another_loop_does_wait(virtual_clock):
+    async def handle(job: int) -> None:
+        assert await other.shutdown()
+        assert not other.running
+
+    async def slow_handle(job: int) -> None:
+        await anyio.sleep(10)
+
+    others, mailbox = InMemoryMailbox(), InMemoryMailbox()
+    other = MainLoop(others, slow_handle)
+    async with background(other), background(MainLoop(mailbox, handle)) as loop:
+        await others.send(1)
+        await anyio.sleep(1)
+        await mailbox.send(1)
+        await anyio.sleep(20)
+        assert loop.outcomes == {"acknowledged": 1}
+
+
+# ---------------------------------------------------------------------------------------------------------- cancellation
+
+
+async def test_a_cancelled_run_gives_its_messages_back_uncharged():
+    mailbox = InMemoryMailbox()
+    loop = MainLoop(mailbox, sleeping, concurrency=3)
+    await mailbox.send_many(range(5))
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(loop.run)
+            while loop.in_flight < 3:
+                await anyio.sleep(0.001)
+            tasks.cancel_scope.cancel()
+    assert not loop.running
+    assert loop.outcomes == {"released": 3}
+    again = await mailbox.receive(max_messages=10)
+    assert [(m.body, m.attempt) for m in again] == [(n, 1) for n in range(5)]
+
+
+async def test_a_cancelled_run_may_run_again():
+    mailbox = InMemoryMailbox()
+    loop = MainLoop(mailbox, quick)
+    with anyio.move_on_after(0.01):
+        await loop.run()
+    await mailbox.send(1)
+    await loop.run(max_iterations=1)
+    assert loop.outcomes == {"acknowledged": 1}
+
+
+async def test_a_cancelled_run_waits_for_a_store_that_hangs_only_for_a_while(virtual_clock):
+    mailbox = FaultyMailbox()
+    mailbox.always("settle", hang)
+    loop = MainLoop(mailbox, sleeping, concurrency=3)
+    failed = record(loop, SettlementFailed)
+    await mailbox.send_many(range(3))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(loop.run)
+        await anyio.sleep(10)
+        tasks.cancel_scope.cancel()
+    assert virtual_clock.now == 15
+    assert [event.outcome for event in failed] == ["released"] * 3
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_native_cancellation_of_the_run_gives_its_messages_back(anyio_backend):
+    mailbox = InMemoryMailbox()
+    loop = MainLoop(mailbox, sleeping, concurrency=3)
+    await mailbox.send_many(range(3))
+    task = asyncio.ensure_future(loop.run())
+    while loop.in_flight < 3:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert loop.outcomes == {"released": 3}
+    assert (await mailbox.counts()).pending == 3
+
+
+async def test_abort_ends_a_settlement_that_hangs(virtual_clock):
+    mailbox = FaultyMailbox()
+    mailbox.next("settle", hang)
+    await mailbox.send(1)
+    loop = MainLoop(mailbox, quick)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(loop.run)
+        await anyio.sleep(1)
+        assert not await loop.shutdown(timeout=2)
+        assert virtual_clock.now == 8  # 2 s to finish, 5 s after the cancellation
+
+
+# -------------------------------------------------------------------------------------------------------- max_iterations
+
+
+async def test_max_iterations_counts_receives_and_what_they_brought_is_handled(virtual_clock):
+    done = []
+
+    async def handle(job: int) -> None:
+        await anyio.sleep(1)
+        done.append(job)
+
+    mailbox = FaultyMailbox()
+    await mailbox.send_many(range(10))
+    loop = MainLoop(mailbox, handle, concurrency=4)
+    await loop.run(max_iterations=2)
+    assert len(mailbox.times("claim")) == 2
+    assert 5 <= len(done) <= 8  # four at the first receive, then as many as had become free
+    assert (await mailbox.counts()).in_flight == 0
+    assert not loop.running
+
+
+async def test_an_empty_receive_counts_too(virtual_clock):
+    loop = MainLoop(FaultyMailbox(), quick, wait_time_seconds=20)
+    await loop.run(max_iterations=3)
+    assert virtual_clock.now == 60
+
+
+async def test_none_at_all():
+    mailbox = FaultyMailbox()
+    await MainLoop(mailbox, quick).run(max_iterations=0)
+    assert mailbox.times("claim") == []
+
+
+async def test_polls_that_do_not_wait_do_not_spin(virtual_clock):
+    mailbox = FaultyMailbox()
+    async with background(MainLoop(mailbox, quick, wait_time_seconds=0)):
+        await anyio.sleep(10)
+    assert 50 <= len(mailbox.times("claim")) <= 101
+
+
+async def test_polls_that_do_not_wait_go_on_at_once_while_there_is_work(virtual_clock):
+    mailbox = FaultyMailbox()
+    await mailbox.send_many(range(100))
+    loop = MainLoop(mailbox, quick, wait_time_seconds=0)
+    await loop.run(max_iterations=100)
+    assert loop.outcomes == {"acknowledged": 100}
+    assert virtual_clock.now == 0
+
+
+# -------------------------------------------------------------------------------------------------- a mailbox that closes
+
+
+async def test_a_mailbox_closed_under_a_loop_is_its_error_after_the_work_in_hand(virtual_clock):
+    ends = []
+
+    async def handle(job: int) -> None:
+        await anyio.sleep(10)
+        ends.append(anyio.current_time())
+
+    mailbox = InMemoryMailbox("orders")
+    loop = MainLoop(mailbox, handle, concurrency=2)
+    failed = record(loop, SettlementFailed)
+
+    async def run() -> None:
+        with pytest.raises(MailboxClosedError, match="'orders' is closed"):
+            await loop.run()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run)
+        await mailbox.send(1)
+        await anyio.sleep(1)
+        await mailbox.close()
+    assert ends == [10]
+    assert not loop.running
+    assert [event.outcome for event in failed] == ["acknowledged"]
+
+
+async def test_a_mailbox_that_was_never_opened_is_the_runs_error(tmp_path):
+    from mainspring import open_mailbox
+
+    loop = MainLoop(open_mailbox(f"sqlite:///{tmp_path}/x.db"), quick)
+    with pytest.raises(MailboxClosedError, match="use it inside `async with` or under a running LoopGroup"):
+        await loop.run()
+    assert not loop.running
+
+
+async def test_an_unexpected_error_of_the_mailbox_surfaces_after_the_work_in_hand(virtual_clock):
+    done = []
+
+    async def handle(job: int) -> None:
+        await anyio.sleep(10)
+        done.append(job)
+
+    mailbox = FaultyMailbox()
+    await mailbox.send(1)
+    loop = MainLoop(mailbox, handle, concurrency=2)
+    mailbox.next("claim", lambda hook: hook(), fail(ZeroDivisionError("a bug of the driver")))
+    with pytest.raises(ZeroDivisionError, match="a bug of the driver"):
+        await loop.run()
+    assert done == [1]
+    assert loop.outcomes == {"acknowledged": 1}
+
+
+# ------------------------------------------------------------------------------------------------------------ start / stop
+
+
+async def test_start_and_stop_stress():
+    """Shutdowns at every tick of a busy run; afterwards nothing is leased, and nothing was lost or charged."""
+    mailbox = InMemoryMailbox()
+    seen = []
+
+    async def handle(job: int, ctx: Context) -> None:
+        assert ctx.attempt == 1
+        await anyio.lowlevel.checkpoint()
+        seen.append(job)
+
+    loop = MainLoop(mailbox, handle, concurrency=5)
+    total = 0
+    for ticks in range(60):
+        await mailbox.send_many(range(total, total + 7))
+        total += 7
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(loop.run)
+                for _ in range(ticks):
+                    await anyio.lowlevel.checkpoint()
+                if ticks % 3:
+                    await loop.shutdown(timeout=1)
+                else:
+                    tasks.cancel_scope.cancel()
+        assert (await mailbox.counts()).in_flight == 0
+        assert not loop.running
+    async with background(loop):
+        await settled(mailbox)
+    assert set(seen) == set(range(total))
+
+
+async def test_a_thread_is_waited_for():
+    entered, release = threading.Event(), threading.Event()
+
+    def handle(job: int) -> None:
+        entered.set()
+        assert release.wait(10)
+
+    mailbox = InMemoryMailbox()
+    await mailbox.send(1)
+    loop = MainLoop(mailbox, handle)
+    stopped = []
+
+    async def stop() -> None:
+        stopped.append(await loop.shutdown(timeout=0.01))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(loop.run)
+        while not entered.is_set():
+            await anyio.sleep(0.001)
+        tasks.start_soon(stop)
+        await anyio.sleep(0.05)
+        assert loop.running
+        release.set()
+    assert stopped == [False]
+    assert loop.outcomes == {"acknowledged": 1}

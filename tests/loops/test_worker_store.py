@@ -1,0 +1,405 @@
+"""A store that misbehaves under a worker: receives and settlements that fail, hang or lose their answers; and replies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import anyio
+import pytest
+
+from mainspring import (
+    Context,
+    DeadLetterPolicy,
+    InMemoryMailbox,
+    LeasePolicy,
+    MailboxConnectionError,
+    MailboxFullError,
+    MainLoop,
+    RetryPolicy,
+)
+from mainspring.events import MessageFinished, MessageNotAcknowledged, ReceiveFailed, ReceiveRecovered, SettlementFailed
+from mainspring.mailbox.hooks import Capabilities
+from support import FaultyMailbox, background, fail, hang, lose_answer, record, settled, slow
+
+pytestmark = pytest.mark.anyio
+
+DOWN = MailboxConnectionError("the store is away")
+
+
+async def quick(job: int) -> None: ...
+
+
+# ------------------------------------------------------------------------------------------------------ what is leased
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 10])
+async def test_no_more_is_leased_than_there_are_handlers_to_run_it(concurrency):
+    running = most = 0
+
+    async def handle(job: int) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await anyio.sleep(0.001 * (job % 3))
+        running -= 1
+
+    mailbox = FaultyMailbox()
+    loop = MainLoop(mailbox, handle, concurrency=concurrency)
+    async with background(loop):
+        await mailbox.send_many(range(100))
+        await settled(mailbox)
+    assert mailbox.most_leased == most == concurrency
+    assert loop.outcomes == {"acknowledged": 100}
+
+
+async def test_a_free_slot_takes_the_next_message_without_waiting_for_the_others(virtual_clock):
+    ends = []
+
+    async def handle(job: float) -> None:
+        await anyio.sleep(job)
+        ends.append((job, anyio.current_time()))
+
+    mailbox = InMemoryMailbox()
+    async with background(MainLoop(mailbox, handle, concurrency=2)):
+        await mailbox.send_many([100, 1, 1, 1])
+        await anyio.sleep(200)
+    assert ends == [(1, 1), (1, 2), (1, 3), (100, 100)]
+
+
+async def test_nothing_is_leased_while_a_settlement_keeps_the_only_slot(virtual_clock):
+    mailbox = FaultyMailbox()
+    mailbox.next("settle", hang)
+    async with background(MainLoop(mailbox, quick, wait_time_seconds=600)):
+        await mailbox.send(1)
+        await anyio.sleep(5)
+        await mailbox.send(2)
+        await anyio.sleep(5)
+        counts = await mailbox.counts()
+        assert (counts.in_flight, counts.pending) == (1, 1)
+
+
+async def test_what_an_ordered_store_claims_behind_a_settlement_is_run_though_that_hangs(virtual_clock):
+    """There a claim need not wait for the settlement before it; but nothing may be leased that nobody runs."""
+    running, starts = 0, []
+
+    async def handle(job: int) -> None:
+        nonlocal running
+        running += 1
+        starts.append((job, anyio.current_time()))
+        assert running == 1
+        await anyio.sleep(1)
+        running -= 1
+
+    class Ordered(FaultyMailbox):
+        capabilities = Capabilities(ordered=True)
+
+    mailbox = Ordered()
+    mailbox.next("settle", hang, hang)
+    async with background(MainLoop(mailbox, handle, wait_time_seconds=600)):
+        await mailbox.send_many(range(4))
+        await anyio.sleep(20)
+        assert starts == [(0, 0), (1, 1)]  # two hang, and no third is claimed
+        assert mailbox.most_leased == 2
+        await anyio.sleep(60)
+        assert [job for job, _ in starts] == [0, 1, 2, 3]
+
+
+# ------------------------------------------------------------------------------------------------------------ receives
+
+
+async def test_a_lost_connection_backs_off_and_the_loop_lives(virtual_clock):
+    mailbox = FaultyMailbox()
+    mailbox.next("claim", *[fail(DOWN)] * 6, *[fail(OSError("reset"))] * 2)
+    loop = MainLoop(mailbox, quick, wait_time_seconds=600)
+    events = record(loop, ReceiveFailed, ReceiveRecovered)
+    async with background(loop):
+        await anyio.sleep(0)
+        await mailbox.send(1)
+        await settled(mailbox, within=100)
+        await anyio.sleep(1)
+        assert loop.trouble is None
+    failed = events[:8]
+    pauses = [event.retry_in for event in failed]
+    assert all(0 <= pause <= 0.1 * 2**n for n, pause in enumerate(pauses))
+    assert max(pauses) > 0.3
+    assert failed[0].error == "MailboxConnectionError: the store is away"
+    assert failed[7].error == "OSError: reset"
+    tries = mailbox.times("claim")
+    assert [later - earlier for earlier, later in pairwise(tries[:9])] == pytest.approx(pauses)
+    assert events[8] == ReceiveRecovered(loop.name, 8)
+    assert loop.outcomes == {"acknowledged": 1}
+
+
+async def test_the_pause_is_bounded_and_the_trouble_is_told(virtual_clock):
+    mailbox = FaultyMailbox()
+    mailbox.always("claim", fail(DOWN))
+    loop = MainLoop(mailbox, quick)
+    failed = record(loop, ReceiveFailed)
+    async with background(loop):
+        await anyio.sleep(3_600)
+        assert loop.trouble == "MailboxConnectionError: the store is away"
+        assert loop.heartbeat.elapsed() <= 30  # a lost server is no stall
+    assert 20 < max(event.retry_in for event in failed) <= 30
+
+
+async def test_running_handlers_are_not_harmed_by_a_lost_connection(virtual_clock):
+    async def handle(job: int) -> None:
+        await anyio.sleep(100)
+
+    mailbox = FaultyMailbox()
+    loop = MainLoop(mailbox, handle, concurrency=2)
+    async with background(loop):
+        await mailbox.send(1)
+        await anyio.sleep(1)
+        mailbox.always("claim", fail(DOWN))
+        await anyio.sleep(200)
+    assert loop.outcomes == {"acknowledged": 1}
+
+
+# --------------------------------------------------------------------------------------------------------- settlements
+
+
+async def test_a_settlement_is_tried_again_while_the_lease_is_trusted(virtual_clock):
+    mailbox = FaultyMailbox()
+    mailbox.next("settle", fail(DOWN), fail(OSError("reset")), fail(DOWN))
+    loop = MainLoop(mailbox, quick)
+    failed = record(loop, SettlementFailed)
+    async with background(loop):
+        await mailbox.send(1)
+        await anyio.sleep(10)
+        assert (await mailbox.counts()).settled == 1
+    assert mailbox.settlements() == ["Ack"] * 4
+    assert failed == []
+    assert loop.outcomes == {"acknowledged": 1}
+
+
+async def test_with_the_trust_the_tries_end_and_the_message_comes_again(virtual_clock):
+    mailbox = FaultyMailbox()
+    mailbox.always("settle", fail(DOWN))
+    mailbox.always("extend", fail(DOWN))
+    loop = MainLoop(mailbox, quick, visibility_timeout=20)
+    events = record(loop, SettlementFailed, MessageFinished)
+    async with background(loop, max_iterations=1):
+        await mailbox.send(1)
+        await anyio.sleep(19)
+        assert loop.in_flight == 1
+        await anyio.sleep(2)
+        assert not loop.running
+    assert [type(event) for event in events] == [SettlementFailed, MessageNotAcknowledged]
+    assert (events[0].outcome, events[0].error) == ("acknowledged", "MailboxConnectionError: the store is away")
+    assert events[1].outcome == "lost"
+    (again,) = await InMemoryMailbox.receive(mailbox)
+    assert again.delivery_count == 2
+
+
+async def test_an_answer_that_was_lost_is_no_second_settlement(virtual_clock):
+    """The store had written it: the next try finds the lease gone. That the message is done must not harm."""
+    mailbox = FaultyMailbox()
+    mailbox.next("settle", lose_answer(DOWN))
+    loop = MainLoop(mailbox, quick)
+    async with background(loop):
+        await mailbox.send(1)
+        await anyio.sleep(100)
+        counts = await mailbox.counts()
+        assert (counts.settled, counts.waiting) == (1, 0)
+        await mailbox.send(2)
+        await anyio.sleep(1)
+        assert (await mailbox.counts()).settled == 2
+
+
+@pytest.mark.parametrize("policy", ["while-running", "on-beat", "never"])
+@pytest.mark.parametrize("extends", ["well", "too hangs"])
+async def test_a_settlement_that_hangs_gives_its_slot_back(virtual_clock, policy, extends):
+    mailbox = FaultyMailbox()
+    mailbox.next("settle", hang)
+    if extends == "too hangs":
+        mailbox.always("extend", hang)
+    loop = MainLoop(mailbox, quick, visibility_timeout=600, lease=LeasePolicy(policy))
+    failed = record(loop, SettlementFailed)
+    async with background(loop):
+        await mailbox.send(1)
+        await anyio.sleep(29)
+        assert loop.in_flight == 1
+        await anyio.sleep(32)  # 30 s, and at most as much again until somebody looks
+        assert loop.in_flight == 0
+        assert [(event.outcome, event.error) for event in failed] == [
+            ("acknowledged", "the mailbox did not answer in time, or the loop was cancelled")
+        ]
+        mailbox.always("extend", slow(0))
+        await mailbox.send(2)
+        await anyio.sleep(1)
+        assert (await mailbox.counts()).settled == 1
+
+
+@pytest.mark.parametrize("visibility", [1, 2, 5])
+async def test_a_settlement_that_hangs_past_its_lease_gives_its_slot_back(virtual_clock, visibility):
+    mailbox = FaultyMailbox()
+    mailbox.always("settle", hang)
+    mailbox.always("extend", hang)
+    loop = MainLoop(mailbox, quick, visibility_timeout=visibility)
+    async with background(loop, max_iterations=1):
+        await mailbox.send(1)
+        await anyio.sleep(65)
+        assert not loop.running
+
+
+async def test_the_late_settlement_of_a_timed_out_handler_is_tried_again_too(virtual_clock):
+    async def handle(job: int) -> None:
+        await anyio.sleep_forever()
+
+    mailbox = FaultyMailbox()
+    mailbox.next("settle", *[fail(DOWN)] * 3)
+    loop = MainLoop(mailbox, handle, handler_timeout=10, dead_letter=DeadLetterPolicy(max_attempts=1))
+    async with background(loop):
+        await mailbox.send(1)
+        await anyio.sleep(20)
+        assert (await mailbox.counts()).dead == 1
+    assert loop.outcomes == {"dead_lettered": 1}
+
+
+async def test_a_failed_dead_letter_write_leaves_the_message_in_the_queue(virtual_clock):
+    async def handle(job: int) -> None:
+        raise ValueError("bad")
+
+    mailbox = FaultyMailbox()
+    mailbox.next("settle", fail(RuntimeError("disk")))
+    loop = MainLoop(mailbox, handle, visibility_timeout=10, dead_letter=DeadLetterPolicy(max_attempts=1))
+    failed = record(loop, SettlementFailed)
+    async with background(loop):
+        await mailbox.send(1)
+        await anyio.sleep(1)
+        assert (await mailbox.counts()).in_flight == 1
+        assert [(event.outcome, event.error) for event in failed] == [("dead_lettered", "RuntimeError: disk")]
+        await anyio.sleep(20)
+        (dead,) = await mailbox.dead_letters()
+        assert dead.body == 1
+
+
+# -------------------------------------------------------------------------------------------------------------- replies
+
+
+@dataclass
+class Answer:
+    text: str
+
+
+@pytest.mark.parametrize("serialize", [False, True])
+async def test_the_result_is_the_reply_and_carries_the_requests_id(serialize):
+    async def handle(job: int) -> Answer:
+        return Answer(f"it was {job}")
+
+    mailbox, replies = InMemoryMailbox(serialize=serialize), InMemoryMailbox(body=Answer, serialize=serialize)
+    async with background(MainLoop(mailbox, handle)):
+        request = await mailbox.send(7, reply_to=replies)
+        (reply,) = await replies.receive(wait_time_seconds=5)
+    assert reply.body == Answer("it was 7")
+    assert reply.headers["request_id"] == request
+    assert (await mailbox.counts()).settled == 1
+
+
+async def test_nobody_is_answered_who_did_not_ask():
+    async def handle(job: int) -> int:
+        return job
+
+    mailbox, replies = FaultyMailbox(), InMemoryMailbox()
+    async with background(MainLoop(mailbox, handle)):
+        await mailbox.send(1)
+        await settled(mailbox)
+    assert await replies.approximate_count() == 0
+    assert [argument.reply for _, call, argument in mailbox.calls if call == "settle"] == [None]
+
+
+async def test_reply_and_acknowledgement_are_one_step(virtual_clock):
+    async def handle(job: int) -> int:
+        return job
+
+    mailbox, replies = FaultyMailbox(), InMemoryMailbox()
+    mailbox.next("settle", fail(DOWN))
+    async with background(MainLoop(mailbox, handle)):
+        await mailbox.send(1, reply_to=replies)
+        await anyio.sleep(0)
+        while not mailbox.times("settle"):
+            await anyio.sleep(0)
+        assert await replies.approximate_count() == 0
+        await anyio.sleep(10)
+        assert await replies.approximate_count() == 1
+        assert (await mailbox.counts()).settled == 1
+    assert mailbox.settlements() == ["Ack", "Ack"]
+
+
+async def test_a_failed_handler_answers_nobody(virtual_clock):
+    async def handle(job: int) -> int:
+        raise ValueError
+
+    mailbox, replies = InMemoryMailbox(), InMemoryMailbox()
+    async with background(MainLoop(mailbox, handle)):
+        await mailbox.send(1, reply_to=replies)
+        await anyio.sleep(1_000)
+        assert await replies.approximate_count() == 0
+        (dead,) = await mailbox.dead_letters()
+        assert dead.reply_to == replies.address
+
+
+async def test_a_result_of_the_wrong_type_is_a_failed_attempt():
+    async def handle(job: int) -> Answer:
+        return "no answer"  # type: ignore[return-value]
+
+    mailbox, replies = InMemoryMailbox(), InMemoryMailbox()
+    policy = DeadLetterPolicy(max_attempts=2)
+    async with background(MainLoop(mailbox, handle, dead_letter=policy, retry=RetryPolicy(initial_delay=0))):
+        await mailbox.send(1, reply_to=replies)
+        await settled(mailbox)
+        (dead,) = await mailbox.dead_letters()
+        assert (dead.error_type, dead.attempt) == ("SerializationError", 2)
+        assert "does not fit Answer" in dead.error
+    assert await replies.approximate_count() == 0
+
+
+@pytest.mark.parametrize("address", ["memory://nobody-has-this-one", "gopher://x/y", "memory://"])
+async def test_a_reply_that_can_reach_nobody_is_a_failed_attempt(address):
+    async def handle(job: int) -> int:
+        return 1
+
+    mailbox = InMemoryMailbox()
+    policy = DeadLetterPolicy(max_attempts=2)
+    async with MainLoop(mailbox, handle, dead_letter=policy, retry=RetryPolicy(initial_delay=0)) as loop:
+        await mailbox.send(1, reply_to=address)
+        await settled(mailbox)
+        (dead,) = await mailbox.dead_letters()
+        assert (dead.error_type, dead.attempt) == ("ReplyNotAvailableError", 2)
+        assert loop.outcomes == {"retried": 1, "dead_lettered": 1}
+
+
+async def test_a_full_mailbox_of_replies_is_waited_for(virtual_clock):
+    async def handle(job: int) -> int:
+        return job
+
+    mailbox, replies = InMemoryMailbox(), InMemoryMailbox(capacity=1)
+    await replies.send(0)
+    with pytest.raises(MailboxFullError):
+        await replies.send(0)
+    async with background(MainLoop(mailbox, handle)):
+        await mailbox.send(1, reply_to=replies)
+        await anyio.sleep(12)
+        assert (await mailbox.counts()).in_flight == 1
+        (first,) = await replies.receive()
+        await first.acknowledge()
+        await anyio.sleep(6)
+        assert (await mailbox.counts()).settled == 1
+        (second,) = await replies.receive()
+        assert second.body == 1
+
+
+async def test_a_handler_may_reply_by_itself():
+    async def handle(job: int, ctx: Context) -> int:
+        await ctx.message.reply(job * 2)
+        return job
+
+    mailbox, replies = InMemoryMailbox(), InMemoryMailbox()
+    async with background(MainLoop(mailbox, handle)):
+        await mailbox.send(4, reply_to=replies)
+        (reply,) = await replies.receive(wait_time_seconds=5)
+        await settled(mailbox)
+        assert reply.body == 8
+        assert (await replies.counts()).pending == 0
