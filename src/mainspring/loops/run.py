@@ -120,7 +120,9 @@ class Run:
         self.beat()
 
     def where(self) -> str:
-        """The line it stands on: of its coroutine, or of its thread where it runs in one."""
+        """The line it stands on: of its coroutine, or of its thread where it runs in one; or that it is being settled."""
+        if self.phase is Phase.SETTLING:
+            return f"the settlement of message {self.message_id}: its mailbox has not answered"
         return where_thread(self.thread_id) if self.thread_id is not None else where(self.coroutine)
 
     def remaining(self) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from typing import TYPE_CHECKING
 
@@ -13,12 +12,6 @@ from mainspring.stacks import all_stacks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from types import FrameType
-
-_WAITING = frozenset({"anyio", "asyncio", "concurrent", "queue", "threading"})
-"""Modules that a pool's idle thread stands in, and nothing else."""
-LOOK = 0.1
-"""Seconds between looks whether they have ended after all."""
 
 
 class Leftovers:
@@ -32,16 +25,11 @@ class Leftovers:
         self._before = {thread.ident for thread in threading.enumerate()}
 
     def threads(self) -> list[threading.Thread]:
-        """The run's threads that would hold up the end of the program: no daemons, and not idle in a pool."""
-        frames = sys._current_frames()  # noqa: SLF001 - the only way to see another thread's stack
+        """The run's threads that would hold up the end of the program, those included that a pool is about to end."""
         return [
             thread
             for thread in threading.enumerate()
-            if not thread.daemon
-            and thread is not threading.main_thread()
-            and thread.ident not in self._before
-            and thread.ident in frames
-            and not _is_idle(frames[thread.ident])
+            if not thread.daemon and thread is not threading.main_thread() and thread.ident not in self._before
         ]
 
     def leave_by(self, limit: float, status: int, explain: Callable[[], str]) -> None:
@@ -50,19 +38,12 @@ class Leftovers:
         threading.Thread(target=_leave, args=args, name="mainspring-leftovers", daemon=True).start()
 
 
-def _is_idle(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _WAITING:
-            return False
-        frame = frame.f_back
-    return True
-
-
 def _leave(threads: Iterable[threading.Thread], limit: float, status: int, explain: Callable[[], str]) -> None:
-    threading.main_thread().join()
     for thread in threads:
-        while thread.is_alive() and clock.monotonic() < limit:
-            thread.join(LOOK)
+        thread.join(max(0.0, limit - clock.monotonic()))
+    if not any(thread.is_alive() for thread in threads):
+        return
+    threading.main_thread().join()
     left = [thread for thread in threads if thread.is_alive()]
     if left:
         stacks = all_stacks(without=(threading.get_ident(),))

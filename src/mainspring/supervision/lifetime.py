@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from mainspring.loops.base import Steerable
     from mainspring.supervision.settings import GroupSettings
 
+BEFORE_SHUTDOWN = (GroupState.IDLE, GroupState.STARTING, GroupState.RUNNING)
 EMPTY_INTERVAL = 0.2
 """Seconds between looks at the mailboxes of a group that runs until they are empty."""
 
@@ -245,11 +246,14 @@ class Lifetime:
         self.report = self._make_report(self.machine.since if stopped else anyio.current_time())
 
     def _make_report(self, now: float) -> ShutdownReport:
+        phases = dict(self.phases)
+        if self.machine.state not in BEFORE_SHUTDOWN and self.machine.state is not GroupState.STOPPED:
+            phases[str(self.machine.state)] = now - self.machine.since  # the one that is not over
         return ShutdownReport(
             reason=self.shutdown.reason or "never started",
             duration=max(0.0, now - self.shutdown.began) if self.shutdown.reason else 0.0,
             parts=tuple(member.report(now) for member in self.members) if self.started else (),
-            phases=dict(self.phases),
+            phases=phases,
             forced_by=self.shutdown.forced_by,
         )
 
@@ -299,6 +303,6 @@ class Lifetime:
             self.machine.to(state, anyio.current_time())
 
     def _emit(self, transition: Transition[GroupState]) -> None:
-        if transition.old not in (GroupState.IDLE, GroupState.STARTING, GroupState.RUNNING):
+        if transition.old not in BEFORE_SHUTDOWN:
             self.phases[str(transition.old)] = transition.seconds
         self._dispatcher.dispatch(GroupStateChanged(self.name, transition.old, transition.new, transition.seconds))

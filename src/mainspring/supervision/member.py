@@ -135,6 +135,12 @@ class Member:
             self.cancelled_at = self.where()
             self.loop.cancel_work()
 
+    def abort(self) -> None:
+        """Cancel its run, settlements included, where cancelling the work was not enough; remembers the lines again."""
+        if not self.ended.is_set():
+            self.cancelled_at = tuple(dict.fromkeys((*(self.cancelled_at or ()), *self.where())))
+            self.loop.abort()
+
     def where(self) -> tuple[str, ...]:
         """The lines its work waits on."""
         return tuple(sorted({line for run in self.loop.runs if (line := run.where())}))
@@ -144,7 +150,8 @@ class Member:
         began = self.stop_began if self.stop_began is not None else (self.ended_at or now)
         seconds = max(0.0, (self.ended_at or now) - began)
         if not self.ended.is_set():
-            return PartReport(self.name, Ending.STUCK, seconds, self.where() or self.cancelled_at or ())
+            # The remembered lines first: this may be called on another thread, for which a task that spins has no line.
+            return PartReport(self.name, Ending.STUCK, seconds, self.cancelled_at or self.where())
         if self.error is not None:
             return PartReport(self.name, Ending.CRASHED, seconds)
         if self.cancelled_at is not None:

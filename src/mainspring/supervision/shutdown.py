@@ -131,8 +131,7 @@ class Shutdown:
                         await _until_ended(level)
             await _until_ended(self._members)
         for member in self._members:
-            if not member.ended.is_set():
-                member.loop.abort()
+            member.abort()
         with anyio.move_on_after(ABORT_GRACE):
             await _until_ended(self._members)
 
