@@ -154,10 +154,10 @@ class Session:
         if block.title is not None:
             path = self.directory / block.title
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(self._with_free_ports(block.text), encoding="utf-8")
+            path.write_text(self.with_free_ports(block.text), encoding="utf-8")
         elif block.language == "python":
             script = self.directory / f"_block_at_line_{block.line}.py"
-            script.write_text(self._with_free_ports(block.text), encoding="utf-8")
+            script.write_text(self.with_free_ports(block.text), encoding="utf-8")
             self._command(f"python {script.name}", (), block.place, last_word=False)
         elif block.language == "console":
             steps = steps_of(block)
@@ -166,8 +166,8 @@ class Session:
 
     def _step(self, block: Block, step: Step, following: Step | None) -> None:
         where = f"{block.page.name}:{step.line}"
-        expected = tuple(self._with_free_ports(line) for line in step.expected)
-        command = None if step.command is None else self._with_free_ports(step.command)
+        expected = tuple(self.with_free_ports(line) for line in step.expected)
+        command = None if step.command is None else self.with_free_ports(step.command)
         if command is not None and not SERVICE.match(command):
             asked = following is not None and following.command == "echo $?"
             self._command(command, expected, where, last_word=asked)
@@ -206,7 +206,7 @@ class Session:
             found = pattern_of(expected).fullmatch(printed)
             assert found is not None, _differs(where, expected, ended.stdout)
 
-    def _with_free_ports(self, text: str) -> str:
+    def with_free_ports(self, text: str) -> str:
         """The page's ports may be taken here: each gets a free one, the same through the whole page."""
         return PORT.sub(lambda found: self._ports.setdefault(found[0], _free_port()), text)
 

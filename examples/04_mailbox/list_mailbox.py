@@ -1,0 +1,198 @@
+"""A mailbox of your own: the hooks of ``Mailbox``, on the simplest store there is, a list in memory.
+
+    pytest -q test_list_mailbox.py        runs the contract of a mailbox on it
+
+The public calls (send, receive, acknowledge, …), their checks and the encoding are those of every mailbox; a backend writes the
+hooks below them. What it cannot do it says in its capabilities, here: no priorities, no deduplication, no expiry.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from mainspring import Capabilities, Mailbox
+from mainspring.clock import wall_clock
+from mainspring.errors import ReceiptHandleExpiredError
+from mainspring.mailbox.message import Ack, Counts, Dead, Delivery, Envelope, Return, Settlement
+
+if TYPE_CHECKING:
+    from mainspring.scope import DaemonScope
+
+
+@dataclass(eq=False)
+class Row:
+    """A message in the store. ``due`` is when its delay or its lease ends, on the event loop's clock."""
+
+    envelope: Envelope
+    enqueued_at: float
+    due: float
+    lease: str = ""
+    deliveries: int = 0
+    attempt: int = 1
+    first_received_at: float = 0.0
+    checkpoint: bytes | None = None
+
+
+class Queue:
+    """What there is of one name: the messages in their order, the dead ones, and how many are done."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.dead: list[tuple[Delivery, Dead, float]] = []
+        self.settled = 0
+        self.changed = anyio.Event()
+
+    def rouse(self) -> None:
+        """Let the receives that wait look again."""
+        self.changed.set()
+        self.changed = anyio.Event()
+
+    def to_tail(self, row: Row, due: float) -> None:
+        """Nobody holds it any more; from ``due`` on it can be had."""
+        row.lease, row.due = "", due
+        self.rows.remove(row)
+        self.rows.append(row)
+        self.rouse()
+
+    def expire(self, now: float) -> None:
+        """Take the messages back whose leases have ended: a charged attempt."""
+        for row in [row for row in self.rows if row.lease and row.due <= now]:
+            row.attempt += 1
+            self.to_tail(row, now)
+
+
+class ListMailbox(Mailbox[Any, Any]):
+    """A queue in a list. Mailboxes of one ``store`` (any dictionary) can send replies to each other."""
+
+    capabilities = Capabilities(priority=False, expiry=False, dedup=False)
+
+    def __init__(self, store: dict[str, Queue], name: str, *, body: Any = None, reply: Any = None) -> None:
+        super().__init__(name, body=body, reply=reply)
+        self._store = store
+
+    async def _open(self, scope: DaemonScope) -> None:
+        self._queue = self._store.setdefault(self.name, Queue())
+        self._wall = wall_clock()
+
+    async def _close(self) -> None:
+        pass
+
+    def _wake_all(self) -> None:
+        self._queue.rouse()
+
+    async def _put(self, envelopes: list[Envelope]) -> list[str]:
+        await anyio.lowlevel.checkpoint()
+        self._add(self._queue, envelopes)
+        return [envelope.message_id for envelope in envelopes]
+
+    def _add(self, queue: Queue, envelopes: list[Envelope]) -> None:
+        now = anyio.current_time()
+        queue.rows += [Row(envelope, self._wall(), now + envelope.delay) for envelope in envelopes]
+        queue.rouse()
+
+    async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
+        await anyio.lowlevel.checkpoint()
+        queue = self._queue
+        deadline = anyio.current_time() + wait_time_seconds
+        while self._usable:
+            now = anyio.current_time()
+            queue.expire(now)
+            free = [row for row in queue.rows if not row.lease and row.due <= now][:max_messages]
+            if free or now >= deadline:
+                return [self._lease(row, now, visibility_timeout) for row in free]
+            changed = queue.changed
+            next_due = min((row.due for row in queue.rows), default=math.inf)
+            with anyio.move_on_at(min(deadline, next_due)):
+                await changed.wait()
+        return []
+
+    def _lease(self, row: Row, now: float, seconds: float) -> Delivery:
+        row.deliveries += 1
+        row.first_received_at = row.first_received_at or self._wall()
+        row.lease, row.due = self.new_id(), now + seconds
+        return self._delivery(row, now)
+
+    def _delivery(self, row: Row, now: float) -> Delivery:
+        sent = row.envelope
+        return Delivery(
+            sent.message_id, sent.body, row.lease, row.deliveries, row.attempt, row.enqueued_at, row.first_received_at,
+            sent.reply_to, sent.headers, row.checkpoint, now,
+        )  # fmt: skip
+
+    def _held(self, delivery: Delivery) -> Row:
+        """The row that this delivery holds; an error where it holds none any more."""
+        self._queue.expire(anyio.current_time())
+        for row in self._queue.rows:
+            if row.lease and row.lease == delivery.receipt_handle:
+                return row
+        raise ReceiptHandleExpiredError(
+            f"message {delivery.message_id}: its lease is not held by this delivery any more"
+        )
+
+    async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        await anyio.lowlevel.checkpoint()
+        row, queue = self._held(delivery), self._queue
+        if isinstance(settlement, Return):
+            row.attempt += settlement.charge
+            queue.to_tail(row, anyio.current_time() + settlement.delay)
+            if settlement.front:
+                queue.rows.insert(0, queue.rows.pop())
+            return
+        queue.rows.remove(row)
+        if isinstance(settlement, Dead):
+            queue.dead.append((delivery, settlement, self._wall()))
+            return
+        queue.settled += 1
+        if isinstance(settlement, Ack) and settlement.reply is not None:
+            self._add(self._store.setdefault(settlement.reply.reply_to or "", Queue()), [settlement.reply])
+
+    async def _extend(self, delivery: Delivery, timeout: float) -> None:
+        await anyio.lowlevel.checkpoint()
+        row = self._held(delivery)
+        row.due = max(row.due, anyio.current_time() + timeout)
+
+    async def _save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
+        await anyio.lowlevel.checkpoint()
+        self._held(delivery).checkpoint = state
+
+    async def _counts(self) -> Counts:
+        now, queue = anyio.current_time(), self._queue
+        queue.expire(now)
+        in_flight = sum(bool(row.lease) for row in queue.rows)
+        delayed = sum(not row.lease and row.due > now for row in queue.rows)
+        pending = len(queue.rows) - in_flight - delayed
+        return Counts(delayed, pending, in_flight, settled=queue.settled, dead=len(queue.dead))
+
+    async def _purge(self) -> int:
+        dropped = len(self._queue.rows)
+        self._queue.rows.clear()
+        self._queue.settled += dropped  # so that the counts still add up to all that was accepted
+        return dropped
+
+    async def _dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+        ids = [letter[0].message_id for letter in self._queue.dead]
+        first = ids.index(after) + 1 if after in ids else 0
+        return self._queue.dead[first : first + limit]
+
+    async def _replay(self, message_ids: list[str] | None) -> int:
+        again = [d for d, _, _ in self._queue.dead if message_ids is None or d.message_id in message_ids]
+        envelopes = [Envelope(d.message_id, d.body, reply_to=d.reply_to, headers=d.headers) for d in again]
+        self._bring_out(message_ids)
+        self._add(self._queue, envelopes)
+        return len(again)
+
+    async def _discard_dead(self, message_ids: list[str] | None) -> int:
+        forgotten = self._bring_out(message_ids)
+        self._queue.settled += forgotten
+        return forgotten
+
+    def _bring_out(self, message_ids: list[str] | None) -> int:
+        """Take letters from among the dead; how many that were."""
+        before = len(self._queue.dead)
+        keep = [] if message_ids is None else [x for x in self._queue.dead if x[0].message_id not in message_ids]
+        self._queue.dead = keep
+        return before - len(keep)
