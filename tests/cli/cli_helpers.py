@@ -40,6 +40,8 @@ class Command:
     """A command that runs in the background; what it writes to standard error can be waited for."""
 
     def __init__(self, *arguments: str, cwd: Path, **environment: str) -> None:
+        self._mark = f"CLI_TEST={os.urandom(8).hex()}"
+        name, _, value = self._mark.partition("=")
         self.process = subprocess.Popen(
             [*MAINSPRING, *arguments],
             cwd=cwd,
@@ -48,7 +50,7 @@ class Command:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={**os.environ, **environment},
+            env={**os.environ, **environment, name: value},
         )
         self.lines: list[str] = []
         self._next = 0
@@ -96,9 +98,11 @@ class Command:
         return status
 
     def close(self) -> None:
-        """Leave nothing behind."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """Leave nothing behind: where the test has failed, not even what the command has left behind."""
+        self.process.kill()
+        for pid in processes_with(self._mark):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait(PATIENCE)
         self._reader.join(PATIENCE)
         for stream in (self.process.stdout, self.process.stderr):
