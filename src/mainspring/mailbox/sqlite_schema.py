@@ -139,6 +139,7 @@ EXPIRED = """SELECT e.expires_at, e.seq, e.pos, e.due, m.mailbox, m.rank
 
 MESSAGE_COLUMNS = "seq, mailbox, rank, id, body, enqueued_at, reply_to, headers, dedup_key, expires_at"
 ADD_MESSAGE = f"INSERT INTO messages ({MESSAGE_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+COLUMNS = 10
 ROWS_AT_ONCE = 50
 ADD_MESSAGES = ADD_MESSAGE + ", (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)" * (ROWS_AT_ONCE - 1)
 SAME_KEY = "SELECT id FROM messages WHERE mailbox = ? AND dedup_key = ?"

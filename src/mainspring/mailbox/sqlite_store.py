@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from mainspring.errors import MailboxFullError, ReceiptHandleExpiredError
 from mainspring.mailbox import sqlite_commands as do
 from mainspring.mailbox import sqlite_schema as sql
-from mainspring.mailbox.message import Counts, Dead, Delivery, Envelope
+from mainspring.mailbox.message import Counts, Dead, Delivery
 from mainspring.mailbox.sqlite_due import do_what_is_due, enqueue, expire
+from mainspring.mailbox.sqlite_inserts import Inserts
 from mainspring.mailbox.sqlite_work import Work
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def _open(work: Work, commands: list[do.Open]) -> None:
 
 
 def _put(work: Work, commands: list[do.Put]) -> None:
-    batch = _Inserts(work)
+    batch = Inserts(work)
     for command in commands:
         envelopes = command.envelopes
         if command.capacity is not None:
@@ -76,112 +77,8 @@ def _put(work: Work, commands: list[do.Put]) -> None:
                     " again once some are settled"
                 )
                 continue
-        command.result = [batch.add(command.mailbox, envelope) for envelope in envelopes]
+        command.result = batch.add(command.mailbox, envelopes)
     batch.write()
-
-
-class _Inserts:
-    """New messages of one transaction, written together."""
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-        self._rows: list[tuple[Any, ...]] = []
-        self._keys: dict[tuple[int, str], str] = {}
-        self._ready: list[tuple[int, int, int, int]] | None = None
-        self._delayed: list[tuple[float, int, int]] = []
-        self._expiring: list[tuple[float, int, int | None, float | None]] = []
-
-    def add(self, mailbox: int, envelope: Envelope) -> str:
-        """Take a message, to be written by :meth:`write`; its id, or that of the unfinished one with the same key."""
-        work = self._work
-        key = envelope.dedup_key
-        if key is not None:
-            known = self._known(mailbox, key)
-            if known is not None:
-                return known
-            self._keys[mailbox, key] = envelope.message_id
-        work.tick += 1
-        seq = work.tick
-        rank = -envelope.priority
-        expires_at = None
-        tally = work.tally(mailbox)
-        if envelope.delay or envelope.expires_in is not None:
-            expires_at = self._place(mailbox, seq, rank, envelope)
-        elif self._ready is not None:
-            self._ready.append((mailbox, rank, seq, seq))
-        if not envelope.delay:
-            tally.pending += 1
-            tally.gained += 1
-        headers = json.dumps(envelope.headers) if envelope.headers else None
-        self._rows.append(
-            (
-                seq,
-                mailbox,
-                rank,
-                envelope.message_id,
-                envelope.body,
-                work.wall,
-                envelope.reply_to,
-                headers,
-                key,
-                expires_at,
-            )
-        )
-        return envelope.message_id
-
-    def how_many_new(self, mailbox: int, envelopes: list[Envelope]) -> int:
-        """How many of them are no repetition of an unfinished message, or of one another."""
-        keys = {e.dedup_key for e in envelopes if e.dedup_key is not None}
-        unkeyed = sum(e.dedup_key is None for e in envelopes)
-        return unkeyed + sum(self._known(mailbox, key) is None for key in keys)
-
-    def write(self) -> None:
-        """Write what was taken."""
-        rows = self._rows
-        if not rows:
-            return
-        work = self._work
-        whole = len(rows) - len(rows) % sql.ROWS_AT_ONCE
-        for start in range(0, whole, sql.ROWS_AT_ONCE):
-            chunk = rows[start : start + sql.ROWS_AT_ONCE]
-            work.execute(sql.ADD_MESSAGES, [value for row in chunk for value in row])
-        if whole < len(rows):
-            work.many(sql.ADD_MESSAGE, rows[whole:])
-        if self._ready is None:
-            work.execute(sql.READY_RANGE, (rows[0][0], rows[-1][0]))
-        else:
-            work.many(sql.ADD_READY, self._ready)
-        if self._delayed:
-            work.many(sql.ADD_DELAYED, self._delayed)
-        if self._expiring:
-            work.many(sql.ADD_EXPIRING, self._expiring)
-
-    def _known(self, mailbox: int, key: str) -> str | None:
-        found = self._keys.get((mailbox, key))
-        if found is None:
-            for (found,) in self._work.rows(sql.SAME_KEY, (mailbox, key)):
-                return str(found)
-        return found
-
-    def _place(self, mailbox: int, seq: int, rank: int, envelope: Envelope) -> float | None:
-        """Note the dates of a message that has some; its expiry."""
-        work = self._work
-        due = None
-        if envelope.delay:
-            if self._ready is None:  # up to here all rows were ready ones
-                self._ready = [(row[1], row[2], row[0], row[0]) for row in self._rows]
-            due = work.wall + envelope.delay
-            self._delayed.append((due, seq, mailbox))
-            work.tally(mailbox).delayed += 1
-            work.due_at(due)
-        elif self._ready is not None:
-            self._ready.append((mailbox, rank, seq, seq))
-        if envelope.expires_in is None:
-            return None
-        expires_at = work.wall + envelope.expires_in
-        self._expiring.append((expires_at, seq, None if envelope.delay else seq, due))
-        work.due_at(expires_at)
-        return expires_at
 
 
 # ----------------------------------------------------------------------------------------------------------- receiving
@@ -300,8 +197,8 @@ def _answer(work: Work, commands: list[do.Answer]) -> None:
             continue
         work.execute(sql.DROP_MESSAGE, (held[0],))
         work.tally(command.mailbox).settled += 1
-        batch = _Inserts(work)
-        batch.add(work.mailbox(reply.reply_to or ""), replace(reply, reply_to=None))
+        batch = Inserts(work)
+        batch.add(work.mailbox(reply.reply_to or ""), [replace(reply, reply_to=None)])
         batch.write()
 
 
