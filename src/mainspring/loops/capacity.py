@@ -59,7 +59,8 @@ class Capacity:
             self.give_back(places - kept)
 
     async def _take(self, want: int) -> int:
-        while self._taken >= self._places:
+        places = 0
+        if self._taken >= self._places:
             event = anyio.Event()
             self._waiting.append(event)
             try:
@@ -67,17 +68,22 @@ class Capacity:
             except BaseException:
                 if event in self._waiting:
                     self._waiting.remove(event)
-                else:  # it was let look, and will not: the next one shall
-                    self.give_back(0)
+                else:  # a place was handed over just now
+                    self.give_back(1)
                 raise
-        free = self._places - self._taken
-        # Leave something for the others that want places just now.
-        places = max(1, min(want, free // (len(self._waiting) + 1)))
-        self._taken += places
+            places = 1
+        more = min(want - places, self._places - self._taken)
+        if more > 0:
+            places += more
+            self._taken += more
         return places
 
     def give_back(self, places: int) -> None:
-        """Free ``places`` and let as many loops look again as there are free ones, in the order in which they came."""
+        """Free ``places``, and hand them to the loops that wait for one, in the order in which they came.
+
+        They are handed over rather than put up: the loop that gives back is the first to ask again.
+        """
         self._taken -= places
-        for _ in range(min(self._places - self._taken, len(self._waiting))):
+        while self._waiting and self._taken < self._places:
+            self._taken += 1
             self._waiting.pop(0).set()
