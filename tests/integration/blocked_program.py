@@ -78,24 +78,22 @@ async def get_stuck() -> None:
 async def main() -> None:
     async with BlockWatch(block_threshold=THRESHOLD, guardian=GUARDIAN) as watch:
         await until_spawned(watch)
+        if HOW == "fork" and os.fork() == 0:
+            time.sleep(60)  # a child that holds all that its parent held, the liveness pipe too
         print(watch.guardian_pid, time.monotonic(), flush=True)
         if HOW in BLOCK:
             BLOCK[HOW]()
-        elif HOW == "turn":
+        elif HOW in ("turn", "fork"):
             await anyio.to_thread.run_sync(sys.stdin.readline)
         elif HOW == "stuck":
             await get_stuck()
         elif HOW == "debugger":
             pdb.Pdb(stdin=sys.stdin, stdout=sys.stderr, readrc=False).set_trace()
-        elif HOW == "fork":  # a child that holds everything its parent held, the liveness pipe too
-            if os.fork() == 0:
-                time.sleep(60)
-            await anyio.sleep(60)
         elif HOW.startswith("exit-"):
             watch.exit_by(0.3, status=70, explain=hang if HOW == "exit-hanging-explain" else why)
             BLOCK.get(HOW.removeprefix("exit-"), pause)()
         elif HOW == "outlast":
-            watch.exit_by(1.5, status=70, explain=why)
+            watch.exit_by(1.0, status=70, explain=why)
         elif HOW == "called-off":
             watch.exit_by(0.3, status=70, explain=why)
             watch.call_off()

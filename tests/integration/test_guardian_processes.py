@@ -27,11 +27,11 @@ def program(how, backend="asyncio", *, guardian=True, threshold=THRESHOLD, prefi
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        bufsize=0,  # so that no line stays behind in a buffer that communicate() does not look into
         **options,
     )
     try:
-        pid, began = process.stdout.readline().split()
+        pid, began = process.stdout.readline().decode().split()
         process.guardian = None if pid == "None" else int(pid)
         process.began = float(began)
         yield process
@@ -43,7 +43,7 @@ def program(how, backend="asyncio", *, guardian=True, threshold=THRESHOLD, prefi
 
 def end_of(process):
     out, err = process.communicate(timeout=LIMIT)
-    return process.returncode, out, err, time.monotonic() - process.began
+    return process.returncode, out.decode(), err.decode(), time.monotonic() - process.began
 
 
 def guilty_line(how):
@@ -114,8 +114,7 @@ def test_a_stopped_process_is_not_killed_for_the_time_it_stood_still(backend):
         assert process.poll() is None
         os.kill(process.pid, signal.SIGCONT)
         time.sleep(THRESHOLD * 2)
-        process.stdin.write("\n")
-        process.stdin.flush()
+        process.stdin.write(b"\n")
         status, out, err, _ = end_of(process)
     assert (status, out, err) == (0, "left\n", "")
 
@@ -129,8 +128,7 @@ def test_a_machine_that_stood_still_is_not_held_against_the_process():
         time.sleep(0.05)
         os.kill(process.pid, signal.SIGCONT)
         time.sleep(THRESHOLD * 2)
-        process.stdin.write("\n")
-        process.stdin.flush()
+        process.stdin.write(b"\n")
         assert end_of(process)[:2] == (0, "left\n")
 
 
@@ -138,8 +136,7 @@ def test_a_machine_that_stood_still_is_not_held_against_the_process():
 def test_a_loop_that_turns_lives_and_one_in_a_debugger_as_long_as_somebody_looks(backend):
     with program("debugger", backend) as process:
         time.sleep(THRESHOLD * 4)  # somebody thinks
-        process.stdin.write("continue\n")
-        process.stdin.flush()
+        process.stdin.write(b"continue\n")
         assert end_of(process)[:2] == (0, "left\n")
 
 
@@ -210,7 +207,10 @@ def test_the_guardian_dies_with_its_process_however_that_ends(how):
 
 def test_the_guardian_outlives_signals_to_the_family_and_holds_none_of_its_files():
     with program("turn", threshold=30, start_new_session=True) as process:
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        status = Path(f"/proc/{process.guardian}/status").read_text()
+        ignored = int(re.search(r"SigIgn:\s+(\w+)", status).group(1), 16)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            assert ignored >> (signum - 1) & 1
             os.kill(process.guardian, signum)
         files = {os.readlink(f"/proc/{process.guardian}/fd/{n}") for n in os.listdir(f"/proc/{process.guardian}/fd")}
         kinds = {re.sub(r"[:(\[].*", "", name).strip() for name in files}
