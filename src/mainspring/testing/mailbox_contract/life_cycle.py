@@ -86,9 +86,12 @@ async def a_closed_mailbox_can_be_opened_again(h: Harness) -> None:
 async def close_ends_a_waiting_receive_at_once(h: Harness) -> None:
     """A receive that waits when the mailbox is closed returns [] at once."""
     results: list[list[Any]] = []
+    ended = anyio.Event()
 
     async def wait(box: Mailbox[Any, Any]) -> None:
         results.append(await box.receive(wait_time_seconds=h.wait))
+        if len(results) == 3:
+            ended.set()
 
     async with h.open() as box, anyio.create_task_group() as group:
         for _ in range(3):
@@ -96,8 +99,7 @@ async def close_ends_a_waiting_receive_at_once(h: Harness) -> None:
         await anyio.wait_all_tasks_blocked()
         with h.at_once("ending waiting receives by close()"):
             await box.close()
-            while len(results) < 3:
-                await anyio.lowlevel.checkpoint()
+            await ended.wait()
     equal(results, [[], [], []], "what the waiting receives returned")
 
 
@@ -171,18 +173,17 @@ async def a_durable_mailbox_keeps_checkpoints(h: Harness) -> None:
 @behaviour("cross_process")
 async def two_mailboxes_of_one_name_are_one_queue(h: Harness) -> None:
     """Two mailbox objects with one name share messages: what one sends wakes the other; each message goes to one."""
-    async with h.open() as sender, h.open() as receiver, anyio.create_task_group() as group:
+    async with h.open() as sender, h.open() as receiver:
         got: list[Any] = []
 
         async def wait() -> None:
             with h.at_once("waking a receive of another mailbox object"):
                 got.append((await h.one(receiver, wait=h.wait)).body)
 
-        group.start_soon(wait)
-        await anyio.wait_all_tasks_blocked()
-        await sender.send("hello")
-        while not got:
-            await anyio.lowlevel.checkpoint()
+        async with anyio.create_task_group() as group:
+            group.start_soon(wait)
+            await anyio.wait_all_tasks_blocked()
+            await sender.send("hello")
         equal(got, ["hello"], "what the other object received")
         await h.none(sender, "the other object has leased it")
         await h.counts(sender, in_flight=1)

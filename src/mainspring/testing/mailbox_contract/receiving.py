@@ -143,23 +143,24 @@ async def a_cancelled_waiter_does_not_swallow_the_wake_up(h: Harness) -> None:
     for steps in range(6):
         async with h.open(f"wake-{steps}") as box:
             got: list[Any] = []
+            came = anyio.Event()
             scopes = [anyio.CancelScope(), anyio.CancelScope()]
 
-            async def wait(box: Mailbox[Any, Any], got: list[Any], scope: anyio.CancelScope) -> None:
+            async def wait(box: Mailbox[Any, Any], got: list[Any], came: anyio.Event, scope: anyio.CancelScope) -> None:
                 with scope:
                     got.extend(await box.receive(wait_time_seconds=h.wait))
+                    came.set()
 
             with h.at_once("receiving past a cancelled receiver"):
                 async with anyio.create_task_group() as group:
                     for scope in scopes:
-                        group.start_soon(wait, box, got, scope)
+                        group.start_soon(wait, box, got, came, scope)
                         await anyio.wait_all_tasks_blocked()
                     await box.send("x")
                     for _ in range(steps):
                         await anyio.lowlevel.checkpoint()
                     scopes[0].cancel()
-                    while not got:
-                        await anyio.lowlevel.checkpoint()
+                    await came.wait()
                     scopes[1].cancel()
             equal(len(got), 1, f"messages received, cancelled after {steps} steps")
 

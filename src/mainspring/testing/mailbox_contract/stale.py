@@ -66,7 +66,7 @@ def _after_expiry(operation: Operation) -> Behaviour:
             equal((message.delivery_count, message.checkpoint), (2, None), "delivery_count and checkpoint")
 
     return Behaviour(
-        f"a_{operation.name}_after_the_expiry_is_refused",
+        f"{operation.name}_after_the_expiry_is_refused",
         f"{operation.name} after the lease ran out raises ReceiptHandleExpiredError and has no effect.",
         operation.needs | {"fencing"},
         run,
@@ -88,7 +88,7 @@ def _after_redelivery(operation: Operation) -> Behaviour:
             equal((await h.one(box)).checkpoint, None, "the checkpoint")
 
     return Behaviour(
-        f"a_{operation.name}_after_a_redelivery_is_refused",
+        f"{operation.name}_after_a_redelivery_is_refused",
         f"{operation.name} by a former holder raises ReceiptHandleExpiredError, and the new holder keeps the message.",
         operation.needs | {"fencing"},
         run,
@@ -109,7 +109,7 @@ def _after_settlement(operation: Operation) -> Behaviour:
             await h.counts(replies)
 
     return Behaviour(
-        f"a_{operation.name}_after_a_settlement_is_refused",
+        f"{operation.name}_after_a_settlement_is_refused",
         f"{operation.name} on a delivery that was settled raises MessageSettledError and has no effect.",
         operation.needs,
         run,

@@ -58,18 +58,18 @@ async def send_wakes_a_waiting_receive(h: Harness) -> None:
 @behaviour()
 async def an_endless_wait_is_woken_too(h: Harness) -> None:
     """wait_time_seconds may be infinite; a send ends the wait."""
-    async with h.open() as box, anyio.create_task_group() as group:
+    async with h.open() as box:
         got: list[Any] = []
 
         async def wait() -> None:
             got.extend(await box.receive(wait_time_seconds=math.inf))
 
-        group.start_soon(wait)
-        await anyio.wait_all_tasks_blocked()
         with h.at_once("waking an endless wait"):
-            await box.send("x")
-            while not got:
-                await anyio.lowlevel.checkpoint()
+            async with anyio.create_task_group() as group:
+                group.start_soon(wait)
+                await anyio.wait_all_tasks_blocked()
+                await box.send("x")
+        equal([message.body for message in got], ["x"], "what was received")
 
 
 @behaviour()

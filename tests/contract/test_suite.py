@@ -1,0 +1,164 @@
+"""The contract suite itself: what it offers, what it refuses, and how it reports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+from unittest import SkipTest
+
+import anyio
+import pytest
+
+from contract.backends import memory
+from mainspring import Capabilities, ConfigError, InMemoryMailbox
+from mainspring.testing import mailbox_contract, run_virtual
+from mainspring.testing.mailbox_contract.harness import Harness, behaviour
+
+pytest_plugins = ["pytester"]
+
+
+def test_it_is_large_and_each_behaviour_says_what_it_claims() -> None:
+    found = mailbox_contract.behaviours()
+    assert len(found) >= 160
+    assert len({behaviour.name for behaviour in found}) == len(found)
+    for one in found:
+        assert one.claim.endswith(".")
+        assert "  " not in one.claim
+
+
+def test_it_needs_no_pytest() -> None:
+    code = (
+        "import sys; sys.modules['pytest'] = None\n"
+        "import anyio\nfrom mainspring import open_mailbox\nfrom mainspring.testing import mailbox_contract\n"
+        "def factory(name, *, body=None, reply=None):\n"
+        "    return open_mailbox(f'memory://{name}', body=body, reply=reply)\n"
+        "async def main():\n"
+        "    return await mailbox_contract.run(factory, only=['first_in_first_out'])\n"
+        "print(anyio.run(main))"
+    )
+    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "InMemoryMailbox keeps the contract: 1 passed, 0 failed, 0 skipped"
+
+
+def test_what_is_left_out_is_counted_and_named() -> None:
+    async def main() -> mailbox_contract.Report:
+        return await mailbox_contract.run(
+            memory(serialize=False),
+            only=["first_in_first_out", "ids_differ", "a_durable_mailbox_keeps_every_part"],
+            exclude=["ids_differ", "a_durable_mailbox_keeps_every_part"],
+        )
+
+    report = run_virtual(main)
+    assert report.passed == ["first_in_first_out"]
+    assert report.undeclared == ["ids_differ"]
+    assert not report.ok
+    assert "1 skipped that the capabilities do not declare" in str(report)
+
+
+def test_a_run_of_nothing_is_not_ok() -> None:
+    async def main() -> mailbox_contract.Report:
+        return await mailbox_contract.run(memory(serialize=False), only=["a_durable_mailbox_keeps_every_part"])
+
+    report = run_virtual(main)
+    assert not report.ok
+    assert "has not the capability 'durable'" in str(report)
+
+
+def test_unknown_names_and_numbers_are_refused() -> None:
+    async def main(**options: Any) -> None:
+        with pytest.raises(ConfigError):
+            await mailbox_contract.run(memory(serialize=False), **options)
+
+    async def all_of_them() -> None:
+        await main(only=["no such behaviour"])
+        await main(exclude=["no such behaviour"])
+        await main(concurrency=0)
+
+    run_virtual(all_of_them)
+    with pytest.raises(ConfigError, match="telepathy"):
+        behaviour("telepathy")
+
+
+def test_a_factory_of_something_else_is_refused() -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match="returns a Mailbox"):
+            await mailbox_contract.run(lambda name, *, body=None, reply=None: name)  # type: ignore[arg-type, return-value]
+
+    run_virtual(main)
+
+
+class AsyncioOnly(InMemoryMailbox[Any, Any]):
+    capabilities = Capabilities(async_backends=frozenset({"asyncio"}))
+
+
+class CareLess(AsyncioOnly):
+    def _check_async_backend(self) -> None:
+        """Open anyway."""
+
+
+@pytest.mark.parametrize(("kind", "ok"), [(AsyncioOnly, True), (CareLess, False)])
+def test_on_an_event_loop_it_does_not_run_on_a_backend_must_say_so(kind: type[AsyncioOnly], ok: bool) -> None:
+    async def main() -> mailbox_contract.Report:
+        return await mailbox_contract.run(kind)
+
+    report = run_virtual(main)
+    assert report.ok is ok
+    assert len(report.passed) == int(ok)
+    assert len(report.skipped) == len(mailbox_contract.behaviours())
+    assert set(report.skipped.values()) == {f"{kind.__name__}: does not run on trio"}
+
+
+def test_a_behaviour_alone_skips_by_unittests_word() -> None:
+    (durable,) = (one for one in mailbox_contract.behaviours() if one.name == "a_durable_mailbox_keeps_every_part")
+    with pytest.raises(SkipTest, match="durable"):
+        run_virtual(durable, memory(serialize=False))
+
+
+def test_the_users_corruption_is_used() -> None:
+    done: list[bytes] = []
+
+    async def corrupt(mailbox: Any, raw: bytes) -> None:
+        done.append(raw)
+        await mailbox.send_encoded  # never awaitable: shows up as the behaviour's failure
+
+    backend = mailbox_contract.Backend(memory(serialize=True).factory, corrupt=corrupt)
+
+    async def main() -> mailbox_contract.Report:
+        return await mailbox_contract.run(backend, only=["bytes_that_are_no_json_go_to_the_dead_letters"])
+
+    report = run_virtual(main)
+    assert len(done) == 1
+    assert not report.ok
+
+
+def test_the_adapter_for_pytest(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        from mainspring import InMemoryMailbox
+        from mainspring.testing import mailbox_contract
+
+        @mailbox_contract.parametrize
+        async def test_contract(behaviour, virtual_clock):
+            await behaviour(InMemoryMailbox)
+        """
+    )
+    result = pytester.runpytest_subprocess(
+        "-p", "no:randomly", "-p", "no:cacheprovider", "-k", "durable or order or life"
+    )
+    outcome = result.parseoutcomes()
+    assert outcome["skipped"] >= 3
+    assert outcome["passed"] >= 1
+    assert "failed" not in outcome
+
+
+def test_the_harness_tells_late_from_in_time() -> None:
+    async def main() -> None:
+        h = Harness(memory(serialize=False))
+        with h.takes(5, "a sleep"):
+            await anyio.sleep(5)
+        for wrong in (4.9, 5.1):
+            with pytest.raises(mailbox_contract.ContractError, match="a sleep took"), h.takes(wrong, "a sleep"):
+                await anyio.sleep(5)
+
+    run_virtual(main)
