@@ -170,6 +170,21 @@ def test_a_thread_is_named_by_the_users_line(waiting_thread):
     assert not in_debugger(waiting_thread.ident)
 
 
+def test_of_a_thread_in_the_packages_own_code_that_is_named_and_not_the_program_that_runs_the_loop():
+    blocked, release = threading.Event(), threading.Event()
+    namespace = {"__name__": "mainspring.something", "blocked": blocked, "release": release}
+    source = "async def settle():\n    blocked.set()\n    release.wait(30)\n"
+    exec(compile(source, "/own/something.py", "exec"), namespace)
+    thread = threading.Thread(target=lambda: anyio.run(namespace["settle"]))
+    thread.start()
+    blocked.wait(30)
+    try:
+        assert where_thread(thread.ident).startswith("/own/something.py:")
+    finally:
+        release.set()
+        thread.join()
+
+
 def test_a_thread_that_ended_stands_nowhere():
     thread = threading.Thread(target=int)
     thread.start()

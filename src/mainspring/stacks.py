@@ -21,27 +21,31 @@ _DEPTH = 1_000
 
 
 def where(awaitable: Any) -> str:
-    """The innermost line, outside the event loop's own code, on which a coroutine stands.
+    """The innermost line of the user's code, else of this package's, else of the event loop's, that a coroutine stands on.
 
     ``"path.py:12 in handle: await client.get(url)"``. Of a coroutine that is running just now (seen from another thread) it
     is the line of the outermost function, since Python keeps no more; of one that has ended, an empty string.
     """
     chosen: tuple[FrameType, int | None] | None = None
+    rank = 0
     for frame, line in _await_chain(awaitable):
-        if chosen is None or not _is_plumbing(frame):
-            chosen = (frame, line)
+        if _rank(frame) >= rank:
+            chosen, rank = (frame, line), _rank(frame)
     return describe(*chosen) if chosen is not None else ""
 
 
 def where_thread(thread_id: int) -> str:
-    """The innermost line outside the event loop's code that a thread is executing; of an ended thread an empty string.
+    """The line, chosen as in :func:`where`, that a thread is executing; of an ended thread an empty string.
 
-    Where there is nothing but the event loop's code (it waits for work), it is the innermost line of that.
+    What called the event loop is not looked at where something that the event loop called is there to be named.
     """
-    innermost = frame = _frame_of(thread_id)
-    while frame is not None and _is_plumbing(frame):
+    chosen = frame = _frame_of(thread_id)
+    while frame is not None and chosen is not None:
+        if _rank(frame) > _rank(chosen):
+            chosen = frame
+        elif _rank(frame) == 0 < _rank(chosen):
+            break
         frame = frame.f_back
-    chosen = frame or innermost
     return describe(chosen, chosen.f_lineno) if chosen is not None else ""
 
 
@@ -115,11 +119,12 @@ def _inside(awaitable: Any) -> Any | None:
     return None
 
 
-def _is_plumbing(frame: FrameType) -> bool:
+def _rank(frame: FrameType) -> int:
+    """How much a frame tells a reader: 2 the user's code (and its libraries'), 1 this package's, 0 the event loop's."""
     top = _top_package(frame)
-    if top == _OWN:
-        return not frame.f_globals["__name__"].startswith(f"{_OWN}.examples")  # those are a user's programs
-    return top in _PLUMBING
+    if top == _OWN and not frame.f_globals["__name__"].startswith(f"{_OWN}.examples"):  # those are a user's programs
+        return 1
+    return 0 if top in _PLUMBING else 2
 
 
 def _top_package(frame: FrameType) -> str:
