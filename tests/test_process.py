@@ -1,0 +1,136 @@
+"""The registry of what there is one of per process, and what a fork does to it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+
+import anyio
+import pytest
+
+from mainspring import process
+from mainspring.errors import ConfigError
+
+
+def test_what_is_claimed_is_refused_to_others_until_it_is_given_back():
+    process.claim("test thing", "group a")
+    try:
+        with pytest.raises(ConfigError, match="group b cannot have the process's test thing: group a has it"):
+            process.claim("test thing", "group b")
+    finally:
+        process.disclaim("test thing")
+    process.disclaim("test thing")
+    process.claim("test thing", "group b")
+    process.disclaim("test thing")
+
+
+class Thing:
+    pass
+
+
+def test_shared_objects_live_while_they_are_used():
+    one = process.shared("test", "name", Thing)
+    assert process.shared("test", "name", Thing) is one
+    assert process.shared("test", "other", Thing) is not one
+    assert process.shared("test 2", "name", Thing) is not one
+    number = id(one)
+    del one
+    gc.collect()
+    again = process.shared("test", "name", lambda: [Thing(), number][0])
+    assert isinstance(again, Thing)
+
+
+def test_one_object_though_many_threads_ask_at_once():
+    made, got = [], []
+    barrier = threading.Barrier(8)
+
+    def make() -> Thing:
+        made.append(Thing())
+        return made[-1]
+
+    def ask() -> None:
+        barrier.wait()
+        got.append(process.shared("test threads", "name", make))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    assert set(map(id, got)) == {id(made[0])}
+
+
+def test_the_current_one_of_a_kind():
+    assert process.current("test kind") is None
+    process.set_current("test kind", 5)
+    assert process.current("test kind") == 5
+    process.set_current("test kind", None)
+    assert process.current("test kind") is None
+
+
+FORK = """
+import os, sys
+from mainspring import process
+process.claim("thing", "the parent")
+process.set_current("kind", 5)
+kept = process.shared("shared", "name", type("Thing", (), {}))
+pid = os.fork()
+if pid == 0:
+    process.claim("thing", "the child")
+    fresh = process.shared("shared", "name", type("Thing", (), {}))
+    os._exit(0 if process.current("kind") is None and fresh is not kept else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), process.current("kind"))
+"""
+
+
+def test_a_fork_takes_none_of_it_along():
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["0", "5"]
+
+
+@pytest.mark.anyio
+async def test_the_event_loop_and_its_library(anyio_backend):
+    assert process.async_library() == anyio_backend[0]
+    assert process.event_loop() is process.event_loop()
+
+
+@pytest.mark.anyio
+async def test_call_soon_reaches_the_loop_from_another_thread():
+    called = anyio.Event()
+    threads = []
+
+    def note() -> None:
+        threads.append(threading.current_thread())
+        called.set()
+
+    loop = process.event_loop()
+    await anyio.to_thread.run_sync(process.call_soon, loop, note)
+    with anyio.fail_after(5):
+        await called.wait()
+    assert threads == [threading.current_thread()]
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_call_soon_on_a_loop_that_is_gone_does_nothing(backend):
+    async def get() -> object:
+        return process.event_loop()
+
+    process.call_soon(anyio.run(get, backend=backend), pytest.fail)
+
+
+def test_there_is_no_loop_outside_of_one():
+    with pytest.raises(RuntimeError):
+        process.event_loop()
+
+
+def test_the_main_thread_is_told_from_others():
+    answers = [process.in_main_thread()]
+    thread = threading.Thread(target=lambda: answers.append(process.in_main_thread()))
+    thread.start()
+    thread.join()
+    assert answers == [True, False]
+    assert process.program_name() == os.path.basename(sys.argv[0])
