@@ -7,13 +7,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := $(shell find src examples -type f -not -path '*/__pycache__/*' -not -name '.*') pyproject.toml README.md
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench docs clean
 
 help:
 	@echo "make demo    index the Python files of this environment with two workers, and hurt them meanwhile"
 	@echo "make test    the tests, on the installed package"
 	@echo "make lint    ruff, mypy, import-linter and the file sizes"
 	@echo "make bench   the benchmarks, beside those of peers"
+	@echo "make docs    the documentation as a site, in site/"
 	@echo "make clean   remove the virtual environment and what the tools left behind"
 
 demo: $(VENV)/installed
@@ -32,8 +33,11 @@ lint: $(VENV)/installed-dev
 bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/run.py
 
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -50,4 +54,8 @@ $(VENV)/installed: $(VENV)/created $(SOURCES)
 
 $(VENV)/installed-dev: $(VENV)/created $(SOURCES)
 	$(PIP) install '.[dev]'
+	@touch $@ $(VENV)/installed
+
+$(VENV)/installed-docs: $(VENV)/created $(SOURCES)
+	$(PIP) install '.[docs]'
 	@touch $@ $(VENV)/installed

@@ -1,0 +1,71 @@
+"""The container and the manifest of the tutorial: what can be held against the program without a cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+from doc_blocks import blocks_of
+from doc_session import Session
+from starlette.routing import Route
+
+from mainspring import InMemoryMailbox, LoopGroup, MainLoop
+from mainspring.http.app import health_app
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
+
+
+def last(title: str) -> str:
+    """The file of that name as the page has it at its end."""
+    return [block.text for block in blocks_of(TUTORIAL) if block.title == title][-1]
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[Session]:
+    reader = Session(tmp_path)
+    yield reader
+    reader.close()
+
+
+def some_group() -> LoopGroup:
+    async def handle(job: str) -> None: ...
+
+    return LoopGroup([MainLoop(InMemoryMailbox("jobs"), handle)])
+
+
+def container() -> dict[str, Any]:
+    spec = yaml.safe_load(last("deployment.yaml"))["spec"]["template"]["spec"]
+    (only,) = spec["containers"]
+    return {"grace": spec["terminationGracePeriodSeconds"], **only}
+
+
+def test_the_manifest_waits_long_enough_for_the_defaults() -> None:
+    settings = some_group().settings
+    needed = settings.drain_delay + settings.shutdown_timeout + settings.cancel_grace + 1
+    assert container()["grace"] >= needed
+
+
+def test_the_probes_ask_for_what_there_is() -> None:
+    routes = {route.path for route in health_app(some_group()).routes if isinstance(route, Route)}
+    assert {container()[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")} <= routes
+
+
+def test_the_command_of_the_image_runs_and_ends_clean(session: Session, tmp_path: Path) -> None:
+    (line,) = [line for line in last("Dockerfile").splitlines() if line.startswith("CMD ")]
+    command = json.loads(line.removeprefix("CMD "))
+    assert command == container()["command"]
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "mailing.py").write_text(session.with_free_ports(last("mailing.py")))
+    page = tmp_path / "page.md"
+    page.write_text(
+        f"```console\n$ {' '.join(command)}\n...\n…deliver: running…\n^C\n...\n…ended with exit status 0…\n"
+        "...\n$ echo $?\n0\n```\n"
+    )
+    for block in blocks_of(page):
+        session.play(block)

@@ -1,0 +1,88 @@
+"""The reference and the house as built: nothing is missing, and nothing is named that is not there."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import mainspring
+from mainspring.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PACKAGE = Path(mainspring.__file__).parent
+DIRECTIVE = re.compile(r"^::: (mainspring\S+)$", re.MULTILINE)
+
+
+def named_in_the_reference() -> list[str]:
+    return [path for page in sorted((DOCS / "reference").glob("*.md")) for path in DIRECTIVE.findall(page.read_text())]
+
+
+def found_at(path: str) -> object:
+    """The module or the object of a module that a dotted path means."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        module, _, name = path.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("path", named_in_the_reference())
+def test_what_the_reference_names_exists_and_has_a_docstring(path: str) -> None:
+    assert found_at(path).__doc__
+
+
+def test_the_reference_has_every_public_name() -> None:
+    shown = {path.rpartition(".")[2] for path in named_in_the_reference()}
+    errors = {name for name in dir(importlib.import_module("mainspring.errors")) if name.endswith("Error")}
+    assert {"mainspring.errors", "mainspring.events"} <= set(named_in_the_reference())
+    assert set(mainspring.__all__) - shown - errors - {"__version__"} == set()
+
+
+def test_the_reference_has_every_verb() -> None:
+    page = (DOCS / "reference" / "command-line.md").read_text()
+    verbs = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
+    assert set(re.findall(r"^## mainspring (\w+)$", page, re.MULTILINE)) == verbs
+
+
+def test_the_site_has_every_page() -> None:
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+
+    def pages(entries: object) -> list[str]:
+        if isinstance(entries, str):
+            return [entries]
+        parts = entries.values() if isinstance(entries, dict) else entries
+        return [page for part in parts for page in pages(part)]  # type: ignore[attr-defined]
+
+    assert sorted(pages(config["nav"])) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+def test_the_house_as_built_names_every_room() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    named = set(re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)?)`", text))
+    modules = {
+        ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
+        for file in PACKAGE.rglob("*.py")
+        if "examples" not in file.parts and file.name != "__init__.py"
+    }
+    rooms = {name for name in modules if not name.startswith("testing.mailbox_contract.")} | {
+        "testing.mailbox_contract"
+    }
+    assert rooms - named == set(), "docs/architecture.md does not name these"
+    packages = {directory.name for directory in PACKAGE.iterdir() if directory.is_dir()}
+    dotted = {name for name in named if "." in name and name.partition(".")[0] in packages}
+    assert dotted - rooms == set(), "docs/architecture.md names rooms that are not there"
+
+
+def test_the_floors_of_the_page_are_those_of_the_contract() -> None:
+    contract = (ROOT / ".importlinter").read_text()
+    layers = re.search(r"^layers =\n((?:    .+\n)+)", contract, re.MULTILINE)
+    assert layers is not None
+    floors = [set(re.split(r"\s*[|:]\s*", line.strip())) for line in layers[1].splitlines()]
+    table = (DOCS / "architecture.md").read_text().partition("| floor |")[2].partition("\n\n")[0]
+    shown = [set(re.findall(r"`([a-z_]+)`", row)) for row in table.splitlines()[2:]]
+    assert shown == floors
