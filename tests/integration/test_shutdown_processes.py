@@ -253,7 +253,7 @@ def test_a_second_signal_leaves_by_force_where_a_handler_stays(case, outcome):
 def test_a_third_signal_leaves_at_once(case, outcome):
     assert outcome.status == 128 + signal.SIGINT
     assert outcome.seconds < SLACK
-    assert outcome.counts.in_flight == 1
+    assert outcome.counts.in_flight >= 1  # nothing was waited for
 
 
 @cases("slow-open", "running", signals=[(signal.SIGTERM,), (signal.SIGINT,)], until=("opening",), shutdown_timeout=20)

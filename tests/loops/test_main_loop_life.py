@@ -65,7 +65,10 @@ async def test_the_block_opens_the_mailbox_and_closes_it_last():
         await anyio.sleep(0.02)
         states.append(mailbox.state)
 
-    mailbox = FaultyMailbox()
+    class NeedsOpening(FaultyMailbox):
+        works_unopened = False
+
+    mailbox = NeedsOpening()
     async with MainLoop(mailbox, handle) as loop:
         assert mailbox.state is MailboxState.OPEN
         await mailbox.send(1)
@@ -75,6 +78,15 @@ async def test_the_block_opens_the_mailbox_and_closes_it_last():
     assert mailbox.state is MailboxState.CLOSED
     assert mailbox.settlements() == ["Ack"]
     assert not loop.running
+
+
+async def test_the_block_leaves_a_mailbox_that_works_unopened_as_it_is():
+    mailbox = InMemoryMailbox()
+    async with MainLoop(mailbox, quick):
+        await mailbox.send(1)
+        await settled(mailbox)
+    assert mailbox.state is MailboxState.UNOPENED
+    assert (await mailbox.counts()).settled == 1
 
 
 async def test_the_block_leaves_an_open_mailbox_open():

@@ -32,9 +32,14 @@ async def kept_open(mailboxes: Iterable[Mailbox[Any, Any]]) -> AsyncIterator[Non
 
 
 async def open_in(scope: DaemonScope, mailboxes: Iterable[Mailbox[Any, Any]]) -> None:
-    """Open those of ``mailboxes`` that nobody has opened; leaving ``scope`` closes them, and a cancellation does not."""
+    """Open those of ``mailboxes`` that nobody has opened; leaving ``scope`` closes them, and a cancellation does not.
+
+    One that works unopened is left as it is: closed at the end, it would be lost to its user, who may look into it then, and
+    to other loops that share it.
+    """
     for mailbox in mailboxes:
-        if mailbox.state is not MailboxState.OPEN:
+        works = mailbox.works_unopened and mailbox.state is MailboxState.UNOPENED
+        if mailbox.state is not MailboxState.OPEN and not works:
             told = anyio.Event()
             await scope.start(partial(_keep, mailbox, told), name=f"mailbox {mailbox.name}", stop=told.set)
 
