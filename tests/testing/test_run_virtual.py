@@ -235,7 +235,7 @@ def test_advance_jumps_and_awaited_lets_timers_run() -> None:
             with virtual.hold():
                 group.start_soon(after, 0.1)
                 group.start_soon(after, 0.3)
-                await anyio.lowlevel.checkpoint()
+                await anyio.wait_all_tasks_blocked()
                 virtual.advance(0.1)
                 assert virtual.now == 0.1
                 assert fired == []
