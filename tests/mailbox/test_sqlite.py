@@ -344,6 +344,18 @@ async def test_more_leases_may_end_at_once_than_one_transaction_takes_back(path,
         assert await mailbox.counts() == Counts(in_flight=35)
 
 
+async def test_an_ended_lease_is_refused_before_it_is_taken_back(path, monkeypatch, virtual_clock):
+    monkeypatch.setattr("mainspring.mailbox.sqlite_due.AT_ONCE", 1)
+    async with SQLiteMailbox(path) as mailbox:
+        await mailbox.send_many(range(8))
+        held = await mailbox.receive(max_messages=8, visibility_timeout=5)
+        await anyio.sleep(5)
+        for end in (held[7].acknowledge, held[6].nack, held[5].save_checkpoint, held[4].extend_visibility):
+            with pytest.raises(ReceiptHandleExpiredError):
+                await end(*{"save_checkpoint": [b"1"], "extend_visibility": [9]}.get(end.__name__, []))
+        assert await mailbox.counts() == Counts(pending=8)
+
+
 async def test_what_has_expired_is_not_delivered_even_when_much_expires_at_once(path, monkeypatch, virtual_clock):
     monkeypatch.setattr("mainspring.mailbox.sqlite_due.AT_ONCE", 10)
     async with SQLiteMailbox(path) as mailbox:
