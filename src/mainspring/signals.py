@@ -135,6 +135,7 @@ class ShutdownCoordinator:
         self._callbacks: list[Callable[[], object]] = []
         self._pending: deque[Callable[[], object]] = deque()
         self._triggered = False
+        self._calling = False
         self._received = 0
         self._lock = threading.RLock()
         self._loop: Any = None
@@ -188,16 +189,23 @@ class ShutdownCoordinator:
 
     def _deliver(self) -> None:
         """Call what is pending: plain callbacks here, if this is the right place, and the others in the own task."""
+        if self._loop is None or self._loop is _running_loop():
+            while (callback := self._take(plain=True)) is not None:
+                try:
+                    _call(callback)
+                finally:
+                    self._calling = False
         loop = self._loop
-        if loop is None or loop is _running_loop():
-            while True:
-                with self._lock:
-                    if not self._pending or _is_async(self._pending[0]):
-                        break
-                    callback = self._pending.popleft()
-                _call(callback)
         if loop is not None and self._pending:
             process.call_soon(loop, self._rouse)
+
+    def _take(self, *, plain: bool = False) -> Callable[[], object] | None:
+        """The next callback, or None; also None while one is being called: whoever does that goes on with the rest."""
+        with self._lock:
+            if self._calling or not self._pending or (plain and _is_async(self._pending[0])):
+                return None
+            self._calling = True
+            return self._pending.popleft()
 
     def _rouse(self) -> None:
         if self._wake is not None:
@@ -258,15 +266,15 @@ class ShutdownCoordinator:
     async def _run_callbacks(self) -> None:
         while True:
             self._wake = anyio.Event()
-            while self._pending:
-                with self._lock:
-                    callback = self._pending.popleft()
-                outcome = _call(callback)
-                if inspect.isawaitable(outcome):
-                    try:
+            while (callback := self._take()) is not None:
+                try:
+                    outcome = _call(callback)
+                    if inspect.isawaitable(outcome):
                         await outcome
-                    except Exception:
-                        _log.exception("the shutdown callback %r raised", callback)
+                except Exception:
+                    _log.exception("the shutdown callback %r raised", callback)
+                finally:
+                    self._calling = False
             await self._wake.wait()
 
 

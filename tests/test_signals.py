@@ -1,0 +1,433 @@
+"""ShutdownCoordinator with real signals and threads: callbacks in order, once, each by itself; handlers put back."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import anyio
+import pytest
+from anyio import to_thread
+
+from mainspring import ShutdownCoordinator
+from mainspring.errors import ConfigError
+
+pytestmark = pytest.mark.anyio
+
+USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
+
+
+def raise_signal(signum=USR1):
+    os.kill(os.getpid(), signum)
+
+
+async def until(condition):
+    with anyio.fail_after(5):
+        while not condition():
+            await anyio.sleep(0.001)
+
+
+# --------------------------------------------------------------------------------------------------------------- signals
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, USR1])
+async def test_a_signal_triggers_it(signum):
+    called = []
+    async with ShutdownCoordinator((signum,)) as coordinator:
+        coordinator.register(lambda: called.append(coordinator.reason))
+        assert not coordinator.triggered
+        raise_signal(signum)
+        await until(lambda: called)
+        assert coordinator.triggered
+    assert called == [signum.name]
+
+
+async def test_the_second_and_the_third_signal_are_told_apart():
+    repeats = []
+    called = []
+    async with ShutdownCoordinator((USR1, USR2), on_repeat=lambda *told: repeats.append(told)) as coordinator:
+        coordinator.register(lambda: called.append(True))
+        raise_signal(USR1)
+        await until(lambda: called)
+        raise_signal(USR2)
+        await until(lambda: len(repeats) == 1)
+        raise_signal(USR1)
+        await until(lambda: len(repeats) == 2)
+    assert repeats == [(USR2, 2), (USR1, 3)]
+    assert called == [True]
+
+
+async def test_the_first_signal_after_a_trigger_counts_as_a_repeat():
+    """Somebody asked for a shutdown already; the operator's signal means more than that."""
+    repeats = []
+    async with ShutdownCoordinator((USR1,), on_repeat=lambda *told: repeats.append(told)) as coordinator:
+        coordinator.trigger()
+        raise_signal()
+        await until(lambda: repeats)
+    assert repeats == [(USR1, 1)]
+
+
+async def test_earlier_handlers_are_put_back():
+    def mine(signum: int, frame: object) -> None: ...
+
+    before = signal.signal(USR1, mine)
+    try:
+        async with ShutdownCoordinator((USR1,)):
+            assert signal.getsignal(USR1) is not mine
+        assert signal.getsignal(USR1) is mine
+    finally:
+        signal.signal(USR1, before)
+    assert signal.getsignal(USR1) is before
+
+
+async def test_they_are_put_back_after_an_error_too():
+    before = signal.getsignal(USR1)
+    with pytest.raises(LookupError):
+        async with ShutdownCoordinator((USR1,)):
+            raise LookupError
+    assert signal.getsignal(USR1) is before
+
+
+async def test_several_coordinators_share_one_receiver():
+    """Two groups of one process; the first to come is the first to go, and the other still hears."""
+    heard = []
+
+    async def listen(name, started, leave):
+        async with ShutdownCoordinator((USR1,)) as coordinator:
+            coordinator.register(lambda: heard.append(name))
+            started.set()
+            await leave.wait()
+
+    before = signal.getsignal(USR1)
+    events = [(anyio.Event(), anyio.Event()) for _ in range(3)]
+    async with anyio.create_task_group() as tasks:
+        for name, (started, leave) in zip("abc", events, strict=True):
+            tasks.start_soon(listen, name, started, leave)
+            await started.wait()
+        events[0][1].set()
+        await anyio.wait_all_tasks_blocked()
+        raise_signal()
+        await until(lambda: len(heard) == 2)
+        for _, leave in events:
+            leave.set()
+    assert heard == ["b", "c"]
+    assert signal.getsignal(USR1) is before
+
+
+async def test_no_signal_falls_between_two_receivers():
+    heard = []
+
+    async with ShutdownCoordinator((USR1,), on_repeat=lambda *told: heard.append(told)) as stays:
+        stays.register(lambda: heard.append("first"))
+        for number in range(20):
+            async with ShutdownCoordinator((USR1,)):
+                await anyio.lowlevel.checkpoint()
+                raise_signal()
+            await until(lambda number=number: len(heard) == number + 1)
+
+
+async def test_signals_reach_the_main_thread_only():
+    def elsewhere() -> None:
+        async def main() -> None:
+            with pytest.raises(ConfigError, match="signals reach the main thread only"):
+                async with ShutdownCoordinator((USR1,)):
+                    pytest.fail("it opened")
+            async with ShutdownCoordinator(()) as coordinator:  # without signals it may
+                coordinator.trigger()
+
+        anyio.run(main)
+
+    await to_thread.run_sync(elsewhere)
+
+
+# ------------------------------------------------------------------------------------------------------------- callbacks
+
+
+async def test_callbacks_plain_and_async_are_called_in_the_order_of_their_registration():
+    order = []
+
+    def plain(name):
+        order.append(name)
+
+    async def slow(name):
+        order.append(f"{name} begins")
+        await anyio.sleep(0.01)
+        order.append(f"{name} ends")
+
+    async with ShutdownCoordinator(()) as coordinator:
+        coordinator.register(lambda: plain("1"))
+        coordinator.register(functools.partial(slow, "2"))
+        coordinator.register(lambda: plain("3"))
+        coordinator.register(functools.partial(slow, "4"))
+        coordinator.register(lambda: plain("5"))
+        coordinator.trigger()
+        await until(lambda: order[-1:] == ["5"])
+    assert order == ["1", "2 begins", "2 ends", "3", "4 begins", "4 ends", "5"]
+
+
+async def test_one_registered_late_is_called_at_once_and_once():
+    called = []
+    async with ShutdownCoordinator(()) as coordinator:
+        coordinator.trigger()
+        coordinator.register(lambda: called.append("late"))
+        assert called == ["late"]
+        coordinator.trigger()
+        await anyio.wait_all_tasks_blocked()
+    assert called == ["late"]
+
+
+async def test_one_registered_while_another_runs_waits_for_its_turn():
+    order = []
+
+    async def slow() -> None:
+        order.append("slow begins")
+        await anyio.sleep(0.02)
+        order.append("slow ends")
+
+    async with ShutdownCoordinator(()) as coordinator:
+        coordinator.register(slow)
+        coordinator.register(lambda: order.append("second"))
+        coordinator.trigger()
+        await until(lambda: order)
+        coordinator.register(lambda: order.append("late"))
+        await until(lambda: "late" in order)
+    assert order == ["slow begins", "slow ends", "second", "late"]
+
+
+async def test_a_callback_that_registers_another_comes_to_its_end_first():
+    order = []
+
+    def first() -> None:
+        order.append("first begins")
+        coordinator.register(lambda: order.append("third"))
+        order.append("first ends")
+
+    async with ShutdownCoordinator(()) as coordinator:
+        coordinator.register(first)
+        coordinator.register(lambda: order.append("second"))
+        coordinator.trigger()
+        await until(lambda: len(order) == 4)
+    assert order == ["first begins", "first ends", "second", "third"]
+
+
+async def test_a_raising_callback_does_not_skip_the_next(caplog):
+    called = []
+
+    def broken() -> None:
+        raise ValueError("plain and broken")
+
+    async def broken_too() -> None:
+        raise ValueError("async and broken")
+
+    with caplog.at_level(logging.ERROR, "mainspring.signals"):
+        async with ShutdownCoordinator(()) as coordinator:
+            for callback in (broken, lambda: called.append(1), broken_too, lambda: called.append(2)):
+                coordinator.register(callback)
+            coordinator.trigger()
+            await until(lambda: len(called) == 2)
+    assert called == [1, 2]
+    assert "plain and broken" in caplog.text
+    assert "async and broken" in caplog.text
+
+
+async def test_one_that_was_taken_back_is_not_called():
+    called = []
+
+    def callback() -> None:
+        called.append(1)
+
+    async with ShutdownCoordinator(()) as coordinator:
+        coordinator.register(callback)
+        coordinator.unregister(callback)
+        coordinator.unregister(callback)
+        coordinator.trigger()
+        await anyio.wait_all_tasks_blocked()
+    assert called == []
+
+
+async def test_async_callables_of_other_shapes_are_awaited():
+    called = []
+
+    class Service:
+        async def close(self) -> None:
+            await anyio.sleep(0)
+            called.append("method")
+
+        async def __call__(self) -> None:
+            await anyio.sleep(0)
+            called.append("object")
+
+    async def parts(name: str) -> None:
+        await anyio.sleep(0)
+        called.append(name)
+
+    async with ShutdownCoordinator(()) as coordinator:
+        for callback in (Service().close, Service(), functools.partial(parts, "partial"), lambda: parts("lambda")):
+            coordinator.register(callback)
+        coordinator.trigger()
+        await until(lambda: len(called) == 4)
+    assert called == ["method", "object", "partial", "lambda"]
+
+
+# --------------------------------------------------------------------------------------------------------------- threads
+
+
+async def test_a_trigger_from_another_thread_calls_back_on_the_event_loop():
+    threads = []
+
+    async def note() -> None:
+        threads.append(threading.current_thread())
+
+    async with ShutdownCoordinator(()) as coordinator:
+        coordinator.register(lambda: threads.append(threading.current_thread()))
+        coordinator.register(note)
+        await to_thread.run_sync(coordinator.trigger, "from a thread")
+        assert coordinator.triggered
+        await until(lambda: len(threads) == 2)
+    assert threads == [threading.current_thread()] * 2
+    assert coordinator.reason == "from a thread"
+
+
+async def test_of_many_threads_that_trigger_at_once_one_does():
+    called = []
+    barrier = threading.Barrier(8)
+
+    def trigger() -> None:
+        barrier.wait(10)
+        coordinator.trigger()
+
+    async with ShutdownCoordinator(()) as coordinator:
+        coordinator.register(lambda: called.append(1))
+        async with anyio.create_task_group() as tasks:
+            for _ in range(8):
+                tasks.start_soon(to_thread.run_sync, trigger)
+        await until(lambda: called)
+    assert called == [1]
+
+
+async def test_registrations_from_many_threads_are_each_called_once():
+    called = []
+    barrier = threading.Barrier(9)
+
+    def register(number: int) -> None:
+        barrier.wait(10)
+        for part in range(50):
+            coordinator.register(functools.partial(called.append, (number, part)))
+
+    def trigger() -> None:
+        barrier.wait(10)
+        coordinator.trigger()
+
+    async with ShutdownCoordinator(()) as coordinator:
+        async with anyio.create_task_group() as tasks:
+            for number in range(8):
+                tasks.start_soon(to_thread.run_sync, register, number)
+            tasks.start_soon(to_thread.run_sync, trigger)
+        await until(lambda: len(called) == 400)
+        await anyio.wait_all_tasks_blocked()
+    assert len(called) == 400
+
+
+# --------------------------------------------------------------------------------------------------------- outside a block
+
+
+def test_outside_of_a_block_plain_callbacks_are_called_by_the_trigger():
+    called = []
+    coordinator = ShutdownCoordinator()
+    coordinator.register(lambda: called.append("before"))
+    coordinator.trigger()
+    coordinator.register(lambda: called.append("after"))
+    assert called == ["before", "after"]
+
+
+async def test_async_ones_wait_for_a_block():
+    called = []
+
+    async def callback() -> None:
+        called.append("async")
+
+    coordinator = ShutdownCoordinator(())
+    coordinator.register(callback)
+    coordinator.register(lambda: called.append("plain"))
+    coordinator.trigger()
+    assert called == []
+    async with coordinator:
+        await until(lambda: len(called) == 2)
+    assert called == ["async", "plain"]
+
+
+async def test_the_current_one_is_found():
+    assert ShutdownCoordinator.get() is None
+    async with ShutdownCoordinator(()) as coordinator:
+        assert ShutdownCoordinator.get() is coordinator
+        async with ShutdownCoordinator(()):
+            assert ShutdownCoordinator.get() is coordinator  # the outer one stays
+    assert ShutdownCoordinator.get() is None
+
+
+async def test_an_installed_one_is_found_before_it_is_entered():
+    coordinator = ShutdownCoordinator.install(signals=(USR1,))
+    assert ShutdownCoordinator.get() is coordinator
+    async with coordinator:
+        assert ShutdownCoordinator.get() is coordinator
+        raise_signal()
+        await until(lambda: coordinator.triggered)
+    assert ShutdownCoordinator.get() is None
+
+
+# --------------------------------------------------------------------------------------------------------- early signals
+
+EARLY = """
+import os, signal, sys, time
+from mainspring.signals import EarlySignals, ShutdownCoordinator
+EarlySignals()
+print("ready", flush=True)
+while not sys.stdin.readline().strip():
+    pass
+
+import anyio
+
+async def main():
+    async with ShutdownCoordinator((signal.SIGTERM, signal.SIGINT), on_repeat=lambda *t: print("repeat", flush=True)) as c:
+        with anyio.fail_after(20):
+            while not c.triggered:
+                await anyio.sleep(0.001)
+        print(c.reason, flush=True)
+        await anyio.sleep(0.05)
+
+anyio.run(main, backend=sys.argv[1], backend_options={"use_uvloop": True} if sys.argv[2] == "uvloop" else {})
+"""
+
+
+def early(*loop):
+    return subprocess.Popen(
+        [sys.executable, "-c", EARLY, *loop], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize(
+    "loop", [("asyncio", ""), ("asyncio", "uvloop"), ("trio", "")], ids=lambda loop: "-".join(loop)
+)
+def test_a_signal_before_there_is_an_event_loop_is_held_for_it(loop):
+    with early(*loop) as program:
+        assert program.stdout.readline() == "ready\n"
+        program.send_signal(signal.SIGTERM)
+        time.sleep(0.1)  # the kernel delivers when it likes; nothing can be seen of it from here
+        rest, _ = program.communicate("go\n", timeout=30)
+    assert rest.splitlines() == ["SIGTERM"]
+    assert program.returncode == 0
+
+
+def test_a_second_signal_before_there_is_an_event_loop_ends_the_process():
+    with early("asyncio", "") as program:
+        assert program.stdout.readline() == "ready\n"
+        program.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        program.send_signal(signal.SIGINT)
+        assert program.wait(30) == 128 + signal.SIGINT
