@@ -1,0 +1,253 @@
+"""How the public surface types for those who use it. Checked by mypy --strict (see test_typing.py), never run.
+
+Each ``type: ignore`` names an error that a user is to get; that there is one is checked by mypy too (unused ignores).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from typing import Any, assert_type
+
+import anyio
+
+from mainspring import (
+    Capabilities,
+    Context,
+    DaemonScope,
+    DeadLetter,
+    DeadLetterPolicy,
+    Dispatcher,
+    Heartbeat,
+    InMemoryMailbox,
+    LeasePolicy,
+    LoopGroup,
+    Mailbox,
+    MainLoop,
+    Message,
+    Reject,
+    RestartPolicy,
+    Retry,
+    RetryPolicy,
+    Runnable,
+    ShutdownCoordinator,
+    ShutdownReport,
+    open_mailbox,
+)
+from mainspring.events import MessageFinished
+
+
+@dataclass
+class Job:
+    number: int
+
+
+@dataclass
+class Result:
+    text: str
+
+
+# ------------------------------------------------------------------------------------------------------------- mailboxes
+
+
+async def sending(mailbox: Mailbox[Job, Result], replies: Mailbox[Result, None]) -> None:
+    assert_type(await mailbox.send(Job(1)), str)
+    assert_type(await mailbox.send_many([Job(1), Job(2)]), list[str])
+    await mailbox.send(Job(1), delay=5, reply_to=replies, dedup_key="k", priority=1, headers={"a": "b"}, expires_in=60)
+    await mailbox.send("no job")  # type: ignore[arg-type]
+    await mailbox.send_many(["no job"])  # type: ignore[list-item]
+    await mailbox.send(Job(1), headers={"a": 1})  # type: ignore[dict-item]
+    await mailbox.send(Job(1), retries=3)  # type: ignore[call-arg]
+    await mailbox.send(Job(1), 5)  # type: ignore[call-arg]
+
+
+async def receiving(mailbox: Mailbox[Job, Result]) -> None:
+    messages = await mailbox.receive(max_messages=10, visibility_timeout=30, wait_time_seconds=20)
+    assert_type(messages, list[Message[Job, Result]])
+    for message in messages:
+        assert_type(message.body, Job)
+        assert_type(message.id, str)
+        assert_type(message.attempt, int)
+        assert_type(message.enqueued_at, datetime)
+        assert_type(message.reply_to, str | None)
+        assert_type(message.is_settled, bool)
+        await message.reply(Result("done"))
+        await message.reply(Job(1))  # type: ignore[arg-type]
+        await message.nack(delay=5, charge=False)
+        await message.dead_letter(ValueError("bad"))
+        await message.extend_visibility(60)
+        message.body = Job(2)  # type: ignore[misc]
+    letters = await mailbox.dead_letters()
+    assert_type(letters, list[DeadLetter])
+    assert_type(letters[0].dead_lettered_at, datetime)
+    assert_type(letters[0].error, str)
+    assert_type(await mailbox.approximate_count(), int)
+    assert_type((await mailbox.counts()).in_flight, int)
+    assert_type(mailbox.capabilities, Capabilities)
+
+
+async def memory() -> None:
+    typed: InMemoryMailbox[Job, Result] = InMemoryMailbox("jobs", capacity=10, serialize=True, body=Job, reply=Result)
+    async with typed as opened:
+        assert_type(opened, InMemoryMailbox[Job, Result])
+        await opened.send(Result("no job"))  # type: ignore[arg-type]
+    anything = open_mailbox("sqlite:///jobs.db", body=Job)
+    assert_type(anything, Mailbox[Any, Any])
+    jobs: Mailbox[Job, Result] = anything
+    await sending(jobs, open_mailbox("memory://replies"))
+
+
+# ----------------------------------------------------------------------------------------------------------------- loops
+
+
+async def with_context(job: Job, ctx: Context) -> Result:
+    assert_type(ctx.attempt, int)
+    assert_type(ctx.deadline, datetime | None)
+    assert_type(ctx.remaining(), float | None)
+    assert_type(ctx.shutting_down, bool)
+    assert_type(ctx.run_id, str)
+    ctx.beat()
+    await ctx.checkpoint({"done": 1})
+    await ctx.progress(1, 2)
+    await ctx.wait_shutting_down()
+    if job.number < 0:
+        raise Reject("negative")
+    raise Retry(delay=5, charge=False)
+
+
+async def simple(job: Job) -> None: ...
+
+
+def plain(job: Job) -> Result:
+    return Result(str(job.number))
+
+
+class Service:
+    async def handle(self, job: Job) -> None: ...
+
+    async def __call__(self, job: Job, ctx: Context) -> Result:
+        return Result("")
+
+
+async def parts(table: str, job: Job) -> None: ...
+
+
+async def loops(mailbox: Mailbox[Job, Result]) -> None:
+    loop = MainLoop(
+        mailbox,
+        with_context,
+        name="jobs",
+        concurrency=4,
+        visibility_timeout=60,
+        wait_time_seconds=30,
+        retry=RetryPolicy(initial_delay=1.0, max_delay=300.0, factor=2.0, jitter="full"),
+        dead_letter=DeadLetterPolicy(max_attempts=5, include=(KeyError,), exclude=(OSError,)),
+        lease=LeasePolicy(renew="on-beat"),
+        handler_timeout=None,
+        shutdown_timeout=None,
+        shutdown_priority=0,
+        body=Job,
+    )
+    for handler in (simple, plain, Service().handle, Service(), partial(parts, "t"), lambda job: None):
+        MainLoop(mailbox, handler)
+    runnable: Runnable = loop
+    assert_type(runnable.running, bool)
+    assert_type(loop.heartbeat, Heartbeat)
+    assert_type(await loop.shutdown(timeout=5), bool)
+    await loop.run(max_iterations=1, visibility_timeout=60, wait_time_seconds=0)
+    async with loop as entered:
+        assert_type(entered, MainLoop)
+
+    def heard(event: MessageFinished) -> None:
+        assert_type(event.seconds, float)
+
+    assert_type(loop.dispatcher, Dispatcher)
+    loop.dispatcher.subscribe(MessageFinished, heard)
+    loop.dispatcher.subscribe(str, heard)  # type: ignore[arg-type]
+    LeasePolicy(renew="always")  # type: ignore[arg-type]
+    RetryPolicy(jitter="some")  # type: ignore[arg-type]
+    MainLoop(mailbox, 5)  # type: ignore[arg-type]
+    MainLoop(mailbox, simple, concurency=4)  # type: ignore[call-arg]
+
+
+# ----------------------------------------------------------------------------------------------------------------- groups
+
+
+class Foreign:
+    """The least that a loop of another make has to have."""
+
+    def __init__(self) -> None:
+        self.heartbeat = Heartbeat()
+        self.running = False
+
+    async def run(self) -> None: ...
+
+    async def shutdown(self, *, timeout: float = 30.0) -> bool:
+        return True
+
+
+async def check_database() -> bool:
+    return True
+
+
+async def groups(loop: MainLoop) -> None:
+    group = LoopGroup(
+        [loop, Foreign()],
+        name="service",
+        shutdown_timeout=30,
+        cancel_grace=5,
+        drain_delay=0,
+        max_concurrency=10,
+        health_host="127.0.0.1",
+        health_port=8080,
+        checks={"database": check_database},
+        restart=RestartPolicy(max_retries=5),
+        watchdog_threshold=720,
+        watchdog_interval=60,
+        block_threshold=30,
+        guardian=None,
+        on_crash="terminate",
+    )
+    report = await group.run(install_signals=False, until_empty=True)
+    assert_type(report, ShutdownReport)
+    assert_type(report.exit_status, int)
+    assert_type(report.clean, bool)
+    assert_type(report.duration, float)
+    assert_type(report.parts[0].name, str)
+    assert_type(str(report), str)
+    assert_type(await group.shutdown(timeout=30), bool)
+    assert_type(group.report, ShutdownReport | None)
+    await group.drain()
+    async with group:
+        pass
+    async with group.lifespan():
+        pass
+    LoopGroup([5])  # type: ignore[list-item]
+    LoopGroup([loop], on_crash="explode")  # type: ignore[arg-type]
+
+
+def program(group: LoopGroup) -> int:
+    report = anyio.run(group.run)
+    assert_type(report, ShutdownReport)
+    return report.exit_status
+
+
+# -------------------------------------------------------------------------------------------------------------- lifecycle
+
+
+async def lifecycle() -> None:
+    async with DaemonScope("daemons") as scope:
+        assert_type(scope, DaemonScope)
+        daemon = scope.start_soon(anyio.sleep_forever, name="sleeper")
+        assert_type(daemon.done, bool)
+
+    async def late() -> None: ...
+
+    async with ShutdownCoordinator.install() as coordinator:
+        assert_type(coordinator, ShutdownCoordinator)
+        coordinator.register(late)
+        coordinator.register(lambda: None)
+        coordinator.trigger()
+        assert_type(coordinator.triggered, bool)
+    assert_type(ShutdownCoordinator.get(), ShutdownCoordinator | None)
