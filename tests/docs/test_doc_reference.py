@@ -10,7 +10,9 @@ import pytest
 import yaml
 
 import mainspring
+from mainspring import InMemoryMailbox, LoopGroup, MainLoop
 from mainspring.cli.app import app
+from mainspring.http.metrics import GroupMetrics
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -47,6 +49,16 @@ def test_the_reference_has_every_verb() -> None:
     page = (DOCS / "reference" / "command-line.md").read_text()
     verbs = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
     assert set(re.findall(r"^## mainspring (\w+)$", page, re.MULTILINE)) == verbs
+
+
+def test_the_reference_has_every_metric() -> None:
+    async def handle(job: str) -> None: ...
+
+    group = LoopGroup([MainLoop(InMemoryMailbox("jobs"), handle)])
+    text, _ = GroupMetrics(group).render()
+    kinds = dict(re.findall(r"^# TYPE (mainspring_\w+) (\w+)$", text.decode(), re.MULTILINE))
+    page = (DOCS / "reference" / "http.md").read_text()
+    assert set(re.findall(r"`(mainspring_\w+)`", page)) == set(kinds)
 
 
 def test_the_site_has_every_page() -> None:

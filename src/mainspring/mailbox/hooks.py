@@ -81,7 +81,7 @@ class MailboxHooks(ABC):
 
     @abstractmethod
     async def _purge(self) -> int:
-        """Drop all that is delayed, pending and in flight; how many that were."""
+        """Drop all that is delayed, pending and in flight; how many that were. From then on they count as settled."""
 
     @abstractmethod
     async def _dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
@@ -93,7 +93,7 @@ class MailboxHooks(ABC):
 
     @abstractmethod
     async def _discard_dead(self, message_ids: list[str] | None) -> int:
-        """Forget dead letters for good; None means all; how many that were."""
+        """Forget dead letters for good; None means all; how many that were. From then on they count as settled."""
 
     def _wake_all(self) -> None:  # noqa: B027 - one whose receives never wait has nothing to do here
         """Let every waiting receive return ``[]`` at once; called as the first thing of a close."""
