@@ -15,10 +15,11 @@ SURFACE = Path(__file__).with_name("surface.py")
 def mypy(pytestconfig: pytest.Config):
     pytest.importorskip("mypy")
     # Kept from run to run: reading the dependencies' types takes most of the time.
-    cache = pytestconfig.cache.mkdir("mypy") if pytestconfig.cache is not None else ".mypy_cache"
+    cache = getattr(pytestconfig, "cache", None)
+    kept = cache.mkdir("mypy") if cache is not None else ".mypy_cache"
 
     def check(path: Path) -> tuple[int, str]:
-        command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", f"--cache-dir={cache}", str(path)]
+        command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", f"--cache-dir={kept}", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         return done.returncode, done.stdout + done.stderr
 
