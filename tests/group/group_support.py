@@ -49,11 +49,16 @@ async def running(group, **keywords):
 
     async def run(*, task_status):
         group.dispatcher.subscribe(GroupStateChanged, lambda e: e.new == "running" and task_status.started())
-        done["report"] = await group.run(install_signals=False, **keywords)
+        try:
+            await group.run(install_signals=False, **keywords)
+        except Exception as error:
+            done["error"] = error
 
     async with anyio.create_task_group() as tasks:
         await tasks.start(run)
         yield done
+    if "error" in done:
+        raise done["error"]
 
 
 def states(group):

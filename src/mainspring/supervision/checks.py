@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from mainspring.clock import real_work
 from mainspring.events import CheckChanged, Dispatcher
 
 if TYPE_CHECKING:
@@ -18,10 +20,15 @@ FRESH = 1.0
 """Seconds for which an answer is good: many probes at once ask the database once."""
 
 
+class _StillOutError(Exception):
+    """The check's thread has not returned from an earlier call."""
+
+
 class Checks:
     """Runs the checks, all at once, and remembers their answers: None where one passes, else why not.
 
-    A check passes by returning anything but False; it fails by returning False, by raising, or by taking too long.
+    A check passes by returning anything but False; it fails by returning False, by raising, or by taking too long. A plain
+    function is called in a worker thread, and not again before it has returned.
     """
 
     def __init__(self, group: str, checks: Mapping[str, Callable[[], object]], dispatcher: Dispatcher) -> None:
@@ -30,6 +37,7 @@ class Checks:
         self._dispatcher = dispatcher
         self._asked: float | None = None
         self._lock: anyio.Lock | None = None
+        self._out: set[str] = set()  # plain checks whose threads have not returned
         self.results: dict[str, str | None] = dict.fromkeys(self._checks, "not asked yet")
 
     async def refresh(self) -> None:
@@ -47,15 +55,39 @@ class Checks:
             self._asked = anyio.current_time()
 
     async def _ask(self, name: str, check: Callable[[], object]) -> None:
-        error: str | None = f"no answer within {CHECK_TIMEOUT:g} s"
+        late = f"no answer within {CHECK_TIMEOUT:g} s"
+        error: str | None = late
         with anyio.move_on_after(CHECK_TIMEOUT):
             try:
-                answer = check()
-                if inspect.isawaitable(answer):
-                    answer = await answer
+                answer = await self._call(name, check)
                 error = "it returned False" if answer is False else None
+            except _StillOutError:
+                error = late
             except Exception as raised:
                 error = f"{type(raised).__name__}: {raised}"
         if self.results[name] != error:
             self.results[name] = error
             self._dispatcher.dispatch(CheckChanged(self._group, name, error))
+
+    async def _call(self, name: str, check: Callable[[], object]) -> object:
+        if _is_async(check):
+            answer = check()
+        elif name in self._out:
+            raise _StillOutError
+        else:
+            self._out.add(name)
+            with real_work():
+                answer = await anyio.to_thread.run_sync(partial(self._in_thread, name, check), abandon_on_cancel=True)
+        return await answer if inspect.isawaitable(answer) else answer
+
+    def _in_thread(self, name: str, check: Callable[[], object]) -> object:
+        try:
+            return check()
+        finally:
+            self._out.discard(name)
+
+
+def _is_async(check: Any) -> bool:
+    while isinstance(check, partial):
+        check = check.func
+    return inspect.iscoroutinefunction(check) or inspect.iscoroutinefunction(type(check).__call__)

@@ -141,8 +141,9 @@ class Lifetime:
                 if self.shutdown.requested.is_set():
                     self._starting.cancel()
                 await open_in(mailboxes, self.mailboxes())
-                self._start(scope)
-                ready()
+                if not self.shutdown.requested.is_set():  # opening may have met no point at which it could be cancelled
+                    self._start(scope)
+                    ready()
             await self.shutdown.requested.wait()
             if self.started:
                 await self.shutdown.run()

@@ -1,0 +1,222 @@
+"""Readiness, checks, and what does not count as a stall."""
+
+from __future__ import annotations
+
+import threading
+
+import anyio
+import pytest
+from group_support import Foreign, box, one_loop_group, running
+
+from mainspring import Context, InMemoryMailbox, LoopGroup, MailboxConnectionError, MainLoop
+from mainspring.events import CheckChanged, HandlerStalled
+
+
+async def quick(body):
+    pass
+
+
+async def take_long(body, ctx: Context):
+    await anyio.sleep(body["seconds"])
+
+
+async def asked(group):
+    await group.refresh_checks()
+    return group.status()
+
+
+async def test_before_and_after_a_run_it_is_not_ready(virtual_clock):
+    group, _ = one_loop_group(quick)
+    assert (group.status().ready, group.status().live, group.status().started) == (False, True, False)
+    async with running(group):
+        assert (group.status().ready, group.status().live, group.status().started) == (True, True, True)
+        await group.shutdown()
+    assert group.status().reasons == ("not running",)
+
+
+async def test_checks_pass_fail_and_recover(virtual_clock):
+    state = {"plain": True, "raising": None, "slow": 0.0}
+
+    def plain():
+        return state["plain"]
+
+    async def raising():
+        if state["raising"] is not None:
+            raise state["raising"]
+
+    async def slow():
+        await anyio.sleep(state["slow"])
+
+    group, _ = one_loop_group(quick, checks={"plain": plain, "raising": raising, "slow": slow})
+    changes = []
+    group.dispatcher.subscribe(CheckChanged, lambda e: changes.append((e.check, e.error)))
+    async with running(group):
+        assert not group.status().ready  # nobody has asked yet, so nobody knows
+        assert (await asked(group)).ready
+        changes.clear()
+        state.update(plain=False, raising=OSError("no route"), slow=1000)
+        assert group.status().ready  # asked again only when somebody wants to know, and not within a second
+        assert (await asked(group)).ready
+        await anyio.sleep(1)
+        began = virtual_clock.now
+        status = await asked(group)
+        assert virtual_clock.now - began == 5  # however long a check hangs
+        assert (status.ready, status.live) == (False, True)
+        assert set(status.reasons) == {
+            "check 'plain': it returned False",
+            "check 'raising': OSError: no route",
+            "check 'slow': no answer within 5 s",
+        }
+        assert len(changes) == 3
+        state.update(plain=None, raising=None, slow=4)
+        await anyio.sleep(1)
+        assert (await asked(group)).ready
+        assert sorted(changes[3:]) == [("plain", None), ("raising", None), ("slow", None)]
+        await group.shutdown()
+
+
+async def test_many_probes_at_once_ask_a_check_once(virtual_clock):
+    calls = []
+
+    async def check():
+        calls.append(1)
+        await anyio.sleep(0.5)
+
+    group, _ = one_loop_group(quick, checks={"database": check})
+    async with running(group):
+        async with anyio.create_task_group() as tasks:
+            for _ in range(20):
+                tasks.start_soon(group.refresh_checks)
+        assert len(calls) == 1
+        await group.shutdown()
+
+
+async def test_a_message_is_stale_at_half_the_threshold(virtual_clock):
+    group, mailbox = one_loop_group(take_long, watchdog_threshold=100, watchdog_interval=10)
+    await mailbox.send({"seconds": 80})
+    async with running(group):
+        await anyio.sleep(49)
+        assert group.status().ready
+        await anyio.sleep(2)
+        status = group.status()
+        assert (status.ready, status.live) == (False, True)
+        assert status.reasons == ("loop 'take_long': no sign of life for 51 s (stalled at 100 s)",)
+        assert status.loops[0].oldest_beat_age == pytest.approx(51)
+        await anyio.sleep(30)
+        assert group.status().ready
+        await group.shutdown()
+
+
+class Store(InMemoryMailbox):
+    lost = False
+
+    async def _claim(self, *args):
+        if self.lost:
+            raise MailboxConnectionError("the store is gone")
+        return await super()._claim(*args)
+
+
+async def test_a_lost_store_is_not_ready_but_live_and_no_stall(virtual_clock):
+    mailbox = Store("jobs", body=dict)
+    group = LoopGroup(
+        [MainLoop(mailbox, quick, name="loop", body=dict, wait_time_seconds=5)],
+        watchdog_threshold=30,
+        watchdog_interval=1,
+    )
+    stalls = []
+    group.dispatcher.subscribe(HandlerStalled, stalls.append)
+    async with running(group):
+        mailbox.lost = True
+        await anyio.sleep(200)  # far beyond the threshold
+        status = group.status()
+        assert (status.ready, status.live) == (False, True)
+        assert status.reasons == ("loop 'loop': MailboxConnectionError: the store is gone",)
+        assert status.loops[0].state == "degraded"
+        mailbox.lost = False
+        await mailbox.send({})
+        await anyio.sleep(31)
+        assert group.status().ready
+        assert (await mailbox.counts()).settled == 1
+        await group.shutdown()
+    assert stalls == []
+    assert group.report.exit_status == 0
+
+
+async def test_an_idle_loop_and_a_finished_one_are_no_stall(virtual_clock):
+    idle, done = box("idle"), Foreign(name="done")
+
+    async def end_at_once():
+        pass
+
+    done.work = end_at_once
+    group = LoopGroup(
+        [MainLoop(idle, quick, body=dict, wait_time_seconds=10_000), done], watchdog_threshold=30, watchdog_interval=1
+    )
+    stalls = []
+    group.dispatcher.subscribe(HandlerStalled, stalls.append)
+    async with running(group):
+        await anyio.sleep(5_000)
+        assert [loop.state for loop in group.status().loops] == ["running", "stopped"]
+        await group.shutdown()
+    assert stalls == []
+    assert group.report.exit_status == 0
+
+
+async def test_a_stalled_message_is_charged_and_the_loop_goes_on(virtual_clock):
+    attempts = []
+
+    async def hang_once(body, ctx: Context):
+        attempts.append(ctx.attempt)
+        if ctx.attempt == 1:
+            await anyio.sleep_forever()
+
+    group, mailbox = one_loop_group(hang_once, watchdog_threshold=100, watchdog_interval=10)
+    stalls = []
+    group.dispatcher.subscribe(HandlerStalled, stalls.append)
+    await mailbox.send({})
+    report = await group.run(install_signals=False, until_empty=True)
+    assert attempts == [1, 2]
+    assert "in hang_once: await anyio.sleep_forever()" in stalls[0].where
+    assert report.exit_status == 0
+
+
+async def test_a_degraded_restarting_or_ended_loop_says_so(virtual_clock):
+    foreign = Foreign(name="foreign", trouble="no partitions assigned")
+    group = LoopGroup([foreign, MainLoop(box(), quick, body=dict)])
+    async with running(group):
+        foreign.stop.set()
+        await anyio.wait_all_tasks_blocked()
+        assert group.status().reasons == ("loop 'foreign': no partitions assigned",)
+        foreign.trouble = None
+        assert group.status().reasons == ("loop 'foreign': stopped",)
+        await group.shutdown()
+
+
+async def test_a_plain_check_runs_in_a_thread_and_one_that_hangs_is_not_started_again(virtual_clock):
+    calls, threads = [], set()
+    answer = threading.Event()
+
+    def ask():
+        threads.add(threading.get_ident())
+        calls.append(1)
+        if len(calls) == 2:
+            answer.wait(60)
+
+    group, _ = one_loop_group(quick, checks={"database": ask})
+    async with running(group):
+        assert (await asked(group)).ready
+        assert threading.get_ident() not in threads
+        await anyio.sleep(1)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(group.refresh_checks)
+            await anyio.wait_all_tasks_blocked()
+            virtual_clock.advance(5)  # the clock stands still for a thread
+        for _ in range(3):
+            await anyio.sleep(10)
+            assert (await asked(group)).reasons == ("check 'database': no answer within 5 s",)
+        assert len(calls) == 2
+        answer.set()
+        while not (await asked(group)).ready:
+            await anyio.sleep(10)
+        assert len(calls) == 3
+        await group.shutdown()
