@@ -184,6 +184,8 @@ class LoopGroup:
     async def __aenter__(self) -> Self:
         """Start everything, without signals. Leaving the block shuts down; a crash of a loop is raised there.
 
+        Where the block is cancelled from outside, handlers are cancelled and their messages given back, as by :meth:`run`.
+
         After a shutdown that was asked for before, nothing starts: the block runs with a group that has ended.
         """
         if self._own is not None or self._lifetime is not None:
@@ -225,7 +227,7 @@ class LoopGroup:
         if self._lifetime is not None:
             lifetime = self._lifetime
             lifetime.request("end of the block")
-            # However the block was left, the loops get their phases; those have an end, so this shield has one.
+            # The loops get their phases, which have an end, so this shield has one; a cancelled block cancels them as well.
             with anyio.CancelScope(shield=True):
                 await lifetime.ended.wait()
         self._own = None

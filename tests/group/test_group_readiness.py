@@ -194,12 +194,13 @@ async def test_a_degraded_restarting_or_ended_loop_says_so(virtual_clock):
 
 async def test_a_plain_check_runs_in_a_thread_and_one_that_hangs_is_not_started_again(virtual_clock):
     calls, threads = [], set()
-    answer = threading.Event()
+    hanging, answer = threading.Event(), threading.Event()
 
     def ask():
         threads.add(threading.get_ident())
         calls.append(1)
         if len(calls) == 2:
+            hanging.set()
             answer.wait(60)
 
     group, _ = one_loop_group(quick, checks={"database": ask})
@@ -209,7 +210,7 @@ async def test_a_plain_check_runs_in_a_thread_and_one_that_hangs_is_not_started_
         await anyio.sleep(1)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(group.refresh_checks)
-            await anyio.wait_all_tasks_blocked()
+            await anyio.to_thread.run_sync(hanging.wait, 60)
             virtual_clock.advance(5)  # the clock stands still for a thread
         for _ in range(3):
             await anyio.sleep(10)

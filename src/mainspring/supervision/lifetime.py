@@ -143,6 +143,9 @@ class Lifetime:
                 await open_in(mailboxes, self.mailboxes())
                 if not self.shutdown.requested.is_set():  # opening may have met no point at which it could be cancelled
                     self._start(scope)
+                    for member in self.members:
+                        await member.begun.wait()
+                    self._enter(GroupState.RUNNING)
                     ready()
             await self.shutdown.requested.wait()
             if self.started:
@@ -172,7 +175,6 @@ class Lifetime:
             scope.start_soon(member.run, self._keywords, name=f"loop {member.name}")
         if self._until_empty:
             scope.start_soon(Periodic(self._look_whether_empty, first=anyio.current_time()).run, name="until empty")
-        self._enter(GroupState.RUNNING)
         self.started = True
 
     async def _after_the_loops(self) -> None:

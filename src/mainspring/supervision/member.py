@@ -34,6 +34,7 @@ class Member:
     ) -> None:
         self.loop = loop
         self.name = loop.name
+        self.begun = anyio.Event()
         self.ended = anyio.Event()
         self.error: Exception | None = None
         self.restarts = 0
@@ -72,6 +73,7 @@ class Member:
             self._to(ServiceState.STARTING)
             while not self.stopping:
                 self._to(ServiceState.RUNNING)
+                self.begun.set()
                 began = anyio.current_time()
                 error = await self._run_once(keywords)
                 if error is None:
@@ -84,6 +86,7 @@ class Member:
             self._to(ServiceState.STOPPING)
             self._to(ServiceState.STOPPED)
             self.ended_at = anyio.current_time()
+            self.begun.set()
             self.ended.set()
             self._changed()
 
