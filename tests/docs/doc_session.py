@@ -168,7 +168,7 @@ class Session:
         where = f"{block.page.name}:{step.line}"
         expected = tuple(self.with_free_ports(line) for line in step.expected)
         command = None if step.command is None else self.with_free_ports(step.command)
-        if command is not None and not SERVICE.match(command):
+        if command is not None and not (SERVICE.match(command) or step.interrupt):
             asked = following is not None and following.command == "echo $?"
             self._command(command, expected, where, last_word=asked)
             return
