@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["run"]:
         _take_signals()
+    # A process that ends need not look for garbage, which the system frees with it: that was most of the time to leave.
+    atexit.register(gc.freeze)
     from mainspring.cli.app import call
 
     return call(arguments)
