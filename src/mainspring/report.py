@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 EXIT_CLEAN = 0
+EXIT_CRASHED = 1  # what Python itself ends with when an error comes out of it
 EXIT_CANCELLED = 70  # EX_SOFTWARE of sysexits.h: work had to be cancelled
 EXIT_BY_SIGNAL = 128
 
@@ -50,9 +51,12 @@ class ShutdownReport:
 
     @property
     def exit_status(self) -> int:
-        """0 clean, 70 work had to be cancelled, 128 + n forced by a second signal n."""
+        """0 clean, 70 work had to be cancelled, 128 + n forced by a second signal n, 1 a loop crashed (and ``run`` raises)."""
         if self.forced_by is not None:
             return EXIT_BY_SIGNAL + self.forced_by
+        endings = {part.ending for part in self.parts}
+        if Ending.CRASHED in endings and Ending.STUCK not in endings:
+            return EXIT_CRASHED
         return EXIT_CLEAN if self.clean else EXIT_CANCELLED
 
     def __str__(self) -> str:

@@ -304,3 +304,30 @@ def test_a_thread_that_a_finished_handler_left_behind_does_not_keep_the_process(
     assert ": clean\n" in outcome.err
     assert outcome.seconds < WITHIN
     assert outcome.counts.settled == 2
+
+
+# ------------------------------------------------------------------------------------------------------------------ docs
+
+DESCRIBED = {
+    "thread": "runs in a thread and does not return",
+    "swallow": "swallows cancellation, over and over",
+    "native": "raises a native `CancelledError`",
+    "exit": "calls `sys.exit`",
+    "sleep": "blocks the event loop in C (`time.sleep`)",
+    "regex": "blocks it in C and holds the interpreter (`re.match`)",
+    "ack": "ends, but its acknowledgement hangs",
+}
+
+
+def test_the_documented_table_is_the_tested_one():
+    expected = [
+        [DESCRIBED[how], fate, *("SIGKILL" if status == KILLED else str(status) for status in statuses)]
+        for how, (statuses, fate) in TABLE.items()
+    ]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in DOCS.read_text().splitlines() if "|" in line
+    ]
+    header = ["the handler", "its message", *PHASES]
+    begin = rows.index(header) + 2
+    assert rows[begin : begin + len(expected)] == expected
+    assert len(rows) == begin + len(expected)  # it is the last table of the page
