@@ -17,7 +17,7 @@ FINE = PartReport("jobs", Ending.FINISHED, 0.5)
         ((FINE,), None, True, 0),
         ((FINE, PartReport("mail", Ending.CANCELLED, 30)), None, False, 70),
         ((PartReport("mail", Ending.STUCK, 35),), None, False, 70),
-        ((PartReport("mail", Ending.CRASHED, 0),), None, False, 70),
+        ((PartReport("mail", Ending.CRASHED, 0),), None, False, 1),
         ((FINE,), 2, False, 130),
         ((PartReport("mail", Ending.CANCELLED, 1),), 15, False, 143),
     ],
