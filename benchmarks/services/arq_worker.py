@@ -12,5 +12,5 @@ async def handle(ctx: dict[str, object], job: str) -> None:
 
 
 class WorkerSettings:
-    functions = [handle]
+    functions = (handle,)
     redis_settings = RedisSettings.from_dsn(os.environ["BENCH_REDIS"])
