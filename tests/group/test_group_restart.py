@@ -10,7 +10,7 @@ import anyio
 import pytest
 from group_support import Foreign, box, one_loop_group, running, settled
 
-from mainspring import LoopGroup, MailboxClosedError, MainLoop, RestartPolicy
+from mainspring import InMemoryMailbox, LoopGroup, MailboxClosedError, MainLoop, RestartPolicy
 from mainspring.events import LoopCrashed
 
 POLICY = RestartPolicy(
@@ -37,6 +37,10 @@ class Crashes(Foreign):
                 await anyio.sleep(10)
             return
         raise LookupError(f"life {len(self.began)}")
+
+
+async def quick(body):
+    pass
 
 
 async def take_long(body):
@@ -229,3 +233,43 @@ async def test_a_block_ends_cleanly_and_leaves_no_thread():
     assert [t.name for t in threading.enumerate() if t.name.startswith("mainspring")] == []
     assert threading.active_count() <= before + 1  # a pool's thread may idle on
     assert os.getpid() == group.status().pid
+
+
+class FailsOnce(InMemoryMailbox):
+    """A mailbox whose first receive raises what no loop can mend."""
+
+    failed = False
+
+    async def _claim(self, *args):
+        if not self.failed:
+            self.failed = True
+            raise LookupError("a driver's bug")
+        return await super()._claim(*args)
+
+
+@pytest.mark.parametrize("ends_by", ["crash", "shutdown during the pause before a restart", "own shutdown"])
+async def test_a_loop_that_had_ended_when_its_group_stopped_works_in_the_next_run(virtual_clock, ends_by):
+    mailbox = box() if ends_by == "own shutdown" else FailsOnce("jobs", body=dict)
+    loop = MainLoop(mailbox, quick, body=dict)
+    group = LoopGroup([loop], restart=POLICY if "pause" in ends_by else None)
+    if ends_by == "crash":
+        with pytest.raises(LookupError, match="a driver's bug"):
+            await group.run(install_signals=False)
+    else:
+        async with running(group):
+            await anyio.sleep(0.5)
+            await (group if "pause" in ends_by else loop).shutdown()
+    await mailbox.send({})
+    await group.run(install_signals=False, until_empty=True)
+    assert await settled(mailbox) == 1
+
+
+async def test_the_report_of_a_loop_that_ended_at_clock_0_says_so(virtual_clock):
+    long = box("long")
+    await long.send({"seconds": 20})
+    loops = [MainLoop(long, take_long, body=dict, name="long"), MainLoop(box(), quick, body=dict, name="idle")]
+    group = LoopGroup(loops)
+    async with running(group):
+        await anyio.wait_all_tasks_blocked()
+        await group.shutdown()
+    assert {part.name: part.seconds for part in group.report.parts} == {"long": 20, "idle": 0}

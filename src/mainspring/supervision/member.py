@@ -45,6 +45,7 @@ class Member:
         self._restart = restart
         self._changed = changed
         self._pause: anyio.CancelScope | None = None
+        self._at_work = False
         self._machine: StateMachine[ServiceState] = StateMachine(
             SERVICE,
             ServiceState.INITIALIZING,
@@ -91,6 +92,7 @@ class Member:
             self._changed()
 
     async def _run_once(self, keywords: dict[str, Any]) -> Exception | None:
+        self._at_work = True
         try:
             await self.loop.run(**keywords)
         except (Exception, BaseExceptionGroup, SystemExit, KeyboardInterrupt) as raised:
@@ -102,6 +104,8 @@ class Member:
             exit_error = TaskExitError(f"loop {self.name!r} raised {error!r}; to end the program, call shutdown()")
             exit_error.__cause__ = error
             return exit_error
+        finally:
+            self._at_work = False
         return None
 
     async def _restart_after(self, error: Exception, ran_for: float) -> bool:
@@ -130,7 +134,8 @@ class Member:
             self.stop_began = now
             if self._pause is not None:
                 self._pause.cancel()
-            self.loop.stop_intake()
+            if self._at_work:  # else the loop would remember it, and its next run would end before it began
+                self.loop.stop_intake()
 
     def cancel_work(self) -> None:
         """Cancel its work, remembering the lines that it stood on; once."""
@@ -150,8 +155,8 @@ class Member:
 
     def report(self, now: float) -> PartReport:
         """How it ended, or how it stands."""
-        began = self.stop_began if self.stop_began is not None else (self.ended_at or now)
-        seconds = max(0.0, (self.ended_at or now) - began)
+        until = now if self.ended_at is None else self.ended_at
+        seconds = 0.0 if self.stop_began is None else max(0.0, until - self.stop_began)
         if not self.ended.is_set():
             # The remembered lines first: this may be called on another thread, for which a task that spins has no line.
             return PartReport(self.name, Ending.STUCK, seconds, self.cancelled_at or self.where())
