@@ -6,8 +6,8 @@ Conventions, none of which shows in the rendered page:
 - A ``python`` block without a title is run as a script there.
 - A ``console`` block is a session. ``$ command`` is run, the lines below it are what it prints. A service
   (``mainspring run``, ``uvicorn``, whatever is ended by ``^C`` in its own block) stays in the foreground; a later block
-  that begins with ``$`` is another terminal, one that begins without is what appears next in the service's, and ``^C``
-  presses Ctrl-C there.
+  that begins with ``$`` is another terminal, one that begins without is what appears in the service's, perhaps behind
+  more, and ``^C`` presses Ctrl-C there.
 - ``<!-- not run: why -->`` before a block leaves it out.
 - Blocks of other languages without a title (``text``, ``yaml`` and the like) are only to be read.
 

@@ -77,10 +77,10 @@ class Service:
                 self._news.notify_all()
 
     def expect(self, lines: tuple[str, ...], where: str) -> None:
-        """Wait until what it prints next is as these lines say."""
+        """Wait until it prints these lines, whatever it says before them: its log has an order of its own."""
         if not lines:
             return
-        pattern = pattern_of(lines)
+        pattern = pattern_of(("...", *lines))
         deadline = time.monotonic() + PATIENCE
         with self._news:
             while (found := pattern.match(self.output, self.read)) is None:
