@@ -213,6 +213,35 @@ async def test_until_empty_waits_for_loops_that_feed_each_other(virtual_clock):
     assert await settled(ping) == await settled(pong) == 51
 
 
+async def test_until_empty_is_not_deceived_by_what_another_process_moves_between_two_looks(virtual_clock):
+    first, second = box("first"), box("second")
+    counts = first._counts
+
+    async def slow_counts():
+        found = await counts()
+        await anyio.sleep(1)
+        return found
+
+    first._counts = slow_counts
+    group = LoopGroup(
+        [MainLoop(first, quick, name="first", body=dict), MainLoop(second, quick, name="second", body=dict)]
+    )
+    await second.send({})
+    [elsewhere] = await second.receive(visibility_timeout=600)  # in the hands of another worker
+    async with running(group, until_empty=True):
+        await anyio.sleep(5.5)
+        async with anyio.create_task_group() as tasks:  # while the first one is being counted, or just after that
+
+            async def move():
+                await first.send({}, delay=100)
+                await elsewhere.acknowledge()
+
+            tasks.start_soon(move)
+        await anyio.sleep(50)
+        assert group.running
+    assert await settled(first) == 1
+
+
 async def test_until_empty_with_nothing_to_do_ends_at_once(virtual_clock):
     group, _ = one_loop_group(quick, drain_delay=60)
     await group.run(install_signals=False, until_empty=True)

@@ -9,8 +9,8 @@ import anyio
 import pytest
 from group_support import Foreign, box, one_loop_group, running
 
-from mainspring import ConfigError, LoopGroup, MainLoop, ShutdownReport
-from mainspring.events import CalibrationWarning
+from mainspring import ConfigError, InMemoryMailbox, LoopGroup, MainLoop, ShutdownReport
+from mainspring.events import CalibrationWarning, MessageFinished
 from mainspring.report import Ending, PartReport
 
 
@@ -176,3 +176,47 @@ async def test_no_more_messages_are_in_hand_than_the_group_allows_and_no_loop_st
     assert most == places
     assert min(early[n] for n in range(3)) >= 10  # of 30 each, had it been fair to the last message
     assert busy < 1.5 * 180 / places  # little is lost to the one that waits in vain
+
+
+async def test_what_a_group_lends_its_loops_ends_with_its_run(virtual_clock):
+    now, most, heard = 0, 0, []
+
+    async def handle(body: dict) -> None:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await anyio.sleep(1)
+        now -= 1
+
+    mailbox = box()
+    loop = MainLoop(mailbox, handle, concurrency=4)
+    loop.dispatcher.subscribe(MessageFinished, lambda event: heard.append("loop"))
+    group = LoopGroup([loop], max_concurrency=1)
+    group.dispatcher.subscribe(MessageFinished, lambda event: heard.append("group"))
+    await mailbox.send_many([{}, {}])
+    await group.run(install_signals=False, until_empty=True)
+    assert (most, heard) == (1, ["loop", "group"] * 2)
+    await mailbox.send_many([{}] * 4)
+    await loop.run(max_iterations=1)
+    assert (most, heard[4:]) == (4, ["loop"] * 4)
+
+
+async def test_a_loop_that_has_ended_leaves_its_turns_to_the_others(virtual_clock):
+    """With one place for two loops each waits in turns of a second; once one has ended, the other waits as long as it may."""
+    polls = []
+
+    class Seen(InMemoryMailbox):
+        async def _claim(self, most, visibility, wait):
+            polls.append(wait)
+            return await super()._claim(most, visibility, wait)
+
+    stays, ends = Seen("stays", body=dict), MainLoop(box("ends"), quick, name="ends")
+    group = LoopGroup([MainLoop(stays, quick, name="stays", wait_time_seconds=20), ends], max_concurrency=1)
+    async with running(group):
+        await anyio.sleep(10)
+        assert set(polls) == {0, 1}
+        await ends.shutdown()
+        polls.clear()
+        await anyio.sleep(100)
+        assert set(polls[2:]) == {0, 20}
+        await group.shutdown()

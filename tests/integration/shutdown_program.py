@@ -61,6 +61,7 @@ BOXES = {
     "ack": HangingAck,
     "shielded-ack": HangingAck,
     "close": HangingClose,
+    "drain-close": HangingClose,
     "slow-open": SlowOpen,
     "stuck-open": SlowOpen,
 }
@@ -76,6 +77,8 @@ def begin(kind: str) -> None:
     if not both.is_set() and held == {"good", "bad"}:
         both.set()
         say("begun")
+        if HOW == "drain-close":
+            group.request_drain("the test")
 
 
 async def good(ctx: Context) -> None:

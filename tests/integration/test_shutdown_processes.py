@@ -116,6 +116,7 @@ def run(path, case):
     give_up = threading.Timer(LIMIT, process.kill)
     give_up.start()
     lines = []
+    began = time.monotonic()
     try:
         for signum, line in zip(case.signals, case.until, strict=True):
             wait_for(process, line, lines)
@@ -286,6 +287,14 @@ def test_a_store_that_does_not_close_is_left_by_force(case, outcome):
     assert outcome.status == 70
     assert outcome.seconds < 0.1 + WITHIN
     assert "stop daemons" in outcome.err  # the phase that it did not get out of
+    assert outcome.counts.settled == 2
+
+
+@cases("drain-close", "drain delay", signals=[()], until=(), drain_delay=0.1)
+def test_neither_is_one_after_a_drain_which_has_no_limit_of_its_own(case, outcome):
+    assert outcome.status == 70
+    assert outcome.seconds < 0.1 + WITHIN + SLACK  # the start of the process is in it
+    assert "shutdown (the test)" in outcome.err
     assert outcome.counts.settled == 2
 
 
