@@ -95,6 +95,23 @@ def test_an_event_that_nobody_wants_need_not_be_built():
     assert dispatcher.dispatch(STARTED).delivered == 0
 
 
+def test_events_are_passed_on_after_the_own_subscribers_until_that_is_ended():
+    own, other, heard = Dispatcher(), Dispatcher(), []
+    other.subscribe(MessageStarted, lambda event: heard.append("other"))
+    end = own.pass_on_to(other)
+    own.subscribe(MessageStarted, lambda event: heard.append("own"))
+    assert own.dispatch(STARTED).delivered == 2
+    assert heard == ["own", "other"]
+    assert not own.wants(MessageFinished)
+    other.subscribe(MessageFinished, heard.append)  # one that comes later counts too
+    assert own.wants(MessageFinished)
+    assert other.dispatch(STARTED).delivered == 1  # nothing goes the other way
+    end()
+    end()
+    assert own.dispatch(STARTED).delivered == 1
+    assert not own.wants(MessageFinished)
+
+
 def test_a_tally_starts_at_nothing():
     tally = Tally()
     tally["done"] += 2

@@ -188,7 +188,7 @@ class DispatchResult:
     errors: tuple[Exception, ...] = ()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Dispatcher:
     """An in-process event bus: plain callables by event type, told in the order in which they subscribed.
 
@@ -198,18 +198,34 @@ class Dispatcher:
 
     _subscribers: list[tuple[type[Any], Callable[[Any], object]]] = field(default_factory=list)
     _by_type: dict[type[Any], tuple[Callable[[Any], object], ...]] = field(default_factory=dict)
+    _onward: list[Dispatcher] = field(default_factory=list)
+    _sources: list[Dispatcher] = field(default_factory=list)
 
     def subscribe(self, event_type: type[E], subscriber: Callable[[E], object]) -> Callable[[], None]:
         """Call ``subscriber(event)`` for each event of ``event_type``. Returns a function that ends it (idempotent)."""
         entry = (event_type, subscriber)
         self._subscribers.append(entry)
-        self._by_type.clear()
+        self._changed()
 
         def unsubscribe() -> None:
             self._subscribers[:] = [other for other in self._subscribers if other is not entry]
-            self._by_type.clear()
+            self._changed()
 
         return unsubscribe
+
+    def pass_on_to(self, other: Dispatcher) -> Callable[[], None]:
+        """Let the subscribers of ``other`` hear of this one's events too, after its own. Returns a function that ends it
+        (idempotent)."""
+        self._onward.append(other)
+        other._sources.append(self)
+        self._changed()
+
+        def end() -> None:
+            self._onward[:] = [kept for kept in self._onward if kept is not other]
+            other._sources[:] = [kept for kept in other._sources if kept is not self]
+            self._changed()
+
+        return end
 
     def wants(self, event_type: type[Any]) -> bool:
         """Whether anybody would hear such an event: lets a hot path skip building it."""
@@ -227,10 +243,17 @@ class Dispatcher:
                 errors.append(error)
         return DispatchResult(len(subscribers) - len(errors), tuple(errors))
 
+    def _changed(self) -> None:
+        self._by_type.clear()
+        for source in self._sources:
+            source._changed()  # noqa: SLF001 - one of its kind
+
     def _for(self, event_type: type[Any]) -> tuple[Callable[[Any], object], ...]:
         found = self._by_type.get(event_type)
         if found is None:
-            found = tuple(fn for wanted, fn in self._subscribers if issubclass(event_type, wanted))
+            own = (fn for wanted, fn in self._subscribers if issubclass(event_type, wanted))
+            passed_on = (fn for other in self._onward for fn in other._for(event_type))  # noqa: SLF001 - as above
+            found = (*own, *passed_on)
             self._by_type[event_type] = found
         return found
 

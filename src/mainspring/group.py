@@ -150,10 +150,8 @@ class LoopGroup:
     ) -> ShutdownReport:
         if self._lifetime is not None:
             raise ConfigError(f"group {self.name!r} is already running")
-        for loop in self.loops:
-            if isinstance(loop, MainLoop):
-                loop.dispatcher = self.dispatcher
-        quiet = logs.subscribe(self.dispatcher)
+        ends = [loop.dispatcher.pass_on_to(self.dispatcher) for loop in self.loops if isinstance(loop, MainLoop)]
+        ends.append(logs.subscribe(self.dispatcher))
         lifetime = Lifetime(
             self.name,
             self.loops,
@@ -175,7 +173,8 @@ class LoopGroup:
             self._report = lifetime.report
             self._lifetime = self._asked = self._health_url = None
             self._crash = lifetime.crash
-            quiet()
+            for end in ends:
+                end()
         assert self._report is not None
         if lifetime.crash is not None:
             raise lifetime.crash

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -168,11 +169,11 @@ class Lifetime:
             scope.start_soon(watchdog.run, name="watchdog")
         capacity = Capacity(self.settings.max_concurrency) if self.settings.max_concurrency is not None else None
         for member in self.members:
-            if isinstance(member.loop, MainLoop):
-                member.loop.capacity = capacity
-                if capacity is not None:
-                    capacity.join()
-            scope.start_soon(member.run, self._keywords, name=f"loop {member.name}")
+            run: Callable[..., Any] = member.run
+            if capacity is not None and isinstance(member.loop, MainLoop):
+                capacity.join()
+                run = partial(_run_within, capacity, member, member.loop)
+            scope.start_soon(run, self._keywords, name=f"loop {member.name}")
         if self._until_empty:
             scope.start_soon(Periodic(self._look_whether_empty, first=anyio.current_time()).run, name="until empty")
         self.started = True
@@ -309,3 +310,13 @@ class Lifetime:
         if transition.old not in BEFORE_SHUTDOWN:
             self.phases[str(transition.old)] = transition.seconds
         self._dispatcher.dispatch(GroupStateChanged(self.name, transition.old, transition.new, transition.seconds))
+
+
+async def _run_within(capacity: Capacity, member: Member, loop: MainLoop, keywords: dict[str, Any]) -> None:
+    """Run a loop within the places of its group, for as long as it belongs to that: its next run may be on its own."""
+    loop.capacity = capacity
+    try:
+        await member.run(keywords)
+    finally:
+        loop.capacity = None
+        capacity.leave()
