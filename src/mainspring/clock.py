@@ -11,6 +11,8 @@ import math
 import sys
 import time
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +46,7 @@ def utc_now() -> datetime:
     clock = virtual_clock()
     if clock is None:
         return datetime.now(UTC)
-    return VIRTUAL_EPOCH + timedelta(seconds=clock.current_time())
+    return VIRTUAL_EPOCH + timedelta(seconds=clock.current_time() + _wall_ahead())
 
 
 def monotonic() -> float:
@@ -88,7 +90,36 @@ def wall_clock() -> Callable[[], float]:
     if clock is None:
         return time.time
     epoch = VIRTUAL_EPOCH.timestamp()
-    return lambda: epoch + float(clock.current_time())
+    return lambda: epoch + float(clock.current_time()) + _wall_ahead()
+
+
+@dataclass(slots=True)
+class WallSkew:
+    """How many seconds a wall clock is ahead of the virtual time (behind it, where negative)."""
+
+    seconds: float = 0.0
+
+
+_skew: ContextVar[WallSkew | None] = ContextVar("mainspring_wall_skew", default=None)
+
+
+@contextmanager
+def own_wall_clock() -> Iterator[WallSkew]:
+    """Under a virtual clock, give this block and the tasks started in it a wall clock of their own, which can jump.
+
+    Setting ``seconds`` of what it yields moves that clock only; durations and deadlines do not follow a wall clock.
+    """
+    skew = WallSkew()
+    token = _skew.set(skew)
+    try:
+        yield skew
+    finally:
+        _skew.reset(token)
+
+
+def _wall_ahead() -> float:
+    skew = _skew.get()
+    return 0.0 if skew is None else skew.seconds
 
 
 def loop_clock() -> Callable[[], float]:
@@ -131,6 +162,17 @@ def hold(clock: Any) -> Iterator[None]:
         state["_mainspring_holds"] -= 1
         if not state["_mainspring_holds"]:
             clock.autojump_threshold = state.pop("_mainspring_threshold")
+
+
+@contextmanager
+def real_sleep_replaced(replacement: Callable[..., None]) -> Iterator[None]:
+    """Have ``time.sleep`` call ``replacement`` inside the block: where real time must not pass, whoever sleeps is found."""
+    before = time.sleep
+    time.sleep = replacement
+    try:
+        yield
+    finally:
+        time.sleep = before
 
 
 def local_time(when: datetime) -> datetime:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 
 from mainspring import logs, process
-from mainspring.calibration import Timeouts, all_rules
+from mainspring.calibration import all_rules
 from mainspring.errors import ConfigError
 from mainspring.events import Dispatcher
 from mainspring.loops.main import MainLoop
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
     from types import TracebackType
 
+    from mainspring.calibration import Timeouts
     from mainspring.loops.base import Runnable, Steerable
     from mainspring.mailbox.base import Mailbox
     from mainspring.policies import RestartPolicy
@@ -278,6 +280,14 @@ class LoopGroup:
         """Ask for a drain and return at once; asking again changes nothing."""
         self._request(reason, float("inf"))
 
+    def force_shutdown(self, signum: int = signal.SIGTERM) -> None:
+        """Skip to the cancelling, as a second signal ``signum`` does; a shutdown that nobody has asked for begins with it.
+
+        Handlers get ``cancel_grace``, and the report's exit status is 128 + ``signum``. Without a run it does nothing.
+        """
+        if self._lifetime is not None:
+            self._lifetime.force(signum)
+
     def _request(self, reason: str, timeout: float | None) -> None:
         if self._lifetime is not None:
             self._lifetime.request(reason, timeout)
@@ -371,23 +381,7 @@ class LoopGroup:
 
     def timeouts(self) -> list[Timeouts]:
         """The timeouts that its loops run under, for the calibration rules."""
-        settings = self.settings
-        return [
-            Timeouts(
-                loop=loop.name,
-                visibility_timeout=loop.visibility_timeout,
-                wait_time_seconds=loop.wait_time_seconds,
-                renew=loop.lease.renew,
-                watchdog_threshold=settings.watchdog_threshold,
-                watchdog_interval=settings.watchdog_interval,
-                block_threshold=settings.block_threshold,
-                drain_delay=settings.drain_delay,
-                shutdown_timeout=settings.shutdown_timeout,
-                cancel_grace=settings.cancel_grace,
-            )
-            for loop in self.loops
-            if isinstance(loop, MainLoop)
-        ]
+        return [self.settings.timeouts_of(loop) for loop in self.loops if isinstance(loop, MainLoop)]
 
     async def _serve(self, scope: DaemonScope) -> None:
         """Start the health server in ``scope``."""

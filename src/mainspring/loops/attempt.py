@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
 
@@ -19,12 +20,16 @@ from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
 from mainspring.process import async_library
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from mainspring.events import Dispatcher
     from mainspring.heartbeat import Heartbeat
     from mainspring.loops.run import Run
     from mainspring.mailbox.base import Mailbox
+    from mainspring.mailbox.message import Message
+
+Wrapper: TypeAlias = "Callable[[Message[Any, Any], Callable[[], Awaitable[Any]]], Awaitable[Any]]"
+"""What :meth:`MainLoop.wrap` takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,9 @@ class Attempts:
         dispatcher: Dispatcher,
         heartbeat: Heartbeat,
         clock: Callable[[], float],
+        wrappers: Sequence[Wrapper] = (),
     ) -> None:
+        self.wrappers = wrappers
         self._name = name
         self._mailbox = mailbox
         self._call = call
@@ -70,7 +77,7 @@ class Attempts:
         now = self._clock()
         run.started = run.last_beat = now
         self._heartbeat.beat()
-        if run.lost:
+        if run.lost or now >= run.trusted_until:  # this process stood still meanwhile (SIGSTOP, a suspended machine)
             run.phase = Phase.ENDED
             return LOST
         given_up = before_start(message.attempt, self._settings.dead_letter)
@@ -87,7 +94,10 @@ class Attempts:
         try:
             body = message.body
             args = (body, Context(run)) if self._settings.wants_context else (body,)
-            run.coroutine = self._call(run, *args) if self._settings.in_thread else self._call(*args)
+            if self.wrappers:
+                run.coroutine = self._wrapped(run, args)
+            else:
+                run.coroutine = self._call(run, *args) if self._settings.in_thread else self._call(*args)
             result = await run.coroutine
             return self._succeeded(run, result)
         except anyio.get_cancelled_exc_class() as error:
@@ -103,6 +113,17 @@ class Attempts:
             run.coroutine = None
             if run.deadline is not None:
                 scope.deadline = math.inf
+
+    def _wrapped(self, run: Run, args: tuple[Any, ...]) -> Awaitable[Any]:
+        """The handler's call inside of the wrappers, of which the last one is the outermost."""
+
+        def innermost() -> Awaitable[Any]:
+            return self._call(run, *args) if self._settings.in_thread else self._call(*args)
+
+        call: Callable[[], Awaitable[Any]] = innermost
+        for wrapper in self.wrappers:
+            call = partial(wrapper, run.message, call)
+        return call()
 
     def _succeeded(self, run: Run, result: Any) -> Decision:
         if run.lost:

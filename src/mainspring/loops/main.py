@@ -14,11 +14,11 @@ from mainspring.heartbeat import Heartbeat
 from mainspring.loops.attempt import WorkerSettings
 from mainspring.loops.handler import inspect_handler
 from mainspring.loops.worker import Worker, inside
-from mainspring.mailbox.base import MAX_VISIBILITY, Mailbox
+from mainspring.mailbox.base import Mailbox
 from mainspring.mailbox.keeper import kept_open
-from mainspring.mailbox.limits import is_whole
 from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
 from mainspring.scope import DaemonScope
+from mainspring.values import MAX_VISIBILITY, is_number, is_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskStatus
 
+    from mainspring.loops.attempt import Wrapper
     from mainspring.loops.capacity import Capacity
     from mainspring.loops.run import Run
 
@@ -90,6 +91,7 @@ class MainLoop:
         self.outcomes = Tally()
         self.dispatcher = Dispatcher()
         self.capacity: Capacity | None = None
+        self._wrappers: list[Wrapper] = []
         self._settings = WorkerSettings(
             concurrency=concurrency,
             retry=retry or RetryPolicy(),
@@ -120,6 +122,23 @@ class MainLoop:
         mailbox.bind(body=self._handler.body_type, reply=self._handler.reply_type)
         _ = mailbox.codec  # made now, so that a type which cannot be a body is refused here
 
+    def wrap(self, wrapper: Wrapper) -> Wrapper:
+        """Let ``wrapper(message, call)`` run around every handler call: for spans, timing, a transaction, a log context.
+
+        An ``async def`` that awaits ``call()`` once, and returns what that returns::
+
+            @loop.wrap
+            async def timed(message, call):
+                with timer(message.id):
+                    return await call()
+
+        What it raises counts as raised by the handler, a cancellation of the handler passes through it, and it must not settle
+        the message. Of several the one added last is the outermost. It holds from the next run on; where there is none,
+        nothing is paid for it.
+        """
+        self._wrappers.append(wrapper)
+        return wrapper
+
     # ---------------------------------------------------------------------------------------------------- life cycle
 
     async def run(
@@ -143,7 +162,7 @@ class MainLoop:
         visibility = self.visibility_timeout if visibility_timeout is None else visibility_timeout
         wait = self.wait_time_seconds if wait_time_seconds is None else wait_time_seconds
         _check_times(self.name, visibility, wait)
-        if max_iterations is not None and not (is_whole(max_iterations) and max_iterations >= 0):
+        if max_iterations is not None and not is_whole(max_iterations, 0):
             raise ConfigError(
                 f"loop {self.name!r}: max_iterations must be a whole number from 0, or None, not {max_iterations!r}"
             )
@@ -157,6 +176,7 @@ class MainLoop:
             heartbeat=self._heartbeat,
             outcomes=self.outcomes,
             capacity=self.capacity,
+            wrappers=tuple(self._wrappers),
             visibility=float(visibility),
             wait=float(wait),
         )
@@ -179,7 +199,7 @@ class MainLoop:
         Before :meth:`run` it is remembered for the next run. From inside one of the loop's handlers it only asks for the
         shutdown and returns True, since it could not wait for itself.
         """
-        if not _is_seconds(timeout, 0, math.inf):
+        if not is_number(timeout, 0, math.inf):
             raise ConfigError(f"shutdown: timeout must be 0 or more seconds, not {timeout!r}")
         self.request_shutdown()
         worker, ended = self._worker, self._ended
@@ -289,20 +309,27 @@ class MainLoop:
         return self._settings.lease
 
     @property
+    def retry(self) -> RetryPolicy:
+        """How long it lets a failed message wait."""
+        return self._settings.retry
+
+    @property
+    def dead_letter(self) -> DeadLetterPolicy:
+        """When it gives a message up."""
+        return self._settings.dead_letter
+
+    @property
     def worker(self) -> Worker | None:
         """The engine of the run that is under way, or None."""
         return self._worker
 
 
-def _is_seconds(value: object, least: float, most: float = sys.float_info.max) -> bool:
-    """Whether ``value`` is a number (a bool and NaN are none) of seconds within these limits."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
-
-
 def _check_times(name: str, visibility: float, wait: float) -> None:
-    if not _is_seconds(visibility, 1, MAX_VISIBILITY):
-        raise ConfigError(f"loop {name!r}: visibility_timeout must be 1 to 43200 seconds, not {visibility!r}")
-    if not _is_seconds(wait, 0):
+    if not is_number(visibility, 1, MAX_VISIBILITY):
+        raise ConfigError(
+            f"loop {name!r}: visibility_timeout must be 1 to {MAX_VISIBILITY:.0f} seconds, not {visibility!r}"
+        )
+    if not is_number(wait, 0):
         raise ConfigError(f"loop {name!r}: wait_time_seconds must be 0 or more seconds and finite, not {wait!r}")
 
 
@@ -320,12 +347,12 @@ def _check(
 ) -> None:
     if not isinstance(name, str):
         raise ConfigError(f"loop {name!r}: name must be a string")
-    if not (is_whole(concurrency) and concurrency >= 1):
+    if not is_whole(concurrency, 1):
         raise ConfigError(f"loop {name!r}: concurrency must be a whole number from 1, not {concurrency!r}")
     _check_times(name, visibility, wait)
-    if handler_timeout is not None and not (_is_seconds(handler_timeout, 0) and handler_timeout):
+    if handler_timeout is not None and not (is_number(handler_timeout, 0) and handler_timeout):
         raise ConfigError(f"loop {name!r}: handler_timeout must be above 0 seconds, or None, not {handler_timeout!r}")
-    if shutdown_timeout is not None and not _is_seconds(shutdown_timeout, 0):
+    if shutdown_timeout is not None and not is_number(shutdown_timeout, 0):
         raise ConfigError(
             f"loop {name!r}: shutdown_timeout must be 0 or more seconds, or None, not {shutdown_timeout!r}"
         )

@@ -26,7 +26,7 @@ from mainspring.events import (
 )
 from mainspring.loops.attempt import Attempts, WorkerSettings
 from mainspring.loops.lease import LeaseKeeper
-from mainspring.loops.outcome import RELEASED, Cause, Decision, Outcome
+from mainspring.loops.outcome import LOST, RELEASED, Cause, Decision, Outcome
 from mainspring.loops.run import Phase, Run
 from mainspring.loops.settle import Settler
 from mainspring.mailbox.base import MAX_MESSAGES
@@ -34,11 +34,12 @@ from mainspring.policies import backoff
 from mainspring.scope import DaemonScope
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from anyio.abc import TaskGroup
 
     from mainspring.heartbeat import Heartbeat
+    from mainspring.loops.attempt import Wrapper
     from mainspring.loops.capacity import Capacity
     from mainspring.mailbox.base import Mailbox
     from mainspring.mailbox.message import Message
@@ -65,6 +66,7 @@ class Worker:
         heartbeat: Heartbeat,
         outcomes: Tally,
         capacity: Capacity | None = None,
+        wrappers: Sequence[Wrapper] = (),
         visibility: float,
         wait: float,
     ) -> None:
@@ -96,7 +98,7 @@ class Worker:
         self._ending = False
         self._lease = LeaseKeeper(name, self._runs, settings.lease, visibility, dispatcher)
         self._settler = Settler(name, dispatcher)
-        self._attempts = Attempts(name, mailbox, call, settings, dispatcher, heartbeat, self._clock)
+        self._attempts = Attempts(name, mailbox, call, settings, dispatcher, heartbeat, self._clock, wrappers)
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -317,6 +319,8 @@ class Worker:
             decision = await self._settler.settle(run, decision, self._attempts.judge)
         except BaseException:
             self._settler.cut_off(run, decision)
+            self._outcomes[Outcome.LOST] += 1
+            self._tell(MessageNotAcknowledged, run, LOST, now)
             raise
         finally:
             run.phase = Phase.DONE

@@ -202,11 +202,18 @@ class Lifetime:
                 self._starting.cancel()
                 self._arm_exit(anyio.current_time() + self.settings.shutdown_timeout)
 
+    def force(self, signum: int) -> None:
+        """Skip to the cancelling, as a second signal does."""
+        if not self.shutdown.requested.is_set():
+            self.request(signal.Signals(signum).name)
+        if self.shutdown.forced_by is None:
+            self.shutdown.force(signum)
+
     def _on_signal_again(self, signum: int, count: int) -> None:
         if count == 1:  # the shutdown was asked for by other means before: this puts the usual limit on it
             self.request(signal.Signals(signum).name)
         elif self.shutdown.forced_by is None:
-            self.shutdown.force(signum)
+            self.force(signum)
         else:
             os._exit(EXIT_BY_SIGNAL + signum)
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from mainspring.calibration import Timeouts
 from mainspring.errors import ConfigError
 from mainspring.policies import RestartPolicy
+from mainspring.values import is_number, is_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from mainspring.loops.main import MainLoop
 
 OnCrash = Literal["terminate", "report"]
 
@@ -41,11 +44,11 @@ class GroupSettings:
             value = getattr(self, name)
             if value is not None or name == "watchdog_interval":
                 _seconds(name, value, least=0.001)
-        if self.max_concurrency is not None and not _whole(self.max_concurrency, 1):
+        if self.max_concurrency is not None and not is_whole(self.max_concurrency, 1):
             raise ConfigError(
                 f"LoopGroup: max_concurrency must be a whole number from 1, or None, not {self.max_concurrency!r}"
             )
-        if self.health_port is not None and not (_whole(self.health_port, 0) and self.health_port <= 65_535):
+        if self.health_port is not None and not (is_whole(self.health_port, 0) and self.health_port <= 65_535):
             raise ConfigError(f"LoopGroup: health_port must be 0 to 65535, or None, not {self.health_port!r}")
         if not isinstance(self.health_host, str) or not self.health_host:
             raise ConfigError(f"LoopGroup: health_host must be a host name or an address, not {self.health_host!r}")
@@ -63,6 +66,21 @@ class GroupSettings:
             if not callable(check):
                 raise ConfigError(f"LoopGroup: check {name!r} must be a function, not {check!r}")
 
+    def timeouts_of(self, loop: MainLoop) -> Timeouts:
+        """The timeouts that a loop of the group runs under."""
+        return Timeouts(
+            loop=loop.name,
+            visibility_timeout=loop.visibility_timeout,
+            wait_time_seconds=loop.wait_time_seconds,
+            renew=loop.lease.renew,
+            watchdog_threshold=self.watchdog_threshold,
+            watchdog_interval=self.watchdog_interval,
+            block_threshold=self.block_threshold,
+            drain_delay=self.drain_delay,
+            shutdown_timeout=self.shutdown_timeout,
+            cancel_grace=self.cancel_grace,
+        )
+
     @property
     def hard_limit(self) -> float:
         """Seconds past the finish deadline after which a process that owns itself leaves by force."""
@@ -70,9 +88,5 @@ class GroupSettings:
 
 
 def _seconds(name: str, value: object, *, least: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+    if not is_number(value, least):
         raise ConfigError(f"LoopGroup: {name} must be a number of seconds from {least:g}, not {value!r}")
-
-
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -1,4 +1,4 @@
-"""What Mainspring's users test with: virtual time, a reproducible schedule, and the contract of a mailbox.
+"""What Mainspring's users test with: virtual time, a reproducible schedule, the contract of a mailbox, a fleet in trouble.
 
 Names are imported at first use: the pytest plugin stands in this package and is loaded by every pytest run.
 """
@@ -10,6 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import mainspring.testing.mailbox_contract as mailbox_contract
+    from mainspring.testing.simulation import (
+        Faults as Faults,
+    )
+    from mainspring.testing.simulation import (
+        Simulation as Simulation,
+    )
+    from mainspring.testing.simulation import (
+        SimulationReport as SimulationReport,
+    )
     from mainspring.testing.virtual import (
         DeadlockError as DeadlockError,
     )
@@ -21,13 +30,24 @@ if TYPE_CHECKING:
     )
 
 _FROM_VIRTUAL = ("DeadlockError", "VirtualClock", "run_virtual")
+_FROM_SIMULATION = ("Faults", "Simulation", "SimulationReport")
 
-__all__ = ["DeadlockError", "VirtualClock", "mailbox_contract", "run_virtual"]
+__all__ = [
+    "DeadlockError",
+    "Faults",
+    "Simulation",
+    "SimulationReport",
+    "VirtualClock",
+    "mailbox_contract",
+    "run_virtual",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name in _FROM_VIRTUAL:
         value = getattr(import_module("mainspring.testing.virtual"), name)
+    elif name in _FROM_SIMULATION:
+        value = getattr(import_module("mainspring.testing.simulation"), name)
     elif name == "mailbox_contract":
         value = import_module("mainspring.testing.mailbox_contract")
     else:

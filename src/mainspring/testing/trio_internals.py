@@ -9,6 +9,7 @@ A trio without these parts is noticed by ``tests/testing/test_trio_internals.py`
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -99,3 +100,56 @@ def descendants(task: trio.lowlevel.Task) -> Iterator[trio.lowlevel.Task]:
     for nursery in task.child_nurseries:
         for child in sorted(nursery.child_tasks, key=lambda child: int(getattr(child, "_counter", 0))):
             yield from descendants(child)
+
+
+class _Runnable(deque[Any]):
+    """Trio's queue of tasks that can run, which keeps aside those that somebody holds."""
+
+    def __init__(self, held: Callable[[Any], bool]) -> None:
+        super().__init__()
+        self.held = held
+        self.aside: list[Any] = []
+
+    def append(self, task: Any) -> None:
+        if self.held(task):
+            self.aside.append(task)
+        else:
+            super().append(task)
+
+
+class TaskHold:
+    """Keeps chosen tasks of the running trio loop from running, as SIGSTOP does with a process, or SIGKILL.
+
+    A held task that would run (its event came, its deadline passed, it was cancelled) does so when it is let go: everything
+    around it goes on meanwhile, time included. ``held(task)`` is asked each time a task becomes runnable; call :meth:`let_go`
+    after its answer may have changed to no. One that is running its step at that moment finishes it.
+    """
+
+    def __init__(self, held: Callable[[trio.lowlevel.Task], bool]) -> None:
+        self._runner = _runner()
+        self._queue = _Runnable(held)
+
+    def start(self) -> None:
+        """From now on tasks are held (idempotent)."""
+        if self._runner.runq is not self._queue:
+            self._queue.extend(task for task in self._runner.runq if not self._queue.held(task))
+            self._queue.aside.extend(task for task in self._runner.runq if self._queue.held(task))
+            self._runner.runq = self._queue
+
+    def let_go(self) -> None:
+        """Let those run that are not held any more."""
+        aside, self._queue.aside = self._queue.aside, []
+        for task in aside:
+            self._queue.append(task)
+
+
+def can_hold_tasks() -> bool:
+    """Whether this trio has the queue that :class:`TaskHold` stands in for; to be asked inside of a trio run."""
+    runner = _runner()
+    return isinstance(getattr(runner, "runq", None), deque) and callable(getattr(runner, "reschedule", None))
+
+
+def _runner() -> Any:
+    from trio._core._run import GLOBAL_RUN_CONTEXT
+
+    return GLOBAL_RUN_CONTEXT.runner

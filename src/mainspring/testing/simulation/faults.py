@@ -1,0 +1,162 @@
+"""``Faults``: how often the world fails; and the plan of a run: every planned fault, drawn from the seed before it begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from random import Random
+from typing import TYPE_CHECKING, ClassVar, Final, Self
+
+from mainspring.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+EVENTS: Final = ("crash", "signal", "deploy", "partition", "store_restart", "clock_jump", "freeze")
+"""The faults that happen at an instant; their rates are per hour of virtual time, for the whole fleet."""
+CHANCES: Final = (
+    "second_signal",
+    "slow_call",
+    "slow_handler",
+    "hanging_handler",
+    "failing_handler",
+    "swallowing_handler",
+    "poison",
+    "duplicate",
+)
+"""The faults that befall single signals, calls, handler runs and messages; their values are probabilities."""
+PARTITIONS: Final = ("hang", "fail", "lost")
+HOUR: Final = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """How often the world fails. The defaults add up to one event an hour and spare few kinds of trouble.
+
+    Events, as rates per hour of virtual time over the whole fleet:
+
+    :param crash: a worker is gone, as by SIGKILL: nothing it was doing goes on; another is started in its place.
+    :param signal: SIGTERM to one worker; it shuts down and is started again.
+    :param deploy: all workers get SIGTERM one after the other, each when the one before is up again.
+    :param partition: one worker does not reach the store for a while: calls hang, or fail, or take effect and then fail.
+    :param store_restart: the store is away for a while, for everybody; what it had accepted it keeps.
+    :param clock_jump: one worker's wall clock jumps by up to some hours, either way.
+    :param freeze: one worker stands still (SIGSTOP, a suspended machine) for longer than its leases last, then goes on.
+
+    Probabilities:
+
+    :param second_signal: that a second signal follows a SIGTERM during the shutdown.
+    :param slow_call: of a call to the store, to be on its way for up to 5 s, before or after it takes effect.
+    :param slow_handler: of a handler run, to take up to five minutes longer.
+    :param hanging_handler: of a handler run, to hang until it is cancelled.
+    :param failing_handler: of a handler run, to raise.
+    :param swallowing_handler: of a handler run, to be slow and to ignore its cancellation for up to 20 s.
+    :param poison: of a message, to be one that nobody understands: no JSON, or of another shape.
+    :param duplicate: of a message, to be sent again as if the first answer had been lost.
+    :raises ConfigError: a value is no rate, or no probability.
+    """
+
+    crash: float = 0.25
+    signal: float = 0.2
+    deploy: float = 0.05
+    partition: float = 0.2
+    store_restart: float = 0.1
+    clock_jump: float = 0.1
+    freeze: float = 0.1
+    second_signal: float = 0.2
+    slow_call: float = 0.01
+    slow_handler: float = 0.01
+    hanging_handler: float = 0.001
+    failing_handler: float = 0.02
+    swallowing_handler: float = 0.002
+    poison: float = 0.005
+    duplicate: float = 0.01
+
+    kinds: ClassVar[tuple[str, ...]] = EVENTS + CHANCES
+
+    def __post_init__(self) -> None:
+        for name in self.kinds:
+            value = getattr(self, name)
+            most = 1.0 if name in CHANCES else 3600.0
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+                what = "a probability from 0 to 1" if name in CHANCES else "a rate from 0 to 3600 an hour"
+                raise ConfigError(f"Faults: {name} must be {what}, not {value!r}")
+
+    @classmethod
+    def none(cls) -> Self:
+        """A world in which nothing fails."""
+        return cls(**dict.fromkeys(cls.kinds, 0.0))
+
+    def only(self, kinds: Iterable[str]) -> Self:
+        """These faults, but of the named kinds only; an unknown one is a :class:`ConfigError` that lists them all."""
+        chosen = set(kinds)
+        unknown = sorted(chosen - set(self.kinds))
+        if unknown:
+            raise ConfigError(f"there are no faults of kind {unknown[0]!r}; there are {', '.join(self.kinds)}")
+        return replace(self, **{name: 0.0 for name in self.kinds if name not in chosen})
+
+    def times(self, factor: float) -> Self:
+        """These faults, ``factor`` times as often (probabilities at most 1)."""
+        scaled = {name: min(getattr(self, name) * factor, 1.0 if name in CHANCES else 3600.0) for name in self.kinds}
+        return replace(self, **scaled)
+
+    def __str__(self) -> str:
+        told = [f"{name}={getattr(self, name):g}" for name in self.kinds if getattr(self, name)]
+        return ", ".join(told) or "none"
+
+    def source(self) -> str:
+        """The expression that makes it."""
+        changed = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        return f"Faults({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFault:
+    """One event of the plan. ``number`` is its place in the whole plan, by which a replay can choose it."""
+
+    number: int
+    at: float
+    kind: str
+    worker: int
+    seconds: float
+    mode: str = ""
+
+    def __str__(self) -> str:
+        what = f"{self.kind} ({self.mode})" if self.mode else self.kind
+        who = f"worker {self.worker}" if self.kind not in ("deploy", "store_restart") else "everybody"
+        how = f" for {self.seconds:.1f} s" if self.kind in ("partition", "store_restart", "freeze") else ""
+        return f"#{self.number} {what}, {who}, at {self.at:.1f} s{how}"
+
+
+def plan(faults: Faults, *, seed: int, duration: float, workers: int, lease: float = 60.0) -> list[PlannedFault]:
+    """The events of a run of ``duration`` seconds, in the order of time: the same for the same arguments.
+
+    Each kind has a generator of its own, so that switching one off leaves the others where they were; and the instants do
+    not depend on ``duration``, so that a shorter run has the same plan, cut off. ``lease`` is the longest lease that
+    workers take: a freeze lasts from about half of it to three times.
+    """
+    found: list[tuple[float, str, int, float, str]] = []
+    for kind in EVENTS:
+        rate = getattr(faults, kind) / HOUR
+        rng = Random(f"{seed} {kind}")  # noqa: S311 - reproducibility is the point
+        at = 0.0
+        while rate > 0:
+            at += rng.expovariate(rate)
+            worker, stretch, mode = rng.randrange(1 << 30), rng.random(), rng.random()
+            if at >= duration:
+                break
+            found.append((at, kind, worker % workers, *_extent(kind, stretch, mode, lease)))
+    found.sort()
+    return [PlannedFault(number, *event) for number, event in enumerate(found)]
+
+
+def _extent(kind: str, stretch: float, mode: float, lease: float) -> tuple[float, str]:
+    """How long it lasts, in seconds, and in which way it comes, from two even draws."""
+    if kind in ("crash", "signal", "deploy"):
+        return 0.5 + 20 * stretch, ""  # until the next one is started
+    if kind == "partition":
+        return 1.0 + lease * 3 * stretch**2, PARTITIONS[int(mode * len(PARTITIONS))]
+    if kind == "store_restart":
+        return 1.0 + 60 * stretch**2, ""
+    if kind == "freeze":
+        return lease * (0.5 + 2.5 * stretch), ""
+    return (4 * HOUR * stretch) * (1 if mode < 0.5 else -1), ""  # clock_jump

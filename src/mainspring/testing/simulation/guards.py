@@ -1,0 +1,139 @@
+"""What has no place in a simulated world: sockets, threads, real sleep, blocking; found and named, not waited for."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import signal
+import socket
+import subprocess
+import threading
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from mainspring import clock, process
+from mainspring.errors import MainspringError
+from mainspring.stacks import where_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+LOOK = 0.25
+"""Real seconds between two looks at whether a run gets on."""
+
+
+class RealWorldError(MainspringError):
+    """The code under simulation reached for the real world (a socket, a thread, real time), or blocked.
+
+    The message names the line. Such code gives another run each time, so a simulation cannot judge it: hand the group a
+    stand-in instead.
+    """
+
+    fault = "caller"
+
+
+class Guards:
+    """Watches one run. ``error`` is what was found first; ``stop`` is called then, on the event loop's own thread."""
+
+    def __init__(self, stop: Callable[[], object], sign_of_life: Callable[[], object], patience: float) -> None:
+        self.error: RealWorldError | None = None
+        self._stop = stop
+        self._sign_of_life = sign_of_life
+        self._patience = patience
+        self._thread_id = threading.get_ident()
+        self._loop = process.event_loop()
+        self._in_main_thread = process.in_main_thread()
+        self._over = threading.Event()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Forbid all that inside the block."""
+        with ExitStack() as stack:
+            stack.callback(self._over.set)
+            watcher = threading.Thread(target=self._watch, name="mainspring-simulation-watch", daemon=True)
+            watcher.start()
+            stack.enter_context(_replaced(socket.socket, "__init__", self._forbidden("opened a socket")))
+            stack.enter_context(_replaced(subprocess.Popen, "__init__", self._forbidden("started a process")))
+            stack.enter_context(_replaced(threading.Thread, "start", self._forbidden("started a thread")))
+            stack.enter_context(clock.real_sleep_replaced(self._forbidden("slept in real time")))
+            stack.enter_context(_quiet())
+            if self._in_main_thread:
+                before = signal.signal(signal.SIGALRM, _leave)
+                stack.callback(signal.signal, signal.SIGALRM, before)
+            yield
+
+    def _forbidden(self, what: str) -> Callable[..., Any]:
+        def refuse(*_: Any, **__: Any) -> Any:
+            if threading.get_ident() != self._thread_id:
+                return
+            raise self._found(f"{what} at {where_thread(self._thread_id)}")
+
+        return refuse
+
+    def _found(self, what: str) -> RealWorldError:
+        error = RealWorldError(
+            f"the simulated code {what}: a simulation has no real world, and would not be the same twice; build the group"
+            " for it on stand-ins (a plain `def` handler runs in a thread: make it `async def`)"
+        )
+        if self.error is None:
+            self.error = error
+            self._stop()
+        return error
+
+    def _watch(self) -> None:
+        """On its own thread: look whether virtual time or the run's work gets on."""
+        before: object = None
+        still = 0.0
+        while not self._over.wait(LOOK):
+            now = self._sign_of_life()
+            still = still + LOOK if now == before else 0.0
+            before = now
+            if still >= self._patience:
+                still = 0.0
+                self._interrupt()
+
+    def _interrupt(self) -> None:
+        line = where_thread(self._thread_id)
+        self.error = self.error or RealWorldError(
+            f"the simulated code has blocked the event loop for {self._patience:g} real seconds at {line}: await something"
+            " there, and in virtual time"
+        )
+        process.call_soon(self._loop, self._stop)
+        if self._in_main_thread:
+            signal.pthread_kill(self._thread_id, signal.SIGALRM)  # also ends a wait outside of the interpreter
+        else:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread_id), ctypes.py_object(_Blocked))
+
+
+class _Blocked(BaseException):
+    """Raised in the blocked thread to get it out."""
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    raise _Blocked
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    before = owner.__dict__.get(name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The event log of a run says it all; its warnings are part of the plan."""
+    logger = logging.getLogger("mainspring")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

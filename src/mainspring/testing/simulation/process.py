@@ -1,0 +1,243 @@
+"""``Process``: one life of a worker: its group, its link, its clocks, and the ways in which it ends."""
+
+from __future__ import annotations
+
+import math
+from contextvars import ContextVar
+from dataclasses import replace
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from mainspring import clock, entropy, events
+from mainspring.loops.main import MainLoop
+from mainspring.testing.simulation.link import Link, LinkedMailbox
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from mainspring.group import LoopGroup
+    from mainspring.mailbox.message import Message
+    from mainspring.testing.simulation.world import World
+
+SLOW_HANDLER = 300.0
+"""Seconds that a slow handler may take longer."""
+SWALLOWED = 20.0
+"""Seconds for which a handler may ignore its cancellation."""
+
+inside: ContextVar[Process | None] = ContextVar("mainspring_simulated_process", default=None)
+"""The process that a task belongs to; its tasks are told by it when they are to stand still."""
+
+
+class InjectedError(Exception):
+    """What a handler raises that was chosen to fail."""
+
+
+class _Killed(BaseException):
+    """Raised where the watchdog would send SIGKILL to its own process: nothing after it may run."""
+
+
+class Process:
+    """One process of the fleet. It is ``halted`` while it stands still, and ``gone`` when it will never go on."""
+
+    def __init__(self, world: World, worker: int, life: int) -> None:
+        self.world = world
+        self.worker = worker
+        self.lane = f"w{worker}.{life}"
+        self.halted = False
+        self.gone = False
+        self.frozen = 0.0
+        self.restart_in = 1.0
+        self.started = trio.Event()
+        self.ended = trio.Event()
+        self.thawed = trio.Event()
+        self.replaced = trio.Event()
+        self.scope = trio.CancelScope()
+        self.task: trio.lowlevel.Task | None = None
+        self.wall = clock.WallSkew()
+        self.stubborn_until = -math.inf
+        rng = Random(f"{world.seed} {self.lane}")  # noqa: S311 - reproducibility is the point
+        self.link = Link(world.store, self.lane, rng, world.journal, world.faults.slow_call)
+        self.mailbox = LinkedMailbox(world.name, self.link)
+        self.group: LoopGroup | None = None
+        self._randomness = rng.getrandbits(64)
+
+    def __repr__(self) -> str:
+        return f"<Process {self.lane}{' gone' if self.gone else ' halted' if self.halted else ''}>"
+
+    async def run(self) -> None:
+        """Build the group and run it to its end, as the program of a process would."""
+        inside.set(self)
+        self.task = trio.lowlevel.current_task()
+        entropy.seed(self._randomness)
+        world = self.world
+        with clock.own_wall_clock() as self.wall, self.scope:
+            try:
+                self.group = group = world.build(self.mailbox)
+                self._prepare(group)
+                world.journal.add(self.lane, "starts")
+                report = await group.run(install_signals=False)
+                world.journal.add(self.lane, "ended", detail=f"exit status {report.exit_status}")
+            except _Killed:
+                pass
+            except Exception as error:
+                if self.group is None:
+                    world.fail_build(error)
+                elif not world.over:
+                    world.journal.add(self.lane, "crashed", detail=repr(error))
+                    world.ledger.fail("no crash", f"the group of {self.lane} crashed: {error!r}")
+        if not self.gone:
+            world.look_for_leftovers(self)
+            self.link.die()
+        self.ended.set()
+
+    # ------------------------------------------------------------------------------------------------------- its end
+
+    def crash(self, why: str = "killed") -> None:
+        """Be gone, as by SIGKILL: none of its tasks runs again, and nothing it was about to do reaches anybody."""
+        if self.gone or self.ended.is_set():
+            return
+        self.gone = self.halted = True
+        self.world.journal.add(self.lane, why)
+        self.world.hold.start()
+        self.link.die()
+        self.world.ledger.died(self.lane)
+        self.ended.set()
+
+    def freeze(self) -> None:
+        """Stand still."""
+        self.halted = True
+        self.thawed = trio.Event()
+        self.world.journal.add(self.lane, "frozen")
+        self.world.ledger.froze(self.lane)
+        self.world.hold.start()
+
+    def thaw(self, seconds: float) -> None:
+        """Go on after ``seconds``; what is late by then is not held against it."""
+        self.frozen += seconds
+        self.thawed.set()
+        if self.gone:
+            return
+        self.halted = False
+        self.world.journal.add(self.lane, "goes on")
+        self.world.ledger.thawed(self.lane)
+        self.world.hold.let_go()
+
+    async def stop(self, *, second_after: float | None = None) -> None:
+        """SIGTERM (and a second one); where it does not leave in its time, it leaves by force, as ``run()`` has it."""
+        if self.halted:
+            await self.thawed.wait()
+        if self.ended.is_set() or self.group is None:
+            return
+        settings = self.group.settings
+        began, frozen = trio.current_time(), self.frozen
+        self.world.journal.add(self.lane, "SIGTERM")
+        self.group.request_shutdown("SIGTERM")
+        budget = settings.drain_delay + settings.shutdown_timeout + settings.hard_limit
+        if second_after is not None:
+            with trio.move_on_after(second_after):
+                await self.ended.wait()
+            if not self.ended.is_set() and not self.halted:
+                self.world.journal.add(self.lane, "second SIGTERM")
+                self.group.force_shutdown()
+                budget = min(budget, second_after + settings.hard_limit)
+        with trio.move_on_at(began + budget):
+            await self.ended.wait()
+        if self.ended.is_set():
+            return
+        excused = self.frozen > frozen or self.halted or self.stubborn_until > trio.current_time() - SWALLOWED
+        if not excused:
+            told = f"{self.lane} has not ended {budget:g} s after SIGTERM; {self.where()}"
+            self.world.ledger.fail("shutdown in time", told)
+        self.crash("leaves by force")
+
+    def where(self) -> str:
+        """What its work waits for."""
+        if self.group is None:
+            return "it has no group yet"
+        status = self.group.status()
+        lines = [f"{run.message_id[-6:]} at {run.where()}" for loop in self.group.loops for run in loop.runs]
+        return f"group {status.state}, {'; '.join(lines) or 'nothing in hand'}"
+
+    # ------------------------------------------------------------------------------------------------ its own group
+
+    def _prepare(self, group: LoopGroup) -> None:
+        """Watch the group, and put the handlers' faults around its handlers.
+
+        What belongs to a real process has no place in a simulated one: its health server, its guardian, and the SIGTERM that
+        an embedded group sends to the process around it.
+        """
+        group.settings = replace(
+            group.settings, on_crash="report", guardian=False, block_threshold=None, health_port=None
+        )
+        for loop in group.loops:
+            if isinstance(loop, MainLoop) and loop.mailbox is self.mailbox:
+                loop.wrap(self._around(loop))
+        journal, lane, label = self.world.journal, self.lane, self.world.ledger.label
+
+        def changed(event: events.GroupStateChanged) -> None:
+            journal.add(lane, f"group {event.new}")
+            if event.new == "running":
+                self.started.set()
+
+        def stuck(event: events.HandlerStuck) -> None:
+            self.crash("killed by its watchdog")
+            raise _Killed
+
+        told: dict[type[Any], Callable[[Any], None]] = {
+            events.GroupStateChanged: changed,
+            events.HandlerStuck: stuck,
+            events.HandlerStalled: lambda e: journal.add(lane, "stalled", label(e.message_id)),
+            events.LeaseLost: lambda e: journal.add(lane, "lost its lease", label(e.message_id)),
+            events.LeaseRenewalFailed: lambda e: journal.add(lane, "renewal failed", label(e.message_id), e.error),
+            events.SettlementFailed: lambda e: journal.add(lane, "settlement failed", label(e.message_id), e.error),
+            events.ReceiveRecovered: lambda e: journal.add(lane, "receives again"),
+        }
+        for kind, subscriber in told.items():
+            group.dispatcher.subscribe(kind, subscriber)
+
+    def _around(self, loop: MainLoop) -> Callable[[Message[Any, Any], Callable[[], Awaitable[Any]]], Awaitable[Any]]:
+        """The wrapper of a loop's handlers: tells the ledger, and lets chosen runs go wrong."""
+        ledger = self.world.ledger
+
+        async def watched(message: Message[Any, Any], call: Callable[[], Awaitable[Any]]) -> Any:
+            message_id, receipt = message.id, message.receipt_handle
+            if message_id not in ledger.accounts:
+                return await call()
+            fault, size = self.world.handler_fault(message_id, message.delivery_count)
+            ledger.began(self.lane, message_id, receipt, message.attempt, stubborn=fault == "swallowing_handler")
+            how = "failed"
+            try:
+                if fault:
+                    await self._go_wrong(fault, size, ledger.label(message_id))
+                result = await call()
+                how = "returned"
+                return result
+            except Exception:
+                raise
+            except BaseException:
+                how = "cancelled"
+                raise
+            finally:
+                run = next((run for run in loop.runs if run.message is message), None)
+                ledger.ended(message_id, receipt, how, run.cause or "" if run is not None else "")
+
+        return watched
+
+    async def _go_wrong(self, fault: str, size: float, label: str) -> None:
+        self.world.journal.add(self.lane, fault.replace("_", " "), label)
+        if fault == "failing_handler":
+            raise InjectedError("chosen to fail")
+        if fault == "hanging_handler":
+            await trio.sleep_forever()
+        if fault == "slow_handler":
+            await trio.sleep(size * SLOW_HANDLER)
+            return
+        try:
+            await trio.sleep(size * SLOW_HANDLER)
+        except trio.Cancelled:
+            self.world.journal.add(self.lane, "ignores its cancellation", label)
+            self.stubborn_until = trio.current_time() + size * SWALLOWED
+            with trio.CancelScope(shield=True):
+                await trio.sleep(size * SWALLOWED)

@@ -1,0 +1,287 @@
+"""``Simulation``: a fleet, a store and a day of trouble, in seconds, and the same each time."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from mainspring import clock
+from mainspring.errors import ConfigError
+from mainspring.scope import lone_error
+from mainspring.testing.simulation.faults import Faults, PlannedFault, plan
+from mainspring.testing.virtual import VirtualClock, run_virtual
+from mainspring.values import is_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from mainspring.group import LoopGroup
+    from mainspring.mailbox.base import Mailbox
+    from mainspring.testing.simulation.journal import Entry
+    from mainspring.testing.simulation.world import World
+
+HISTORY = 30
+"""How many of the last events of a message a violation tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """An invariant that did not hold: which, at which virtual second, to which message, and what had become of it."""
+
+    rule: str
+    text: str
+    at: float
+    message: str
+    history: tuple[str, ...]
+    replay: str
+
+    def __str__(self) -> str:
+        about = f" (message {self.message})" if self.message else ""
+        lines = [f"broken: {self.rule}{about} at virtual second {self.at:.3f}", f"  {self.text}"]
+        if self.history:
+            lines += ["the last events:", *(f"  {line}" for line in self.history)]
+        lines += ["to run it again:", f"  {self.replay}"]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class SimulationReport:
+    """What a run came to. ``failed`` says whether an invariant was broken; ``events`` is its log, one line an event."""
+
+    simulation: Simulation
+    plan: tuple[PlannedFault, ...]
+    violation: Violation | None
+    counts: dict[str, int]
+    virtual_seconds: float
+    real_seconds: float
+    entries: tuple[Entry, ...] = field(repr=False)
+
+    @property
+    def failed(self) -> bool:
+        """Whether an invariant was broken."""
+        return self.violation is not None
+
+    @property
+    def seed(self) -> int:
+        """The seed that gives this run again."""
+        return self.simulation.seed
+
+    @cached_property
+    def events(self) -> list[str]:
+        """The event log: the same for the same simulation, byte for byte."""
+        return [str(entry) for entry in self.entries]
+
+    @property
+    def speed(self) -> float:
+        """How many virtual seconds went into a real one."""
+        return self.virtual_seconds / self.real_seconds if self.real_seconds else 0.0
+
+    def check(self) -> None:
+        """Raise an :class:`AssertionError` that tells everything where an invariant was broken."""
+        if self.violation is not None:
+            raise AssertionError(str(self))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Figures and the violation, for JSON. The log is left to ``events``."""
+        broken = self.violation
+        return {
+            "seed": self.seed,
+            "duration": self.simulation.duration,
+            "workers": self.simulation.workers,
+            "failed": self.failed,
+            "counts": self.counts,
+            "virtual_seconds": round(self.virtual_seconds, 3),
+            "real_seconds": round(self.real_seconds, 3),
+            "plan": [str(fault) for fault in self.plan],
+            "violation": None
+            if broken is None
+            else {
+                "rule": broken.rule,
+                "text": broken.text,
+                "at": broken.at,
+                "message": broken.message,
+                "history": list(broken.history),
+                "replay": broken.replay,
+            },
+        }
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{number} {name}" for name, number in self.counts.items())
+        head = (
+            f"seed {self.seed}: {self.virtual_seconds / 3600:.1f} virtual hours of {self.simulation.workers} workers in"
+            f" {self.real_seconds:.1f} s, {len(self.plan)} planned faults: {told}"
+        )
+        return f"{head}\n{self.violation}" if self.violation is not None else f"{head}\nevery invariant held"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """A run to be made: everything in it follows from these values.
+
+    :param seed: of the schedule, the faults, the workload and all of Mainspring's randomness.
+    :param duration: virtual seconds of work and trouble; then what is left gets time to finish, and everything shuts down.
+    :param workers: how many processes.
+    :param faults: how often what fails; :meth:`Faults.none` for a peaceful world.
+    :param body: the body of message number n; by default an example is made up from the handler's type.
+    :param send: sends the n-th message by itself, ``async def send(mailbox, n)``; then there are no requests with replies.
+    :param per_minute: messages a worker and minute.
+    :param keep: the numbers of the planned faults that happen; None: all. Replays of a shrunk run use it.
+    :param store: makes the mailbox that plays the server; by default ``InMemoryMailbox(serialize=True)``. For tests of the
+        simulation itself, or of a store of one's own that runs on trio and in memory.
+    :param patience: real seconds without any progress after which the code under test is said to block.
+    :param target: how the command line names the build function, for the replay command.
+    :raises ConfigError: a value is impossible.
+    """
+
+    seed: int = 0
+    duration: float = 86_400.0
+    workers: int = 4
+    faults: Faults = field(default_factory=Faults)
+    body: Callable[[int], Any] | None = None
+    send: Callable[[Mailbox[Any, Any], int], Awaitable[object]] | None = None
+    per_minute: float = 1.0
+    keep: tuple[int, ...] | None = None
+    store: Callable[[], Mailbox[Any, Any]] | None = None
+    patience: float = 20.0
+    target: str | None = None
+
+    def __post_init__(self) -> None:
+        if not (is_whole(self.seed) and self.seed >= 0):
+            raise ConfigError(f"Simulation: seed must be a whole number from 0, not {self.seed!r}")
+        if not (is_whole(self.workers) and 1 <= self.workers <= 1_000):
+            raise ConfigError(f"Simulation: workers must be a whole number from 1 to 1000, not {self.workers!r}")
+        for name in ("duration", "per_minute", "patience"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+                raise ConfigError(f"Simulation: {name} must be above 0 and finite, not {value!r}")
+        if not isinstance(self.faults, Faults):
+            raise ConfigError(f"Simulation: faults must be Faults(…), not {self.faults!r}")
+
+    def run(self, build: Callable[[Mailbox[Any, Any]], LoopGroup]) -> SimulationReport:
+        """Run ``build(mailbox)``'s group as each worker's program, and judge the run.
+
+        :raises ConfigError: the group cannot be simulated; the message says why.
+        :raises RealWorldError: its code opens sockets, starts threads, sleeps in real time, or blocks.
+        """
+        began = clock.monotonic()
+        course = _Course(self, build)
+        try:
+            run_virtual(course.main, seed=self.seed)
+        except BaseException as error:
+            if course.guards is None or course.guards.error is None:
+                raise lone_error(error) from None
+        if course.guards is not None and course.guards.error is not None:
+            raise course.guards.error
+        world = course.world
+        assert world is not None
+        if world.broken_build is not None:
+            raise world.broken_build
+        entries = tuple(world.journal)
+        return SimulationReport(
+            self,
+            tuple(course.planned),
+            self._violation(world),
+            _count(world),
+            course.ended_at,
+            clock.monotonic() - began,
+            entries,
+        )
+
+    def _violation(self, world: World) -> Violation | None:
+        broken = world.ledger.broken
+        if broken is None:
+            return None
+        journal = world.journal
+        history = journal.of([broken.message], HISTORY) if broken.message else journal.lines()[-HISTORY:]
+        return Violation(broken.rule, broken.text, broken.at, broken.message, tuple(history), self.replay())
+
+    def replay(self) -> str:
+        """The command (or, where it was not run by one, the expression) that runs it again."""
+        if self.target is None:
+            keep = "" if self.keep is None else f", keep={self.keep!r}"
+            return (
+                f"Simulation(seed={self.seed}, duration={self.duration:g}, workers={self.workers},"
+                f" faults={self.faults.source()}{keep}).run(build)"
+            )
+        words = ["mainspring", "simulate", self.target, "--seed", str(self.seed), "--duration", f"{self.duration:g}"]
+        words += ["--workers", str(self.workers)]
+        for name in Faults.kinds:
+            value = getattr(self.faults, name)
+            if value != getattr(Faults(), name):
+                words += ["--rate", f"{name}={value:g}"]
+        if self.keep is not None:
+            words += ["--keep", ",".join(map(str, self.keep)) or "none"]
+        return shlex.join(words)
+
+    def but(self, **changes: Any) -> Simulation:
+        """The same with other values."""
+        return replace(self, **changes)
+
+
+class _Course:
+    """The one event loop of a run, and what is looked at when it is over."""
+
+    def __init__(self, simulation: Simulation, build: Callable[[Mailbox[Any, Any]], LoopGroup]) -> None:
+        self.world: World | None = None
+        self.guards: Any = None
+        self.planned: Sequence[PlannedFault] = ()
+        self.ended_at = 0.0
+        self._simulation = simulation
+        self._build = build
+
+    async def main(self) -> None:
+        import trio
+
+        from mainspring.testing.simulation.guards import Guards
+        from mainspring.testing.simulation.link import LinkedMailbox
+        from mainspring.testing.simulation.probe import Probe
+        from mainspring.testing.simulation.world import World
+
+        simulation = self._simulation
+        virtual = VirtualClock()
+        guards = self.guards = Guards(self._stop, lambda: (virtual.now, self._work()), simulation.patience)
+        with guards():
+            mailbox = LinkedMailbox("jobs", None)  # type: ignore[arg-type]  # only looked at
+            group = self._build(mailbox)
+            probe = Probe(group, mailbox, simulation.body, sends=simulation.send is not None)
+            planned: Sequence[PlannedFault] = plan(
+                simulation.faults,
+                seed=simulation.seed,
+                duration=simulation.duration,
+                workers=simulation.workers,
+                lease=probe.lease,
+            )
+            if simulation.keep is not None:
+                planned = [fault for fault in planned if fault.number in simulation.keep]
+            self.planned = planned
+            self.world = World(simulation, self._build, probe)
+            try:
+                await self.world.main(planned)
+            finally:
+                self.ended_at = self.world.journal.closed_at or trio.current_time()
+
+    def _stop(self) -> None:
+        if self.world is not None:
+            self.world.stop()
+
+    def _work(self) -> int:
+        return len(self.world.journal) if self.world is not None else 0
+
+
+def _count(world: World) -> dict[str, int]:
+    what = Counter(entry.what for entry in world.journal)
+    names = {
+        "sent": "sent",
+        "claimed": "deliveries",
+        "acked": "acked",
+        "retried": "retried",
+        "released": "released",
+        "dead-lettered": "dead-lettered",
+        "killed": "crashes",
+        "SIGTERM": "signals",
+        "frozen": "freezes",
+    }
+    return {shown: what[name] for name, shown in names.items()}
