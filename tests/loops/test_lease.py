@@ -244,6 +244,7 @@ async def test_no_reply_leaves_and_nothing_is_settled_after_the_lease_is_lost(vi
         await anyio.sleep(100)
     assert loop.outcomes == {"lost": 1}
     assert len(refused) == ending.startswith("own")
+    assert len(mailbox.settlements()) == len(refused)  # the engine did not even try
     assert await replies.approximate_count() == 0
     counts = await mailbox.counts()
     assert (counts.pending, counts.settled, counts.dead) == (1, 0, 0)
@@ -309,6 +310,25 @@ async def test_on_beat_only_a_handler_that_beats_keeps_its_lease(virtual_clock):
         await anyio.sleep(200)
     assert log == [("silent", 0, 30), ("beats", 0, 100)]
     assert loop.outcomes == {"lost": 1, "acknowledged": 1}
+
+
+async def test_on_beat_that_it_was_started_is_no_beat_of_the_handlers_own(virtual_clock):
+    """It starts later than the lease, which counts from the claim: by itself that must renew nothing."""
+
+    class Far(FaultyMailbox):
+        async def _claim(self, *args):
+            claimed = await super()._claim(*args)
+            await anyio.sleep(2)
+            return claimed
+
+    log = []
+    mailbox = Far()
+    await mailbox.send(1)
+    loop = MainLoop(mailbox, sleeper(1_000, log), visibility_timeout=30, lease=LeasePolicy("on-beat"))
+    async with background(loop, max_iterations=1):
+        await anyio.sleep(100)
+    assert mailbox.times("extend") == []
+    assert log == [(2, 30)]
 
 
 async def test_on_beat_a_handler_that_stops_beating_loses_it_one_lease_after_its_last_renewal(virtual_clock):

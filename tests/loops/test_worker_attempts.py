@@ -284,6 +284,34 @@ async def test_a_handler_that_cancels_its_own_task_has_failed_and_the_slot_lives
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_nothing_of_a_native_cancellation_is_left_for_the_next_message(anyio_backend):
+    """From Python 3.13 on an asyncio.TaskGroup takes one that is still counted for a cancellation from outside."""
+
+    counted = []
+
+    async def child() -> None:
+        raise ValueError("the child's")
+
+    async def handle(job: int) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        counted.append(task.cancelling())
+        if job == 1:
+            task.cancel()
+            await asyncio.sleep(0)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(child())
+            await asyncio.sleep(10)
+
+    mailbox = InMemoryMailbox()
+    async with background(MainLoop(mailbox, handle, dead_letter=DeadLetterPolicy(max_attempts=1))):
+        await mailbox.send_many([1, 2])
+        await settled(mailbox)
+        assert [letter.error_type for letter in await mailbox.dead_letters()] == ["TaskExitError", "ValueError"]
+    assert counted == [0, 0]
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_handler_that_awaits_a_cancelled_task_has_failed(anyio_backend):
     async def handle(job: int) -> None:
         future = asyncio.get_running_loop().create_future()

@@ -231,6 +231,7 @@ async def test_a_store_that_hangs_when_messages_are_handed_back_delays_the_end_o
     assert virtual_clock.now == 7  # five seconds for all of them together
     assert len(failed) == 5
     assert loop.in_flight == 0
+    assert loop.outcomes == {"lost": 5}
 
 
 # ------------------------------------------------------------------------------------------------- from inside a handler
@@ -338,6 +339,7 @@ async def test_a_cancelled_run_waits_for_a_store_that_hangs_only_for_a_while(vir
         tasks.cancel_scope.cancel()
     assert virtual_clock.now == 15
     assert [event.outcome for event in failed] == ["released"] * 3
+    assert loop.outcomes == {"lost": 3}
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])

@@ -226,6 +226,7 @@ async def test_a_settlement_that_hangs_gives_its_slot_back(virtual_clock, policy
         assert [(event.outcome, event.error) for event in failed] == [
             ("acknowledged", "the mailbox did not answer in time, or the loop was cancelled")
         ]
+        assert loop.outcomes == {"lost": 1}
         mailbox.always("extend", slow(0))
         await mailbox.send(2)
         await anyio.sleep(1)
