@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from mainspring.errors import ConfigError
+from mainspring.values import MAX_VISIBILITY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,8 +24,6 @@ KILL_MARGIN = 1.0
 KUBERNETES_GRACE = 30.0
 """Kubernetes' default ``terminationGracePeriodSeconds``: shorter than the default phases of a group, which take 36 s.
 https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/#pod-termination"""
-
-_MAX_VISIBILITY = 43_200.0  # the longest lease a mailbox gives
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +170,7 @@ def _without_renewal(t: Timeouts) -> list[Rule]:
     unknown = "" if t.longest is not None else " (unknown, taken as 0)"
     threshold = t.watchdog_threshold or 0.0
     lease = _above(threshold + longest)
-    possible = lease <= _MAX_VISIBILITY
+    possible = lease <= MAX_VISIBILITY
     judged = [
         Rule(
             "a message is not handed to a second worker while the first still runs",
@@ -181,7 +180,7 @@ def _without_renewal(t: Timeouts) -> list[Rule]:
             t.visibility_timeout > threshold + longest,
             f"set visibility_timeout={lease:.0f}, or renew the leases: lease=LeasePolicy()"
             if possible
-            else f"renew the leases, lease=LeasePolicy(): no lease lasts longer than {seconds(_MAX_VISIBILITY)}",
+            else f"renew the leases, lease=LeasePolicy(): no lease lasts longer than {seconds(MAX_VISIBILITY)}",
             "visibility_timeout",
             lease if possible else None,
             t.loop,
@@ -209,7 +208,7 @@ def _beats_within_lease(t: Timeouts) -> Rule | None:
     if t.renew != "on-beat" or t.silence is None:
         return None
     value = _above(t.silence)
-    possible = value <= _MAX_VISIBILITY
+    possible = value <= MAX_VISIBILITY
     return Rule(
         "a handler that beats keeps its lease",
         "visibility_timeout > longest time without a beat",
@@ -218,7 +217,7 @@ def _beats_within_lease(t: Timeouts) -> Rule | None:
         t.visibility_timeout > t.silence,
         f"set visibility_timeout={value:.0f}, or call ctx.beat() more often"
         if possible
-        else f"call ctx.beat() more often: no lease lasts longer than {seconds(_MAX_VISIBILITY)}",
+        else f"call ctx.beat() more often: no lease lasts longer than {seconds(MAX_VISIBILITY)}",
         "visibility_timeout",
         value if possible else None,
         t.loop,

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-Fault = Literal["caller", "config", "environment", "handler"]
+from mainspring.values import MAX_DELAY, is_number
 
-_LONGEST_DELAY = 366 * 86_400
+Fault = Literal["caller", "config", "environment", "handler"]
 
 
 class MainspringError(Exception):
@@ -114,10 +114,8 @@ class Retry(Exception):  # noqa: N818 - it is an instruction, not an error
     """
 
     def __init__(self, delay: float | None = None, charge: bool = True) -> None:
-        if delay is not None and (
-            isinstance(delay, bool) or not isinstance(delay, int | float) or not 0 <= delay <= _LONGEST_DELAY
-        ):
-            raise InvalidParameterError(f"Retry: delay must be 0 to {_LONGEST_DELAY} seconds, or None, not {delay!r}")
+        if delay is not None and not is_number(delay, 0, MAX_DELAY):
+            raise InvalidParameterError(f"Retry: delay must be 0 to {MAX_DELAY:.0f} seconds, or None, not {delay!r}")
         super().__init__(f"retry in {delay} s" if delay is not None else "retry")
         self.delay = delay
         self.charge = charge

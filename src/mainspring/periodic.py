@@ -10,9 +10,6 @@ import anyio
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-OVERSLEPT = 5.0
-"""Seconds behind the asked-for instant from which a wake-up counts as overslept (suspend, SIGSTOP, a blocked loop)."""
-
 
 class Periodic:
     """Calls ``step(overslept)`` at the instants it asks for: each call returns when the next is due.

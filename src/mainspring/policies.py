@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from mainspring.errors import ConfigError
+from mainspring.values import is_number, is_whole
 
 if TYPE_CHECKING:
     from random import Random
@@ -29,22 +29,12 @@ def backoff(attempt: int, *, initial: float, maximum: float, factor: float, jitt
     return rng.uniform(0.0, bound) if jitter == "full" else bound
 
 
-def _within(value: object, least: float, most: float = sys.float_info.max) -> bool:
-    """Whether ``value`` is a finite number (a bool is none) from ``least`` to ``most``."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
-
-
-def _is_count(value: object, least: int) -> bool:
-    """Whether ``value`` is a whole number (a bool is none) from ``least``."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 def _check_backoff(name: str, initial: float, maximum: float, factor: float, jitter: Jitter) -> None:
-    if not _within(initial, 0):
+    if not is_number(initial, 0):
         raise ConfigError(f"{name}: initial_delay must be 0 or more seconds, not {initial!r}")
-    if not _within(maximum, initial):
+    if not is_number(maximum, initial):
         raise ConfigError(f"{name}: max_delay must be at least initial_delay ({initial} s), not {maximum!r}")
-    if not _within(factor, 1):
+    if not is_number(factor, 1):
         raise ConfigError(f"{name}: the factor must be 1 or more, not {factor!r}")
     if jitter not in _JITTERS:
         raise ConfigError(f"{name}: jitter must be one of {', '.join(_JITTERS)}, not {jitter!r}")
@@ -91,7 +81,7 @@ class DeadLetterPolicy:
     exclude: tuple[type[BaseException], ...] = ()
 
     def __post_init__(self) -> None:
-        if not _is_count(self.max_attempts, 1):
+        if not is_whole(self.max_attempts, 1):
             raise ConfigError(
                 f"DeadLetterPolicy: max_attempts must be a whole number from 1, not {self.max_attempts!r}"
             )
@@ -130,7 +120,7 @@ class LeasePolicy:
     def __post_init__(self) -> None:
         if self.renew not in _RENEWALS:
             raise ConfigError(f"LeasePolicy: renew must be one of {', '.join(_RENEWALS)}, not {self.renew!r}")
-        if not (_within(self.fraction, 0, 0.8) and self.fraction):
+        if not (is_number(self.fraction, 0, 0.8) and self.fraction):
             raise ConfigError(f"LeasePolicy: fraction must be above 0 and at most 0.8, not {self.fraction!r}")
 
 
@@ -151,9 +141,9 @@ class RestartPolicy:
 
     def __post_init__(self) -> None:
         _check_backoff("RestartPolicy", self.initial_delay, self.max_delay, self.backoff_factor, self.jitter)
-        if not _is_count(self.max_retries, 0):
+        if not is_whole(self.max_retries, 0):
             raise ConfigError(f"RestartPolicy: max_retries must be a whole number from 0, not {self.max_retries!r}")
-        if not _within(self.reset_interval, 0):
+        if not is_number(self.reset_interval, 0):
             raise ConfigError(f"RestartPolicy: reset_interval must be 0 or more seconds, not {self.reset_interval!r}")
 
     def next_restart(self, restarts: int, ran_for: float, rng: Random) -> tuple[int, float | None]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
@@ -114,8 +113,3 @@ def set_current(kind: str, value: Any | None) -> None:
             _registry.current.pop(kind, None)
         else:
             _registry.current[kind] = value
-
-
-def program_name() -> str:
-    """How this process was called, for messages."""
-    return os.path.basename(sys.argv[0] or "python")

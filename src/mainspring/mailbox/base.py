@@ -25,16 +25,15 @@ from mainspring.mailbox.hooks import Capabilities
 from mainspring.mailbox.limits import (
     CLOSE_TIMEOUT,
     MAX_MESSAGES,
-    MAX_VISIBILITY,
     check_receive,
     check_seconds,
     check_send,
-    is_whole,
 )
 from mainspring.mailbox.message import Ack, Counts, Dead, DeadLetter, Delivery, Envelope, Message, Settlement
 from mainspring.process import async_library
 from mainspring.scope import DaemonScope
 from mainspring.states import MAILBOX, MailboxState, StateMachine
+from mainspring.values import MAX_VISIBILITY, is_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.replies import ReplyRouter
 
-__all__ = ["MAX_MESSAGES", "MAX_VISIBILITY", "Capabilities", "Mailbox"]
+__all__ = ["MAX_MESSAGES", "Capabilities", "Mailbox"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -346,7 +345,7 @@ class Mailbox(Bodies, Generic[T, R]):
     async def dead_letters(self, *, limit: int = 1_000, after: str | None = None) -> list[DeadLetter]:
         """The dead letters, oldest first: at most ``limit``, behind the one whose id is ``after``."""
         self._check_open()
-        if not (is_whole(limit) and limit >= 1):
+        if not is_whole(limit, 1):
             raise InvalidParameterError(f"dead_letters: limit must be at least 1, not {limit!r}")
         return [self._dead_letter(*found) for found in await self._dead_letters(limit, after)]
 

@@ -6,24 +6,21 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from mainspring.errors import InvalidParameterError
+from mainspring.values import MAX_DELAY, MAX_VISIBILITY, is_number, is_whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MAX_MESSAGES = 1_000
 """The most messages of one receive."""
-MAX_VISIBILITY = 43_200.0
-"""The longest lease, in seconds: twelve hours."""
 MAX_PRIORITY = 32_767
-MAX_DELAY = 366 * 86_400.0
-"""The longest delay, in seconds."""
 CLOSE_TIMEOUT = 10.0
 """Seconds that a close, or a settlement that must not be cut short, may take before it is given up."""
 
 
 def check_receive(max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> None:
     """Raise :class:`InvalidParameterError` for a value outside the limits of :meth:`Mailbox.receive`."""
-    if not (is_whole(max_messages) and 1 <= max_messages <= MAX_MESSAGES):
+    if not (is_whole(max_messages, 1) and max_messages <= MAX_MESSAGES):
         raise InvalidParameterError(f"receive: max_messages must be 1 to {MAX_MESSAGES}, not {max_messages!r}")
     check_seconds("receive: visibility_timeout", visibility_timeout, MAX_VISIBILITY)
     check_seconds("receive: wait_time_seconds", wait_time_seconds, math.inf)
@@ -55,15 +52,7 @@ def check_send(
 
 def check_seconds(what: str, value: Any, most: float) -> None:
     """Raise :class:`InvalidParameterError` unless ``value`` is a number of seconds from 0 to ``most``; NaN is none."""
-    try:
-        if 0 <= value <= most:
-            return
-    except TypeError:
-        pass
+    if is_number(value, 0, most):
+        return
     limit = "0 or more" if most == math.inf else f"0 to {most:.0f}"
     raise InvalidParameterError(f"{what} must be {limit} seconds, not {value!r}")
-
-
-def is_whole(value: Any) -> bool:
-    """Whether ``value`` is an integer (a bool is none)."""
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -10,11 +10,11 @@ from urllib.parse import quote, unquote, urlsplit
 from mainspring import entropy, process
 from mainspring.errors import ConfigError, ReplyNotAvailableError
 from mainspring.mailbox.base import Capabilities, Mailbox
-from mainspring.mailbox.limits import is_whole
 from mainspring.mailbox.memory_entry import JSON, Entry
 from mainspring.mailbox.memory_store import MemoryStore, Slot
 from mainspring.mailbox.message import Ack, Return
 from mainspring.periodic import Periodic
+from mainspring.values import is_whole
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
@@ -59,7 +59,7 @@ class InMemoryMailbox(Mailbox[T, R]):
         reply: Any = None,
     ) -> None:
         super().__init__(f"memory-{entropy.token(32)}" if name is None else name, body=body, reply=reply)
-        if capacity is not None and not (is_whole(capacity) and capacity >= 1):
+        if capacity is not None and not is_whole(capacity, 1):
             raise ConfigError(f"memory mailbox {self.name!r}: capacity must be a whole number from 1, not {capacity!r}")
         if not isinstance(serialize, bool):
             raise ConfigError(f"memory mailbox {self.name!r}: serialize must be true or false, not {serialize!r}")

@@ -13,7 +13,8 @@ from mainspring.errors import (
     SerializationError,
     message_of,
 )
-from mainspring.mailbox.limits import MAX_DELAY, check_seconds
+from mainspring.mailbox.limits import check_seconds
+from mainspring.values import MAX_DELAY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

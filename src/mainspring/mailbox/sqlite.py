@@ -20,6 +20,7 @@ from mainspring.mailbox.sqlite_wake import Waiters
 from mainspring.mailbox.sqlite_writer import LOOK_AGAIN, Job, Writer
 from mainspring.periodic import Periodic
 from mainspring.process import event_loop
+from mainspring.values import is_number, is_whole
 
 if TYPE_CHECKING:
     from mainspring.mailbox.message import Counts, Delivery, Envelope, Settlement
@@ -71,9 +72,9 @@ class SQLiteMailbox(Mailbox[T, R]):
             raise ConfigError(f"a SQLite mailbox needs the path of a file, not {file!r}; in memory is memory://{name}")
         if synchronous not in SYNCHRONOUS:
             raise ConfigError(f"mailbox {name!r}: synchronous must be 'full' or 'normal', not {synchronous!r}")
-        if capacity is not None and not (type(capacity) is int and capacity >= 1):
+        if capacity is not None and not is_whole(capacity, 1):
             raise ConfigError(f"mailbox {name!r}: capacity must be a whole number from 1, or None, not {capacity!r}")
-        if not (isinstance(busy_timeout, int | float) and 0 <= busy_timeout < math.inf):
+        if not is_number(busy_timeout, 0):
             raise ConfigError(f"mailbox {name!r}: busy_timeout must be 0 or more seconds, not {busy_timeout!r}")
         self.path = os.path.realpath(file)
         self._synchronous = synchronous

@@ -14,7 +14,6 @@ class StoreCommand(Command):
     """An operation on the mailbox with that number in the store."""
 
     __slots__ = ("mailbox",)
-    reads_only = False
 
     def __init__(self, mailbox: int) -> None:
         super().__init__()
@@ -146,7 +145,6 @@ class Look(StoreCommand):
     """See, without writing, what could be claimed and when more becomes due."""
 
     __slots__ = ()
-    reads_only = True
 
 
 class PurgeAll(StoreCommand):

@@ -12,6 +12,7 @@ import anyio
 from mainspring.errors import ConfigError
 from mainspring.loops.base import Runnable, Steerable
 from mainspring.stacks import where
+from mainspring.values import MAX_DELAY
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,7 +63,7 @@ class ForeignLoop:
     async def _shut_down_when_told(self) -> None:
         await self._stop.wait()
         # How long it may take is the group's to say, which cancels this task in its own time.
-        await self.loop.shutdown(timeout=_LONG)
+        await self.loop.shutdown(timeout=MAX_DELAY)
 
     async def shutdown(self, *, timeout: float = 30.0) -> bool:
         """The loop's own."""
@@ -163,9 +164,6 @@ def steerable(loops: Iterable[Runnable]) -> list[Steerable]:
     if not found:
         raise ConfigError("LoopGroup: it needs at least one loop")
     return found
-
-
-_LONG = 366 * 86_400.0
 
 
 def _option(loop: object, name: str, default: Any) -> Any:

@@ -1,0 +1,21 @@
+"""The numbers that users give: which are seconds and which are counts, and the longest times there can be."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TypeGuard
+
+MAX_DELAY = 366 * 86_400.0
+"""The longest delay of a message, in seconds."""
+MAX_VISIBILITY = 43_200.0
+"""The longest lease, in seconds: twelve hours."""
+
+
+def is_number(value: object, least: float, most: float = sys.float_info.max) -> bool:
+    """Whether ``value`` is a number from ``least`` to ``most``, finite where nothing else is said; a bool and NaN are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+
+
+def is_whole(value: Any, least: int | None = None) -> TypeGuard[int]:
+    """Whether ``value`` is a whole number (a bool is none), and not below ``least``."""
+    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
