@@ -117,6 +117,7 @@ async def test_beats_are_the_messages_own(virtual_clock):
         await mailbox.send_many([1, 2, 3, 4])
         await anyio.sleep(12)
         ages = {run.message.body: run.beat_age() for run in loop.runs}
+        assert loop.heartbeat.elapsed() == 2  # they are the loop's, too
         progress = {run.message.body: run.progress_made for run in loop.runs}
     assert ages == {1: 2, 2: 2, 3: 2, 4: 12}
     assert progress == {1: None, 2: (3, 7), 3: None, 4: None}

@@ -389,3 +389,53 @@ async def test_a_loop_on_a_closed_mailbox_says_so():
     await mailbox.close()
     with pytest.raises(MailboxClosedError, match="'orders' is closed"):
         await MainLoop(mailbox, quick).run()
+
+
+# ---------------------------------------------------------------------------------------------------------------- wrappers
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+async def test_wrappers_stand_around_each_handler_call_the_last_one_outermost(in_thread):
+    order = []
+
+    async def handle(job: int) -> int:
+        order.append(f"handle {job}")
+        return job * 2
+
+    def handle_plainly(job: int) -> int:
+        order.append(f"handle {job}")
+        return job * 2
+
+    mailbox, replies = InMemoryMailbox(), InMemoryMailbox()
+    loop = MainLoop(mailbox, handle_plainly if in_thread else handle)
+    for name in ("inner", "outer"):
+
+        @loop.wrap
+        async def wrapper(message, call, name=name):
+            order.append(f"{name} {message.body}")
+            result = await call()
+            order.append(f"{name} got {result}")
+            return result
+
+    async with background(loop):
+        await mailbox.send(3, reply_to=replies)
+        await settled(mailbox)
+    assert order == ["outer 3", "inner 3", "handle 3", "inner got 6", "outer got 6"]
+    (reply,) = await replies.receive()
+    assert reply.body == 6
+
+
+async def test_what_a_wrapper_raises_counts_as_the_handlers_own(virtual_clock):
+    from mainspring import Reject
+
+    mailbox = InMemoryMailbox()
+    loop = MainLoop(mailbox, quick)
+
+    @loop.wrap
+    async def refuse(message, call):
+        raise Reject("not today")
+
+    async with background(loop):
+        await mailbox.send(1)
+        await settled(mailbox)
+        assert [letter.error for letter in await mailbox.dead_letters()] == ["not today"]

@@ -131,6 +131,18 @@ async def test_a_lost_connection_backs_off_and_the_loop_lives(virtual_clock):
     assert loop.outcomes == {"acknowledged": 1}
 
 
+async def test_that_an_idle_store_answers_again_is_known_at_once(virtual_clock):
+    mailbox = FaultyMailbox()
+    mailbox.next("claim", fail(DOWN))
+    loop = MainLoop(mailbox, quick, wait_time_seconds=600)
+    events = record(loop, ReceiveFailed, ReceiveRecovered)
+    async with background(loop):
+        await anyio.sleep(1)
+        assert events[1:] == [ReceiveRecovered(loop.name, 1)]
+        assert loop.trouble is None
+        assert [wait for _, call, (_, wait) in mailbox.calls if call == "claim"] == [600, 0, 600]
+
+
 async def test_the_pause_is_bounded_and_the_trouble_is_told(virtual_clock):
     mailbox = FaultyMailbox()
     mailbox.always("claim", fail(DOWN))
