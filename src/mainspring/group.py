@@ -377,6 +377,7 @@ class LoopGroup:
             restarts=member.restarts,
             oldest_beat_age=oldest,
             outcomes=dict(getattr(loop, "outcomes", {})),
+            progress={run.message_id: made for run in loop.runs if (made := getattr(run, "progress_made", None))},
         )
 
     def timeouts(self) -> list[Timeouts]:

@@ -28,6 +28,8 @@ class LoopStatus:
     """Age of the oldest beat among the messages in flight."""
     outcomes: Mapping[str, int] = field(default_factory=dict)
     """How many deliveries ended in which way since the start."""
+    progress: Mapping[str, tuple[float, float | None]] = field(default_factory=dict)
+    """How far messages in flight are, where their handlers say so: done and total, by the message's id."""
 
 
 @dataclass(frozen=True, slots=True)

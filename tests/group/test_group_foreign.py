@@ -158,3 +158,17 @@ def test_what_is_no_loop_is_refused(missing):
     del members[missing]
     with pytest.raises(ConfigError, match=r"is no loop; it needs run\(\), shutdown\(\), running and heartbeat"):
         LoopGroup([type("Partial", (), members)()])
+
+
+async def test_one_that_was_told_to_stop_is_no_stall(virtual_clock):
+    class Lingers(Foreign):
+        async def work(self):
+            await self.stop.wait()
+            await anyio.sleep(250)  # in silence, and in the time that a drain gives it
+
+    group = LoopGroup([Lingers(name="lingers")], watchdog_threshold=100, watchdog_interval=1)
+    async with running(group):
+        await anyio.sleep(50)
+        assert await group.drain()
+    assert virtual_clock.now == 300
+    assert group.report.exit_status == 0

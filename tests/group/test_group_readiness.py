@@ -221,3 +221,19 @@ async def test_a_plain_check_runs_in_a_thread_and_one_that_hangs_is_not_started_
             await anyio.sleep(10)
         assert len(calls) == 3
         await group.shutdown()
+
+
+async def test_the_status_says_how_far_the_messages_in_flight_are(virtual_clock):
+    async def handle(body: dict, ctx: Context) -> None:
+        if body["pages"]:
+            await ctx.progress(3, body["pages"])
+        await anyio.sleep(60)
+
+    group, mailbox = one_loop_group(handle, loop={"concurrency": 2})
+    told, _ = await mailbox.send_many([{"pages": 7}, {"pages": 0}])
+    async with running(group):
+        await anyio.sleep(1)
+        assert group.status().loops[0].progress == {told: (3, 7)}
+        await anyio.sleep(60)
+        assert group.status().loops[0].progress == {}
+        await group.shutdown()

@@ -100,6 +100,7 @@ class Context:
         self._run.beat()
 
     async def progress(self, done: float, total: float | None = None) -> None:
-        """Say how far the work is (for status and subscribers); also a beat, and a point where cancellation can come."""
+        """Say how far the work is: the group's status (``/status``) shows it. Also a beat, and a point where cancellation
+        can come."""
         self._run.progress(done, total)
         await anyio.lowlevel.checkpoint()

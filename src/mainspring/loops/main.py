@@ -252,7 +252,7 @@ class MainLoop:
 
     @property
     def heartbeat(self) -> Heartbeat:
-        """Beats at each receive and at the start and end of each message."""
+        """Beats at each receive, at the start and end of each message, and whenever a handler does."""
         return self._heartbeat
 
     async def __aenter__(self) -> Self:

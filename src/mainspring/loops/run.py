@@ -15,6 +15,7 @@ from mainspring.stacks import where, where_thread
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from mainspring.heartbeat import Heartbeat
     from mainspring.loops.outcome import Decision
     from mainspring.mailbox.message import Message
 
@@ -35,6 +36,7 @@ class Run:
     __slots__ = (
         "_beaten_elsewhere",
         "_clock",
+        "_heartbeat",
         "cause",
         "coroutine",
         "deadline",
@@ -61,6 +63,7 @@ class Run:
         name: str,
         message: Message[Any, Any],
         clock: Callable[[], float],
+        heartbeat: Heartbeat,
         shutting_down: anyio.Event,
         now: float,
         lease_seconds: float,
@@ -85,6 +88,7 @@ class Run:
         self.renew_at = math.inf
         self.progress_made: tuple[float, float | None] | None = None
         self._clock = clock
+        self._heartbeat = heartbeat
         self._beaten_elsewhere = False
 
     # ------------------------------------------------------------------------------------------------ signs of life
@@ -100,7 +104,8 @@ class Run:
         return self.phase >= Phase.ENDED
 
     def beat(self) -> None:
-        """A sign of life, from the event loop or from the handler's thread."""
+        """A sign of life, its loop's too; from the event loop or from the handler's thread."""
+        self._heartbeat.beat()
         try:
             self.last_beat = anyio.current_time()
         except RuntimeError:  # in the handler's thread: stamped when somebody next looks

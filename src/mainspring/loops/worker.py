@@ -184,10 +184,12 @@ class Worker:
     async def _receive(self, free: int) -> None:
         """Claim what is there for the free slots, and let them begin."""
         self._heartbeat.beat()
+        # After a failure it does not wait: that the store answers again shall be known before somebody sends something.
+        wait = self._wait if self.receiving_failed is None else 0.0
         if self._capacity is None:
-            self._admit(await self._poll(free, self._wait))
+            self._admit(await self._poll(free, wait))
         else:
-            await self._capacity.receive(free, self._wait, self._poll, self._admit)
+            await self._capacity.receive(free, wait, self._poll, self._admit)
         self._heartbeat.beat()
 
     async def _poll(self, free: int, wait: float) -> list[Message[Any, Any]]:
@@ -200,7 +202,7 @@ class Worker:
         self._starved = not messages and self._wait < POLL_PAUSE
         for message in messages:
             leased_at = message.leased_at
-            run = Run(self.name, message, self._clock, self.shutting_down, now, self._visibility)
+            run = Run(self.name, message, self._clock, self._heartbeat, self.shutting_down, now, self._visibility)
             if leased_at is not None:
                 run.renewed_at = leased_at
                 run.trusted_until = leased_at + self._visibility

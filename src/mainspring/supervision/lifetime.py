@@ -25,6 +25,7 @@ from mainspring.scope import DaemonScope
 from mainspring.signals import ShutdownCoordinator
 from mainspring.states import GROUP, GroupState, StateMachine, Transition
 from mainspring.supervision.checks import Checks
+from mainspring.supervision.foreign import ForeignLoop
 from mainspring.supervision.leftovers import Leftovers
 from mainspring.supervision.member import Member
 from mainspring.supervision.shutdown import Shutdown
@@ -306,6 +307,8 @@ class Lifetime:
 
     def _subjects(self) -> Iterable[Any]:
         for member in self.members:
+            if member.stopping and isinstance(member.loop, ForeignLoop):
+                continue  # told to stop, it has no reason to beat; its end is the shutdown's to see to
             if not member.ended.is_set():
                 yield from member.loop.runs
 
