@@ -40,6 +40,7 @@ CASES = [
     (events.MessageStarted("indexer", "m1", "r1", 3, 2), "DEBUG", "message m1 started (delivery 3, attempt 2)"),
     (finished("acknowledged"), "DEBUG", "message m1 done (0.250 s)"),
     (finished("retried", error="E: a\nb"), "WARNING", "attempt 2 failed, to be retried (0.250 s): E: a b"),
+    (finished("retried", charged=False), "INFO", "message m1 to be tried again, not counted (0.250 s)"),
     (finished("dead_lettered", error="E: a"), "ERROR", "dead-lettered after attempt 2 (0.250 s): E: a"),
     (finished("released"), "INFO", "message m1 handed back"),
     (finished("lost"), "WARNING", "message m1 lost: another worker may have it now"),
@@ -167,6 +168,7 @@ def test_json_lines(stderr: Callable[[], list[str]]) -> None:
         "seconds": 0.25,
         "attempt": 2,
         "error": "E: ü",
+        "charged": True,
     }
     assert crashed["restart_in"] == 1.0
     assert "ValueError" in crashed["traceback"]

@@ -51,7 +51,10 @@ class MessageStarted:
 
 @dataclass(frozen=True, slots=True)
 class MessageFinished:
-    """A delivery ended. ``outcome``: acknowledged, retried, released, dead_lettered, lost (the lease ran out)."""
+    """A delivery ended. ``outcome``: acknowledged, retried, released, dead_lettered, lost (the lease ran out).
+
+    ``charged`` says of a retried one whether the attempt counts.
+    """
 
     loop: str
     message_id: str
@@ -60,6 +63,7 @@ class MessageFinished:
     seconds: float
     attempt: int
     error: str | None = None
+    charged: bool = True
 
 
 @dataclass(frozen=True, slots=True)

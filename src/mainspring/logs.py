@@ -107,6 +107,8 @@ def _finished(event: events.MessageFinished) -> None:
         level, said = logging.DEBUG, "done"
     elif outcome == "dead_lettered":
         level, said = logging.ERROR, f"dead-lettered after attempt {event.attempt}"
+    elif outcome == "retried" and not event.charged:
+        level, said = logging.INFO, "to be tried again, not counted"
     elif outcome == "retried":
         level, said = logging.WARNING, f"attempt {event.attempt} failed, to be retried"
     elif outcome == "released":

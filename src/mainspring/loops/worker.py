@@ -30,6 +30,7 @@ from mainspring.loops.outcome import LOST, RELEASED, Cause, Decision, Outcome
 from mainspring.loops.run import Phase, Run
 from mainspring.loops.settle import Settler
 from mainspring.mailbox.base import MAX_MESSAGES
+from mainspring.mailbox.message import Return
 from mainspring.policies import backoff
 from mainspring.scope import DaemonScope
 
@@ -350,6 +351,7 @@ class Worker:
                 now - run.started,
                 message.attempt,
                 error,
+                charged=not isinstance(decision.settlement, Return) or decision.settlement.charge,
             )
         )
 
