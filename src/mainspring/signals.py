@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import signal
 import threading
 from collections import deque
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import anyio
 
 from mainspring import process
+from mainspring.callables import is_async
 from mainspring.errors import ConfigError
 from mainspring.scope import DaemonScope
 
@@ -42,7 +43,7 @@ class EarlySignals:
     def _hold(self, signum: int, frame: FrameType | None) -> None:
         self.held.append(signum)
         if len(self.held) > 1:
-            raise SystemExit(128 + signum)
+            os._exit(128 + signum)
 
     def take(self, signum: int) -> int:
         """How often ``signum`` was held; it is forgotten here."""
@@ -202,7 +203,7 @@ class ShutdownCoordinator:
     def _take(self, *, plain: bool = False) -> Callable[[], object] | None:
         """The next callback, or None; also None while one is being called: whoever does that goes on with the rest."""
         with self._lock:
-            if self._calling or not self._pending or (plain and _is_async(self._pending[0])):
+            if self._calling or not self._pending or (plain and is_async(self._pending[0])):
                 return None
             self._calling = True
             return self._pending.popleft()
@@ -284,13 +285,6 @@ def _call(callback: Callable[[], object]) -> object:
     except Exception:
         _log.exception("the shutdown callback %r raised", callback)
         return None
-
-
-def _is_async(callback: Callable[[], object]) -> bool:
-    target: Any = callback
-    while isinstance(target, partial):
-        target = target.func
-    return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(type(target).__call__)
 
 
 def _running_loop() -> object | None:

@@ -67,6 +67,7 @@ SERVICE: Table[ServiceState] = {
     _S.STOPPED: frozenset(),
 }
 
+BEFORE_SHUTDOWN = (_G.IDLE, _G.STARTING, _G.RUNNING)
 _SHUTDOWN_ORDER = (_G.DRAIN_DELAY, _G.STOP_INTAKE, _G.FINISH, _G.CANCEL, _G.STOP_DAEMONS, _G.STOPPED)
 
 # A shutdown only ever moves forward, but may skip phases: no drain delay, nothing to cancel, a second signal.

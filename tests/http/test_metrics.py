@@ -15,7 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from trio.testing import MockClock
 
 from mainspring import events
-from mainspring.http.metrics import BUCKETS, FAULTS, OUTCOMES, GroupMetrics
+from mainspring.http.metrics import BUCKETS, FAULTS, GroupMetrics
+from mainspring.loops.outcome import Outcome
 from mainspring.states import GroupState
 from mainspring.status import MailboxStatus
 
@@ -80,7 +81,7 @@ async def test_the_names_and_their_labels() -> None:
 async def test_messages_are_counted_by_outcome_from_zero() -> None:
     metrics, dispatcher = counting()
     before = scrape(metrics)["mainspring_messages_total"]
-    assert before == {(("loop", "indexer"), ("outcome", outcome)): 0 for outcome in OUTCOMES}
+    assert before == {(("loop", "indexer"), ("outcome", outcome)): 0 for outcome in Outcome}
     for outcome in ("acknowledged", "acknowledged", "retried"):
         dispatcher.dispatch(finished(outcome))
     dispatcher.dispatch(finished(loop="a foreign loop"))

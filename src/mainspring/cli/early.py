@@ -6,7 +6,6 @@ run`` therefore has its own in place before it imports the user's module, and do
 
 from __future__ import annotations
 
-import os
 import signal
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -40,9 +39,7 @@ class CommandSignals(EarlySignals):
         return early if isinstance(early, cls) else cls()
 
     def _hold(self, signum: int, frame: FrameType | None) -> None:
-        self.held.append(signum)
-        if len(self.held) > 1:
-            os._exit(128 + signum)
+        super()._hold(signum, frame)
         if self._raising:
             raise Interrupted(signum)
 

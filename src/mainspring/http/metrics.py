@@ -18,7 +18,8 @@ from prometheus_client.utils import floatToGoString
 
 import mainspring
 from mainspring import events
-from mainspring.states import GroupState
+from mainspring.loops.outcome import Outcome
+from mainspring.states import BEFORE_SHUTDOWN, GroupState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     from mainspring.status import GroupStatus, LoopStatus, MailboxStatus
 
-OUTCOMES = ("acknowledged", "retried", "released", "dead_lettered", "lost")
 FAULTS = {
     events.HandlerStalled: "stalled",
     events.HandlerStuck: "stuck",
@@ -44,7 +44,6 @@ BUCKETS = (
     60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 7200.0, 21600.0,
 )  # fmt: skip
 _BOUNDS = (*map(floatToGoString, BUCKETS), "+Inf")
-_BEFORE_SHUTDOWN = frozenset({GroupState.IDLE, GroupState.STARTING, GroupState.RUNNING})
 
 
 class StatusSource(Protocol):
@@ -60,7 +59,9 @@ class _LoopFigures:
     __slots__ = ("buckets", "faults", "outcomes", "seconds")
 
     def __init__(self) -> None:
-        self.outcomes: dict[str, int] = dict.fromkeys(OUTCOMES, 0)  # zeros, so that a rate sees the first one too
+        self.outcomes: dict[str, int] = dict.fromkeys(
+            map(str, Outcome), 0
+        )  # zeros, so that a rate sees the first one too
         self.faults: dict[str, int] = dict.fromkeys(FAULTS.values(), 0)
         self.buckets = [0] * len(_BOUNDS)
         self.seconds = 0.0
@@ -137,11 +138,11 @@ class _Collector:
         self._figures(event.loop).faults[FAULTS[type(event)]] += 1
 
     def moved(self, event: events.GroupStateChanged) -> None:
-        if event.new in _BEFORE_SHUTDOWN:  # a group that runs again begins a new shutdown one day
+        if event.new in BEFORE_SHUTDOWN:  # a group that runs again begins a new shutdown one day
             self._phases.clear()
             self._phase = None
             return
-        if event.old not in _BEFORE_SHUTDOWN:
+        if event.old not in BEFORE_SHUTDOWN:
             self._phases[event.old] = event.seconds
         self._phase = None if event.new is GroupState.STOPPED else (event.new, anyio.current_time())
 

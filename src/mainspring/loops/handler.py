@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
 
+from mainspring.callables import code_of, innermost, is_async
 from mainspring.clock import real_work
 from mainspring.errors import ConfigError
 
@@ -79,13 +80,12 @@ def inspect_handler(fn: Callable[..., Any], names: Mapping[str, Any], *, body: A
     """
     if not callable(fn):
         raise ConfigError(f"a handler must be callable, not {fn!r}; give an `async def` or a plain function")
-    inner = _innermost(fn)
-    name = _short_name(inner)
+    name = _short_name(innermost(fn))
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"handler {name}: its parameters cannot be read ({error}); wrap it in a function") from error
-    target = inner if inspect.isroutine(inner) else type(inner).__call__
+    target = code_of(fn)
     if inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target):
         raise ConfigError(
             f"handler {name} is a generator, which would never run; return the result instead of yielding"
@@ -96,18 +96,11 @@ def inspect_handler(fn: Callable[..., Any], names: Mapping[str, Any], *, body: A
     return Handler(
         fn=fn,
         name=name,
-        is_async=inspect.iscoroutinefunction(target),
+        is_async=is_async(fn),
         wants_context=len(positional) > 1 and _is_context(positional[1], annotations),
         body_type=annotations.needed(first) if body is None else body,
         reply_type=_reply_type(annotations.known("return")),
     )
-
-
-def _innermost(fn: Any) -> Any:
-    """The function or object under partials."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return fn
 
 
 def _short_name(fn: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from mainspring.errors import InvalidParameterError
+from mainspring.errors import InvalidParameterError, MailboxFullError
 from mainspring.values import MAX_DELAY, MAX_VISIBILITY, is_number, is_whole
 
 if TYPE_CHECKING:
@@ -48,6 +48,14 @@ def check_send(
     for key, value in pairs:
         if not (isinstance(key, str) and isinstance(value, str)):
             raise InvalidParameterError(f"send: headers are strings by string, not {key!r}: {value!r}")
+
+
+def full(waiting: int, capacity: int, more: int) -> MailboxFullError:
+    """The error for ``more`` messages in a mailbox that has no room for them."""
+    return MailboxFullError(
+        f"the mailbox holds {waiting} of at most {capacity} messages, so {more} more do not fit; send again once some are"
+        " settled"
+    )
 
 
 def check_seconds(what: str, value: Any, most: float) -> None:

@@ -11,15 +11,16 @@ from heapq import heappush
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from mainspring.errors import MailboxFullError, ReceiptHandleExpiredError
+from mainspring.errors import ReceiptHandleExpiredError
+from mainspring.mailbox.limits import full
 from mainspring.mailbox.memory_agenda import Agenda
 from mainspring.mailbox.memory_entry import DELAYED, GONE, IN_FLIGHT, PENDING, Entry, Lane
-from mainspring.mailbox.message import Counts, Dead
+from mainspring.mailbox.message import EXPIRED, Counts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from mainspring.mailbox.message import Delivery, Return
+    from mainspring.mailbox.message import Dead, Delivery, Return
 
 
 class MemoryQueue:
@@ -76,10 +77,7 @@ class MemoryQueue:
 
     def _check_room(self, more: int) -> None:
         if self.capacity is not None and more and self.waiting + more > self.capacity:
-            raise MailboxFullError(
-                f"the mailbox holds {self.waiting} of at most {self.capacity} messages, so {more} more do not fit; send"
-                " again once some are settled"
-            )
+            raise full(self.waiting, self.capacity, more)
 
     def _place(self, entry: Entry, now: float, delay: float = 0.0, *, front: bool = False) -> None:
         """Let ``entry`` wait, unless its life has ended."""
@@ -197,8 +195,7 @@ class MemoryQueue:
 
     def _expire(self, entry: Entry, now: float) -> None:
         entry.attempt -= 1  # it counted the attempt to come, which will not be made
-        why = Dead("it was not done before its time (expires_in) ran out", "MessageExpiredError")
-        self._bury(entry, why, self.wall() - (now - entry.expires_at))
+        self._bury(entry, EXPIRED, self.wall() - (now - entry.expires_at))
 
     def _free_key(self, entry: Entry) -> None:
         key = entry.dedup_key

@@ -93,6 +93,9 @@ class Dead:
         return cls(message_of(error), type(error).__qualname__, text)
 
 
+EXPIRED = Dead("it was not done before its time (expires_in) ran out", "MessageExpiredError")
+"""Why a message is dead that nobody worked on when its ``expires_in`` was over."""
+
 Settlement: TypeAlias = Ack | Return | Dead
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mainspring.mailbox import sqlite_schema as sql
-from mainspring.mailbox.message import Dead
+from mainspring.mailbox.message import EXPIRED
 
 if TYPE_CHECKING:
     from mainspring.mailbox.sqlite_work import Work
 
 AT_ONCE = 1_000
 """How many of each kind one transaction does, unless somebody counts: the callers in it should not wait for thousands."""
-
-EXPIRED = Dead("nobody took it before it expired", "MessageExpiredError")
 
 
 def do_what_is_due(work: Work, exact: bool) -> None:

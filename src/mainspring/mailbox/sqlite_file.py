@@ -120,9 +120,7 @@ class DatabaseFile:
             work = do(connection, commands, boot(), wall)
             connection.execute("COMMIT")
         except BaseException:
-            if connection.in_transaction:
-                with contextlib.suppress(apsw.Error):
-                    connection.execute("ROLLBACK")
+            _roll_back(connection)
             raise
         self.transactions += 1
         return work
@@ -196,9 +194,7 @@ class DatabaseFile:
                 connection.execute(sql.NEW_BOOT, (boot,))
             connection.execute("COMMIT")
         except BaseException:
-            if connection.in_transaction:
-                with contextlib.suppress(apsw.Error):
-                    connection.execute("ROLLBACK")
+            _roll_back(connection)
             raise
 
     def _busy(self, tries: int) -> bool:
@@ -211,6 +207,12 @@ class DatabaseFile:
     def _committed(self, connection: apsw.Connection, database: str, pages: int) -> int:
         self._log_pages = pages
         return apsw.SQLITE_OK
+
+
+def _roll_back(connection: apsw.Connection) -> None:
+    if connection.in_transaction:
+        with contextlib.suppress(apsw.Error):
+            connection.execute("ROLLBACK")
 
 
 def check_sqlite(version: str) -> None:

@@ -11,9 +11,10 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mainspring.errors import MailboxFullError, ReceiptHandleExpiredError
+from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.mailbox import sqlite_commands as do
 from mainspring.mailbox import sqlite_schema as sql
+from mainspring.mailbox.limits import full
 from mainspring.mailbox.message import Counts, Dead, Delivery
 from mainspring.mailbox.sqlite_due import do_what_is_due, enqueue, expire
 from mainspring.mailbox.sqlite_inserts import Inserts
@@ -72,10 +73,7 @@ def _put(work: Work, commands: list[do.Put]) -> None:
             waiting = work.waiting(command.mailbox)
             more = batch.how_many_new(command.mailbox, envelopes)
             if more and waiting + more > command.capacity:
-                command.error = MailboxFullError(
-                    f"the mailbox holds {waiting} of at most {command.capacity} messages, so {more} more do not fit; send"
-                    " again once some are settled"
-                )
+                command.error = full(waiting, command.capacity, more)
                 continue
         command.result = batch.add(command.mailbox, envelopes)
     batch.write()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio
 
+from mainspring.callables import is_async
 from mainspring.clock import real_work
 from mainspring.events import CheckChanged, Dispatcher
 
@@ -70,7 +71,7 @@ class Checks:
             self._dispatcher.dispatch(CheckChanged(self._group, name, error))
 
     async def _call(self, name: str, check: Callable[[], object]) -> object:
-        if _is_async(check):
+        if is_async(check):
             answer = check()
         elif name in self._out:
             raise _StillOutError
@@ -85,9 +86,3 @@ class Checks:
             return check()
         finally:
             self._out.discard(name)
-
-
-def _is_async(check: Any) -> bool:
-    while isinstance(check, partial):
-        check = check.func
-    return inspect.iscoroutinefunction(check) or inspect.iscoroutinefunction(type(check).__call__)

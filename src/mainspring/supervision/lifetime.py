@@ -23,7 +23,7 @@ from mainspring.periodic import Periodic
 from mainspring.report import EXIT_BY_SIGNAL, EXIT_CANCELLED, Ending, ShutdownReport
 from mainspring.scope import DaemonScope
 from mainspring.signals import ShutdownCoordinator
-from mainspring.states import GROUP, GroupState, StateMachine, Transition
+from mainspring.states import BEFORE_SHUTDOWN, GROUP, GroupState, StateMachine, Transition
 from mainspring.supervision.checks import Checks
 from mainspring.supervision.foreign import ForeignLoop
 from mainspring.supervision.leftovers import Leftovers
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from mainspring.loops.base import Steerable
     from mainspring.supervision.settings import GroupSettings
 
-BEFORE_SHUTDOWN = (GroupState.IDLE, GroupState.STARTING, GroupState.RUNNING)
 EMPTY_INTERVAL = 0.2
 """Seconds between looks at the mailboxes of a group that runs until they are empty."""
 

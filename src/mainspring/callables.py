@@ -1,0 +1,25 @@
+"""What users hand over to be called: the function below its wrappings, and whether calling it gives a coroutine."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+
+def innermost(fn: Any) -> Any:
+    """The function or object under partials."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return fn
+
+
+def code_of(fn: Any) -> Any:
+    """What runs when ``fn`` is called: a function, or the ``__call__`` of an object's class."""
+    fn = innermost(fn)
+    return fn if inspect.isroutine(fn) else type(fn).__call__
+
+
+def is_async(fn: Any) -> bool:
+    """Whether ``fn`` is an ``async def``, also under partials or as the ``__call__`` of an object."""
+    return inspect.iscoroutinefunction(code_of(fn))
