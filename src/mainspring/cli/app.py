@@ -182,3 +182,47 @@ def demo(
     from mainspring.cli.demo import DemoOptions, run_demo
 
     return run_demo(DemoOptions(directory, keep, files, as_json))
+
+
+@app.command(
+    epilog="Example: `mainspring simulate app:build --seeds 100 --duration 24h --faults crash,signal,partition`"
+)
+def simulate(
+    target: Annotated[
+        str, typer.Argument(metavar="MODULE:ATTR", help="A function build(mailbox) that returns a LoopGroup.")
+    ],
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds to run, from 0.")] = 20,
+    seed: Annotated[int | None, typer.Option(min=0, help="Run this seed only, and tell what came of it.")] = None,
+    duration: Annotated[str, typer.Option(help="Virtual time of work and trouble: 24h, 30m, 90s.")] = "24h",
+    workers: Annotated[int, typer.Option(min=1, help="How many worker processes.")] = 4,
+    faults: Annotated[
+        str | None, typer.Option(metavar="KIND,KIND", help="Only these kinds of faults (none: no one); default: all.")
+    ] = None,
+    times: Annotated[float, typer.Option(min=0, help="All faults so many times as often as by default.")] = 1.0,
+    rate: Annotated[
+        list[str] | None, typer.Option(metavar="KIND=NUMBER", help="The rate of one kind; may be repeated.")
+    ] = None,
+    keep: Annotated[
+        str | None, typer.Option(metavar="N,N", help="Of the planned faults only these (none: no one).")
+    ] = None,
+    per_minute: Annotated[float, typer.Option(help="Messages a worker and minute.")] = 1.0,
+    body: Annotated[str | None, typer.Option(metavar="JSON", help="The messages' body; default: made up.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="How many processes share the seeds.")] = 1,
+    shrink: Annotated[bool, typer.Option(help="Look for a smaller case of a failure.")] = True,
+    log: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the event log of the told run.")] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the told run.")] = None,
+    as_json: _Json = False,
+) -> int:
+    """Run a group as a fleet in a failing world, in virtual time, and judge what becomes of every message.
+
+    Kinds of faults, as events an hour: crash, signal, deploy, partition, store_restart, clock_jump, freeze; as
+    probabilities: second_signal, slow_call, slow_handler, hanging_handler, failing_handler, swallowing_handler, poison,
+    duplicate. The first seed that breaks an invariant ends the search; the exit status is then 1.
+    """
+    from mainspring.cli.simulate import SimulateOptions, simulate_target
+
+    options = SimulateOptions(
+        seeds, seed, duration, workers, faults, times, tuple(rate or ()), keep, per_minute, body, jobs, shrink, log, svg,
+        as_json,
+    )  # fmt: skip
+    return simulate_target(target, options)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mainspring.cli.problems import Problem, explain, user_line
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import ModuleType
 
     from mainspring.group import LoopGroup
@@ -28,6 +29,27 @@ def load_group(target: str) -> LoopGroup:
     if not isinstance(found, LoopGroup):
         raise Problem(f"{target} is {_kind(found)}, not a LoopGroup; {_remedy(found, attribute)}")
     return found
+
+
+def load_builder(target: str) -> Callable[..., Any]:
+    """Import the module and return the function ``build(mailbox)`` that makes a group for a simulation."""
+    name, attribute = _split(target)
+    found = _attribute(_import(name), attribute, target)
+    from mainspring.group import LoopGroup
+
+    if isinstance(found, LoopGroup) or not callable(found) or inspect.iscoroutinefunction(found):
+        raise Problem(
+            f"{target} is {_kind(found)}; a simulation runs many groups, so name a plain function that makes one on the"
+            " mailbox it is given: def build(mailbox): return LoopGroup([MainLoop(mailbox, handle)])"
+        )
+    try:
+        inspect.signature(found).bind(None)
+    except TypeError as error:
+        raise Problem(f"{target} is called with one mailbox ({error}); it must be build(mailbox)") from None
+    except ValueError:  # no signature to look at: the call will tell
+        pass
+    built: Callable[..., Any] = found
+    return built
 
 
 def _split(target: str) -> tuple[str, str]:

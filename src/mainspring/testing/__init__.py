@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from mainspring.testing.simulation import (
         SimulationReport as SimulationReport,
     )
+    from mainspring.testing.simulation import (
+        simulate as simulate,
+    )
     from mainspring.testing.virtual import (
         DeadlockError as DeadlockError,
     )
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     )
 
 _FROM_VIRTUAL = ("DeadlockError", "VirtualClock", "run_virtual")
-_FROM_SIMULATION = ("Faults", "Simulation", "SimulationReport")
+_FROM_SIMULATION = ("Faults", "Simulation", "SimulationReport", "simulate")
 
 __all__ = [
     "DeadlockError",
@@ -40,6 +43,7 @@ __all__ = [
     "VirtualClock",
     "mailbox_contract",
     "run_virtual",
+    "simulate",
 ]
 
 

@@ -1,6 +1,18 @@
 """Deterministic simulation: the real loops and groups, in a world that fails, on a clock that jumps."""
 
 from mainspring.testing.simulation.faults import Faults, PlannedFault
+from mainspring.testing.simulation.guards import RealWorldError
+from mainspring.testing.simulation.many import simulate
 from mainspring.testing.simulation.run import Simulation, SimulationReport, Violation
+from mainspring.testing.simulation.shrink import shrink
 
-__all__ = ["Faults", "PlannedFault", "Simulation", "SimulationReport", "Violation"]
+__all__ = [
+    "Faults",
+    "PlannedFault",
+    "RealWorldError",
+    "Simulation",
+    "SimulationReport",
+    "Violation",
+    "shrink",
+    "simulate",
+]

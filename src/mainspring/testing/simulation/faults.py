@@ -86,12 +86,20 @@ class Faults:
         """A world in which nothing fails."""
         return cls(**dict.fromkeys(cls.kinds, 0.0))
 
+    @classmethod
+    def just(cls, **values: float) -> Self:
+        """A world in which nothing fails but what is named: ``Faults.just(crash=4, slow_call=0.1)``."""
+        unknown = sorted(set(values) - set(cls.kinds))
+        if unknown:
+            raise _unknown(unknown[0])
+        return cls(**{**dict.fromkeys(cls.kinds, 0.0), **values})
+
     def only(self, kinds: Iterable[str]) -> Self:
         """These faults, but of the named kinds only; an unknown one is a :class:`ConfigError` that lists them all."""
         chosen = set(kinds)
         unknown = sorted(chosen - set(self.kinds))
         if unknown:
-            raise ConfigError(f"there are no faults of kind {unknown[0]!r}; there are {', '.join(self.kinds)}")
+            raise _unknown(unknown[0])
         return replace(self, **{name: 0.0 for name in self.kinds if name not in chosen})
 
     def times(self, factor: float) -> Self:
@@ -105,8 +113,14 @@ class Faults:
 
     def source(self) -> str:
         """The expression that makes it."""
-        changed = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
-        return f"Faults({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        present = {name: getattr(self, name) for name in self.kinds if getattr(self, name)}
+        name, values = ("Faults", changed) if len(changed) <= len(present) else ("Faults.just", present)
+        return f"{name}({', '.join(f'{key}={value!r}' for key, value in values.items())})"
+
+
+def _unknown(kind: str) -> ConfigError:
+    return ConfigError(f"there are no faults of kind {kind!r}; there are {', '.join(Faults.kinds)}")
 
 
 @dataclass(frozen=True, slots=True)

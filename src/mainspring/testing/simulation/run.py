@@ -132,7 +132,7 @@ class Simulation:
     :param store: makes the mailbox that plays the server; by default ``InMemoryMailbox(serialize=True)``. For tests of the
         simulation itself, or of a store of one's own that runs on trio and in memory.
     :param patience: real seconds without any progress after which the code under test is said to block.
-    :param target: how the command line names the build function, for the replay command.
+    :param target: how the command line names the build function, for the replay command; ``target_options`` go with it.
     :raises ConfigError: a value is impossible.
     """
 
@@ -147,6 +147,7 @@ class Simulation:
     store: Callable[[], Mailbox[Any, Any]] | None = None
     patience: float = 20.0
     target: str | None = None
+    target_options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not (is_whole(self.seed) and self.seed >= 0):
@@ -201,20 +202,26 @@ class Simulation:
     def replay(self) -> str:
         """The command (or, where it was not run by one, the expression) that runs it again."""
         if self.target is None:
-            keep = "" if self.keep is None else f", keep={self.keep!r}"
+            rest = "" if self.keep is None else f", keep={self.keep!r}"
+            rest += "" if self.per_minute == 1 else f", per_minute={self.per_minute!r}"
             return (
-                f"Simulation(seed={self.seed}, duration={self.duration:g}, workers={self.workers},"
-                f" faults={self.faults.source()}{keep}).run(build)"
+                f"Simulation(seed={self.seed}, duration={self.duration!r}, workers={self.workers},"
+                f" faults={self.faults.source()}{rest}).run(build)"
             )
-        words = ["mainspring", "simulate", self.target, "--seed", str(self.seed), "--duration", f"{self.duration:g}"]
+        words = ["mainspring", "simulate", self.target, "--seed", str(self.seed), "--duration", f"{self.duration!r}"]
         words += ["--workers", str(self.workers)]
-        for name in Faults.kinds:
+        kinds = [name for name in Faults.kinds if getattr(self.faults, name)]
+        if len(kinds) < len(Faults.kinds):
+            words += ["--faults", ",".join(kinds) or "none"]
+        for name in kinds:
             value = getattr(self.faults, name)
             if value != getattr(Faults(), name):
-                words += ["--rate", f"{name}={value:g}"]
+                words += ["--rate", f"{name}={value!r}"]
+        if self.per_minute != 1:
+            words += ["--per-minute", f"{self.per_minute!r}"]
         if self.keep is not None:
             words += ["--keep", ",".join(map(str, self.keep)) or "none"]
-        return shlex.join(words)
+        return shlex.join(words + list(self.target_options))
 
     def but(self, **changes: Any) -> Simulation:
         """The same with other values."""

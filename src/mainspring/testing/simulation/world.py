@@ -58,7 +58,7 @@ class World:
         self.ledger.max_attempts = probe.max_attempts
         self.hold = TaskHold(_is_halted)
         self.store: Store
-        self._root: trio.lowlevel.Task = trio.lowlevel.current_task()
+        self._root = trio.lowlevel.current_root_task()
         self._nursery: trio.Nursery
 
     def stop(self) -> None:
@@ -170,6 +170,7 @@ class World:
         """Does a task of a process that has ended still exist?"""
         if self.over:
             return
+        assert self._root is not None
         for task in descendants(self._root):
             if task is not process.task and task.context.get(inside) is process:
                 told = f"a task of {process.lane} has outlived it: {task.name} at {where(task.coro)}"

@@ -1,0 +1,271 @@
+"""``mainspring simulate``: many seeds of a simulated fleet, and of the first that fails a small case, drawn."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from mainspring.cli.problems import FAILED, WRONG_USE, Problem
+from mainspring.cli.target import load_builder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from mainspring.testing.simulation import Faults, Simulation, SimulationReport
+
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+CHUNK = 8
+"""Seeds that a process is given at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulateOptions:
+    """What the command line says; see ``mainspring simulate --help``."""
+
+    seeds: int = 20
+    seed: int | None = None
+    duration: str = "24h"
+    workers: int = 4
+    kinds: str | None = None
+    times: float = 1.0
+    rates: tuple[str, ...] = ()
+    keep: str | None = None
+    per_minute: float = 1.0
+    body: str | None = None
+    jobs: int = 1
+    shrink: bool = True
+    log: Path | None = None
+    svg: Path | None = None
+    as_json: bool = False
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the runs so far came to."""
+
+    runs: int = 0
+    virtual_seconds: float = 0.0
+    real_seconds: float = 0.0
+    faults: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, figures: dict[str, Any]) -> None:
+        """One more run, as :meth:`SimulationReport.as_dict` has it."""
+        self.runs += 1
+        self.virtual_seconds += figures["virtual_seconds"]
+        self.real_seconds += figures["real_seconds"]
+        self.faults += len(figures["plan"])
+        self.counts.update(figures["counts"])
+
+
+def simulate_target(target: str, options: SimulateOptions) -> int:
+    """Run the seeds; 1 where an invariant was broken."""
+    build = load_builder(target)
+    first = _simulation(target, options)
+    if options.seed is not None:
+        return _tell(_one(first.but(seed=options.seed), build, options, smaller=options.shrink), Tally(), options)
+    tally = Tally()
+    failed = _hunt(first, target, build, options, tally)
+    if failed is None:
+        return _tell(None, tally, options)
+    return _tell(_one(first.but(seed=failed), build, options, smaller=options.shrink), tally, options)
+
+
+def _simulation(target: str, options: SimulateOptions) -> Simulation:
+    from mainspring.testing.simulation import Simulation
+
+    return Simulation(
+        duration=seconds(options.duration),
+        workers=options.workers,
+        faults=_faults(options),
+        per_minute=options.per_minute,
+        body=_body(options.body),
+        keep=_keep(options.keep),
+        target=target,
+        target_options=() if options.body is None else ("--body", options.body),
+    )
+
+
+def _faults(options: SimulateOptions) -> Faults:
+    from mainspring.testing.simulation import Faults
+
+    faults = Faults().times(options.times)
+    if options.kinds is not None:
+        kinds = () if options.kinds == "none" else options.kinds.split(",")
+        faults = faults.only(kind.strip() for kind in kinds)
+    changed = {kind: getattr(faults, kind) for kind in Faults.kinds}
+    for rate in options.rates:
+        kind, equals, value = rate.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            equals = ""
+        if not equals:
+            raise Problem(f"--rate {rate!r}: write KIND=NUMBER, for example --rate crash=2")
+        changed[kind] = number
+    return Faults.just(**changed)
+
+
+def _keep(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return () if text == "none" else tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise Problem(f"--keep {text!r}: write the numbers of planned faults, for example 3,7, or none") from None
+
+
+def _body(text: str | None) -> Callable[[int], Any] | None:
+    if text is None:
+        return None
+    try:
+        body = json.loads(text)
+    except ValueError as error:
+        raise Problem(f"--body is no JSON: {error}") from None
+    return lambda number: body
+
+
+def seconds(text: str) -> float:
+    """``"24h"``, ``"90s"``, ``"1.5d"`` or a plain number of seconds."""
+    number, unit = (text[:-1], text[-1]) if text and text[-1] in UNITS else (text, "s")
+    try:
+        return float(number) * UNITS[unit]
+    except ValueError:
+        raise Problem(f"{text!r} is no duration; write for example 90s, 30m, 24h or a number of seconds") from None
+
+
+# --------------------------------------------------------------------------------------------------------------- runs
+
+
+def _one(simulation: Simulation, build: Callable[..., Any], options: SimulateOptions, *, smaller: bool) -> Any:
+    from mainspring.testing.simulation import shrink
+
+    report = simulation.run(build)
+    if report.failed and smaller:
+        with _progress(options, f"seed {simulation.seed} fails: looking for a smaller case", None) as tick:
+            report = shrink(report, lambda candidate: _ticked(candidate.run(build), tick))
+    return report
+
+
+def _ticked(report: SimulationReport, tick: Callable[[], object]) -> SimulationReport:
+    tick()
+    return report
+
+
+def _hunt(
+    first: Simulation, target: str, build: Callable[..., Any], options: SimulateOptions, tally: Tally
+) -> int | None:
+    """The first seed that fails, or None; the seeds are run in their order, or by several processes at once."""
+    with _progress(options, "simulating", options.seeds) as tick:
+        if options.jobs == 1:
+            figures: Iterator[dict[str, Any]] = (
+                first.but(seed=seed).run(build).as_dict() for seed in range(options.seeds)
+            )
+            return _first_failure(figures, tally, tick)
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
+            work = [(target, options, seed) for seed in range(options.seeds)]
+            failed = _first_failure(pool.map(_run_in_child, work, chunksize=CHUNK), tally, tick)
+            pool.shutdown(cancel_futures=True)
+            return failed
+
+
+def _run_in_child(work: tuple[str, SimulateOptions, int]) -> dict[str, Any]:
+    target, options, seed = work
+    return _simulation(target, options).but(seed=seed).run(load_builder(target)).as_dict()
+
+
+def _first_failure(figures: Iterator[dict[str, Any]], tally: Tally, tick: Callable[[], object]) -> int | None:
+    for run in figures:
+        tally.add(run)
+        tick()
+        if run["failed"]:
+            seed: int = run["seed"]
+            return seed
+    return None
+
+
+@contextmanager
+def _progress(options: SimulateOptions, what: str, total: int | None) -> Iterator[Callable[[], object]]:
+    """A bar on standard error, where somebody looks."""
+    if options.as_json or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+# ------------------------------------------------------------------------------------------------------------ telling
+
+
+def _tell(report: SimulationReport | None, tally: Tally, options: SimulateOptions) -> int:
+    if report is not None:
+        _write(options.log, lambda: "\n".join([*report.events, ""]))
+        _write(options.svg, lambda: _drawn(report))
+    if options.as_json:
+        typer.echo(json.dumps(_as_json(report, tally), indent=2))
+    else:
+        if tally.runs:
+            typer.echo(_summary(tally))
+        if report is not None:
+            typer.echo(str(report))
+        if report is not None and report.failed:
+            typer.echo(_timeline(report))
+    return FAILED if report is not None and report.failed else 0
+
+
+def _as_json(report: SimulationReport | None, tally: Tally) -> dict[str, Any]:
+    return {
+        "runs": tally.runs,
+        "failed": report is not None and report.failed,
+        "virtual_seconds": round(tally.virtual_seconds, 3),
+        "real_seconds": round(tally.real_seconds, 3),
+        "planned_faults": tally.faults,
+        "counts": dict(tally.counts),
+        "run": report.as_dict() if report is not None else None,
+    }
+
+
+def _summary(tally: Tally) -> str:
+    hours = tally.virtual_seconds / 3600
+    speed = tally.virtual_seconds / tally.real_seconds if tally.real_seconds else 0.0
+    told = ", ".join(f"{number:,} {name}" for name, number in tally.counts.items())
+    return (
+        f"{tally.runs:,} seeds: {hours:,.1f} virtual hours in {tally.real_seconds:.1f} s of work ({speed:,.0f} times real"
+        f" time), {tally.faults:,} planned faults\n{told}"
+    )
+
+
+def _timeline(report: SimulationReport) -> str:
+    from mainspring.testing.simulation.timeline import around, as_text
+
+    return as_text(around(report))
+
+
+def _drawn(report: SimulationReport) -> str:
+    from mainspring.testing.simulation.timeline import around, as_svg
+
+    return as_svg(around(report))
+
+
+def _write(path: Path | None, text: Callable[[], str]) -> None:
+    if path is None:
+        return
+    try:
+        path.write_text(text(), encoding="utf-8")
+    except OSError as error:
+        raise Problem(f"{path} cannot be written: {error.strerror}", WRONG_USE) from error
