@@ -73,7 +73,8 @@ class DeadLetterPolicy:
     """When a message is given up: after ``max_attempts`` charged handler runs, or by the kind of error.
 
     ``include``: exception types (subclasses count) that dead-letter at once. ``exclude``: types that are retried for
-    ever. Where an error matches both, ``include`` wins: it is the narrower promise to an operator.
+    ever. Where an error matches both, ``include`` wins: it is the narrower promise to an operator. A body that does not fit
+    the handler's type is no error of the handler's: it is tried ``max_attempts`` times, as another worker may understand it.
     """
 
     max_attempts: int = 5

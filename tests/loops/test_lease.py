@@ -180,6 +180,31 @@ async def test_a_renewal_never_shortens_a_lease(virtual_clock):
         await anyio.sleep(10)
 
 
+async def test_a_beat_never_shortens_a_lease(virtual_clock):
+    """Neither the beat itself nor the renewals that it brings about, of 30 s each, cut the ten minutes short."""
+    expired = []
+
+    async def handle(job: int, ctx: Context) -> None:
+        await ctx.message.extend_visibility(600)
+        for _ in range(4):
+            await anyio.sleep(10)
+            ctx.beat()
+        mailbox.always("extend", fail(DOWN))
+        await anyio.sleep(1_000)
+
+    mailbox = FaultyMailbox()
+    await mailbox.send(1)
+    loop = MainLoop(mailbox, handle, visibility_timeout=30, lease=LeasePolicy("on-beat"))
+    async with background(loop, max_iterations=1):
+        for _ in range(5):
+            await anyio.sleep(118)
+            expired += await mailbox.receive()  # nobody gets it before the ten minutes are over
+        assert expired == []
+        assert len(mailbox.times("extend")) > 3
+        await anyio.sleep(15)
+        assert [message.id for message in await mailbox.receive()] != []
+
+
 # ----------------------------------------------------------------------------------------------------- lost leases
 
 

@@ -495,7 +495,9 @@ async def test_four_lost_leases_leave_one_run(virtual_clock):
     assert runs == [(5, 5)]
 
 
-async def test_json_of_the_wrong_shape_is_a_charged_retry(virtual_clock):
+@pytest.mark.parametrize("kinds", [{}, {"include": ValueError}, {"exclude": ValueError}])
+async def test_json_of_the_wrong_shape_is_a_charged_retry(virtual_clock, kinds):
+    """Whatever the policy says of the handler's errors: a SerializationError is a ValueError."""
     runs = []
 
     async def handle(job: int) -> None:
@@ -507,7 +509,8 @@ async def test_json_of_the_wrong_shape_is_a_charged_retry(virtual_clock):
     old = open_mailbox(name, body=str, serialize=True)
     new = open_mailbox(name, serialize=True)
     await old.send("three")
-    async with background(MainLoop(new, handle, retry=EXACT, dead_letter=DeadLetterPolicy(max_attempts=3))):
+    loop = MainLoop(new, handle, retry=EXACT, dead_letter=DeadLetterPolicy(max_attempts=3, **kinds), handler_timeout=60)
+    async with background(loop):
         await anyio.sleep(2.5)
         assert await new.dead_letters() == []
         await anyio.sleep(1)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from mainspring import logs
-from mainspring.calibration import KILL_MARGIN
 from mainspring.cli.early import CommandSignals, Interrupted
 from mainspring.cli.link import ParentLink
 from mainspring.cli.problems import FAILED, Problem, say
@@ -100,7 +99,7 @@ def _run_group(options: RunOptions, early: CommandSignals, link: ParentLink | No
     _set_health_port(group, options.health_port, link)
     group.dispatcher.subscribe(GroupStateChanged, partial(_tell_health_url, group))
     if link is not None:
-        link.tell(stop_within=_stop_within(group), directories=loaded_directories())
+        link.tell(stop_within=group.settings.stop_within, directories=loaded_directories())
     try:
         report: ShutdownReport = anyio.run(
             partial(group.run, install_signals=True), backend=backend, backend_options=backend_options
@@ -133,8 +132,3 @@ def _set_health_port(group: LoopGroup, port: int | None, link: ParentLink | None
     if port and link is not None:
         port += max(0, link.number - 1)
     group.settings = replace(group.settings, health_port=port)
-
-
-def _stop_within(group: LoopGroup) -> float:
-    settings = group.settings
-    return settings.drain_delay + settings.shutdown_timeout + settings.cancel_grace + KILL_MARGIN

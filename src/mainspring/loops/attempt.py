@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import anyio
 
 from mainspring import entropy
-from mainspring.errors import TaskExitError
+from mainspring.errors import SerializationError, TaskExitError
 from mainspring.events import MessageStarted
 from mainspring.loops.context import Context
 from mainspring.loops.outcome import DONE, LOST, RELEASED, Cause, Decision, Outcome, after_failure, before_start
@@ -64,6 +64,7 @@ class Attempts:
         self._mailbox = mailbox
         self._call = call
         self._settings = settings
+        self._misfits = DeadLetterPolicy(settings.dead_letter.max_attempts)
         self._dispatcher = dispatcher
         self._heartbeat = heartbeat
         self._clock = clock
@@ -88,11 +89,15 @@ class Attempts:
             self._dispatcher.dispatch(
                 MessageStarted(self._name, message.id, message.receipt_handle, message.delivery_count, message.attempt)
             )
+        try:
+            body = message.body
+        except SerializationError as error:
+            run.phase = Phase.ENDED
+            return self._after(run, error, self._misfits)
         run.phase = Phase.HANDLING
         if self._settings.handler_timeout is not None:
             scope.deadline = run.deadline = now + self._settings.handler_timeout
         try:
-            body = message.body
             args = (body, Context(run)) if self._settings.wants_context else (body,)
             if self.wrappers:
                 run.coroutine = self._wrapped(run, args)
@@ -152,14 +157,17 @@ class Attempts:
         return self.judge(run, verdict)
 
     def judge(self, run: Run, error: BaseException) -> Decision:
-        """What a failure means for the message."""
+        """What a failure of the handler, or of its reply, means for the message."""
+        return self._after(run, error, self._settings.dead_letter)
+
+    def _after(self, run: Run, error: BaseException, dead_letter: DeadLetterPolicy) -> Decision:
         message = run.message
         return after_failure(
             error,
             attempt=message.attempt,
             delivery_count=message.delivery_count,
             retry=self._settings.retry,
-            dead_letter=self._settings.dead_letter,
+            dead_letter=dead_letter,
             rng=entropy.rng(),
         )
 

@@ -196,6 +196,7 @@ class MainLoop:
         """Stop: receive no more, let handlers finish within ``timeout`` seconds, then cancel them.
 
         Returns whether everything ended by itself. Cancelled handlers' messages go back uncharged; they get 5 s to clean up.
+        One that does not end although cancelled (a thread, a shield) is waited for: put a limit of your own around the call.
         Before :meth:`run` it is remembered for the next run. From inside one of the loop's handlers it only asks for the
         shutdown and returns True, since it could not wait for itself.
         """

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from mainspring.calibration import Timeouts
+from mainspring.calibration import KILL_MARGIN, Timeouts
 from mainspring.errors import ConfigError
 from mainspring.policies import RestartPolicy
 from mainspring.values import is_number, is_whole
@@ -82,9 +82,17 @@ class GroupSettings:
         )
 
     @property
+    def stop_within(self) -> float:
+        """Seconds from the request for a shutdown until a process that owns itself has left in any case."""
+        phases = Timeouts(
+            drain_delay=self.drain_delay, shutdown_timeout=self.shutdown_timeout, cancel_grace=self.cancel_grace
+        )
+        return phases.needed
+
+    @property
     def hard_limit(self) -> float:
         """Seconds past the finish deadline after which a process that owns itself leaves by force."""
-        return self.cancel_grace + 1.0
+        return self.cancel_grace + KILL_MARGIN
 
 
 def _seconds(name: str, value: object, *, least: float) -> None:
