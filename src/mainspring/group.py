@@ -21,6 +21,7 @@ from mainspring.status import GroupStatus, LoopStatus
 from mainspring.supervision.foreign import steerable
 from mainspring.supervision.lifetime import Lifetime
 from mainspring.supervision.settings import GroupSettings, OnCrash
+from mainspring.values import is_number
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -251,7 +252,7 @@ class LoopGroup:
         ``timeout`` replaces the group's ``shutdown_timeout``. Before a run it is remembered, and the next run uses it up;
         from inside one of the group's handlers it only asks. In both cases it returns True at once.
         """
-        if timeout is not None and not timeout >= 0:
+        if timeout is not None and not is_number(timeout, 0, float("inf")):
             raise ConfigError(f"shutdown: timeout must be 0 or more seconds, not {timeout!r}")
         return await self._stop("shutdown()", timeout)
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("mainspring.signals")
 
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+CALLBACK_TIMEOUT = 10.0
+"""Seconds that shutdown callbacks may take once the block around them has been left."""
 
 
 class EarlySignals:
@@ -118,8 +120,9 @@ class ShutdownCoordinator:
 
     Callbacks, plain or async, are called once, in the order of their registration, one after the other; one that raises is
     logged (logger ``mainspring.signals``) and does not keep the next from being called; one registered after the trigger is
-    called at once. While the block runs they are called on its event loop. Outside of one, plain callbacks are called by
-    ``trigger()`` in its thread, and async ones when a block is entered.
+    called at once. While the block runs they are called on its event loop, and those that are due when it is left still
+    have 10 s to be called and to end; where an error or a cancellation ends it, they are cancelled. Outside of one, plain
+    callbacks are called by ``trigger()`` in its thread, and async ones when a block is entered.
     """
 
     _CURRENT: ClassVar[str] = "shutdown coordinator"
@@ -137,6 +140,7 @@ class ShutdownCoordinator:
         self._pending: deque[Callable[[], object]] = deque()
         self._triggered = False
         self._calling = False
+        self._leaving = False
         self._received = 0
         self._lock = threading.RLock()
         self._loop: Any = None
@@ -208,6 +212,11 @@ class ShutdownCoordinator:
             self._calling = True
             return self._pending.popleft()
 
+    def _leave(self) -> None:
+        """The block is being left: no callback is waited for any more that is not due yet."""
+        self._leaving = True
+        self._rouse()
+
     def _rouse(self) -> None:
         if self._wake is not None:
             self._wake.set()
@@ -230,14 +239,15 @@ class ShutdownCoordinator:
             # them while nobody listens, or they would count twice, as a first and a second one.
             for _ in range(3):
                 await anyio.lowlevel.cancel_shielded_checkpoint()
-        self._scope = DaemonScope("shutdown coordinator")
+        self._leaving = False
+        self._scope = DaemonScope("shutdown coordinator", timeout=CALLBACK_TIMEOUT)
         await self._scope.__aenter__()
         try:
             for signum in self.signals:
                 hub = _join(signum, self._on_signal)
                 self._hubs.append(hub)
                 self._scope.start_soon(hub.receive, name=f"receiver of {signal.Signals(signum).name}")
-            self._scope.start_soon(self._run_callbacks, name="shutdown callbacks")
+            self._scope.start_soon(self._run_callbacks, name="shutdown callbacks", stop=self._leave)
         except BaseException as error:
             self._release()
             await self._scope.__aexit__(type(error), error, error.__traceback__)
@@ -276,6 +286,8 @@ class ShutdownCoordinator:
                     _log.exception("the shutdown callback %r raised", callback)
                 finally:
                     self._calling = False
+            if self._leaving:
+                return
             await self._wake.wait()
 
 
