@@ -17,7 +17,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import anyio
 from anyio.lowlevel import current_token
 
 if TYPE_CHECKING:
@@ -125,10 +124,16 @@ def _wall_ahead() -> float:
 def loop_clock() -> Callable[[], float]:
     """``anyio.current_time`` of the running event loop, without looking the backend up on each call.
 
-    For paths where half a microsecond a message counts. Call the result only on the loop it was made on.
+    For paths where half a microsecond a message counts, and for bare callbacks of the event loop, in which anyio cannot
+    tell what it runs on. Call the result only on the loop it was made on.
     """
     loop = current_token().native_token
-    return getattr(loop, "time", anyio.current_time)
+    if hasattr(loop, "time"):
+        now: Callable[[], float] = loop.time
+        return now
+    import trio
+
+    return trio.current_time
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from mainspring.clock import loop_clock
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
@@ -24,6 +26,7 @@ class Periodic:
         self._step = step
         self._due = first
         self._sleep: anyio.CancelScope | None = None
+        self._now: Callable[[], float] = anyio.current_time
 
     @property
     def due(self) -> float:
@@ -35,20 +38,21 @@ class Periodic:
         if when < self._due:
             self._due = when
             if self._sleep is not None:
-                self._due = max(when, anyio.current_time())  # it could not have come sooner, so it is not late
+                self._due = max(when, self._now())  # it could not have come sooner, so it is not late
                 self._sleep.deadline = self._due
 
     async def run(self) -> None:
         """Run until cancelled."""
+        self._now = loop_clock()
         while True:
             await self._until_due()
-            late = anyio.current_time() - self._due
+            late = self._now() - self._due
             self._due = math.inf  # so that a wake_by during the step counts
             asked = await self._step(max(0.0, late))
             self._due = min(self._due, asked)
 
     async def _until_due(self) -> None:
-        now = anyio.current_time()
+        now = self._now()
         if self._due <= now:
             self._due = now  # asked for in the past: as above
             await anyio.lowlevel.checkpoint()

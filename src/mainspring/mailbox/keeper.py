@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -13,8 +12,6 @@ from mainspring.states import MailboxState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
-
-    from anyio.abc import TaskStatus
 
     from mainspring.mailbox.base import Mailbox
 
@@ -40,13 +37,29 @@ async def open_in(scope: DaemonScope, mailboxes: Iterable[Mailbox[Any, Any]]) ->
     for mailbox in mailboxes:
         works = mailbox.works_unopened and mailbox.state is MailboxState.UNOPENED
         if mailbox.state is not MailboxState.OPEN and not works:
-            told = anyio.Event()
-            await scope.start(partial(_keep, mailbox, told), name=f"mailbox {mailbox.name}", stop=told.set)
+            keeper = _Keeper(mailbox)
+            # Not `scope.start`: cancelled just as the mailbox opens, that waits for the keeper's end, and nobody tells it.
+            scope.start_soon(keeper.run, name=f"mailbox {mailbox.name}", stop=keeper.stop)
+            await keeper.opened.wait()
 
 
-async def _keep(mailbox: Mailbox[Any, Any], told: anyio.Event, *, task_status: TaskStatus[None]) -> None:
-    with anyio.CancelScope() as scope:
-        async with mailbox:
-            scope.shield = True  # until told to stop, which leaving its DaemonScope does in every case
-            task_status.started()
-            await told.wait()
+class _Keeper:
+    """Has one mailbox open until it is told to stop. A mailbox that is still being opened then is given up."""
+
+    def __init__(self, mailbox: Mailbox[Any, Any]) -> None:
+        self.opened = anyio.Event()
+        self._mailbox = mailbox
+        self._told = anyio.Event()
+        self._scope = anyio.CancelScope()
+
+    def stop(self) -> None:
+        self._told.set()
+        if not self.opened.is_set():
+            self._scope.cancel()
+
+    async def run(self) -> None:
+        with self._scope:
+            async with self._mailbox:
+                self._scope.shield = True  # until told to stop, which leaving its DaemonScope does in every case
+                self.opened.set()
+                await self._told.wait()

@@ -13,7 +13,6 @@ import os
 import socket
 import threading
 from collections import deque
-from contextvars import copy_context
 from typing import TYPE_CHECKING
 
 import anyio
@@ -32,13 +31,12 @@ class Waiters:
     anybody waits; a receive that parks compares the signals from before its last claim, so that none is missed between.
     """
 
-    __slots__ = ("_context", "_due_in", "_queue", "announced", "loop", "mailbox", "parked", "signals")
+    __slots__ = ("_due_in", "_queue", "announced", "loop", "mailbox", "parked", "signals")
 
     def __init__(self, mailbox: int, due_in: Callable[[float], None]) -> None:
         self.mailbox = mailbox
         self.loop = event_loop()
         self._due_in = due_in
-        self._context = copy_context()
         self.announced = math.inf
         self.parked = 0
         self.signals = 0
@@ -62,8 +60,8 @@ class Waiters:
                 self._queue.remove(event)
 
     def due_in(self, seconds: float) -> None:
-        """Pass on when the next thing is due; in the context of a task, as a bare callback has no anyio clock."""
-        self._context.run(self._due_in, seconds)
+        """Pass on when the next thing is due."""
+        self._due_in(seconds)
 
     def wake(self, count: int) -> None:
         """Let the ``count`` receives that have waited longest look again."""

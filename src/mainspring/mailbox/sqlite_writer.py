@@ -109,9 +109,9 @@ class Writer:
 
     def release(self, job: Job) -> None:
         """Use it no longer; ``job`` (without commands) is done when the last user's connection is closed."""
-        with self._lock:
+        with self._lock:  # both at once: the thread must not end between the two, with nobody left to do the job
             self._users -= 1
-        self._inbox.put(job)
+            self._inbox.put(job)
 
     def submit(self, job: Job) -> None:
         """Hand commands over; their results are there when ``job.done`` is called."""
@@ -176,14 +176,14 @@ class Writer:
             self._look()
 
     def _ended(self) -> bool:
-        """Close the file, unless somebody began to use it meanwhile; whether the thread is done."""
+        """Close the file, unless somebody uses it or has used it meanwhile; whether the thread is done."""
         self._bell.interrupt()
         if self._watcher is not None:
             self._watcher.join(LOOK_AGAIN)
         self._bell.close()
         self.file.close()
         with self._lock:
-            if self._users:
+            if self._users or not self._inbox.empty():  # a user that came and went leaves jobs, and waits for them
                 return False
             self._running = False
             return True

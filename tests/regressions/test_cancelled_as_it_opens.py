@@ -1,0 +1,51 @@
+"""A start that is cancelled in the very moment in which a mailbox opens: it must not wait for ever for its keeper."""
+
+from __future__ import annotations
+
+import threading
+
+import anyio
+import pytest
+
+from mainspring.mailbox.keeper import kept_open
+from mainspring.mailbox.sqlite import SQLiteMailbox
+from mainspring.states import MailboxState
+
+BACKENDS = [("asyncio", {"use_uvloop": False}), ("asyncio", {"use_uvloop": True}), ("trio", {})]
+
+
+class CancelsWhoOpens(SQLiteMailbox):
+    outer = None
+    late = False
+
+    async def _open(self, scope):
+        await super()._open(scope)
+        if self.late:
+            await anyio.lowlevel.checkpoint()
+        self.outer.cancel()
+
+
+def ends(fn, backend):
+    """Whether ``fn`` comes to an end; in a thread of its own, as a shielded wait lets no timeout through."""
+    name, options = backend
+    thread = threading.Thread(target=anyio.run, args=(fn,), kwargs={"backend": name, "backend_options": options})
+    thread.daemon = True
+    thread.start()
+    thread.join(20)
+    return not thread.is_alive()
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=["asyncio", "uvloop", "trio"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_cancellation_at_the_end_of_opening_closes_the_mailbox(tmp_path, backend, late):
+    mailbox = CancelsWhoOpens(tmp_path / "mail.db")
+    mailbox.late = late
+
+    async def start():
+        with anyio.CancelScope() as mailbox.outer:
+            async with kept_open([mailbox]):
+                await anyio.sleep_forever()
+
+    assert ends(start, backend)
+    assert mailbox.state in (MailboxState.CLOSED, MailboxState.UNOPENED)
+    assert not any(thread.name.startswith("mainspring sqlite") for thread in threading.enumerate())
