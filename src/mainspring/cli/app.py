@@ -111,7 +111,7 @@ def run(
     return run_target(RunOptions(target, processes, health_port, reload, loop.value, log_level, log_json))
 
 
-@app.command(epilog="""Example: `mainspring send sqlite:///jobs.db?name=emails '{"to": "ann@example.org"}'`""")
+@app.command(epilog="""Example: `mainspring send 'sqlite:///jobs.db?name=emails' '{"to": "ann@example.org"}'`""")
 def send(
     url: Annotated[str, typer.Argument(metavar="URL", help="The mailbox, for example sqlite:///jobs.db?name=emails.")],
     bodies: Annotated[
