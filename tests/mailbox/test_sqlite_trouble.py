@@ -21,11 +21,6 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def path(tmp_path):
-    return str(tmp_path / "mail.db")
-
-
-@pytest.fixture
 async def mailbox(path, anyio_backend):
     async with SQLiteMailbox(path, name="jobs", busy_timeout=0.2) as made:
         yield made

@@ -350,7 +350,11 @@ class Mailbox(Bodies, Generic[T, R]):
         return [self._dead_letter(*found) for found in await self._dead_letters(limit, after)]
 
     async def replay_dead_letters(self, message_ids: Iterable[str] | None = None) -> int:
-        """Send dead letters (None: all) to the tail of the queue again, with fresh counts; how many that were."""
+        """Send dead letters (None: all) to the tail of the queue again, with fresh counts; how many that were.
+
+        Raises :class:`MailboxFullError`, and sends none, where there is no room for all of them. A dead letter has its
+        ``dedup_key`` again, unless another unfinished message has it by now.
+        """
         self._check_open()
         return await self._replay(_ids(message_ids))
 

@@ -264,7 +264,7 @@ class SQLiteMailbox(Mailbox[T, R]):
         return page
 
     async def _replay(self, message_ids: list[str] | None) -> int:
-        return int(await self._batcher.call(do.Revive(self._number, message_ids)))
+        return int(await self._batcher.call(do.Revive(self._number, message_ids, self._capacity)))
 
     async def _discard_dead(self, message_ids: list[str] | None) -> int:
         return int(await self._batcher.call(do.Forget(self._number, message_ids)))

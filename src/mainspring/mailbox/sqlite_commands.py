@@ -165,13 +165,14 @@ class ListDead(StoreCommand):
 
 
 class Revive(StoreCommand):
-    """Put dead letters (None: all) back into the queue; results in how many that were."""
+    """Put dead letters (None: all) back into the queue, all or none as in :class:`Put`; results in how many that were."""
 
-    __slots__ = ("ids",)
+    __slots__ = ("capacity", "ids")
 
-    def __init__(self, mailbox: int, ids: list[str] | None) -> None:
+    def __init__(self, mailbox: int, ids: list[str] | None, capacity: int | None) -> None:
         super().__init__(mailbox)
         self.ids = ids
+        self.capacity = capacity
 
 
 class Forget(StoreCommand):

@@ -100,7 +100,8 @@ CREATE TABLE dead (
     error TEXT NOT NULL,
     error_type TEXT NOT NULL,
     traceback TEXT NOT NULL,
-    dead_at REAL NOT NULL
+    dead_at REAL NOT NULL,
+    dedup_key TEXT                  -- has it again when it is replayed, unless another message has it by then
 ) STRICT;
 CREATE INDEX dead_by_mailbox ON dead (mailbox, place);
 CREATE INDEX dead_by_id ON dead (mailbox, id);
@@ -185,17 +186,22 @@ FORGET_DELAYED = "DELETE FROM delayed WHERE due = ? AND seq = ?"
 # ------------------------------------------------------------------------------------------------------- dead letters
 
 BURY = """INSERT INTO dead SELECT ?, mailbox, rank, id, body, enqueued_at, reply_to, headers, deliveries + ?, attempts + ?,
-    coalesce(first_received_at, ?), checkpoint, ?, ?, ?, ? FROM messages WHERE seq = ?"""
+    coalesce(first_received_at, ?), checkpoint, ?, ?, ?, ?, dedup_key FROM messages WHERE seq = ?"""
 DEAD_PAGE = """SELECT id, body, deliveries, attempts, enqueued_at, first_received_at, reply_to, headers, checkpoint,
     error, error_type, traceback, dead_at FROM dead
     WHERE mailbox = ? AND place > coalesce((SELECT place FROM dead WHERE mailbox = ? AND id = ?), 0)
     ORDER BY place LIMIT ?"""
 _ALL_DEAD = "FROM dead WHERE mailbox = ?"
 _SOME_DEAD = f"FROM dead WHERE mailbox = ? AND id {_GIVEN}"
-_REVIVE = """INSERT INTO messages (seq, mailbox, rank, id, body, enqueued_at, reply_to, headers, checkpoint)
-    SELECT ? + row_number() OVER (ORDER BY place), mailbox, rank, id, body, enqueued_at, reply_to, headers, checkpoint """
+_REVIVE = """INSERT INTO messages (seq, mailbox, rank, id, body, enqueued_at, reply_to, headers, checkpoint, dedup_key)
+    SELECT ? + row_number() OVER (ORDER BY place), mailbox, rank, id, body, enqueued_at, reply_to, headers, checkpoint,
+    CASE WHEN row_number() OVER (PARTITION BY dedup_key ORDER BY place) = 1 AND NOT EXISTS (
+        SELECT 1 FROM messages AS m WHERE m.mailbox = dead.mailbox AND m.dedup_key = dead.dedup_key
+    ) THEN dedup_key END """
 REVIVE_ALL = _REVIVE + _ALL_DEAD
 REVIVE_SOME = _REVIVE + _SOME_DEAD
+COUNT_ALL_DEAD = "SELECT count(*) " + _ALL_DEAD
+COUNT_SOME_DEAD = "SELECT count(*) " + _SOME_DEAD
 DROP_ALL_DEAD = "DELETE " + _ALL_DEAD
 DROP_SOME_DEAD = "DELETE " + _SOME_DEAD
 

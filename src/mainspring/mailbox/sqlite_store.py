@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.sqlite_commands import StoreCommand
 
+_UNREADABLE = Dead("the stored headers are no JSON object of strings", "NotJsonError")
+
 
 def perform(connection: Connection, commands: Sequence[StoreCommand], boot: float, wall: float) -> Work:
     """Do all ``commands`` inside the transaction that is open; what changed, for those who wait.
@@ -88,7 +90,10 @@ def _claim(work: Work, commands: list[do.Claim]) -> None:
         alike.setdefault((command.mailbox, command.visibility), []).append(command)
     for (mailbox, visibility), claims in alike.items():
         limit = sum(claim.limit for claim in claims)
-        deliveries = _lease(work, mailbox, limit, visibility)
+        deliveries, buried = _lease(work, mailbox, limit, visibility)
+        while buried:
+            more, buried = _lease(work, mailbox, limit - len(deliveries), visibility)
+            deliveries += more
         if len(deliveries) < limit:
             work.exhausted(mailbox)
         start = 0
@@ -99,14 +104,15 @@ def _claim(work: Work, commands: list[do.Claim]) -> None:
                 work.empty.add(mailbox)
 
 
-def _lease(work: Work, mailbox: int, limit: int, visibility: float) -> list[Delivery]:
+def _lease(work: Work, mailbox: int, limit: int, visibility: float) -> tuple[list[Delivery], int]:
+    """Lease what comes first; and how many more were buried in its place, as they cannot be read."""
     wall = work.wall
     rows = work.rows(sql.FIRST_READY, (mailbox, limit))
     while any(row[-1] is not None and row[-1] <= wall for row in rows):  # so many expired that not all were swept
         expire(work, limit)
         rows = work.rows(sql.FIRST_READY, (mailbox, limit))
     if not rows:
-        return []
+        return [], 0
     until = work.boot + visibility
     lease = work.tick
     found = len(rows)
@@ -119,8 +125,15 @@ def _lease(work: Work, mailbox: int, limit: int, visibility: float) -> list[Deli
     tally.in_flight += found
     deliveries = []
     expiring = []
+    unreadable = []
     for _, _, seq, name, body, enqueued_at, reply_to, headers, ended, charged, first, checkpoint, expires_at in rows:
         lease += 1
+        if expires_at is not None:
+            expiring.append((expires_at, seq))
+        known = {} if headers is None else _headers(headers)
+        if known is None:
+            unreadable.append((lease, seq))
+            continue
         deliveries.append(
             Delivery(
                 name,
@@ -131,15 +144,28 @@ def _lease(work: Work, mailbox: int, limit: int, visibility: float) -> list[Deli
                 enqueued_at,
                 wall if first is None else first,
                 reply_to,
-                {} if headers is None else json.loads(headers),
+                known,
                 checkpoint,
             )
         )
-        if expires_at is not None:
-            expiring.append((expires_at, seq))
     if expiring:
         work.many(sql.NOT_EXPIRING, expiring)
-    return deliveries
+    for taken, seq in unreadable:
+        work.execute(sql.DROP_LEASE, (taken,))
+        tally.in_flight -= 1
+        work.bury(mailbox, seq, _UNREADABLE, 1, wall)
+    return deliveries, len(unreadable)
+
+
+def _headers(stored: str) -> dict[str, str] | None:
+    """Stored headers; None where they are none: another program wrote the row, or the file was damaged."""
+    try:
+        headers = json.loads(stored)
+    except (ValueError, RecursionError):
+        return None
+    if not (isinstance(headers, dict) and all(isinstance(value, str) for value in headers.values())):
+        return None
+    return headers
 
 
 def _unclaim(work: Work, commands: list[do.Unclaim]) -> None:
@@ -294,7 +320,7 @@ def _list_dead(work: Work, commands: list[do.ListDead]) -> None:
 
 def _dead_row(row: tuple[Any, ...]) -> tuple[Delivery, Dead, float]:
     name, body, deliveries, attempts, enqueued_at, first, reply_to, headers, checkpoint, *why, dead_at = row
-    known = {} if headers is None else json.loads(headers)
+    known = {} if headers is None else _headers(headers) or {}
     delivery = Delivery(name, body, "", deliveries, attempts, enqueued_at, first or 0.0, reply_to, known, checkpoint)
     return delivery, Dead(*why), dead_at
 
@@ -302,10 +328,14 @@ def _dead_row(row: tuple[Any, ...]) -> tuple[Delivery, Dead, float]:
 def _revive(work: Work, commands: list[do.Revive]) -> None:
     for command in commands:
         first = work.tick
-        if command.ids is None:
-            work.execute(sql.REVIVE_ALL, (first, command.mailbox))
-        else:
-            work.execute(sql.REVIVE_SOME, (first, command.mailbox, json.dumps(command.ids)))
+        which = (command.mailbox,) if command.ids is None else (command.mailbox, json.dumps(command.ids))
+        if command.capacity is not None:
+            waiting = work.waiting(command.mailbox)
+            more = work.value(sql.COUNT_ALL_DEAD if command.ids is None else sql.COUNT_SOME_DEAD, which)
+            if more and waiting + more > command.capacity:
+                command.error = full(waiting, command.capacity, more)
+                continue
+        work.execute(sql.REVIVE_ALL if command.ids is None else sql.REVIVE_SOME, (first, *which))
         revived = work.changes()
         work.tick += revived
         work.execute(sql.READY_RANGE, (first + 1, work.tick))

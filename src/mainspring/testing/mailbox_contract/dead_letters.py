@@ -149,6 +149,23 @@ async def a_replay_can_be_of_some(h: Harness) -> None:
         equal(await box.replay_dead_letters(iter(sent)), 2, "replayed of those that are left")
 
 
+@behaviour("dedup")
+async def a_replayed_message_has_its_dedup_key_again(h: Harness) -> None:
+    """While it is unfinished a send with its key returns its id; where another message has the key by now, it stays that one's."""
+    async with h.open() as box:
+        first, other = [await box.send("dies", dedup_key=key) for key in ("k", "taken")]
+        for message in await h.all(box):
+            await message.dead_letter("no")
+        newer = await box.send("newer", dedup_key="taken")
+        equal(await box.replay_dead_letters(), 2, "replayed")
+        equal(await box.send("again", dedup_key="k"), first, "the id of a send with the key of a replayed message")
+        equal(await box.send("again", dedup_key="taken"), newer, "the id of a send with a key that another message has")
+        for message in await h.all(box):
+            await message.acknowledge()
+        check(await box.send("later", dedup_key="k") not in {first, other, newer}, "a finished message kept its key")
+        check(await box.send("later", dedup_key="taken") not in {first, other, newer}, "a finished message kept its key")
+
+
 @behaviour()
 async def a_replayed_message_can_die_again(h: Harness) -> None:
     """A replayed message that dies once more is one dead letter, with the new error."""
