@@ -61,6 +61,10 @@ def run_demo(options: DemoOptions) -> int:
             home = Path.cwd() / "mainspring-demo"
         if (home / "queue.db").exists():
             raise Problem(f"{home} holds an earlier run; remove it, or give another directory by --dir")
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Problem(f"the directory {home} cannot be made: {error.strerror}; give another one by --dir") from None
         view = make_view(as_json=options.as_json)
         demo = Demo(home, _load_example(home), options.files, view)
         status = anyio.run(demo.run)

@@ -7,6 +7,8 @@ import sysconfig
 from pathlib import Path
 from traceback import extract_tb
 
+from mainspring.errors import message_of
+
 WRONG_USE = 2
 FAILED = 1
 
@@ -29,8 +31,9 @@ def one_line(error: BaseException) -> str:
     """An exception as one line: its type, and the first line of what it says."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg}"
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    name = type(error).__name__
+    lines = message_of(error).strip().splitlines()
+    return name if not lines or lines[0] == type(error).__qualname__ else f"{name}: {lines[0]}"
 
 
 def user_line(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -56,16 +57,28 @@ def send_bodies(url: str, arguments: Sequence[str], file: str | None, options: S
         if options.dedup_key is not None and count != 1:
             raise Problem(f"--dedup-key names one message, but there are {count} bodies; send them one by one")
         ids, error = anyio.run(_send, mailbox, bodies, headers, options)
-    if options.as_json:
-        typer.echo(json.dumps({"mailbox": mailbox.name, "sent": len(ids), "ids": ids}))
-    else:
-        sys.stdout.writelines(f"{message_id}\n" for message_id in ids)
+    _print(mailbox.name, ids, options)
     if error is not None:
         say(f"{error}; {len(ids):,} of {count:,} messages were sent, the rest was not")
         return FAILED
     if not count:
         say("there was nothing to send")
     return 0
+
+
+def _print(name: str, ids: list[str], options: SendOptions) -> None:
+    try:
+        if options.as_json:
+            typer.echo(json.dumps({"mailbox": name, "sent": len(ids), "ids": ids}))
+        else:
+            typer.echo("".join(f"{message_id}\n" for message_id in ids), nl=False)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        sys.stdout = None  # else the end of the program tries once more, and complains
+        raise Problem(
+            f"{len(ids):,} message(s) were sent, but not all ids could be printed: {error.strerror}", FAILED
+        ) from None
 
 
 def parse_headers(pairs: Iterable[str]) -> dict[str, str]:
@@ -110,7 +123,7 @@ def read_bodies(lines: IO[bytes], name: str) -> tuple[Iterator[Any], int]:
             raise Problem(f"line {number} of {name} is no JSON ({error}); nothing was sent") from None
         count += 1
     lines.seek(0)
-    return (_parse(line) for line in lines if line.strip()), count
+    return (json.loads(line) for line in lines if line.strip()), count
 
 
 def _whole_document(lines: IO[bytes]) -> list[Any] | None:
@@ -124,11 +137,24 @@ def _whole_document(lines: IO[bytes]) -> list[Any] | None:
 
 
 def _parse(text: str | bytes) -> Any:
-    return json.loads(text, parse_constant=_no_constant)
+    """``text`` as JSON that can be sent: a :class:`ValueError` where it is none, or where a mailbox could not keep it."""
+    try:
+        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+        json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return value
 
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text[:20]} is too large for a number")
+    return number
 
 
 def _input(file: str | None) -> IO[bytes]:
@@ -137,11 +163,16 @@ def _input(file: str | None) -> IO[bytes]:
             return Path(file).open("rb")
         except OSError as error:
             raise Problem(f"cannot read --file {file}: {error.strerror}") from None
+    if sys.stdin is None:  # it was closed
+        raise Problem("there is no standard input to read: give bodies as arguments or by --file")
     if file is None and sys.stdin.isatty():
         raise Problem("there is nothing to send: give bodies as arguments, by --file, or on standard input")
     spool = TemporaryFile()  # noqa: SIM115 - the caller closes it
-    while block := sys.stdin.buffer.read(1 << 20):
-        spool.write(block)
+    try:
+        while block := sys.stdin.buffer.read(1 << 20):
+            spool.write(block)
+    except OSError as error:
+        raise Problem(f"standard input cannot be read: {error.strerror}; nothing was sent") from None
     spool.seek(0)
     return spool
 

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mainspring.cli.early import Interrupted
 from mainspring.cli.problems import Problem, explain, user_line
 
 if TYPE_CHECKING:
@@ -87,7 +88,9 @@ def _import(name: str) -> ModuleType:
             f"{name} does not import: {at}: it calls sys.exit({error.code!r}); keep that under"
             ' `if __name__ == "__main__":`'
         ) from error
-    except Exception as error:
+    except (KeyboardInterrupt, Interrupted):
+        raise
+    except BaseException as error:  # whatever it is, it is the module's
         raise Problem(f"{name} does not import: {explain(error)}") from error
 
 
@@ -98,6 +101,8 @@ def _attribute(module: ModuleType, attribute: str, target: str) -> Any:
             found = getattr(found, part)
         except AttributeError:
             raise Problem(f"{target}: {module.__name__} has no {part!r}; {_candidates(module)}") from None
+        except Exception as error:  # a module or an object can compute its attributes
+            raise Problem(f"{target}: {module.__name__} does not give {part!r}: {explain(error)}") from error
     return found
 
 
@@ -127,7 +132,9 @@ def _call(factory: Any, target: str) -> Any:
         return factory()
     except SystemExit as error:
         raise Problem(f"{target}() calls sys.exit({error.code!r}); it must return a LoopGroup") from error
-    except Exception as error:
+    except (KeyboardInterrupt, Interrupted):
+        raise
+    except BaseException as error:
         raise Problem(f"{target}() failed: {explain(error)}") from error
 
 

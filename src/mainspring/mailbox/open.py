@@ -35,6 +35,10 @@ def open_mailbox(url: str, *, body: Any = None, reply: Any = None, **options: An
         query = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
     except ValueError as error:
         raise ConfigError(f"{url!r} is no mailbox URL: {error}") from None
+    if not parts.scheme:
+        raise ConfigError(f"{url!r} is no mailbox URL; write it as in 'sqlite:///jobs.db?name=jobs'")
+    if parts.fragment:
+        raise ConfigError(f"{url!r}: a # begins what no mailbox reads; write %23 where it belongs to a name or a path")
     if parts.scheme not in _BACKENDS:
         known = ", ".join(f"{scheme}://" for scheme in _BACKENDS)
         raise ConfigError(f"{url!r}: no mailbox backend has the scheme {parts.scheme + '://'!r}; there are {known}")
