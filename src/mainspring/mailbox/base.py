@@ -28,6 +28,7 @@ from mainspring.mailbox.limits import (
     check_receive,
     check_seconds,
     check_send,
+    reply_address,
 )
 from mainspring.mailbox.message import Ack, Counts, Dead, DeadLetter, Delivery, Envelope, Message, Settlement
 from mainspring.process import async_library
@@ -174,7 +175,7 @@ class Mailbox(Bodies, Generic[T, R]):
         """
         self._check_open()
         check_send(delay, None, priority, headers, expires_in)
-        address = reply_to.address if isinstance(reply_to, Mailbox) else reply_to
+        address = reply_address(reply_to)
         delay, given = float(delay), dict(headers or {})
         encode, new_id = (self._codec or self.codec).encode if self.serializes else self._as_it_is, self.new_id
         envelopes = [
@@ -206,7 +207,7 @@ class Mailbox(Bodies, Generic[T, R]):
         ):
             check_send(delay, dedup_key, priority, headers, expires_in)
         payload = self._payload(self._codec or self.codec, body)
-        address = reply_to.address if isinstance(reply_to, Mailbox) else reply_to
+        address = reply_address(reply_to)
         given = dict(headers) if headers else {}
         return Envelope(self.new_id(), payload, float(delay), address, dedup_key, priority, given, expires_in)
 

@@ -58,6 +58,18 @@ def full(waiting: int, capacity: int, more: int) -> MailboxFullError:
     )
 
 
+def reply_address(reply_to: Any) -> str | None:
+    """The address of a mailbox, or the one given; raises :class:`InvalidParameterError` for what is neither."""
+    if reply_to is None:
+        return None
+    address = reply_to if isinstance(reply_to, str) else getattr(reply_to, "address", None)
+    if not (isinstance(address, str) and address):
+        raise InvalidParameterError(
+            f"send: reply_to must be a mailbox, or the name or the URL of one, or None, not {reply_to!r}"
+        )
+    return address
+
+
 def check_seconds(what: str, value: Any, most: float) -> None:
     """Raise :class:`InvalidParameterError` unless ``value`` is a number of seconds from 0 to ``most``; NaN is none."""
     if is_number(value, 0, most):

@@ -68,7 +68,7 @@ class SQLiteMailbox(Mailbox[T, R]):
     ) -> None:
         super().__init__(name, body=body, reply=reply)
         file = os.fspath(path)
-        if not file or file == ":memory:" or file.endswith("/"):
+        if not file or file == ":memory:" or file.endswith("/") or "\0" in file:
             raise ConfigError(f"a SQLite mailbox needs the path of a file, not {file!r}; in memory is memory://{name}")
         if synchronous not in SYNCHRONOUS:
             raise ConfigError(f"mailbox {name!r}: synchronous must be 'full' or 'normal', not {synchronous!r}")
@@ -114,7 +114,10 @@ class SQLiteMailbox(Mailbox[T, R]):
     def _local_name(self, address: str) -> str | None:
         if "://" not in address:
             return address
-        parts = urlsplit(address)
+        try:
+            parts = urlsplit(address)
+        except ValueError:  # no URL of anything: opening it will say so
+            return None
         if parts.scheme != "sqlite" or parts.netloc:
             return None
         if os.path.realpath(unquote(parts.path)[1:]) != self.path:
