@@ -151,7 +151,7 @@ async def a_replay_can_be_of_some(h: Harness) -> None:
 
 @behaviour("dedup")
 async def a_replayed_message_has_its_dedup_key_again(h: Harness) -> None:
-    """While it is unfinished a send with its key returns its id; where another message has the key by now, it stays that one's."""
+    """While it is unfinished, a send with its key returns its id; a key that another message has by now stays that one's."""
     async with h.open() as box:
         first, other = [await box.send("dies", dedup_key=key) for key in ("k", "taken")]
         for message in await h.all(box):
