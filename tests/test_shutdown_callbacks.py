@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import threading
 
 import anyio
@@ -109,6 +110,25 @@ async def test_a_raising_callback_does_not_skip_the_next(caplog):
     assert called == [1, 2]
     assert "plain and broken" in caplog.text
     assert "async and broken" in caplog.text
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_one_that_exits_does_not_skip_the_next_either(is_async, caplog):
+    called = []
+
+    def exits() -> None:
+        sys.exit(3)
+
+    async def exits_later() -> None:
+        await anyio.sleep(0)
+        sys.exit(3)
+
+    async with ShutdownCoordinator(()) as coordinator:
+        coordinator.register(exits_later if is_async else exits)
+        coordinator.register(lambda: called.append(True))
+        coordinator.trigger()
+        await until(lambda: called)
+    assert "exits" in caplog.text
 
 
 async def test_one_that_was_taken_back_is_not_called():

@@ -282,7 +282,7 @@ class ShutdownCoordinator:
                     outcome = _call(callback)
                     if inspect.isawaitable(outcome):
                         await outcome
-                except Exception:
+                except _RAISED:
                     _log.exception("the shutdown callback %r raised", callback)
                 finally:
                     self._calling = False
@@ -291,10 +291,14 @@ class ShutdownCoordinator:
             await self._wake.wait()
 
 
+_RAISED = (Exception, SystemExit)
+"""What a callback may raise without harm to the next one: a shutdown is under way, so `sys.exit` asks for nothing new."""
+
+
 def _call(callback: Callable[[], object]) -> object:
     try:
         return callback()
-    except Exception:
+    except _RAISED:
         _log.exception("the shutdown callback %r raised", callback)
         return None
 
