@@ -36,7 +36,10 @@ class PartReport:
 
 @dataclass(frozen=True, slots=True)
 class ShutdownReport:
-    """How a group's run ended: why it stopped, how long the shutdown took (``duration``, seconds), and each part."""
+    """How a group's run ended: why it stopped, how long the shutdown took (``duration``, seconds), and each part.
+
+    The parts are the loops, and those of the rest (mailboxes, the health server) that did not end by themselves.
+    """
 
     reason: str
     duration: float

@@ -6,7 +6,7 @@ import anyio
 import pytest
 from group_support import box, one_loop_group, running, states
 
-from mainspring import Context, LoopGroup, MainLoop
+from mainspring import Context, InMemoryMailbox, LoopGroup, MainLoop
 from mainspring.events import GroupStopped, ShutdownRequested
 
 
@@ -341,3 +341,22 @@ async def test_all_claimed_messages_are_handed_back_not_only_the_next_one(virtua
     messages = await mailbox.receive(max_messages=100)
     assert len(messages) == 50
     assert {message.attempt for message in messages} == {1}
+
+
+async def test_a_mailbox_that_does_not_close_stands_in_the_report(virtual_clock):
+    class DoesNotClose(InMemoryMailbox):
+        works_unopened = False
+
+        async def _close(self):
+            await anyio.sleep_forever()
+
+    mailbox = DoesNotClose("jobs", body=dict)
+    group = LoopGroup([MainLoop(mailbox, take_long, body=dict)], cancel_grace=2)
+    async with running(group):
+        await anyio.sleep(1)
+        assert not await group.shutdown()
+    assert virtual_clock.now == 11  # the close was given up after its 10 s
+    loop, stuck = group.report.parts
+    assert (str(loop.ending), stuck.name, str(stuck.ending)) == ("finished", "mailbox jobs", "stuck")
+    assert "await anyio.sleep_forever()" in stuck.where[0]
+    assert group.report.exit_status == 70

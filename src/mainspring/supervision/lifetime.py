@@ -84,6 +84,7 @@ class Lifetime:
         self._exit_at = math.inf
         self._starting = anyio.CancelScope()
         self._watch: BlockWatch | None = None
+        self._scopes: list[DaemonScope] = []
         self._loops = loops
         self.members = [
             Member(loop, dispatcher=dispatcher, restart=settings.restart, changed=self._member_changed)
@@ -110,6 +111,7 @@ class Lifetime:
                 self._enter(GroupState.STARTING)
                 await self._watch_for_blocks(stack)
                 health = await stack.enter_async_context(DaemonScope(f"{self.name} health", timeout=5.0))
+                self._scopes.append(health)
                 if self._serve is not None:
                     await self._serve(health)
                 await self._run_loops(ready)
@@ -138,6 +140,7 @@ class Lifetime:
             DaemonScope(f"{self.name} mailboxes", timeout=grace) as mailboxes,
             DaemonScope(self.name, timeout=grace) as scope,
         ):
+            self._scopes += (scope, mailboxes)
             with self._starting:
                 if self.shutdown.requested.is_set():
                     self._starting.cancel()
@@ -260,10 +263,12 @@ class Lifetime:
         phases = dict(self.phases)
         if self.machine.state not in BEFORE_SHUTDOWN and self.machine.state is not GroupState.STOPPED:
             phases[str(self.machine.state)] = now - self.machine.since  # the one that is not over
+        loops = tuple(member.report(now) for member in self.members) if self.started else ()
+        daemons = [part for scope in self._scopes for part in scope.reports if part.ending is not Ending.FINISHED]
         return ShutdownReport(
             reason=self.shutdown.reason or "never started",
             duration=max(0.0, now - self.shutdown.began) if self.shutdown.reason else 0.0,
-            parts=tuple(member.report(now) for member in self.members) if self.started else (),
+            parts=(*loops, *daemons),
             phases=phases,
             forced_by=self.shutdown.forced_by,
         )
