@@ -43,9 +43,9 @@ def test_a_type_hears_itself_and_its_subclasses_only():
     assert heard == ["started", "all"]
 
 
-def test_one_that_raises_is_logged_and_the_next_still_hears(caplog):
+@pytest.mark.parametrize("error", [ValueError("mine"), SystemExit("mine")])
+def test_one_that_raises_is_logged_and_the_next_still_hears(caplog, error):
     dispatcher, heard = Dispatcher(), []
-    error = ValueError("mine")
 
     def broken(event: MessageStarted) -> None:
         raise error
@@ -57,7 +57,7 @@ def test_one_that_raises_is_logged_and_the_next_still_hears(caplog):
     assert heard == [STARTED]
     assert (result.delivered, result.errors) == (1, (error,))
     assert "a subscriber to MessageStarted raised" in caplog.text
-    assert "ValueError: mine" in caplog.text
+    assert f"{type(error).__name__}: mine" in caplog.text
 
 
 def test_unsubscribing_ends_it_and_may_be_done_twice():

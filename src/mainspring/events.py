@@ -189,7 +189,7 @@ class DispatchResult:
     """How one dispatch went: how many subscribers heard it, and the errors of those that raised."""
 
     delivered: int = 0
-    errors: tuple[Exception, ...] = ()
+    errors: tuple[BaseException, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -236,13 +236,14 @@ class Dispatcher:
         return bool(self._for(event_type))
 
     def dispatch(self, event: object) -> DispatchResult:
-        """Tell every subscriber of this event's type, now and in this task; never raises what a subscriber raised."""
+        """Tell every subscriber of this event's type, now and in this task; never raises what a subscriber raised (an exit
+        included: who only listens does not end the program)."""
         subscribers = self._for(type(event))
-        errors: list[Exception] = []
+        errors: list[BaseException] = []
         for subscriber in subscribers:
             try:
                 subscriber(event)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 _log.exception("a subscriber to %s raised", type(event).__name__)
                 errors.append(error)
         return DispatchResult(len(subscribers) - len(errors), tuple(errors))
