@@ -28,7 +28,7 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python scripts/check_sizes.py src
+	$(BIN)/python scripts/check_sizes.py src examples benchmarks scripts
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/run.py

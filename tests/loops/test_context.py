@@ -52,6 +52,19 @@ async def test_the_deadline_is_that_of_handler_timeout(virtual_clock):
     assert seen == [(40, timedelta(seconds=60)), 0]
 
 
+async def test_a_thread_sees_the_time_of_its_event_loop(virtual_clock):
+    seen = []
+
+    def handle(job: int, ctx: Context) -> None:
+        seen.append((ctx.remaining(), ctx.deadline))
+
+    mailbox = InMemoryMailbox()
+    async with background(MainLoop(mailbox, handle, handler_timeout=60)):
+        await mailbox.send(1)
+        await anyio.sleep(1)
+    assert seen == [(60, clock.VIRTUAL_EPOCH + timedelta(seconds=60))]
+
+
 async def test_without_a_timeout_there_is_no_deadline():
     seen = []
 

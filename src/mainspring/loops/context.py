@@ -9,6 +9,7 @@ import anyio
 
 from mainspring import clock
 from mainspring.errors import SerializationError
+from mainspring.loops.run import on_the_loop
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -58,7 +59,7 @@ class Context:
     def deadline(self) -> datetime | None:
         """When ``handler_timeout`` will cancel the handler (aware UTC), or None."""
         left = self.remaining()
-        return None if left is None else clock.utc_now() + timedelta(seconds=left)
+        return None if left is None else on_the_loop(clock.utc_now) + timedelta(seconds=left)
 
     def remaining(self) -> float | None:
         """Seconds until the deadline (0 when it has passed), or None where there is none."""

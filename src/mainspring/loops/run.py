@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
+from anyio.lowlevel import current_token
 
 from mainspring.errors import HandlerStalledError, HandlerTimeoutError
 from mainspring.loops.outcome import Cause
@@ -18,6 +19,20 @@ if TYPE_CHECKING:
     from mainspring.heartbeat import Heartbeat
     from mainspring.loops.outcome import Decision
     from mainspring.mailbox.message import Message
+
+
+V = TypeVar("V")
+
+
+def on_the_loop(clock: Callable[[], V]) -> V:
+    """What ``clock()`` says on the event loop, also where this is a handler's thread, which cannot read it."""
+    try:
+        current_token()
+    except RuntimeError:
+        from anyio import from_thread
+
+        return from_thread.run_sync(clock)
+    return clock()
 
 
 class Phase(IntEnum):
@@ -132,14 +147,7 @@ class Run:
 
     def remaining(self) -> float | None:
         """Seconds until ``handler_timeout`` strikes, or None."""
-        if self.deadline is None:
-            return None
-        try:
-            return max(0.0, self.deadline - anyio.current_time())
-        except RuntimeError:  # in the handler's thread
-            from anyio import from_thread
-
-            return max(0.0, self.deadline - from_thread.run_sync(anyio.current_time))
+        return None if self.deadline is None else max(0.0, self.deadline - on_the_loop(anyio.current_time))
 
     # ------------------------------------------------------------------------------------------------- cancellation
 
