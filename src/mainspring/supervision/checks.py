@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from functools import partial
+import threading
+from contextvars import copy_context
 from typing import TYPE_CHECKING
 
 import anyio
 
+from mainspring import process
 from mainspring.callables import is_async
 from mainspring.clock import real_work
+from mainspring.errors import describe
 from mainspring.events import CheckChanged, Dispatcher
 
 if TYPE_CHECKING:
@@ -29,7 +32,8 @@ class Checks:
     """Runs the checks, all at once, and remembers their answers: None where one passes, else why not.
 
     A check passes by returning anything but False; it fails by returning False, by raising, or by taking too long. A plain
-    function is called in a worker thread, and not again before it has returned.
+    function is called in a thread of its own, and not again before it has returned; the end of the program does not wait
+    for it.
     """
 
     def __init__(self, group: str, checks: Mapping[str, Callable[[], object]], dispatcher: Dispatcher) -> None:
@@ -64,8 +68,10 @@ class Checks:
                 error = "it returned False" if answer is False else None
             except _StillOutError:
                 error = late
-            except Exception as raised:
-                error = f"{type(raised).__name__}: {raised}"
+            except anyio.get_cancelled_exc_class():
+                raise
+            except BaseException as raised:  # it fails, and ends nothing else
+                error = describe(raised)
         if self.results[name] != error:
             self.results[name] = error
             self._dispatcher.dispatch(CheckChanged(self._group, name, error))
@@ -76,13 +82,28 @@ class Checks:
         elif name in self._out:
             raise _StillOutError
         else:
-            self._out.add(name)
-            with real_work():
-                answer = await anyio.to_thread.run_sync(partial(self._in_thread, name, check), abandon_on_cancel=True)
+            answer = await self._in_thread(name, check)
         return await answer if inspect.isawaitable(answer) else answer
 
-    def _in_thread(self, name: str, check: Callable[[], object]) -> object:
-        try:
-            return check()
-        finally:
-            self._out.discard(name)
+    async def _in_thread(self, name: str, check: Callable[[], object]) -> object:
+        answers: list[object] = []
+        errors: list[BaseException] = []
+        done, loop, context = anyio.Event(), process.event_loop(), copy_context()
+
+        def ask() -> None:
+            try:
+                answers.append(context.run(check))
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                self._out.discard(name)
+                process.call_soon(loop, done.set)
+
+        self._out.add(name)
+        # No worker thread of anyio's: the interpreter waits for those at its end, for ever where a check never returns.
+        threading.Thread(target=ask, name=f"check {name}", daemon=True).start()
+        with real_work():
+            await done.wait()
+        if errors:
+            raise errors[0]
+        return answers[0]
