@@ -249,6 +249,12 @@ class ReplaysAll(Broken):
         return await super()._replay(None)
 
 
+class DatesDeathsLate(Broken):
+    async def _dead_letters(self, limit: int, after: str | None) -> Any:
+        found = await super()._dead_letters(limit, after)
+        return [(delivery, dead, at + 5) for delivery, dead, at in found]
+
+
 class ReplaysWithoutKeys(Broken):
     async def _replay(self, message_ids: list[str] | None) -> int:
         for entry, _, _ in self._store.queue.dead.values():
@@ -294,6 +300,7 @@ KINDS: list[tuple[type[Broken], list[str]]] = [
     (DropsTracebacks, ["a_dead_letter_says_everything"]),
     (PurgesTheDead, ["a_purge_drops_what_is_not_dead"]),
     (ReplaysAll, ["a_replay_can_be_of_some"]),
+    (DatesDeathsLate, ["an_expired_message_died_at_its_expiry"]),
     (ReplaysWithoutKeys, ["a_replayed_message_has_its_dedup_key_again"]),
     (NewestDeathFirst, ["dead_letters_come_oldest_first_in_pages", "dead_letters_are_in_the_order_of_their_deaths"]),
 ]

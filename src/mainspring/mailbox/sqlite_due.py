@@ -75,4 +75,4 @@ def expire(work: Work, limit: int) -> None:
         else:
             work.execute(sql.FORGET_DELAYED, (due, seq))
             work.tally(mailbox).delayed -= 1
-        work.bury(mailbox, seq, EXPIRED, 0, None)
+        work.bury(mailbox, seq, EXPIRED, 0, None, expires_at)

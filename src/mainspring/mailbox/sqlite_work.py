@@ -92,11 +92,14 @@ class Work:
             rows = self.rows(sql.MAILBOX, (name,))
         return int(rows[0][0])
 
-    def bury(self, mailbox: int, seq: int, dead: Dead, delivered: int, received_at: float | None) -> None:
-        """Move a message that has no place any more to the dead letters."""
+    def bury(
+        self, mailbox: int, seq: int, dead: Dead, delivered: int, received_at: float | None, at: float | None = None
+    ) -> None:
+        """Move a message that has no place any more to the dead letters; it died ``at`` (POSIX), or just now."""
         self.tick += 1
         why = (dead.error, dead.error_type, dead.traceback)
-        self.execute(sql.BURY, (self.tick, delivered, delivered, received_at, *why, self.wall, seq))
+        dead_at = self.wall if at is None else at
+        self.execute(sql.BURY, (self.tick, delivered, delivered, received_at, *why, dead_at, seq))
         self.execute(sql.DROP_MESSAGE, (seq,))
         self.tally(mailbox).dead += 1
 

@@ -251,6 +251,17 @@ async def an_expired_message_goes_to_the_dead_letters(h: Harness) -> None:
 
 
 @behaviour("expiry")
+async def an_expired_message_died_at_its_expiry(h: Harness) -> None:
+    """The dead letter of an expired message is dated by its expiry, whenever somebody looks."""
+    async with h.open() as box:
+        await box.send("late", expires_in=h.short)
+        await h.pass_time(2 * h.short)
+        (letter,) = await box.dead_letters()
+        lived = (letter.dead_lettered_at - letter.enqueued_at).total_seconds()
+        check(abs(lived - h.short) <= h.slack + 0.001, f"it died {lived:g} s after it was sent, not {h.short:g} s")
+
+
+@behaviour("expiry")
 async def what_somebody_works_on_does_not_expire(h: Harness) -> None:
     """A message in flight outlives its expires_in and can be acknowledged; given back after it, it is dead."""
     async with h.open() as box:
