@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from mainspring.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mainspring.mailbox.message import Counts, Dead, Delivery, Envelope, Settlement
+    from mainspring.mailbox.base import Mailbox
+    from mainspring.mailbox.message import Cancelled, Counts, Dead, Delivery, Envelope, Settlement
     from mainspring.scope import DaemonScope
+
+TRANSIENT: Final = "~"
+"""What the names of transient mailboxes begin with: those made for one mailbox object, as for the replies to its requests.
+
+A store keeps such a mailbox for a day after somebody last had it open, so that one whose process died does not stay for
+ever; and it drops a reply (:attr:`Ack.reply`, :attr:`Dead.reply`) to one that does not exist, rather than make it.
+"""
+TRANSIENT_LIFE: Final = 86_400.0
+"""Seconds that a transient mailbox is kept after it was last opened or claimed from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +41,13 @@ class Capabilities:
     dedup: bool = True
     checkpoints: bool = True
     transactional_reply: bool = True
-    """A reply to a mailbox on the same store and the acknowledgement are one step."""
+    """A reply to a mailbox on the same store and the acknowledgement (or the death) are one step."""
+    cancel: bool = True
+    """A message can be cancelled by its id."""
+    siblings: bool = True
+    """It can open other mailboxes on its store: for requests, and for the work on its dead letters."""
+    history: bool = True
+    """The errors of a message's earlier attempts are kept with it."""
     ordered: bool = False
     """Calls take effect in the order in which they were made: a claim made after a settlement sees it."""
     lease_granularity: float = 0.0
@@ -94,6 +112,39 @@ class MailboxHooks(ABC):
     @abstractmethod
     async def _discard_dead(self, message_ids: list[str] | None) -> int:
         """Forget dead letters for good; None means all; how many that were. From then on they count as settled."""
+
+    async def _find_dead(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
+        """Those of ``message_ids`` that are dead letters, as :meth:`_dead_letters` gives them, in any order."""
+        wanted = set(message_ids)
+        found: list[tuple[Delivery, Dead, float]] = []
+        after: str | None = None
+        while wanted:
+            page = await self._dead_letters(1_000, after)
+            found += [letter for letter in page if letter[0].message_id in wanted]
+            if len(page) < 1_000:
+                break
+            after = page[-1][0].message_id
+        return found
+
+    async def _cancel(self, message_id: str) -> Cancelled:
+        """End a message that is delayed, pending or in flight, in one step; from then on it counts as settled.
+
+        Of one in flight the lease is gone: its holder's next call raises :class:`ReceiptHandleExpiredError`. A backend that
+        can tell the holder sooner calls :meth:`_announce_cancelled` of the mailbox objects in the holder's process.
+        """
+        raise ConfigError(f"{type(self).__name__} cannot cancel messages (Capabilities.cancel)")
+
+    def _sibling(self, name: str, *, body: Any = None, reply: Any = None) -> Mailbox[Any, Any]:
+        """An unopened mailbox of that name on the same store, with the same settings (but no capacity)."""
+        raise ConfigError(f"{type(self).__name__} cannot open mailboxes beside it (Capabilities.siblings)")
+
+    async def _drop(self) -> None:
+        """Forget this (transient) mailbox and everything in it; called just before it is closed."""
+        await self._purge()
+        await self._discard_dead(None)
+
+    def _announce_cancelled(self, message_ids: list[str]) -> None:  # noqa: B027 - the port overrides it
+        """Backends call this, on the mailbox's event loop, when messages that may be in hand here were cancelled."""
 
     def _wake_all(self) -> None:  # noqa: B027 - one whose receives never wait has nothing to do here
         """Let every waiting receive return ``[]`` at once; called as the first thing of a close."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import traceback as tracebacks
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from mainspring.errors import (
     MessageSettledError,
@@ -58,6 +59,8 @@ class Delivery:
     checkpoint: bytes | None = None
     leased_at: float | None = None
     """The instant (anyio's clock) from which the lease surely counts: just before the claim was made."""
+    history: str | None = None
+    """What the last :class:`Return` with a ``history`` left with the message, as it was given (JSON text)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +77,23 @@ class Return:
     delay: float = 0.0
     charge: bool = True
     front: bool = False
+    history: str | None = None
+    """Replaces the message's history; None leaves it as it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dead:
-    """Give up: to the dead letters, with why."""
+    """Give up: to the dead letters, with why.
+
+    ``history``, where it is given, replaces the message's; ``reply``, where there is one, leaves in the same step as in
+    :class:`Ack`: it tells a requester that there will be no result.
+    """
 
     error: str
     error_type: str
     traceback: str = ""
+    history: str | None = None
+    reply: Envelope | None = None
 
     @classmethod
     def of(cls, error: BaseException | str) -> Dead:
@@ -97,6 +108,25 @@ EXPIRED = Dead("it was not done before its time (expires_in) ran out", "MessageE
 """Why a message is dead that nobody worked on when its ``expires_in`` was over."""
 
 Settlement: TypeAlias = Ack | Return | Dead
+
+
+class CancelOutcome(StrEnum):
+    """What a cancellation by id found."""
+
+    REMOVED = "removed"
+    """The message was delayed or pending; nobody will receive it."""
+    CANCELLED = "cancelled"
+    """It was in flight: its lease is revoked, and its handler is being cancelled."""
+    UNKNOWN = "unknown"
+    """No message of that id is delayed, pending or in flight: it is settled, dead, or of another mailbox."""
+
+
+class Cancelled(NamedTuple):
+    """What a backend's cancellation found, with what the message's sender wanted to hear (``reply_to`` and headers)."""
+
+    outcome: CancelOutcome
+    reply_to: str | None = None
+    headers: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)

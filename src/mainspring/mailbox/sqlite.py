@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
@@ -292,5 +293,9 @@ def _check_handle(delivery: Delivery) -> None:
 
 def _writable(dead: Dead) -> Dead:
     """Errors quote whatever went wrong, also what is no valid text."""
-    parts = (dead.error, dead.error_type, dead.traceback)
-    return Dead(*(part.encode("utf-8", "backslashreplace").decode() for part in parts))
+    error, kind, trace = (_text(part) for part in (dead.error, dead.error_type, dead.traceback))
+    return replace(dead, error=error, error_type=kind, traceback=trace)
+
+
+def _text(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
