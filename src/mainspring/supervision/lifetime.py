@@ -174,7 +174,6 @@ class Lifetime:
         for member in self.members:
             run: Callable[..., Any] = member.run
             if capacity is not None and isinstance(member.loop, MainLoop):
-                capacity.join()
                 run = partial(_run_within, capacity, member, member.loop)
             scope.start_soon(run, self._keywords, name=f"loop {member.name}")
         if self._until_empty:
@@ -333,4 +332,3 @@ async def _run_within(capacity: Capacity, member: Member, loop: MainLoop, keywor
         await member.run(keywords)
     finally:
         loop.capacity = None
-        capacity.leave()
