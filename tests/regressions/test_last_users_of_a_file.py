@@ -38,16 +38,16 @@ def test_a_user_who_comes_and_goes_while_the_thread_ends_is_served(tmp_path, mon
     writer = Writer(str(tmp_path / "mail.db"))
     writer.acquire("full", 1.0)
     first, second = threading.Event(), threading.Event()
-    close, visited = writer.file.close, threading.Event()
+    leave, visited = writer.file.leave, threading.Event()
 
     def visited_meanwhile():
-        close()
+        leave()
         if not visited.is_set():
             visited.set()
             writer.acquire("full", 1.0)
             writer.release(job(second))
 
-    monkeypatch.setattr(writer.file, "close", visited_meanwhile)
+    monkeypatch.setattr(writer.file, "leave", visited_meanwhile)
     writer.release(job(first))
     assert first.wait(10)
     assert second.wait(10)

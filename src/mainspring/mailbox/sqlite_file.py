@@ -60,10 +60,12 @@ class DatabaseFile:
         self._waited_since = 0.0
         self._pause = threading.Event()
         self._log_pages = 0
+        self._identity: tuple[int, int] | None = None  # device and inode, from the first opening until the last leaves
 
     def run(self, commands: Sequence[StoreCommand], boot: Callable[[], float], wall: float) -> Work | None:
         """Do all commands in one transaction and set their results and errors; None where nothing was committed."""
         try:
+            self._check_identity()
             connection = self._connection or self._open()
             try:
                 return self._commit(connection, commands, boot, wall, perform)
@@ -82,6 +84,7 @@ class DatabaseFile:
     def read(self, question: Callable[[apsw.Connection], Any]) -> Any | None:
         """The answer to a question that writes nothing; None where there is trouble, which the next :meth:`run` tells."""
         try:
+            self._check_identity()
             return question(self._connection or self._open())
         except (apsw.Error, MainspringError) as error:
             self._after_trouble(error)
@@ -102,6 +105,11 @@ class DatabaseFile:
         if connection is not None:
             with contextlib.suppress(apsw.Error):
                 connection.close()
+
+    def leave(self) -> None:
+        """Disconnect for good: nobody knows anything of the file any more, and the next user may find another one."""
+        self.close()
+        self._identity = None
 
     # -------------------------------------------------------------------------------------------------- transactions
 
@@ -139,6 +147,27 @@ class DatabaseFile:
                 return MailboxConnectionError(f"the mailbox file {self.path} {what}")
         return MailboxError(f"the mailbox file {self.path} could not be used: {type(error).__name__}: {error}")
 
+    def _check_identity(self) -> None:
+        """Refuse to go on where the file is not the one that was opened.
+
+        SQLite would work on in a file that nobody else can see. A new one in its place knows nothing of the mailboxes that
+        are open here, nor of their leases, so that they cannot be moved over to it.
+        """
+        if self._identity is None:
+            return
+        try:
+            found: tuple[int, int] | None = _identity(self.path)
+        except FileNotFoundError:
+            found = None
+        except OSError:  # whatever it is, SQLite will tell
+            return
+        if found != self._identity:
+            what = "deleted" if found is None else "replaced by another one"
+            raise MailboxError(
+                f"the mailbox file {self.path} was {what} while this process had it open; put it back if it is needed, and"
+                " start its users again"
+            )
+
     # ------------------------------------------------------------------------------------------------------- opening
 
     def _open(self) -> apsw.Connection:
@@ -163,6 +192,8 @@ class DatabaseFile:
             connection.close()
             raise
         self._connection = connection
+        if self._identity is None:
+            self._identity = _identity(self.path)
         return connection
 
     def _check(self, connection: apsw.Connection) -> int:
@@ -207,6 +238,11 @@ class DatabaseFile:
     def _committed(self, connection: apsw.Connection, database: str, pages: int) -> int:
         self._log_pages = pages
         return apsw.SQLITE_OK
+
+
+def _identity(path: str) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino
 
 
 def _roll_back(connection: apsw.Connection) -> None:

@@ -181,7 +181,7 @@ class Writer:
         if self._watcher is not None:
             self._watcher.join(LOOK_AGAIN)
         self._bell.close()
-        self.file.close()
+        self.file.leave()
         with self._lock:
             if self._users or not self._inbox.empty():  # a user that came and went leaves jobs, and waits for them
                 return False
@@ -219,6 +219,9 @@ class Writer:
     def _look(self) -> None:
         seen = self.file.read(look)
         if seen is None:
+            with self._lock:  # those who wait shall hear what is wrong
+                for mailbox, group in self._waiters.items():
+                    self._wake(mailbox, sum(waiters.parked for waiters in group))
             return
         pending, until, date = seen
         boot = clock.boot_time()
