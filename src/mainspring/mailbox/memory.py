@@ -10,16 +10,17 @@ from urllib.parse import quote, unquote, urlsplit
 from mainspring import entropy, process
 from mainspring.errors import ConfigError, ReplyNotAvailableError
 from mainspring.mailbox.base import Capabilities, Mailbox
+from mainspring.mailbox.hooks import TRANSIENT
 from mainspring.mailbox.memory_entry import JSON, Entry
 from mainspring.mailbox.memory_store import MemoryStore, Slot
-from mainspring.mailbox.message import Ack, Return
+from mainspring.mailbox.message import Ack, CancelOutcome, Return
 from mainspring.periodic import Periodic
 from mainspring.values import is_whole
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
 
-    from mainspring.mailbox.message import Counts, Dead, Delivery, Envelope, Settlement
+    from mainspring.mailbox.message import Cancelled, Counts, Dead, Delivery, Envelope, Settlement
     from mainspring.scope import DaemonScope
 
 T = TypeVar("T")
@@ -253,7 +254,10 @@ class InMemoryMailbox(Mailbox[T, R]):
             queue.give_back(delivery, now, settlement)
             store.changed()
         else:
-            queue.bury(delivery, now, settlement)  # type: ignore[arg-type]
+            dead: Dead = settlement  # type: ignore[assignment]
+            if dead.reply is not None:
+                self._reply_into(store, delivery, dead.reply, now)
+            queue.bury(delivery, now, dead)
 
     def _reply_into(self, store: MemoryStore, delivery: Delivery, reply: Envelope, now: float) -> None:
         store.queue.leased(delivery, now)
@@ -262,6 +266,8 @@ class InMemoryMailbox(Mailbox[T, R]):
         if target is not None and target.loop is None:
             target.bind()
         if target is None or target.loop is not store.loop:
+            if name.startswith(TRANSIENT):
+                return
             raise ReplyNotAvailableError(
                 f"message {delivery.message_id}: there is no memory mailbox {name!r} on this event loop to reply to"
             )
@@ -303,6 +309,25 @@ class InMemoryMailbox(Mailbox[T, R]):
         replayed = store.queue.replay(message_ids, store.clock())
         store.changed()
         return replayed
+
+    async def _find_dead(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
+        store = self._here()
+        store.queue.advance(store.clock())
+        return store.queue.find_dead(message_ids)
+
+    async def _cancel(self, message_id: str) -> Cancelled:
+        """Never waits. Whoever holds the message is told at once: it is on this event loop."""
+        store = self._here()
+        cancelled = store.queue.cancel(message_id, store.clock())
+        if cancelled.outcome is CancelOutcome.CANCELLED:
+            for mailbox in list(store.members):
+                mailbox._announce_cancelled([message_id])  # noqa: SLF001 - one of this class
+        return cancelled
+
+    def _sibling(self, name: str, *, body: Any = None, reply: Any = None) -> InMemoryMailbox[Any, Any]:
+        sibling: InMemoryMailbox[Any, Any] = InMemoryMailbox(name, serialize=self.serializes, body=body, reply=reply)
+        sibling._settle_in(name, None)
+        return sibling
 
     async def _discard_dead(self, message_ids: list[str] | None) -> int:
         store = self._here()

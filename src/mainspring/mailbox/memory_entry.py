@@ -56,6 +56,7 @@ class Entry(Delivery):
         self.headers = {} if headers is None else headers
         self.checkpoint = None
         self.leased_at = None
+        self.history = None
         self.kind = kind
         self.priority = priority
         self.dedup_key = dedup_key
@@ -71,11 +72,12 @@ class Entry(Delivery):
         entry.delivery_count = self.delivery_count
         entry.attempt = self.attempt + 1 if charge else self.attempt
         entry.first_received_at = self.first_received_at
+        entry.history = self.history
         entry.order = self.order
         return entry
 
     def anew(self) -> Entry:
-        """Its next stay as a dead letter that is tried again: fresh counts, and no time by which it must be done."""
+        """Its next stay as a dead letter that is tried again: fresh counts, no history, no time by which it must be done."""
         return self._copy(math.inf)
 
     def _copy(self, expires_at: float) -> Entry:

@@ -15,7 +15,7 @@ from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.mailbox.limits import full
 from mainspring.mailbox.memory_agenda import Agenda
 from mainspring.mailbox.memory_entry import DELAYED, GONE, IN_FLIGHT, PENDING, Entry, Lane
-from mainspring.mailbox.message import EXPIRED, Counts
+from mainspring.mailbox.message import EXPIRED, UNKNOWN, Cancelled, CancelOutcome, Counts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -37,6 +37,9 @@ class MemoryQueue:
         self._lanes: dict[int, Lane] = {0: Lane()}
         self._priorities = [0]  # negated, so that ascending order is the order of service
         self._keys: dict[str, str] = {}
+        self._ids: dict[str, Entry] | None = (
+            None  # made by the first cancellation: who never cancels pays nothing for it
+        )
         self._agenda = Agenda()
         self._in_flight = self._agenda.in_flight
         self._serial = 0
@@ -84,6 +87,8 @@ class MemoryQueue:
         if entry.expires_at <= now:
             self._expire(entry, now)
         elif delay > 0:
+            if self._ids is not None:
+                self._ids[entry.message_id] = entry
             entry.place = DELAYED
             self.delayed += 1
             self._agenda.set_timer(entry, min(now + delay, entry.expires_at))
@@ -95,6 +100,8 @@ class MemoryQueue:
         if lane is None:
             lane = self._lanes[entry.priority] = Lane()
             insort(self._priorities, -entry.priority)
+        if self._ids is not None:
+            self._ids[entry.message_id] = entry
         entry.place = PENDING
         self.pending += 1
         if front:  # among those that came back, the order in which they once waited
@@ -164,13 +171,18 @@ class MemoryQueue:
         self._end_lease(entry)
         if entry.dedup_key is not None:
             self._free_key(entry)
+        if self._ids is not None:
+            self._ids.pop(entry.message_id, None)
         self.settled += 1
 
     def give_back(self, delivery: Delivery, now: float, how: Return) -> None:
         """Return it to those that wait."""
         entry = self.leased(delivery, now)
         self._end_lease(entry)
-        self._place(entry.again(charge=how.charge), now, how.delay, front=how.front)
+        again = entry.again(charge=how.charge)
+        if how.history is not None:
+            again.history = how.history
+        self._place(again, now, how.delay, front=how.front)
 
     def bury(self, delivery: Delivery, now: float, why: Dead) -> None:
         """Give it up: to the dead letters."""
@@ -191,6 +203,10 @@ class MemoryQueue:
         entry.place = GONE
         if entry.dedup_key is not None:
             self._free_key(entry)
+        if self._ids is not None:
+            self._ids.pop(entry.message_id, None)
+        if why.history is not None:
+            entry.history = why.history
         self.dead[entry.message_id] = (entry, why, at)
 
     def _expire(self, entry: Entry, now: float) -> None:
@@ -243,7 +259,35 @@ class MemoryQueue:
         self.settled += dropped
         return dropped
 
+    def cancel(self, message_id: str, now: float) -> Cancelled:
+        """End a message that is delayed, pending or in flight. The first call looks at all of them, later ones do not."""
+        self.advance(now)
+        if self._ids is None:
+            waiting = [*self._agenda.waiting.values(), *self._in_flight.values()]
+            waiting += [entry for lane in self._lanes.values() for entry in lane]
+            self._ids = {entry.message_id: entry for entry in waiting}
+        entry = self._ids.pop(message_id, None)
+        if entry is None:
+            return UNKNOWN
+        outcome = CancelOutcome.REMOVED
+        if entry.place == IN_FLIGHT:
+            outcome = CancelOutcome.CANCELLED
+            self._end_lease(entry)
+        else:
+            if entry.timer:
+                self._agenda.drop_timer(entry)
+            if entry.place == PENDING:
+                self.pending -= 1
+                self._lanes[entry.priority].lose_one(entry)
+            else:
+                self.delayed -= 1
+                entry.place = GONE
+        self._free_key(entry)
+        self.settled += 1
+        return Cancelled(outcome, entry.reply_to, entry.headers)
+
     def _clear(self) -> None:
+        self._ids = None
         self._lanes = {0: Lane()}
         self._priorities = [0]
         self._keys.clear()
@@ -271,6 +315,10 @@ class MemoryQueue:
                     break
         return [letter for _, letter in islice(found, limit)]
 
+    def find_dead(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
+        """Those of ``message_ids`` that are dead letters."""
+        return [self.dead[message_id] for message_id in self._named_dead(message_ids)]
+
     def discard_dead(self, message_ids: list[str] | None) -> int:
         """Forget dead letters; how many that were."""
         found = self._named_dead(message_ids)
@@ -295,6 +343,7 @@ class MemoryQueue:
 
     def absorb(self, other: MemoryQueue) -> None:
         """Take over all that ``other`` holds (under the same clock, nothing in flight), behind what is here."""
+        self._ids = None
         for when, entry in other._agenda.timers():
             if entry.place == DELAYED:
                 self.delayed += 1

@@ -6,6 +6,7 @@ import traceback as tracebacks
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from mainspring.errors import (
@@ -126,7 +127,10 @@ class Cancelled(NamedTuple):
 
     outcome: CancelOutcome
     reply_to: str | None = None
-    headers: Mapping[str, str] = {}
+    headers: Mapping[str, str] = MappingProxyType({})
+
+
+UNKNOWN = Cancelled(CancelOutcome.UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True)
