@@ -169,6 +169,11 @@ def hold(clock: Any) -> Iterator[None]:
             clock.autojump_threshold = state.pop("_mainspring_threshold")
 
 
+def real_sleep() -> Callable[[float], None]:
+    """``time.sleep``."""
+    return time.sleep
+
+
 @contextmanager
 def real_sleep_replaced(replacement: Callable[..., None]) -> Iterator[None]:
     """Have ``time.sleep`` call ``replacement`` inside the block: where real time must not pass, whoever sleeps is found."""

@@ -72,10 +72,11 @@ class LeaseKeeper:
         due = now + SETTLE_TIMEOUT if self._runs else math.inf
         for run in list(self._runs):
             if run.phase is Phase.SETTLING:
-                if now - run.settling_since >= SETTLE_TIMEOUT:
+                limit = run.settling_since + SETTLE_TIMEOUT
+                if now >= limit:  # the very sum that is waited for: a difference may round to the other side of it
                     run.give_up_settling()
                     continue
-                due = min(due, run.settling_since + SETTLE_TIMEOUT)
+                due = min(due, limit)
             if run.renew_at <= now:
                 self._attend(run, now)
             due = min(due, run.renew_at)

@@ -163,7 +163,9 @@ async def a_replayed_message_has_its_dedup_key_again(h: Harness) -> None:
         for message in await h.all(box):
             await message.acknowledge()
         check(await box.send("later", dedup_key="k") not in {first, other, newer}, "a finished message kept its key")
-        check(await box.send("later", dedup_key="taken") not in {first, other, newer}, "a finished message kept its key")
+        check(
+            await box.send("later", dedup_key="taken") not in {first, other, newer}, "a finished message kept its key"
+        )
 
 
 @behaviour()

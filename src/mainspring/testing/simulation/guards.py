@@ -7,18 +7,22 @@ import logging
 import signal
 import socket
 import subprocess
+import sys
+import sysconfig
 import threading
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mainspring import clock, process
 from mainspring.errors import MainspringError
-from mainspring.stacks import where_thread
+from mainspring.stacks import describe, where_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
+_STDLIB = sysconfig.get_path("stdlib") + "/"
+_MACHINERY = frozenset({"mainspring", "trio", "anyio", "outcome"})
 LOOK = 0.25
 """Real seconds between two looks at whether a run gets on."""
 
@@ -45,29 +49,42 @@ class Guards:
         self._loop = process.event_loop()
         self._in_main_thread = process.in_main_thread()
         self._over = threading.Event()
+        self._told = threading.Event()
+        self._stack = ExitStack()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Forbid all that inside the block."""
-        with ExitStack() as stack:
+        with self._stack as stack:
             stack.callback(self._over.set)
             watcher = threading.Thread(target=self._watch, name="mainspring-simulation-watch", daemon=True)
             watcher.start()
-            stack.enter_context(_replaced(socket.socket, "__init__", self._forbidden("opened a socket")))
-            stack.enter_context(_replaced(subprocess.Popen, "__init__", self._forbidden("started a process")))
-            stack.enter_context(_replaced(threading.Thread, "start", self._forbidden("started a thread")))
-            stack.enter_context(clock.real_sleep_replaced(self._forbidden("slept in real time")))
+            for owner, name, what in (
+                (socket.socket, "__init__", "opened a socket"),
+                (subprocess.Popen, "__init__", "started a process"),
+                (threading.Thread, "start", "started a thread"),
+            ):
+                stack.enter_context(_replaced(owner, name, self._forbidden(what, getattr(owner, name))))
+            stack.enter_context(clock.real_sleep_replaced(self._forbidden("slept in real time", clock.real_sleep())))
             stack.enter_context(_quiet())
             if self._in_main_thread:
                 before = signal.signal(signal.SIGALRM, _leave)
                 stack.callback(signal.signal, signal.SIGALRM, before)
             yield
 
-    def _forbidden(self, what: str) -> Callable[..., Any]:
-        def refuse(*_: Any, **__: Any) -> Any:
+    def _tell(self) -> None:
+        self._told.set()
+        self._stop()
+
+    def close(self) -> None:
+        """Allow everything again, where the run was left without an end of the block (idempotent)."""
+        self._stack.close()
+
+    def _forbidden(self, what: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(*args: Any, **keywords: Any) -> Any:
             if threading.get_ident() != self._thread_id:
-                return
-            raise self._found(f"{what} at {where_thread(self._thread_id)}")
+                return real(*args, **keywords)
+            raise self._found(f"{what} at {_line_of(self._thread_id)}")
 
         return refuse
 
@@ -94,12 +111,15 @@ class Guards:
                 self._interrupt()
 
     def _interrupt(self) -> None:
-        line = where_thread(self._thread_id)
+        line = _line_of(self._thread_id)
         self.error = self.error or RealWorldError(
             f"the simulated code has blocked the event loop for {self._patience:g} real seconds at {line}: await something"
             " there, and in virtual time"
         )
-        process.call_soon(self._loop, self._stop)
+        if not self._told.is_set():  # a loop that turns hears of it, and may then be left in peace
+            process.call_soon(self._loop, self._tell)
+            if self._told.wait(LOOK):
+                return
         if self._in_main_thread:
             signal.pthread_kill(self._thread_id, signal.SIGALRM)  # also ends a wait outside of the interpreter
         else:
@@ -108,6 +128,17 @@ class Guards:
 
 class _Blocked(BaseException):
     """Raised in the blocked thread to get it out."""
+
+
+def _line_of(thread_id: int) -> str:
+    """Where that thread stands, in whoever's code it is that is neither the standard library's nor the machinery's."""
+    frame = sys._current_frames().get(thread_id)  # noqa: SLF001 - its documented use
+    while frame is not None:
+        path, name = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
+        if not path.startswith((_STDLIB, "<")) and name.partition(".")[0] not in _MACHINERY:
+            return describe(frame, frame.f_lineno)
+        frame = frame.f_back
+    return where_thread(thread_id)
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:

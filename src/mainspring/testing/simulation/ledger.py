@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 TOLERANCE = 6.0
 """Seconds for which a handler may go on after its lease is over: what its clean-up may take, and a moment."""
 ROUNDING = 1e-6
+"""Seconds within which sums of instants may differ; at that very instant the store may say either."""
 
 
 class Place(StrEnum):
@@ -169,7 +170,7 @@ class Ledger:
     def refused(self, worker: str, delivery: Delivery, what: str) -> None:
         """The store has refused a receipt."""
         account = self.accounts[delivery.message_id]
-        if self._holds(account, delivery):
+        if self._holds(account, delivery, -ROUNDING):
             self.fail("lease kept", f"{worker}: {what} was refused although it holds the lease", account.label)
         self._journal.add(worker, f"{what} refused", account.label)
 
@@ -230,16 +231,16 @@ class Ledger:
         for message_id in before - after:
             self.accounts[message_id].place = Place.SETTLED
 
-    def _holds(self, account: Account, delivery: Delivery) -> bool:
+    def _holds(self, account: Account, delivery: Delivery, margin: float) -> bool:
         return (
             account.place is Place.LEASED
             and account.receipt == delivery.receipt_handle
-            and self._now() < account.lease_until - ROUNDING
+            and self._now() < account.lease_until + margin
         )
 
     def _holding(self, worker: str, delivery: Delivery, what: str) -> Account | None:
         account = self.accounts[delivery.message_id]
-        if self._holds(account, delivery):
+        if self._holds(account, delivery, ROUNDING):
             return account
         if account.receipt == delivery.receipt_handle and account.place is Place.LEASED:
             why = f"its lease ended {self._now() - account.lease_until:.3f} s ago"
@@ -276,6 +277,12 @@ class Ledger:
         if account.early is work and how != "returned" and not account.finished:
             told = f"{work.worker} had acknowledged it before its handler {how}: the work is lost"
             self.fail("work done", told, account.label)
+
+    def unanswered(self, delivery: Delivery) -> None:
+        """Who settled a delivery does not know that it took effect: a handler that ends there has not left its work."""
+        account = self.accounts.get(delivery.message_id)
+        if account is not None and account.early is account.works.get(delivery.receipt_handle):
+            account.early = None
 
     def died(self, worker: str) -> None:
         """``worker`` is gone, and with it what it was handling."""

@@ -40,6 +40,7 @@ class Link:
         self.dead = False
         self.slow_call = slow_call
         self._mode: str | None = None
+        self._slow_until = 0.0
         self._healed = trio.Event()
         self._rng = rng
         self._journal = journal
@@ -48,6 +49,16 @@ class Link:
         self._asks: dict[Ask, trio.CancelScope] = {}
 
     # --------------------------------------------------------------------------------------------------------- faults
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a partition is under way."""
+        return self._mode is not None
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether a call may be on its way for long just now."""
+        return self._mode is not None or trio.current_time() < self._slow_until
 
     def cut(self, mode: str) -> None:
         """The partition begins."""
@@ -132,6 +143,7 @@ class Link:
 
     async def _be_slow(self, what: str) -> None:
         seconds = self._rng.random() ** 2 * LONGEST_CALL
+        self._slow_until = max(self._slow_until, trio.current_time() + seconds)
         self._journal.add(self.lane, f"{what} is slow", detail=f"{seconds:.3f} s")
         await trio.sleep(seconds)
 
@@ -141,7 +153,7 @@ class Link:
             await self._be_slow(what)
         if self.dead:
             await trio.sleep_forever()
-        if self._mode == "hang":
+        while self._mode == "hang":
             await self._healed.wait()
         if self._mode == "lost":
             self._journal.add(self.lane, f"{what} took effect, answer lost")
@@ -226,7 +238,11 @@ class LinkedMailbox(Mailbox[Any, Any]):
     async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
         link = self._link
         what = type(settlement).__name__.lower()
-        await link.call(what, partial(link.store.settle, link.lane, delivery, settlement))
+        try:
+            await link.call(what, partial(link.store.settle, link.lane, delivery, settlement))
+        except BaseException:
+            link.store.ledger.unanswered(delivery)
+            raise
 
     async def _extend(self, delivery: Delivery, timeout: float) -> None:
         link = self._link

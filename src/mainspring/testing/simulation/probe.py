@@ -71,9 +71,10 @@ class Probe:
             raise self._no_example(error) from None
 
     def _no_example(self, error: Exception) -> ConfigError:
+        reason = str(error).partition("\n")[0]
         how = "body= gave none" if self._body is not None else "none could be made up from its type"
         return ConfigError(
-            f"simulation: no body for {self.codec.name} ({how}: {error}); pass body=, a function of the message's number"
+            f"simulation: no body for {self.codec.name} ({how}: {reason}); pass body=, a function of the message's number"
         )
 
 

@@ -74,23 +74,32 @@ class Process:
         world = self.world
         with clock.own_wall_clock() as self.wall, self.scope:
             try:
-                self.group = group = world.build(self.mailbox)
-                self._prepare(group)
-                world.journal.add(self.lane, "starts")
-                report = await group.run(install_signals=False)
-                world.journal.add(self.lane, "ended", detail=f"exit status {report.exit_status}")
+                await self._run_group()
             except _Killed:
                 pass
-            except Exception as error:
-                if self.group is None:
-                    world.fail_build(error)
-                elif not world.over:
-                    world.journal.add(self.lane, "crashed", detail=repr(error))
-                    world.ledger.fail("no crash", f"the group of {self.lane} crashed: {error!r}")
+            except BaseExceptionGroup as errors:
+                rest = errors.split(_Killed)[1]
+                if rest is not None:
+                    raise rest from None
         if not self.gone:
             world.look_for_leftovers(self)
             self.link.die()
         self.ended.set()
+
+    async def _run_group(self) -> None:
+        world = self.world
+        try:
+            self.group = group = world.build(self.mailbox)
+            self._prepare(group)
+            world.journal.add(self.lane, "starts")
+            report = await group.run(install_signals=False)
+            world.journal.add(self.lane, "ended", detail=f"exit status {report.exit_status}")
+        except Exception as error:
+            if self.group is None:
+                world.fail_build(error)
+            elif not world.over:
+                world.journal.add(self.lane, "crashed", detail=repr(error))
+                world.ledger.fail("no crash", f"the group of {self.lane} crashed: {error!r}")
 
     # ------------------------------------------------------------------------------------------------------- its end
 
@@ -146,8 +155,10 @@ class Process:
             await self.ended.wait()
         if self.ended.is_set():
             return
-        excused = self.frozen > frozen or self.halted or self.stubborn_until > trio.current_time() - SWALLOWED
-        if not excused:
+        # A process that stood still, whose handler does not let itself be cancelled, or whose store does not answer, has to
+        # leave by force; any other must not need it.
+        stubborn = self.stubborn_until > trio.current_time() - SWALLOWED
+        if not (stubborn or self.frozen > frozen or self.halted or self.link.is_slow):
             told = f"{self.lane} has not ended {budget:g} s after SIGTERM; {self.where()}"
             self.world.ledger.fail("shutdown in time", told)
         self.crash("leaves by force")

@@ -174,6 +174,9 @@ class Simulation:
         except BaseException as error:
             if course.guards is None or course.guards.error is None:
                 raise lone_error(error) from None
+        finally:
+            if course.guards is not None:
+                course.guards.close()
         if course.guards is not None and course.guards.error is not None:
             raise course.guards.error
         world = course.world

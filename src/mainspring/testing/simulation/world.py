@@ -208,6 +208,8 @@ class World:
             again = rng.random() < self.faults.second_signal
             with trio.CancelScope(shield=True):
                 await process.stop(second_after=rng.random() * 10 if again else None)
+        elif fault.kind == "partition" and process.link.is_cut:
+            self.journal.add("world", "partition missed", detail=f"worker {fault.worker} is cut off already")
         elif fault.kind == "partition":
             await self._partition(process, fault)
         elif fault.kind == "freeze":

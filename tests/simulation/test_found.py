@@ -1,0 +1,135 @@
+"""What simulations have found in the engine, each as small as it can be told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import trio
+
+from mainspring import InMemoryMailbox, LoopGroup, MainLoop
+from mainspring.events import MessageFinished
+from mainspring.loops.lease import SETTLE_TIMEOUT
+from mainspring.testing import run_virtual
+from mainspring.testing.simulation.process import inside
+from mainspring.testing.trio_internals import TaskHold, can_hold_tasks, descendants
+
+
+def awkward_instant() -> float:
+    """One for which adding the settle timeout and subtracting it again gives less than the timeout."""
+    instant = 256.1
+    while (instant + SETTLE_TIMEOUT) - instant >= SETTLE_TIMEOUT:
+        instant += 0.1
+    return instant
+
+
+def test_a_hanging_settlement_is_given_up_at_an_instant_that_rounds_awkwardly() -> None:
+    """The lease keeper looked again and again at the very instant it had waited for, and the clock never moved on."""
+    instant = awkward_instant()
+
+    class Hangs(InMemoryMailbox[Any, Any]):
+        async def _settle(self, delivery: Any, settlement: Any) -> None:
+            await anyio.sleep_forever()
+
+    async def main() -> float:
+        mailbox = Hangs()
+
+        async def handle(job: int) -> None:
+            await anyio.sleep_until(instant)
+
+        group = LoopGroup([MainLoop(mailbox, handle)])
+        looks = 0
+        async with group:
+            await mailbox.send(1)
+            await anyio.sleep_until(instant + 1)
+            (run,) = group.loops[0].runs
+            while group.loops[0].runs == (run,):
+                looks += 1
+                assert looks < 10_000, "time does not pass"
+                await anyio.sleep(0.5)
+            return anyio.current_time()
+
+    ended = run_virtual(main)
+    assert instant + SETTLE_TIMEOUT <= ended <= instant + SETTLE_TIMEOUT + 1
+
+
+def test_a_worker_that_stood_still_begins_nothing_whose_lease_is_over() -> None:
+    """SIGSTOP between the claim and the handler: on waking, the handler began beside the next worker's."""
+
+    async def main() -> tuple[list[int], list[str]]:
+        mailbox: InMemoryMailbox[Any, Any] = InMemoryMailbox(body=int)
+        begun: list[int] = []
+        outcomes: list[str] = []
+        frozen = False
+
+        async def handle(job: int) -> None:
+            begun.append(job)
+
+        loop = MainLoop(mailbox, handle, visibility_timeout=10)
+        loop.dispatcher.subscribe(MessageFinished, lambda event: outcomes.append(event.outcome))
+        real = mailbox._claim
+
+        async def claim(*args: Any) -> Any:
+            nonlocal frozen
+            claimed = await real(*args)
+            frozen = bool(claimed) and not outcomes
+            return claimed
+
+        mailbox._claim = claim  # type: ignore[method-assign]
+        assert can_hold_tasks()
+        held: set[Any] = set()
+        hold = TaskHold(lambda task: frozen and task in held)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(loop.run)
+            await anyio.sleep(1)
+            mine = trio.lowlevel.current_task()
+            held.update(task for task in descendants(mine) if task is not mine)
+            hold.start()
+            await mailbox.send(1)
+            await anyio.sleep(0.1)
+            held.update(task for task in descendants(mine) if task is not mine)
+            await anyio.sleep(20)
+            frozen = False
+            hold.let_go()
+            await anyio.sleep(1)
+            first = (begun.copy(), outcomes.copy())
+            loop.request_shutdown()
+            return first
+
+    begun, outcomes = run_virtual(main)
+    assert begun == [1], "once, on the lease of the second delivery"
+    assert outcomes == ["lost", "acknowledged"]
+
+
+def test_held_tasks_stand_still_while_time_passes() -> None:
+    async def main() -> list[tuple[str, float]]:
+        log: list[tuple[str, float]] = []
+        halted = True
+
+        async def tick(name: str) -> None:
+            for _ in range(3):
+                await anyio.sleep(1)
+                log.append((name, anyio.current_time()))
+
+        async def frozen() -> None:
+            inside.set(None)
+            await tick("frozen")
+
+        hold = TaskHold(lambda task: halted and task.name == "frozen")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(frozen, name="frozen")
+            nursery.start_soon(tick, "free", name="free")
+            hold.start()
+            await anyio.sleep(10)
+            halted = False
+            hold.let_go()
+        return log
+
+    assert run_virtual(main) == [
+        ("free", 1.0),
+        ("free", 2.0),
+        ("free", 3.0),
+        ("frozen", 10.0),
+        ("frozen", 11.0),
+        ("frozen", 12.0),
+    ]
