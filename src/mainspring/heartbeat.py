@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from mainspring import clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+_log = logging.getLogger("mainspring")
 
 
 class Heartbeat:
@@ -27,19 +30,14 @@ class Heartbeat:
     def beat(self) -> None:
         """Give a sign of life, and call the callbacks in the order in which they were added (in this thread).
 
-        What a callback raises comes out of ``beat`` after the others were called (the first one's, where several do).
+        A callback that raises is logged (logger ``mainspring``) and harms neither the next nor the one who beats.
         """
         self._stamp = _now()
-        if not self._callbacks:
-            return
-        failed: Exception | None = None
         for callback in self._callbacks:
             try:
                 callback()
-            except Exception as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
+            except (Exception, SystemExit):
+                _log.exception("the heartbeat callback %r raised", callback)
 
     def elapsed(self) -> float:
         """Seconds since the last beat."""

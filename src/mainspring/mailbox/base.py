@@ -37,7 +37,7 @@ from mainspring.states import MAILBOX, MailboxState, StateMachine
 from mainspring.values import MAX_VISIBILITY, is_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from types import TracebackType
 
     from mainspring.mailbox.replies import ReplyRouter
@@ -64,7 +64,7 @@ class Mailbox(Bodies, Generic[T, R]):
         self._state: StateMachine[MailboxState] = StateMachine(MAILBOX, MailboxState.UNOPENED, name=f"mailbox {name!r}")
         self._usable = self.works_unopened
         self._scope: DaemonScope | None = None
-        self._replies: ReplyRouter | None = None
+        self._routers: list[ReplyRouter] = []
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} {self._state.state}>"
@@ -91,9 +91,7 @@ class Mailbox(Bodies, Generic[T, R]):
         except BaseException:
             self._scope = None
             raise
-        from mainspring.mailbox.replies import ReplyRouter
-
-        self._replies = ReplyRouter(scope)
+        self._end_routing = self.route_replies(scope)
         self._state.to(MailboxState.OPEN, anyio.current_time())
         self._usable = True
         return self
@@ -102,6 +100,7 @@ class Mailbox(Bodies, Generic[T, R]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         scope, self._scope = self._scope, None
+        self._end_routing()
         try:
             with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT):
                 await self.close()
@@ -110,6 +109,14 @@ class Mailbox(Bodies, Generic[T, R]):
                 await scope.__aexit__(type(failed), failed, failed.__traceback__)
             raise
         return await scope.__aexit__(kind, error, trace) if scope is not None else None
+
+    def route_replies(self, scope: DaemonScope) -> Callable[[], None]:
+        """Let replies to other stores go out through daemons of ``scope``, until the function that this returns is called."""
+        from mainspring.mailbox.replies import ReplyRouter
+
+        router = ReplyRouter(scope)
+        self._routers.append(router)
+        return lambda: self._routers.remove(router)
 
     async def close(self) -> None:
         """Wake the waiting receives (they return ``[]``), finish what is under way, disconnect. Idempotent.
@@ -284,7 +291,7 @@ class Mailbox(Bodies, Generic[T, R]):
         if local is not None:
             await self._settle(delivery, Ack(replace(reply, reply_to=local)))
             return
-        if self._replies is None:
+        if not self._routers:
             raise ReplyNotAvailableError(
                 f"the reply cannot be sent to {address!r}, another store than that of mailbox {self.name!r}: open the"
                 " mailbox with `async with`, so that it can keep the connection"
@@ -292,7 +299,7 @@ class Mailbox(Bodies, Generic[T, R]):
         raw = reply.body if self.serializes else self.reply_codec.encode(reply.body)
         await self._extend(delivery, 0.0)  # shortens nothing, and is refused where the lease is lost
         copy = replace(reply, body=raw, reply_to=None, dedup_key=f"reply:{delivery.message_id}")
-        await self._replies.send(address, copy)
+        await self._routers[-1].send(address, copy)
         await self._settle(delivery, _ACK)
 
     async def send_encoded(self, envelope: Envelope) -> str:

@@ -31,12 +31,14 @@ async def kept_open(mailboxes: Iterable[Mailbox[Any, Any]]) -> AsyncIterator[Non
 async def open_in(scope: DaemonScope, mailboxes: Iterable[Mailbox[Any, Any]]) -> None:
     """Open those of ``mailboxes`` that nobody has opened; leaving ``scope`` closes them, and a cancellation does not.
 
-    One that works unopened is left as it is: closed at the end, it would be lost to its user, who may look into it then, and
-    to other loops that share it.
+    One that works unopened stays so, and is only given what it takes to send replies to other stores: closed at the end, it
+    would be lost to its user, who may look into it then, and to other loops that share it.
     """
     for mailbox in mailboxes:
-        works = mailbox.works_unopened and mailbox.state is MailboxState.UNOPENED
-        if mailbox.state is not MailboxState.OPEN and not works:
+        if mailbox.works_unopened and mailbox.state is MailboxState.UNOPENED:
+            router = _Router(mailbox, scope)
+            scope.start_soon(router.run, name=f"replies of mailbox {mailbox.name}", stop=router.stop)
+        elif mailbox.state is not MailboxState.OPEN:
             keeper = _Keeper(mailbox)
             # Not `scope.start`: cancelled just as the mailbox opens, that waits for the keeper's end, and nobody tells it.
             scope.start_soon(keeper.run, name=f"mailbox {mailbox.name}", stop=keeper.stop)
@@ -63,3 +65,21 @@ class _Keeper:
                 self._scope.shield = True  # until told to stop, which leaving its DaemonScope does in every case
                 self.opened.set()
                 await self._told.wait()
+
+
+class _Router:
+    """Has one mailbox send its replies through a scope until it is told to stop, whatever is cancelled meanwhile."""
+
+    def __init__(self, mailbox: Mailbox[Any, Any], scope: DaemonScope) -> None:
+        self._told = anyio.Event()
+        self._end = mailbox.route_replies(scope)
+
+    def stop(self) -> None:
+        self._told.set()
+
+    async def run(self) -> None:
+        try:
+            with anyio.CancelScope(shield=True):  # until told to stop, as above
+                await self._told.wait()
+        finally:
+            self._end()
