@@ -143,7 +143,10 @@ class MailboxHooks(ABC):
         await self._purge()
         await self._discard_dead(None)
 
-    def _announce_cancelled(self, message_ids: list[str]) -> None:  # noqa: B027 - the port overrides it
+    def _hear_cancelled(self, wanted: bool) -> None:  # noqa: B027 - one that announces in any case, or never, ignores it
+        """From now on somebody holds messages here (or nobody does): cancellations by other processes are wanted."""
+
+    def _announce_cancelled(self, message_ids: list[str]) -> None:  # noqa: B027 - the port does it
         """Backends call this, on the mailbox's event loop, when messages that may be in hand here were cancelled."""
 
     def _wake_all(self) -> None:  # noqa: B027 - one whose receives never wait has nothing to do here

@@ -15,7 +15,7 @@ from mainspring.errors import ConfigError, MainspringError, ReceiptHandleExpired
 from mainspring.mailbox import sqlite_commands as do
 from mainspring.mailbox.base import Mailbox
 from mainspring.mailbox.batching import Batcher
-from mainspring.mailbox.hooks import Capabilities
+from mainspring.mailbox.hooks import TRANSIENT, TRANSIENT_LIFE, Capabilities
 from mainspring.mailbox.message import Ack, Dead
 from mainspring.mailbox.sqlite_wake import Waiters
 from mainspring.mailbox.sqlite_writer import LOOK_AGAIN, Job, Writer
@@ -24,7 +24,7 @@ from mainspring.process import event_loop
 from mainspring.values import is_number, is_whole
 
 if TYPE_CHECKING:
-    from mainspring.mailbox.message import Counts, Delivery, Envelope, Settlement
+    from mainspring.mailbox.message import Cancelled, Counts, Delivery, Envelope, Settlement
     from mainspring.scope import DaemonScope
 
 T = TypeVar("T")
@@ -145,8 +145,9 @@ class SQLiteMailbox(Mailbox[T, R]):
             await self._release()
             raise
         self._number = opening.result
+        self._kept_at = self._now()
         self._sweeper = Periodic(self._sweep)
-        self._waiters = Waiters(self._number, self._due_in)
+        self._waiters = Waiters(self._number, self._due_in, self._announce_cancelled)
         writer.add_waiters(self._waiters)
         scope.start_soon(self._sweeper.run, name=f"mailbox {self.name} due times")
         scope.start_soon(self._batcher.run, name=f"mailbox {self.name} batches", stop=self._batcher.stop)
@@ -213,6 +214,8 @@ class SQLiteMailbox(Mailbox[T, R]):
 
     async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
         waiters = self._waiters
+        if self.name.startswith(TRANSIENT) and self._now() - self._kept_at >= TRANSIENT_LIFE / 24:
+            await self._keep()
         deadline = self._now() + wait_time_seconds if wait_time_seconds else 0.0
         seen = waiters.signals
         found = await self._claim_once(max_messages, visibility_timeout, bool(wait_time_seconds))
@@ -226,6 +229,15 @@ class SQLiteMailbox(Mailbox[T, R]):
             seen = waiters.signals
             found = await self._claim_once(max_messages, visibility_timeout, True)
         return found
+
+    async def _keep(self) -> None:
+        """Say that this transient mailbox is in use; one that was forgotten meanwhile (the machine slept) is made anew."""
+        self._kept_at = self._now()
+        self._number = await self._batcher.call(do.Open(self.name))
+        if self._writer is not None and self._number != self._waiters.mailbox:
+            self._writer.remove_waiters(self._waiters)
+            self._waiters.mailbox = self._number
+            self._writer.add_waiters(self._waiters)
 
     async def _claim_once(self, limit: int, visibility: float, waits: bool) -> list[Delivery]:
         command = do.Claim(self._number, limit, visibility, waits)
@@ -272,6 +284,31 @@ class SQLiteMailbox(Mailbox[T, R]):
 
     async def _discard_dead(self, message_ids: list[str] | None) -> int:
         return int(await self._batcher.call(do.Forget(self._number, message_ids)))
+
+    async def _find_dead(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
+        found: list[tuple[Delivery, Dead, float]] = await self._batcher.call(do.FindDead(self._number, message_ids))
+        return found
+
+    async def _cancel(self, message_id: str) -> Cancelled:
+        cancelled: Cancelled = await self._batcher.call(do.Cancel(self._number, message_id))
+        return cancelled
+
+    def _hear_cancelled(self, wanted: bool) -> None:
+        if self._writer is not None and self._real:
+            self._writer.listen(self._waiters, wanted)
+
+    def _sibling(self, name: str, *, body: Any = None, reply: Any = None) -> SQLiteMailbox[Any, Any]:
+        return SQLiteMailbox(
+            self.path,
+            name=name,
+            body=body,
+            reply=reply,
+            synchronous=self._synchronous,
+            busy_timeout=self._busy_timeout,
+        )
+
+    async def _drop(self) -> None:
+        await self._batcher.call(do.Drop(self._number))
 
 
 _OPTIONS: dict[str, Any] = {"name": str, "synchronous": str, "capacity": int, "busy_timeout": float}

@@ -129,6 +129,22 @@ class SaveCheckpoint(_OfDelivery):
         self.state = state
 
 
+class Cancel(StoreCommand):
+    """End a message by its id; results in :class:`Cancelled`."""
+
+    __slots__ = ("message_id",)
+
+    def __init__(self, mailbox: int, message_id: str) -> None:
+        super().__init__(mailbox)
+        self.message_id = message_id
+
+
+class Drop(StoreCommand):
+    """Forget the mailbox and everything in it; results in nothing."""
+
+    __slots__ = ()
+
+
 class CountAll(StoreCommand):
     """Results in the :class:`Counts` of the mailbox."""
 
@@ -162,6 +178,16 @@ class ListDead(StoreCommand):
         super().__init__(mailbox)
         self.limit = limit
         self.after = after
+
+
+class FindDead(StoreCommand):
+    """Results in those of the ids that are dead letters."""
+
+    __slots__ = ("ids",)
+
+    def __init__(self, mailbox: int, ids: list[str]) -> None:
+        super().__init__(mailbox)
+        self.ids = ids
 
 
 class Revive(StoreCommand):

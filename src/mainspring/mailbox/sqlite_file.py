@@ -211,16 +211,21 @@ class DatabaseFile:
         return version
 
     def _prepare(self, connection: apsw.Connection) -> None:
-        """Make the tables where there are none, and end the leases of an earlier boot."""
+        """Make the tables where there are none, or bring them up to date, and end the leases of an earlier boot."""
         boot = clock.boot_id()
-        if self._check(connection) and connection.execute(sql.BOOT).fetchall() == [(boot,)]:
+        if self._check(connection) == sql.SCHEMA_VERSION and connection.execute(sql.BOOT).fetchall() == [(boot,)]:
             return
         connection.execute("BEGIN IMMEDIATE")
         try:
-            if not self._check(connection):
+            version = self._check(connection)
+            if not version:
                 connection.execute(sql.SCHEMA)
                 connection.execute(sql.START, (boot,))
-            elif connection.execute(sql.BOOT).fetchall() != [(boot,)]:
+                version = sql.SCHEMA_VERSION
+            for old in range(version, sql.SCHEMA_VERSION):
+                connection.execute(sql.MIGRATIONS[old])
+                connection.execute(sql.SET_VERSION.format(old + 1))
+            if connection.execute(sql.BOOT).fetchall() != [(boot,)]:
                 connection.execute(sql.VOID_LEASES)
                 connection.execute(sql.NEW_BOOT, (boot,))
             connection.execute("COMMIT")

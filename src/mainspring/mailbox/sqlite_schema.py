@@ -14,7 +14,7 @@ because they outlast a restart of the machine.
 from __future__ import annotations
 
 APPLICATION_ID = 0x4D53_5047  # "MSPG"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 SCHEMA = f"""
 CREATE TABLE store (
@@ -30,7 +30,8 @@ CREATE TABLE mailboxes (
     pending INTEGER NOT NULL DEFAULT 0,
     in_flight INTEGER NOT NULL DEFAULT 0,
     settled INTEGER NOT NULL DEFAULT 0,
-    dead INTEGER NOT NULL DEFAULT 0
+    dead INTEGER NOT NULL DEFAULT 0,
+    used_at REAL                    -- of a transient one: when it was last opened or kept
 ) STRICT;
 
 CREATE TABLE messages (
@@ -47,9 +48,11 @@ CREATE TABLE messages (
     deliveries INTEGER NOT NULL DEFAULT 0,   -- those that ended in a return
     attempts INTEGER NOT NULL DEFAULT 0,     -- those of them that were charged
     first_received_at REAL,
-    checkpoint BLOB
+    checkpoint BLOB,
+    history TEXT
 ) STRICT;
 CREATE UNIQUE INDEX messages_by_key ON messages (mailbox, dedup_key) WHERE dedup_key IS NOT NULL;
+CREATE INDEX messages_by_id ON messages (id);
 
 CREATE TABLE ready (
     mailbox INTEGER NOT NULL,
@@ -65,6 +68,7 @@ CREATE TABLE delayed (
     mailbox INTEGER NOT NULL,
     PRIMARY KEY (due, seq)
 ) STRICT, WITHOUT ROWID;
+CREATE INDEX delayed_by_seq ON delayed (seq);
 
 CREATE TABLE leases (
     lease INTEGER PRIMARY KEY,
@@ -101,7 +105,8 @@ CREATE TABLE dead (
     error_type TEXT NOT NULL,
     traceback TEXT NOT NULL,
     dead_at REAL NOT NULL,
-    dedup_key TEXT                  -- has it again when it is replayed, unless another message has it by then
+    dedup_key TEXT,                 -- has it again when it is replayed, unless another message has it by then
+    history TEXT
 ) STRICT;
 CREATE INDEX dead_by_mailbox ON dead (mailbox, place);
 CREATE INDEX dead_by_id ON dead (mailbox, id);
@@ -109,6 +114,18 @@ CREATE INDEX dead_by_id ON dead (mailbox, id);
 PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
+
+MIGRATIONS = {
+    1: """
+ALTER TABLE messages ADD COLUMN history TEXT;
+ALTER TABLE dead ADD COLUMN history TEXT;
+ALTER TABLE mailboxes ADD COLUMN used_at REAL;
+CREATE INDEX messages_by_id ON messages (id);
+CREATE INDEX delayed_by_seq ON delayed (seq);
+""",
+}
+"""What makes a file of the version that is the key one of the next version."""
+SET_VERSION = "PRAGMA user_version = {}"
 
 START = "INSERT INTO store VALUES (1, 0, ?)"
 BOOT = "SELECT boot_id FROM store"
@@ -120,7 +137,8 @@ VOID_LEASES = "UPDATE leases SET until = -1"
 HEAD = """SELECT tick, (SELECT min(until) FROM leases), (SELECT min(due) FROM delayed),
     (SELECT min(expires_at) FROM expiring) FROM store"""
 SET_TICK = "UPDATE store SET tick = ?"
-ADD_MAILBOX = "INSERT OR IGNORE INTO mailboxes (name) VALUES (?)"
+ADD_MAILBOX = "INSERT INTO mailboxes (id, name) SELECT max(?, coalesce(max(id), 0)) + 1, ? FROM mailboxes"
+LAST_MAILBOX = "SELECT max(id) FROM mailboxes"
 MAILBOX = "SELECT id FROM mailboxes WHERE name = ?"
 COUNTS = "SELECT delayed, pending, in_flight, settled, dead FROM mailboxes WHERE id = ?"
 PENDING = "SELECT id, pending FROM mailboxes WHERE pending > 0"
@@ -152,7 +170,7 @@ ADD_EXPIRING = "INSERT INTO expiring VALUES (?, ?, ?, ?)"
 # ---------------------------------------------------------------------------------------------------------- receiving
 
 FIRST_READY = """SELECT r.rank, r.pos, m.seq, m.id, m.body, m.enqueued_at, m.reply_to, m.headers, m.deliveries,
-    m.attempts, m.first_received_at, m.checkpoint, m.expires_at
+    m.attempts, m.first_received_at, m.checkpoint, m.history, m.expires_at
     FROM ready AS r CROSS JOIN messages AS m ON m.seq = r.seq WHERE r.mailbox = ? ORDER BY r.rank, r.pos LIMIT ?"""
 LEASE_FIRST = """INSERT INTO leases SELECT ? + row_number() OVER (ORDER BY rank, pos), mailbox, seq, pos, ?, ?
     FROM (SELECT * FROM ready WHERE mailbox = ? ORDER BY rank, pos LIMIT ?)"""
@@ -172,6 +190,7 @@ DROP_LEASE = "DELETE FROM leases WHERE lease = ?"
 DROP_MESSAGE = "DELETE FROM messages WHERE seq = ?"
 CAME_BACK = """UPDATE messages SET deliveries = deliveries + 1, attempts = attempts + ?,
     first_received_at = coalesce(first_received_at, ?) WHERE seq = ?"""
+KEEP_HISTORY = "UPDATE messages SET history = ? WHERE seq = ?"
 EXTEND = "UPDATE leases SET until = max(until, ?) WHERE lease = ? AND mailbox = ? AND until > ?"
 CHECKPOINT = """UPDATE messages SET checkpoint = ? WHERE seq =
     (SELECT seq FROM leases WHERE lease = ? AND mailbox = ? AND until > ?)"""
@@ -186,11 +205,13 @@ FORGET_DELAYED = "DELETE FROM delayed WHERE due = ? AND seq = ?"
 # ------------------------------------------------------------------------------------------------------- dead letters
 
 BURY = """INSERT INTO dead SELECT ?, mailbox, rank, id, body, enqueued_at, reply_to, headers, deliveries + ?, attempts + ?,
-    coalesce(first_received_at, ?), checkpoint, ?, ?, ?, ?, dedup_key FROM messages WHERE seq = ?"""
-DEAD_PAGE = """SELECT id, body, deliveries, attempts, enqueued_at, first_received_at, reply_to, headers, checkpoint,
+    coalesce(first_received_at, ?), checkpoint, ?, ?, ?, ?, dedup_key, coalesce(?, history) FROM messages WHERE seq = ?"""
+_DEAD = """SELECT id, body, deliveries, attempts, enqueued_at, first_received_at, reply_to, headers, checkpoint, history,
     error, error_type, traceback, dead_at FROM dead
-    WHERE mailbox = ? AND place > coalesce((SELECT place FROM dead WHERE mailbox = ? AND id = ?), 0)
+    """
+DEAD_PAGE = f"""{_DEAD} WHERE mailbox = ? AND place > coalesce((SELECT place FROM dead WHERE mailbox = ? AND id = ?), 0)
     ORDER BY place LIMIT ?"""
+DEAD_BY_ID = f"{_DEAD} WHERE mailbox = ? AND id {_GIVEN}"
 _ALL_DEAD = "FROM dead WHERE mailbox = ?"
 _SOME_DEAD = f"FROM dead WHERE mailbox = ? AND id {_GIVEN}"
 _REVIVE = """INSERT INTO messages (seq, mailbox, rank, id, body, enqueued_at, reply_to, headers, checkpoint, dedup_key)
@@ -204,6 +225,20 @@ COUNT_ALL_DEAD = "SELECT count(*) " + _ALL_DEAD
 COUNT_SOME_DEAD = "SELECT count(*) " + _SOME_DEAD
 DROP_ALL_DEAD = "DELETE " + _ALL_DEAD
 DROP_SOME_DEAD = "DELETE " + _SOME_DEAD
+
+# --------------------------------------------------------------------------------------------------------- cancelling
+
+BY_ID = """SELECT seq, rank, reply_to, headers, expires_at FROM messages WHERE id = ? AND mailbox = ?"""
+LEASE_OF = "SELECT lease FROM leases WHERE mailbox = ? AND seq = ?"
+FORGET_READY_FROM = "DELETE FROM ready WHERE mailbox = ? AND rank = ? AND pos >= ? AND seq = ?"
+FORGET_DELAYED_SEQ = "DELETE FROM delayed WHERE seq = ?"
+
+# -------------------------------------------------------------------------------------------------- transient mailboxes
+
+USED = "UPDATE mailboxes SET used_at = ? WHERE id = ?"
+UNUSED = "SELECT id FROM mailboxes WHERE used_at < ?"
+DROP_DEAD = "DELETE FROM dead WHERE mailbox = ?"
+DROP_MAILBOX = "DELETE FROM mailboxes WHERE id = ?"
 
 # -------------------------------------------------------------------------------------------------------------- purge
 

@@ -6,16 +6,19 @@ so does not disturb the others of its transaction.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.mailbox import sqlite_commands as do
+from mainspring.mailbox import sqlite_dead as dead_letters
 from mainspring.mailbox import sqlite_schema as sql
+from mainspring.mailbox.hooks import TRANSIENT, TRANSIENT_LIFE
 from mainspring.mailbox.limits import full
 from mainspring.mailbox.message import Counts, Dead, Delivery
+from mainspring.mailbox.sqlite_cancel import cancel, drop, forget_mailbox
+from mainspring.mailbox.sqlite_dead import read_headers
 from mainspring.mailbox.sqlite_due import do_what_is_due, enqueue, expire
 from mainspring.mailbox.sqlite_inserts import Inserts
 from mainspring.mailbox.sqlite_work import Work
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
     from apsw import Connection
 
+    from mainspring.mailbox.message import Envelope
     from mainspring.mailbox.sqlite_commands import StoreCommand
 
 _UNREADABLE = Dead("the stored headers are no JSON object of strings", "NotJsonError")
@@ -64,7 +68,11 @@ def look(connection: Connection) -> tuple[dict[int, int], float, float]:
 
 def _open(work: Work, commands: list[do.Open]) -> None:
     for command in commands:
-        command.result = work.mailbox(command.name)
+        command.result = number = work.mailbox(command.name)
+        if command.name.startswith(TRANSIENT):
+            work.execute(sql.USED, (work.wall, number))
+    for (unused,) in work.rows(sql.UNUSED, (work.wall - TRANSIENT_LIFE,)):
+        forget_mailbox(work, unused)
 
 
 def _put(work: Work, commands: list[do.Put]) -> None:
@@ -126,28 +134,19 @@ def _lease(work: Work, mailbox: int, limit: int, visibility: float) -> tuple[lis
     deliveries = []
     expiring = []
     unreadable = []
-    for _, _, seq, name, body, enqueued_at, reply_to, headers, ended, charged, first, checkpoint, expires_at in rows:
+    for _, _, seq, name, body, enqueued_at, reply_to, headers, ended, charged, first, *kept, expires_at in rows:
         lease += 1
         if expires_at is not None:
             expiring.append((expires_at, seq))
-        known = {} if headers is None else _headers(headers)
+        known = {} if headers is None else read_headers(headers)
         if known is None:
             unreadable.append((lease, seq))
             continue
-        deliveries.append(
-            Delivery(
-                name,
-                body,
-                str(lease),
-                ended + 1,
-                charged + 1,
-                enqueued_at,
-                wall if first is None else first,
-                reply_to,
-                known,
-                checkpoint,
-            )
+        since = wall if first is None else first
+        delivery = Delivery(
+            name, body, str(lease), ended + 1, charged + 1, enqueued_at, since, reply_to, known, kept[0], None, kept[1]
         )
+        deliveries.append(delivery)
     if expiring:
         work.many(sql.NOT_EXPIRING, expiring)
     for taken, seq in unreadable:
@@ -155,17 +154,6 @@ def _lease(work: Work, mailbox: int, limit: int, visibility: float) -> tuple[lis
         tally.in_flight -= 1
         work.bury(mailbox, seq, _UNREADABLE, 1, wall)
     return deliveries, len(unreadable)
-
-
-def _headers(stored: str) -> dict[str, str] | None:
-    """Stored headers; None where they are none: another program wrote the row, or the file was damaged."""
-    try:
-        headers = json.loads(stored)
-    except (ValueError, RecursionError):
-        return None
-    if not (isinstance(headers, dict) and all(isinstance(value, str) for value in headers.values())):
-        return None
-    return headers
 
 
 def _unclaim(work: Work, commands: list[do.Unclaim]) -> None:
@@ -221,8 +209,15 @@ def _answer(work: Work, commands: list[do.Answer]) -> None:
             continue
         work.execute(sql.DROP_MESSAGE, (held[0],))
         work.tally(command.mailbox).settled += 1
+        _reply(work, reply)
+
+
+def _reply(work: Work, reply: Envelope) -> None:
+    """Put a reply where it belongs; one whose requester is gone is dropped."""
+    mailbox = work.mailbox_for_reply(reply.reply_to or "")
+    if mailbox is not None:
         batch = Inserts(work)
-        batch.add(work.mailbox(reply.reply_to or ""), [replace(reply, reply_to=None)])
+        batch.add(mailbox, [replace(reply, reply_to=None)])
         batch.write()
 
 
@@ -234,6 +229,8 @@ def _give_back(work: Work, commands: list[do.GiveBack]) -> None:
         seq, pos, claimed_at, rank, expires_at = held
         how = command.how
         work.execute(sql.CAME_BACK, (int(how.charge), claimed_at, seq))
+        if how.history is not None:
+            work.execute(sql.KEEP_HISTORY, (how.history, seq))
         if not how.front:
             work.tick += 1
             pos = work.tick
@@ -245,6 +242,8 @@ def _bury(work: Work, commands: list[do.Bury]) -> None:
         held = _take(work, command.mailbox, command.delivery, command)
         if held is not None:
             work.bury(command.mailbox, held[0], command.dead, 1, held[2])
+            if command.dead.reply is not None:
+                _reply(work, command.dead.reply)
 
 
 def _take(work: Work, mailbox: int, delivery: Delivery, command: StoreCommand) -> tuple[Any, ...] | None:
@@ -312,56 +311,6 @@ def _purge(work: Work, commands: list[do.PurgeAll]) -> None:
         tally.settled += command.result
 
 
-def _list_dead(work: Work, commands: list[do.ListDead]) -> None:
-    for command in commands:
-        values = (command.mailbox, command.mailbox, command.after, command.limit)
-        command.result = [_dead_row(row) for row in work.rows(sql.DEAD_PAGE, values)]
-
-
-def _dead_row(row: tuple[Any, ...]) -> tuple[Delivery, Dead, float]:
-    name, body, deliveries, attempts, enqueued_at, first, reply_to, headers, checkpoint, *why, dead_at = row
-    known = {} if headers is None else _headers(headers) or {}
-    delivery = Delivery(name, body, "", deliveries, attempts, enqueued_at, first or 0.0, reply_to, known, checkpoint)
-    return delivery, Dead(*why), dead_at
-
-
-def _revive(work: Work, commands: list[do.Revive]) -> None:
-    for command in commands:
-        first = work.tick
-        which = (command.mailbox,) if command.ids is None else (command.mailbox, json.dumps(command.ids))
-        if command.capacity is not None:
-            waiting = work.waiting(command.mailbox)
-            more = work.value(sql.COUNT_ALL_DEAD if command.ids is None else sql.COUNT_SOME_DEAD, which)
-            if more and waiting + more > command.capacity:
-                command.error = full(waiting, command.capacity, more)
-                continue
-        work.execute(sql.REVIVE_ALL if command.ids is None else sql.REVIVE_SOME, (first, *which))
-        revived = work.changes()
-        work.tick += revived
-        work.execute(sql.READY_RANGE, (first + 1, work.tick))
-        _drop_dead(work, command)
-        tally = work.tally(command.mailbox)
-        tally.dead -= revived
-        tally.gain(revived)
-        command.result = revived
-
-
-def _forget(work: Work, commands: list[do.Forget]) -> None:
-    for command in commands:
-        command.result = dropped = _drop_dead(work, command)
-        tally = work.tally(command.mailbox)
-        tally.dead -= dropped
-        tally.settled += dropped
-
-
-def _drop_dead(work: Work, command: do.Revive | do.Forget) -> int:
-    if command.ids is None:
-        work.execute(sql.DROP_ALL_DEAD, (command.mailbox,))
-    else:
-        work.execute(sql.DROP_SOME_DEAD, (command.mailbox, json.dumps(command.ids)))
-    return work.changes()
-
-
 _IN_ORDER: tuple[tuple[type, Callable[[Work, Any], None]], ...] = (
     (do.Open, _open),
     (do.Unclaim, _unclaim),
@@ -371,14 +320,17 @@ _IN_ORDER: tuple[tuple[type, Callable[[Work, Any], None]], ...] = (
     (do.Bury, _bury),
     (do.Extend, _extend),
     (do.SaveCheckpoint, _save_checkpoint),
+    (do.Cancel, cancel),
     (do.PurgeAll, _purge),
     (do.Put, _put),
-    (do.Revive, _revive),
-    (do.Forget, _forget),
+    (do.Revive, dead_letters.revive),
+    (do.Forget, dead_letters.forget),
     (do.Claim, _claim),
     (do.Sweep, _sweep),
     (do.CountAll, _count),
-    (do.ListDead, _list_dead),
+    (do.Drop, drop),
+    (do.FindDead, dead_letters.find),
+    (do.ListDead, dead_letters.list_dead),
 )
-_EXACT = frozenset({do.CountAll, do.PurgeAll, do.ListDead})
-"""Commands whose result says how many: before them, all that is due is done."""
+_EXACT = frozenset({do.CountAll, do.PurgeAll, do.ListDead, do.FindDead, do.Cancel})
+"""Commands whose result says what is where: before them, all that is due is done."""

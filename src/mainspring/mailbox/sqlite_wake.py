@@ -24,18 +24,36 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+NOTE_SIZE = 512
+"""Bytes that are read of a ring at most: the note that a message was cancelled has its id in it."""
+
+
+def note_of(mailbox: int, message_id: str) -> bytes:
+    """What the bell is rung with for a message that was cancelled while somebody had it in hand."""
+    return f"{mailbox} {message_id}".encode()
+
+
+def read_note(note: bytes) -> tuple[int, str] | None:
+    """The mailbox and the message that a note tells of; None where it says only that something has come."""
+    mailbox, _, message_id = note.decode(errors="replace").partition(" ")
+    return (int(mailbox), message_id) if mailbox.isdecimal() and message_id else None
+
+
 class Waiters:
     """The receives of one mailbox object that wait, each on its event.
 
     ``signals`` is raised by the store's threads whenever there may be more to claim, and ``parked`` tells them whether
-    anybody waits; a receive that parks compares the signals from before its last claim, so that none is missed between.
+    anybody waits; ``cancelled`` is called with the ids of messages that were cancelled, also while nobody waits where
+    ``listens`` is set. A receive that parks compares the signals from before its last claim, so that none is missed between.
     """
 
-    __slots__ = ("_due_in", "_queue", "announced", "loop", "mailbox", "parked", "signals")
+    __slots__ = ("_due_in", "_queue", "announced", "cancelled", "listens", "loop", "mailbox", "parked", "signals")
 
-    def __init__(self, mailbox: int, due_in: Callable[[float], None]) -> None:
+    def __init__(self, mailbox: int, due_in: Callable[[float], None], cancelled: Callable[[list[str]], object]) -> None:
         self.mailbox = mailbox
         self.loop = event_loop()
+        self.cancelled = cancelled
+        self.listens = False
         self._due_in = due_in
         self.announced = math.inf
         self.parked = 0
@@ -98,27 +116,25 @@ class Bell:
                 raise
             self._name, self._socket = name, bell
 
-    def wait(self, seconds: float) -> bool:
-        """Whether the bell was rung; False once ``seconds`` are over or it was taken down."""
+    def wait(self, seconds: float) -> list[bytes]:
+        """What the bell was rung with; nothing once ``seconds`` are over or it was taken down."""
         bell = self._socket
         if bell is None:
             self._closed.wait(seconds)
-            return False
+            return []
+        notes: list[bytes] = []
         try:
             bell.settimeout(seconds)
-            if not bell.recv(16):
-                return False
+            notes.append(bell.recv(NOTE_SIZE))
             bell.setblocking(False)
-            for _ in range(1_000):
-                bell.recv(16)
-        except BlockingIOError:
+            while notes[-1] and len(notes) < 1_000:
+                notes.append(bell.recv(NOTE_SIZE))
+        except OSError:  # the timeout, no more notes, or a bell that was taken down
             pass
-        except OSError:  # the timeout, or a bell that was taken down
-            return False
-        return True
+        return [note for note in notes if note]
 
-    def ring(self) -> None:
-        """Wake every other process that waits on the file."""
+    def ring(self, note: bytes = b"!") -> None:
+        """Wake every other process that waits on the file, and hand it ``note``."""
         try:
             names = [name for name in os.listdir(self._opened()) if name != self._name]
         except OSError:  # no such directory: nobody has ever waited
@@ -129,7 +145,7 @@ class Bell:
             ringer.setblocking(False)
             for name in names:
                 try:
-                    ringer.sendto(b"!", self._path(name))
+                    ringer.sendto(note, self._path(name))
                 except ConnectionRefusedError:  # its process died
                     with contextlib.suppress(OSError):
                         os.unlink(name, dir_fd=self._opened())

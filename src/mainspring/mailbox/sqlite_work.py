@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from mainspring.mailbox import sqlite_schema as sql
+from mainspring.mailbox.hooks import TRANSIENT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +39,7 @@ class Work:
     ``boot`` and ``wall`` are its instants. ``gained`` says by mailbox how many messages became pending, unless a later claim
     of the transaction took all there was; ``soonest`` is the earliest instant (since boot) at which more is due, as far as
     this transaction knows; ``dated`` says whether it made something due; ``empty`` holds the mailboxes where a claim found
-    nothing and will wait.
+    nothing and will wait; ``cancelled`` the messages (mailbox and id) that somebody has in hand and must hear of it.
     """
 
     def __init__(self, connection: Connection, boot: float, wall: float) -> None:
@@ -50,6 +51,7 @@ class Work:
         self.wall = wall
         self.gained: dict[int, int] = {}
         self.empty: set[int] = set()
+        self.cancelled: list[tuple[int, str]] = []
         self.soonest = math.inf
         self.dated = False
         self._tallies: dict[int, Tally] = {}
@@ -87,10 +89,18 @@ class Work:
     def mailbox(self, name: str) -> int:
         """The number of the mailbox of that name, which is made where there is none."""
         rows = self.rows(sql.MAILBOX, (name,))
-        if not rows:
-            self.execute(sql.ADD_MAILBOX, (name,))
-            rows = self.rows(sql.MAILBOX, (name,))
-        return int(rows[0][0])
+        if rows:
+            return int(rows[0][0])
+        self.execute(sql.ADD_MAILBOX, (self.tick, name))
+        number = int(self.value(sql.LAST_MAILBOX))
+        self.tick = number  # so no number is used twice
+        return number
+
+    def mailbox_for_reply(self, name: str) -> int | None:
+        """:meth:`mailbox`; None for a transient one that is gone, and its requester with it."""
+        if name.startswith(TRANSIENT) and not self.rows(sql.MAILBOX, (name,)):
+            return None
+        return self.mailbox(name)
 
     def bury(
         self, mailbox: int, seq: int, dead: Dead, delivered: int, received_at: float | None, at: float | None = None
@@ -99,7 +109,7 @@ class Work:
         self.tick += 1
         why = (dead.error, dead.error_type, dead.traceback)
         dead_at = self.wall if at is None else at
-        self.execute(sql.BURY, (self.tick, delivered, delivered, received_at, *why, dead_at, seq))
+        self.execute(sql.BURY, (self.tick, delivered, delivered, received_at, *why, dead_at, dead.history, seq))
         self.execute(sql.DROP_MESSAGE, (seq,))
         self.tally(mailbox).dead += 1
 
@@ -149,5 +159,6 @@ class Work:
         for mailbox, gained in other.gained.items():
             self.gained[mailbox] = self.gained.get(mailbox, 0) + gained
         self.empty |= other.empty
+        self.cancelled += other.cancelled
         self.soonest = min(self.soonest, other.soonest)
         self.dated = self.dated or other.dated

@@ -18,7 +18,7 @@ from mainspring.errors import ConfigError
 from mainspring.mailbox.sqlite_commands import Look
 from mainspring.mailbox.sqlite_file import DatabaseFile
 from mainspring.mailbox.sqlite_store import look
-from mainspring.mailbox.sqlite_wake import Bell, Waiters
+from mainspring.mailbox.sqlite_wake import Bell, Waiters, note_of, read_note
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -132,6 +132,13 @@ class Writer:
             if not group:
                 self._waiters.pop(waiters.mailbox, None)
 
+    def listen(self, waiters: Waiters, wanted: bool) -> None:
+        """Whether ``waiters`` hear of cancelled messages at once while nobody of theirs waits, too."""
+        with self._lock:
+            waiters.listens = wanted
+            if wanted and self._watcher is None:
+                self._watch_from_now_on()
+
     @property
     def in_use(self) -> bool:
         """Whether its thread runs, and so may have the file open."""
@@ -192,11 +199,14 @@ class Writer:
         """After a commit: wake who may have something to claim, here and in other processes."""
         if work.gained or work.dated:
             self._bell.ring()
+        for mailbox, message_id in work.cancelled:
+            self._bell.ring(note_of(mailbox, message_id))
         if not self._waiters:
             return
         with self._lock:
             for mailbox, count in work.gained.items():
                 self._wake(mailbox, count)
+            self._tell_of_cancelled(work.cancelled)
             if work.soonest < math.inf:
                 self._announce(work.soonest, work.boot, work.empty)
             if work.empty and self._watcher is None and real:
@@ -207,6 +217,11 @@ class Writer:
             waiters.signals += 1
             if waiters.parked:
                 process.call_soon(waiters.loop, partial(waiters.wake, count))
+
+    def _tell_of_cancelled(self, cancelled: list[tuple[int, str]]) -> None:
+        for mailbox, message_id in cancelled:
+            for waiters in self._waiters.get(mailbox, ()):
+                process.call_soon(waiters.loop, partial(waiters.cancelled, [message_id]))
 
     def _announce(self, soonest: float, boot: float, empty: set[int]) -> None:
         """Say when the next thing is due to those who wait, or are about to, and do not know yet."""
@@ -247,8 +262,9 @@ class Writer:
             rung = self._bell.wait(LOOK_AGAIN)
             now = clock.monotonic()
             with self._lock:
-                parked = any(waiters.parked for group in self._waiters.values() for waiters in group)
-                if parked:
+                everybody = [waiters for group in self._waiters.values() for waiters in group]
+                parked = any(waiters.parked for waiters in everybody)
+                if parked or any(waiters.listens for waiters in everybody):
                     wanted = now
                 if now - wanted >= LOOK_AGAIN or self._bell.interrupted:
                     self._watcher = None
@@ -257,6 +273,7 @@ class Writer:
                     return
                 if rung:
                     self._signal_all()
+                self._tell_of_cancelled([told for note in rung if (told := read_note(note)) is not None])
             if parked:
                 self._inbox.put(Job((Look(0),), clock.boot_time, 0.0))
 
