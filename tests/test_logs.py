@@ -38,10 +38,10 @@ CASES = [
     (events.LoopCrashed("indexer", crash(), 1.25), "ERROR", "crashed, restart in 1.2 s: ValueError: no way, at "),
     (events.LoopCrashed("indexer", ValueError("x"), None), "ERROR", "crashed, it stays down: ValueError: x"),
     (events.MessageStarted("indexer", "m1", "r1", 3, 2), "DEBUG", "message m1 started (delivery 3, attempt 2)"),
-    (finished("acknowledged"), "DEBUG", "message m1 done (0.250 s)"),
-    (finished("retried", error="E: a\nb"), "WARNING", "attempt 2 failed, to be retried (0.250 s): E: a b"),
-    (finished("retried", charged=False), "INFO", "message m1 to be tried again, not counted (0.250 s)"),
-    (finished("dead_lettered", error="E: a"), "ERROR", "dead-lettered after attempt 2 (0.250 s): E: a"),
+    (finished("acknowledged"), "DEBUG", "message m1 done (ran 0.250 s)"),
+    (finished("retried", error="E: a\nb", retry_in=1.44), "WARNING", "attempt 2 failed, to be tried again in 1.4 s (ran 0.250 s): E: a b"),
+    (finished("retried", charged=False), "INFO", "message m1 to be tried again, not counted (ran 0.250 s)"),
+    (finished("dead_lettered", error="E: a", where="a.py:7 in f"), "ERROR", "dead-lettered after attempt 2 (ran 0.250 s): E: a, at a.py:7 in f"),
     (finished("released"), "INFO", "message m1 handed back"),
     (finished("lost"), "WARNING", "message m1 lost: another worker may have it now"),
     (events.SettlementFailed("indexer", "m1", "acknowledged", "E: a"), "WARNING", "could not be acknowledged and will come"),
@@ -147,7 +147,9 @@ def test_text_lines(stderr: Callable[[], list[str]], caplog: pytest.LogCaptureFi
     (line,) = stderr()
     stamp, rest = line[:23], line[23:]
     datetime.fromisoformat(stamp)
-    assert rest == " WARNING  mainspring.message: indexer: message m1 attempt 2 failed, to be retried (0.250 s): E"
+    assert (
+        rest == " WARNING  mainspring.message: indexer: message m1 attempt 2 failed, to be tried again (ran 0.250 s): E"
+    )
 
 
 def test_json_lines(stderr: Callable[[], list[str]]) -> None:
@@ -159,7 +161,7 @@ def test_json_lines(stderr: Callable[[], list[str]]) -> None:
     assert dead == {
         "level": "ERROR",
         "logger": "mainspring.message",
-        "message": "indexer: message m1 dead-lettered after attempt 2 (0.250 s): E: ü",
+        "message": "indexer: message m1 dead-lettered after attempt 2 (ran 0.250 s): E: ü",
         "event": "MessageNotAcknowledged",
         "loop": "indexer",
         "message_id": "m1",
@@ -169,6 +171,9 @@ def test_json_lines(stderr: Callable[[], list[str]]) -> None:
         "attempt": 2,
         "error": "E: ü",
         "charged": True,
+        "retry_in": None,
+        "where": "",
+        "traceback": "",
     }
     assert crashed["restart_in"] == 1.0
     assert "ValueError" in crashed["traceback"]

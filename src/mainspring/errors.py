@@ -110,6 +110,9 @@ class Retry(Exception):  # noqa: N818 - it is an instruction, not an error
     ``delay`` is in seconds (0 to 366 days); ``None`` lets the retry policy choose. With ``charge=False`` the attempt is not
     counted against ``DeadLetterPolicy.max_attempts`` (for "the other side is not ready", rather than "I failed").
 
+    The message goes to the tail of the queue after the delay. Without a charge and a delay, and once the loop has been told to
+    stop (``ctx.shutting_down``), it goes to the front instead: the handler makes way for the next worker, which goes on.
+
     :raises InvalidParameterError: the delay is outside its limits.
     """
 
@@ -129,16 +132,24 @@ class Reject(Exception):  # noqa: N818 - it is an instruction, not an error
         self.reason = reason
 
 
+LONGEST_TEXT = 2_000
+"""Characters of an error's text that are kept: some hold the whole of what they were given."""
+
+
 def message_of(error: BaseException) -> str:
-    """What an exception says, or its type's name where it says nothing; also of one whose own ``__str__`` fails."""
+    """What an exception says (its first :data:`LONGEST_TEXT` characters), or its type's name where it says nothing.
+
+    Also of one whose own ``__str__`` fails.
+    """
     name = type(error).__qualname__
     try:
-        return str(error) or name
+        text = str(error) or name
     except Exception:
         return f"{name} (it cannot be printed)"
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}… ({len(text):,} characters)"
 
 
 def describe(error: BaseException) -> str:
-    """An exception as one line of text, with its type."""
+    """An exception as text, with its type."""
     name, text = type(error).__qualname__, message_of(error)
     return text if text.startswith(name) else f"{name}: {text}"

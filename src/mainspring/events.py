@@ -53,7 +53,8 @@ class MessageStarted:
 class MessageFinished:
     """A delivery ended. ``outcome``: acknowledged, retried, released, dead_lettered, lost (the lease ran out).
 
-    ``charged`` says of a retried one whether the attempt counts.
+    ``seconds`` is how long the handler ran. ``charged`` says of a retried one whether the attempt counts, and ``retry_in``
+    in how many seconds it comes again. Where there was an error, ``where`` is the line it came from.
     """
 
     loop: str
@@ -64,6 +65,9 @@ class MessageFinished:
     attempt: int
     error: str | None = None
     charged: bool = True
+    retry_in: float | None = None
+    where: str = ""
+    traceback: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import json as jsonlib
 import logging
 import sys
-import traceback
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mainspring import events
 from mainspring.clock import local_time
 from mainspring.errors import ConfigError
+from mainspring.stacks import where_raised
 from mainspring.states import GroupState, ServiceState
 from mainspring.status import plain
 
@@ -103,21 +103,22 @@ def _started(event: events.MessageStarted) -> None:
 
 def _finished(event: events.MessageFinished) -> None:
     outcome = event.outcome
+    again = "" if event.retry_in is None else f" in {event.retry_in:.1f} s"
     if outcome == "acknowledged":
         level, said = logging.DEBUG, "done"
     elif outcome == "dead_lettered":
         level, said = logging.ERROR, f"dead-lettered after attempt {event.attempt}"
     elif outcome == "retried" and not event.charged:
-        level, said = logging.INFO, "to be tried again, not counted"
+        level, said = logging.INFO, f"to be tried again{again}, not counted"
     elif outcome == "retried":
-        level, said = logging.WARNING, f"attempt {event.attempt} failed, to be retried"
+        level, said = logging.WARNING, f"attempt {event.attempt} failed, to be tried again{again}"
     elif outcome == "released":
         level, said = logging.INFO, "handed back"
     else:
         level, said = logging.WARNING, f"{outcome}: another worker may have it now" if outcome == "lost" else outcome
     if _message.isEnabledFor(level):
-        error = f": {one_line(event.error)}" if event.error else ""
-        line = "%s: message %s %s (%.3f s)%s"
+        error = f": {one_line(event.error)}{_at(event.where)}" if event.error else ""
+        line = "%s: message %s %s (ran %.3f s)%s"
         _message.log(level, line, event.loop, event.message_id, said, event.seconds, error, extra={"event": event})
 
 
@@ -175,12 +176,10 @@ def _loop_state(event: events.LoopStateChanged) -> None:
 
 def _crashed(event: events.LoopCrashed) -> None:
     error = event.error
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
     then = "it stays down" if event.restart_in is None else f"restart in {event.restart_in:.1f} s"
     # An error that stays down surfaces from run() with its traceback; one that is restarted is seen nowhere but here.
     shown = error if event.restart_in is not None or _loop.isEnabledFor(logging.DEBUG) else None
-    text = f"{event.loop}: crashed, {then}: {type(error).__name__}: {error}{_at(place)}"
+    text = f"{event.loop}: crashed, {then}: {type(error).__name__}: {error}{_at(where_raised(error))}"
     _say(_loop, logging.ERROR, event, text, shown)
 
 

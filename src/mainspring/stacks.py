@@ -49,6 +49,17 @@ def where_thread(thread_id: int) -> str:
     return describe(chosen, chosen.f_lineno) if chosen is not None else ""
 
 
+def where_raised(error: BaseException) -> str:
+    """The line, chosen as in :func:`where`, from which an error came; an empty string where it was never raised."""
+    chosen: tuple[FrameType, int] | None = None
+    step = error.__traceback__
+    while step is not None:
+        if chosen is None or _rank(step.tb_frame) >= _rank(chosen[0]):
+            chosen = (step.tb_frame, step.tb_lineno)
+        step = step.tb_next
+    return describe(*chosen) if chosen is not None else ""
+
+
 def in_debugger(thread_id: int) -> bool:
     """Whether a debugger holds that thread (somebody looks at it, so that it may stand still for as long as they like)."""
     frame = _frame_of(thread_id)

@@ -9,7 +9,7 @@ import anyio
 import pytest
 from anyio import from_thread
 
-from mainspring import Context, InMemoryMailbox, MainLoop
+from mainspring import Context, InMemoryMailbox, MainLoop, Retry
 from mainspring.errors import MailboxClosedError, MailboxConnectionError
 from mainspring.events import MessageStarted, SettlementFailed
 from support import FaultyMailbox, background, fail, hang, record, settled
@@ -531,3 +531,34 @@ async def test_a_thread_is_waited_for():
         release.set()
     assert stopped == [False]
     assert loop.outcomes == {"acknowledged": 1}
+
+
+async def test_a_handler_that_makes_way_at_a_shutdown_puts_its_message_to_the_front(virtual_clock):
+    box = InMemoryMailbox()
+
+    async def handle(job: str, ctx: Context) -> None:
+        await ctx.wait_shutting_down()
+        raise Retry(delay=0, charge=False)
+
+    loop = MainLoop(box, handle)
+    await box.send_many(["first", "second"])
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(loop.run)
+        await anyio.sleep(1)
+        assert await loop.shutdown()
+    assert loop.outcomes == {"released": 1}
+    (message,) = await box.receive()
+    assert (message.body, message.attempt, message.delivery_count) == ("first", 1, 2)
+
+
+async def test_a_handler_that_retries_uncharged_while_the_loop_goes_on_goes_to_the_tail(virtual_clock):
+    box, handled = InMemoryMailbox(), []
+
+    async def handle(job: str) -> None:
+        handled.append(job)
+        if handled == ["first"]:
+            raise Retry(delay=0, charge=False)
+
+    await box.send_many(["first", "second"])
+    await MainLoop(box, handle, wait_time_seconds=0).run(max_iterations=3)
+    assert handled == ["first", "second", "first"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import anyio
 
 from mainspring import entropy
-from mainspring.errors import SerializationError, TaskExitError
+from mainspring.errors import Retry, SerializationError, TaskExitError
 from mainspring.events import MessageStarted
 from mainspring.loops.context import Context
 from mainspring.loops.outcome import DONE, LOST, RELEASED, Cause, Decision, Outcome, after_failure, before_start
@@ -145,7 +145,7 @@ class Attempts:
             cause = Cause.TIMEOUT
         if run.lost or cause is Cause.LEASE_LOST:
             return LOST
-        if cause is Cause.SHUTDOWN:
+        if cause is Cause.SHUTDOWN or _makes_way(run, error):
             return RELEASED
         verdict = error
         if cause is Cause.TIMEOUT:
@@ -183,6 +183,11 @@ class Attempts:
         own = TaskExitError("the handler raised a cancellation that nobody asked for; catch it where it arises")
         own.__cause__ = error
         return self._failed(run, scope, own)
+
+
+def _makes_way(run: Run, error: BaseException) -> bool:
+    """Whether a handler gives its message back for a shutdown: to the front then, as if it had been cancelled for it."""
+    return isinstance(error, Retry) and not error.charge and not error.delay and run.shutting_down.is_set()
 
 
 def _forget_native_cancels() -> None:

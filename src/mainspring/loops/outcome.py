@@ -83,6 +83,15 @@ def after_failure(
     return Decision(Outcome.RETRIED, Return(delay, charge), error)
 
 
+def as_settled(settlement: Settlement) -> Decision:
+    """What to call a delivery that its handler has settled by itself, however it ended afterwards."""
+    if isinstance(settlement, Ack):
+        return DONE
+    if isinstance(settlement, Dead):
+        return Decision(Outcome.DEAD_LETTERED, settlement)
+    return Decision(Outcome.RELEASED if settlement.front else Outcome.RETRIED, settlement)
+
+
 def before_start(attempt: int, dead_letter: DeadLetterPolicy) -> Decision | None:
     """Whether a message is given up unrun: its attempts are used up by leases that ran out, as of workers that died.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import TYPE_CHECKING
 
 import anyio
@@ -11,18 +12,21 @@ from mainspring.errors import (
     MainspringError,
     MessageSettledError,
     ReceiptHandleExpiredError,
+    Reject,
     ReplyNotAvailableError,
+    Retry,
     describe,
 )
 from mainspring.events import SettlementFailed
-from mainspring.loops.outcome import LOST, Decision
-from mainspring.mailbox.message import Ack
+from mainspring.loops.outcome import LOST, Decision, as_settled
+from mainspring.mailbox.message import Ack, Return
 from mainspring.policies import backoff
+from mainspring.stacks import where_raised
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mainspring.events import Dispatcher
+    from mainspring.events import Dispatcher, MessageFinished
     from mainspring.loops.run import Run
 
 GRACE = 5.0
@@ -43,15 +47,42 @@ class Settler:
         """A scope for settlements that must be made although everything else is being cancelled, but not for ever."""
         return anyio.CancelScope(deadline=anyio.current_time() + GRACE, shield=shield)
 
+    def tell(self, kind: type[MessageFinished], run: Run, decision: Decision, now: float) -> None:
+        """Dispatch how a delivery ended."""
+        message, settlement, error = run.message, decision.settlement, decision.error
+        returned = settlement if isinstance(settlement, Return) else None
+        fault = None if isinstance(error, (Retry, Reject)) else error  # those two are instructions
+        self._dispatcher.dispatch(
+            kind(
+                self._name,
+                message.id,
+                message.receipt_handle,
+                decision.outcome,
+                now - run.started,
+                message.attempt,
+                error=None if error is None else describe(error),
+                charged=returned is None or returned.charge,
+                retry_in=None if returned is None else returned.delay,
+                where="" if fault is None else where_raised(fault),
+                traceback="" if fault is None else "".join(traceback.format_exception(fault)),
+            )
+        )
+
     def cut_off(self, run: Run, decision: Decision) -> None:
         """Say that a settlement was given up half-way: it may or may not have been written."""
         error = "the mailbox did not answer in time, or the loop was cancelled"
         self._dispatcher.dispatch(SettlementFailed(self._name, run.message_id, decision.outcome, error))
 
     async def settle(self, run: Run, decision: Decision, judge: Callable[[Run, BaseException], Decision]) -> Decision:
-        """Write ``decision``; the decision that came true (a lost lease, or what ``judge`` makes of a lost reply)."""
+        """Write ``decision``; the decision that came true.
+
+        That is another one where the handler has settled by itself, the lease was lost, or a reply cannot be sent (then what
+        ``judge`` makes of that).
+        """
         message = run.message
-        if decision.settlement is None or message.is_settled:
+        if message.settlement is not None:
+            return as_settled(message.settlement)
+        if decision.settlement is None:
             return decision
         try:
             await message.settle(decision.settlement)
@@ -66,8 +97,8 @@ class Settler:
         while True:
             if isinstance(error, ReceiptHandleExpiredError):
                 return LOST
-            if isinstance(error, MessageSettledError):  # by the handler, while this waited
-                return decision
+            if isinstance(error, MessageSettledError) and run.message.settlement is not None:  # while this waited
+                return as_settled(run.message.settlement)
             if isinstance(error, ReplyNotAvailableError) and isinstance(decision.settlement, Ack):
                 decision = judge(run, error)
             elif not _retryable(error) or anyio.current_time() >= run.trusted_until:

@@ -30,7 +30,6 @@ from mainspring.loops.outcome import LOST, RELEASED, Cause, Decision, Outcome
 from mainspring.loops.run import Phase, Run
 from mainspring.loops.settle import Settler
 from mainspring.mailbox.base import MAX_MESSAGES
-from mainspring.mailbox.message import Return
 from mainspring.policies import backoff
 from mainspring.scope import DaemonScope, first_error
 
@@ -355,7 +354,7 @@ class Worker:
         except BaseException:
             self._settler.cut_off(run, decision)
             self._outcomes[Outcome.LOST] += 1
-            self._tell(MessageNotAcknowledged, run, LOST, now)
+            self._settler.tell(MessageNotAcknowledged, run, LOST, now)
             raise
         finally:
             run.phase = Phase.DONE
@@ -368,23 +367,7 @@ class Worker:
         self._outcomes[decision.outcome] += 1
         kind = MessageFinished if decision.outcome is Outcome.ACKNOWLEDGED else MessageNotAcknowledged
         if self._dispatcher.wants(kind):
-            self._tell(kind, run, decision, now)
-
-    def _tell(self, kind: type[MessageFinished], run: Run, decision: Decision, now: float) -> None:
-        error = None if decision.error is None else describe(decision.error)
-        message = run.message
-        self._dispatcher.dispatch(
-            kind(
-                self.name,
-                message.id,
-                message.receipt_handle,
-                decision.outcome,
-                now - run.started,
-                message.attempt,
-                error,
-                charged=not isinstance(decision.settlement, Return) or decision.settlement.charge,
-            )
-        )
+            self._settler.tell(kind, run, decision, now)
 
 
 def inside() -> Worker | None:

@@ -222,12 +222,12 @@ class Message(Generic[T, R]):
         self._delivery = delivery
         self._body = body
         self._decode_error = decode_error
-        self._settled = False
+        self._settled: Settlement | None = None
         self._replied = False
 
     def __repr__(self) -> str:
         d = self._delivery
-        state = " settled" if self._settled else ""
+        state = " settled" if self.is_settled else ""
         return (
             f"<Message {d.message_id} of {self._mailbox.name!r} delivery {d.delivery_count} attempt {d.attempt}{state}>"
         )
@@ -290,6 +290,11 @@ class Message(Generic[T, R]):
     @property
     def is_settled(self) -> bool:
         """Whether this delivery was ended through this object."""
+        return self._settled is not None
+
+    @property
+    def settlement(self) -> Settlement | None:
+        """How this delivery was ended through this object, or None."""
         return self._settled
 
     @property
@@ -348,17 +353,17 @@ class Message(Generic[T, R]):
 
     async def settle(self, settlement: Settlement) -> None:
         """End this delivery as ``settlement`` says: the step the named calls above come down to."""
-        if self._settled:
+        if self._settled is not None:
             self._check_unsettled()
-        self._settled = True
+        self._settled = settlement
         try:
             await self._mailbox.settle(self._delivery, settlement)
         except Exception:
-            self._settled = False
+            self._settled = None
             raise
 
     def _check_unsettled(self) -> None:
-        if self._settled:
+        if self._settled is not None:
             raise MessageSettledError(f"message {self.id}: this delivery is already settled")
 
 

@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from mainspring import clock
-from mainspring.errors import MainspringError
 from mainspring.events import CalibrationWarning, GroupStateChanged, GroupStopped, ShutdownRequested
 from mainspring.guardian import BlockWatch
 from mainspring.loops.capacity import Capacity
 from mainspring.loops.main import MainLoop
 from mainspring.mailbox.base import Mailbox
 from mainspring.mailbox.keeper import open_in
-from mainspring.periodic import Periodic
 from mainspring.report import EXIT_BY_SIGNAL, EXIT_CANCELLED, Ending, ShutdownReport
 from mainspring.scope import DaemonScope
 from mainspring.signals import ShutdownCoordinator
 from mainspring.states import BEFORE_SHUTDOWN, GROUP, GroupState, StateMachine, Transition
+from mainspring.supervision.burst import UntilEmpty
 from mainspring.supervision.checks import Checks
 from mainspring.supervision.foreign import ForeignLoop
 from mainspring.supervision.leftovers import Leftovers
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
     from mainspring.events import Dispatcher
     from mainspring.loops.base import Steerable
     from mainspring.supervision.settings import GroupSettings
-
-EMPTY_INTERVAL = 0.2
-"""Seconds between looks at the mailboxes of a group that runs until they are empty."""
 
 
 class Lifetime:
@@ -177,8 +173,12 @@ class Lifetime:
                 run = partial(_run_within, capacity, member, member.loop)
             scope.start_soon(run, self._keywords, name=f"loop {member.name}")
         if self._until_empty:
-            scope.start_soon(Periodic(self._look_whether_empty, first=anyio.current_time()).run, name="until empty")
+            burst = UntilEmpty(self._loops, self.mailboxes(), self._dispatcher, self._found_empty)
+            scope.start_soon(burst.run, name="until empty")
         self.started = True
+
+    def _found_empty(self) -> None:
+        self.request("all mailboxes are empty", delay=False)
 
     async def _after_the_loops(self) -> None:
         """Take down what the report needs; wait for what is stuck, which only an embedded group does."""
@@ -278,28 +278,6 @@ class Lifetime:
         assert self.report is not None
         if not was_stuck:
             self._dispatcher.dispatch(GroupStopped(self.name, self.report.exit_status, str(self.report)))
-
-    async def _look_whether_empty(self, _: float) -> float:
-        try:
-            empty = await self._all_empty()
-        except (MainspringError, OSError):  # a store that cannot be reached is not empty; the loops say what is wrong
-            empty = False
-        if empty:
-            self.request("all mailboxes are empty", delay=False)
-            return math.inf
-        return anyio.current_time() + EMPTY_INTERVAL
-
-    async def _all_empty(self) -> bool:
-        """Whether nothing is left anywhere: two passes, as one mailbox's handler may fill another's between two looks."""
-        finished = self._finished()
-        for _ in range(2):
-            for mailbox in self.mailboxes():
-                if await mailbox.approximate_count() > 0:
-                    return False
-        return finished == self._finished() and not any(loop.in_flight for loop in self._loops)
-
-    def _finished(self) -> int:
-        return sum(sum(getattr(loop, "outcomes", {}).values()) for loop in self._loops)
 
     # -------------------------------------------------------------------------------------------------------- status
 
