@@ -93,9 +93,12 @@ async def memory() -> None:
         assert_type(opened, InMemoryMailbox[Job, Result])
         await opened.send(Result("no job"))  # type: ignore[arg-type]
     anything = open_mailbox("sqlite:///jobs.db", body=Job)
-    assert_type(anything, Mailbox[Any, Any])
+    assert_type(anything, Mailbox[Job, Any])
     jobs: Mailbox[Job, Result] = anything
     await sending(jobs, open_mailbox("memory://replies"))
+    assert_type(open_mailbox("memory://any"), Mailbox[Any, Any])
+    emails = InMemoryMailbox("emails", body=str)  # an editor need not be told what a mailbox holds
+    await emails.send("a")
 
 
 # ----------------------------------------------------------------------------------------------------------------- loops

@@ -7,9 +7,10 @@ The public calls check their parameters, encode and decode, and keep the life cy
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self
 
 import anyio
+from typing_extensions import TypeVar
 
 from mainspring.errors import (
     ConfigError,
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_MESSAGES", "Capabilities", "Mailbox"]
 
-T = TypeVar("T")
-R = TypeVar("R")
+T = TypeVar("T", default=Any)
+R = TypeVar("R", default=Any)
 
 _ACK = Ack()
 

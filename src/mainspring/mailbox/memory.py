@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import quote, unquote, urlsplit
+
+from typing_extensions import TypeVar
 
 from mainspring import entropy, process
 from mainspring.errors import ConfigError, ReplyNotAvailableError
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Cancelled, Counts, Dead, Delivery, Envelope, Settlement
     from mainspring.scope import DaemonScope
 
-T = TypeVar("T")
-R = TypeVar("R")
+T = TypeVar("T", default=Any)
+R = TypeVar("R", default=Any)
 
 KIND = "memory://"
 YIELD_EVERY = 32

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias
+
+from typing_extensions import TypeVar
 
 from mainspring.errors import (
     MessageSettledError,
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.base import Mailbox
 
-T = TypeVar("T")
-R = TypeVar("R")
+T = TypeVar("T", default=Any)
+R = TypeVar("R", default=Any)
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from mainspring.errors import ConfigError
@@ -11,12 +11,18 @@ from mainspring.errors import ConfigError
 if TYPE_CHECKING:
     from mainspring.mailbox.base import Mailbox
 
+T = TypeVar("T")
+
 _BACKENDS = {
     "memory": ("mainspring.mailbox.memory", "InMemoryMailbox", None),
     "sqlite": ("mainspring.mailbox.sqlite", "SQLiteMailbox", None),
 }
 
 
+@overload
+def open_mailbox(url: str, *, body: type[T], reply: Any = None, **options: Any) -> Mailbox[T, Any]: ...
+@overload
+def open_mailbox(url: str, *, body: Any = None, reply: Any = None, **options: Any) -> Mailbox[Any, Any]: ...
 def open_mailbox(url: str, *, body: Any = None, reply: Any = None, **options: Any) -> Mailbox[Any, Any]:
     """A mailbox for ``url``, unopened: enter it with ``async with``, or give it to a loop whose group opens it.
 

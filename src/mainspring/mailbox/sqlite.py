@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import anyio
+from typing_extensions import TypeVar
 
 from mainspring import clock
 from mainspring.errors import ConfigError, MainspringError, ReceiptHandleExpiredError
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Cancelled, Counts, Delivery, Envelope, Settlement
     from mainspring.scope import DaemonScope
 
-T = TypeVar("T")
-R = TypeVar("R")
+T = TypeVar("T", default=Any)
+R = TypeVar("R", default=Any)
 
 SYNCHRONOUS = ("full", "normal")
 
