@@ -75,6 +75,28 @@ class ReplyNotAvailableError(MailboxError):
     """The sender asked for no reply (``reply_to`` is not set), or where it wants it cannot be reached by its name."""
 
 
+class RequestTimeoutError(MailboxError, TimeoutError):
+    """No reply to a request has come in time. It may still be done, or have been done: its effects are unknown."""
+
+    fault = "environment"
+    retryable = True
+
+
+class RequestFailedError(MailboxError):
+    """A request was dead-lettered: there will be no reply. ``error`` and ``error_type`` are those of the dead letter."""
+
+    fault = "handler"
+
+    def __init__(self, message: str, *, error: str = "", error_type: str = "") -> None:
+        super().__init__(message)
+        self.error = error
+        self.error_type = error_type
+
+
+class RequestCancelledError(MailboxError):
+    """A request was cancelled, by its sender or another, before it was done: there will be no reply."""
+
+
 class HandlerStalledError(MainspringError):
     """A handler gave no sign of life for ``watchdog_threshold`` seconds and was cancelled; ``where`` is its line."""
 

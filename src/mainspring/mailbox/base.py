@@ -14,13 +14,11 @@ from typing_extensions import TypeVar
 
 from mainspring.errors import (
     ConfigError,
-    InvalidParameterError,
     MailboxClosedError,
     MailboxError,
     ReplyNotAvailableError,
     SerializationError,
 )
-from mainspring.mailbox.bodies import Bodies
 from mainspring.mailbox.codec import NotJsonError
 from mainspring.mailbox.hooks import Capabilities
 from mainspring.mailbox.limits import (
@@ -31,11 +29,12 @@ from mainspring.mailbox.limits import (
     check_send,
     reply_address,
 )
-from mainspring.mailbox.message import Ack, Counts, Dead, DeadLetter, Delivery, Envelope, Message, Settlement
+from mainspring.mailbox.message import Ack, Counts, Dead, Delivery, Envelope, Message, Settlement
+from mainspring.mailbox.requests import RequestCalls
 from mainspring.process import async_library
 from mainspring.scope import DaemonScope
 from mainspring.states import MAILBOX, MailboxState, StateMachine
-from mainspring.values import MAX_VISIBILITY, is_whole
+from mainspring.values import MAX_VISIBILITY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -48,10 +47,8 @@ __all__ = ["MAX_MESSAGES", "Capabilities", "Mailbox"]
 T = TypeVar("T", default=Any)
 R = TypeVar("R", default=Any)
 
-_ACK = Ack()
 
-
-class Mailbox(Bodies, Generic[T, R]):
+class Mailbox(RequestCalls[T, R], Generic[T, R]):
     """A queue of messages with leases: at-least-once, fenced, first in first out among equal priorities.
 
     A new mailbox is unopened; ``async with mailbox`` opens it, and a LoopGroup opens what is not open. A closed mailbox can
@@ -66,6 +63,8 @@ class Mailbox(Bodies, Generic[T, R]):
         self._usable = self.works_unopened
         self._scope: DaemonScope | None = None
         self._routers: list[ReplyRouter] = []
+        self._listeners: list[Callable[[list[str]], object]] = []
+        self.forgotten_replies = 0
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} {self._state.state}>"
@@ -268,7 +267,7 @@ class Mailbox(Bodies, Generic[T, R]):
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT):
             for delivery, dead in undecodable:
                 try:
-                    await self._settle(delivery, dead)
+                    await self._settle_dead(delivery, dead)
                 except MailboxError:
                     continue
                 buried += 1
@@ -281,27 +280,46 @@ class Mailbox(Bodies, Generic[T, R]):
         if not self._usable:
             self._check_open()
         if type(settlement) is Ack and settlement.reply is not None:
-            await self._settle_with_reply(delivery, settlement.reply)
+            await self._settle_with_reply(delivery, settlement, settlement.reply)
+        elif type(settlement) is Dead:
+            await self._settle_dead(delivery, settlement)
         else:
             await self._settle(delivery, settlement)
 
-    async def _settle_with_reply(self, delivery: Delivery, reply: Envelope) -> None:
-        """One step where the reply goes to this store, else send it while the lease is held, then acknowledge."""
+    async def _settle_dead(self, delivery: Delivery, dead: Dead) -> None:
+        """Bury it, and tell its requester, if that can be told: the news may be lost, the message may not."""
+        dead = self._obituary(delivery, dead)
+        if dead.reply is not None:
+            try:
+                await self._settle_with_reply(delivery, dead, dead.reply)
+            except ReplyNotAvailableError:
+                dead = replace(dead, reply=None)
+            else:
+                return
+        await self._settle(delivery, dead)
+
+    async def _settle_with_reply(self, delivery: Delivery, settlement: Ack | Dead, reply: Envelope) -> None:
+        """One step where the reply goes to this store, else send it while the lease is held, then settle."""
         address = reply.reply_to or ""
         local = self._local_name(address)
         if local is not None:
-            await self._settle(delivery, Ack(replace(reply, reply_to=local)))
+            await self._settle(delivery, replace(settlement, reply=replace(reply, reply_to=local)))
             return
         if not self._routers:
             raise ReplyNotAvailableError(
                 f"the reply cannot be sent to {address!r}, another store than that of mailbox {self.name!r}: open the"
                 " mailbox with `async with`, so that it can keep the connection"
             )
-        raw = reply.body if self.serializes else self.reply_codec.encode(reply.body)
+        is_result = type(settlement) is Ack
+        raw = reply.body if self.serializes else self.reply_codec.encode(reply.body) if is_result else b"null"
         await self._extend(delivery, 0.0)  # shortens nothing, and is refused where the lease is lost
         copy = replace(reply, body=raw, reply_to=None, dedup_key=f"reply:{delivery.message_id}")
-        await self._routers[-1].send(address, copy)
-        await self._settle(delivery, _ACK)
+        try:
+            await self._routers[-1].send(address, copy)
+        except (MailboxError, OSError):
+            if is_result:
+                raise
+        await self._settle(delivery, replace(settlement, reply=None))
 
     async def send_encoded(self, envelope: Envelope) -> str:
         """Put an envelope whose body is JSON bytes already: a reply from a mailbox on another store."""
@@ -351,34 +369,6 @@ class Mailbox(Bodies, Generic[T, R]):
         self._check_open()
         return await self._purge()
 
-    async def dead_letters(self, *, limit: int = 1_000, after: str | None = None) -> list[DeadLetter]:
-        """The dead letters, oldest first: at most ``limit``, behind the one whose id is ``after``."""
-        self._check_open()
-        if not is_whole(limit, 1):
-            raise InvalidParameterError(f"dead_letters: limit must be at least 1, not {limit!r}")
-        return [self._dead_letter(*found) for found in await self._dead_letters(limit, after)]
-
-    async def replay_dead_letters(self, message_ids: Iterable[str] | None = None) -> int:
-        """Send dead letters (None: all) to the tail of the queue again, with fresh counts; how many that were.
-
-        Raises :class:`MailboxFullError`, and sends none, where there is no room for all of them. A dead letter has its
-        ``dedup_key`` again, unless another unfinished message has it by now.
-        """
-        self._check_open()
-        return await self._replay(_ids(message_ids))
-
-    async def purge_dead_letters(self, message_ids: Iterable[str] | None = None) -> int:
-        """Forget dead letters (None: all) for good; how many that were."""
-        self._check_open()
-        return await self._discard_dead(_ids(message_ids))
-
-    def _dead_letter(self, delivery: Delivery, dead: Dead, at: float) -> DeadLetter:
-        try:
-            body = self._body_of(delivery)
-        except SerializationError:
-            body = None
-        return DeadLetter.of(self.name, delivery, body, dead, at)
-
     @property
     def address(self) -> str:
         """How a sender names this mailbox in ``reply_to``: its URL where it has one, else its name."""
@@ -397,9 +387,3 @@ class Mailbox(Bodies, Generic[T, R]):
             raise ConfigError(
                 f"mailbox {self.name!r}: {type(self).__name__} runs on {supported} only, not on {library}"
             )
-
-
-def _ids(message_ids: Iterable[str] | None) -> list[str] | None:
-    if message_ids is None:
-        return None
-    return [message_ids] if isinstance(message_ids, str) else list(message_ids)

@@ -47,6 +47,11 @@ class Bodies(MailboxHooks):
         return self._reply_codec
 
     @property
+    def reply_type(self) -> Any:
+        """The type of the replies, or None where nobody has said it (yet)."""
+        return self._reply_type
+
+    @property
     def is_bound(self) -> bool:
         """Whether the type of its bodies is known."""
         return self._body_type is not None

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias
 
 from typing_extensions import TypeVar
 
+from mainspring import clock
 from mainspring.errors import (
     MessageSettledError,
     ReplyNotAvailableError,
     SerializationError,
     message_of,
 )
+from mainspring.mailbox.history import Failure, read_history, remember, silences
 from mainspring.mailbox.limits import check_seconds
 from mainspring.values import MAX_DELAY
 
@@ -158,6 +160,8 @@ class DeadLetter:
     request_id: str
     reply_to: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    history: tuple[Failure, ...] = ()
+    """Its latest failures, oldest first, with the one that was the last; at most 10."""
 
     @classmethod
     def of(cls, mailbox: str, delivery: Delivery, body: Any, dead: Dead, at: float) -> DeadLetter:
@@ -179,6 +183,7 @@ class DeadLetter:
             request_id=delivery.message_id,
             reply_to=delivery.reply_to,
             headers=delivery.headers,
+            history=read_history(delivery.history),
         )
 
 
@@ -304,19 +309,37 @@ class Message(Generic[T, R]):
         """The JSON last written by :meth:`save_checkpoint` in any earlier delivery, or None."""
         return self._delivery.checkpoint
 
+    @property
+    def history(self) -> tuple[Failure, ...]:
+        """What went wrong in its earlier charged attempts, oldest first; at most the last 10."""
+        return read_history(self._delivery.history)
+
+    def history_with(self, error: BaseException | str) -> str | None:
+        """Its history and ``error`` as that of this attempt, for :attr:`Return.history`; None where none is kept."""
+        if not self._mailbox.capabilities.history:
+            return None
+        delivery, dead = self._delivery, Dead.of(error)
+        now = clock.utc_now().timestamp()
+        return remember(delivery.history, delivery.attempt, dead.error, dead.error_type, now)
+
+    def history_until(self) -> str | None:
+        """Its history with those attempts before this one that nobody told of."""
+        return silences(self._delivery.history, self.attempt) if self._mailbox.capabilities.history else None
+
     async def acknowledge(self) -> None:
         """The message is done; it leaves the mailbox."""
         if self._replied:
             return
         await self.settle(_ACK)
 
-    async def nack(self, *, delay: float = 0, charge: bool = True) -> None:
+    async def nack(self, *, delay: float = 0, charge: bool = True, error: BaseException | str | None = None) -> None:
         """Give it back to be tried again after ``delay`` seconds (0 to 366 days), at the tail of the queue.
 
-        ``charge=False`` does not count the attempt.
+        ``charge=False`` does not count the attempt. ``error`` says what went wrong, for the message's history.
         """
         check_seconds("nack: delay", delay, MAX_DELAY)
-        await self.settle(Return(float(delay), charge))
+        history = None if error is None or not charge else self.history_with(error)
+        await self.settle(Return(float(delay), charge, history=history))
 
     async def release(self) -> None:
         """Hand it back as if it had not been delivered: to the front of the queue, and not charged."""

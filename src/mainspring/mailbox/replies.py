@@ -1,4 +1,4 @@
-"""Replies to a mailbox on another store: send, then acknowledge; the requester drops what comes twice."""
+"""Replies that leave for another store (send, then acknowledge; the requester drops what comes twice), and those that come."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import anyio
 
 from mainspring.errors import ConfigError, MailboxError, ReplyNotAvailableError
 from mainspring.mailbox.open import open_mailbox
+from mainspring.mailbox.requests import Requester
 
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
 
+    from mainspring.errors import MainspringError
     from mainspring.mailbox.base import Mailbox
     from mainspring.mailbox.message import Envelope
     from mainspring.scope import DaemonScope
@@ -24,6 +26,17 @@ class ReplyRouter:
         self._scope = scope
         self._open: dict[str, Mailbox[Any, Any]] = {}
         self._lock = anyio.Lock()
+        self._requester: Requester | None = None
+
+    def requester(self, mailbox: Mailbox[Any, Any]) -> Requester:
+        """What receives the replies to the requests that ``mailbox`` sends, as long as the scope is open."""
+        if self._requester is None:
+            self._requester = Requester(mailbox, self._scope)
+        return self._requester
+
+    def end_request(self, message_id: str, error: MainspringError) -> bool:
+        """Let the one who waits for the reply to that message have an error; whether somebody did."""
+        return self._requester is not None and self._requester.end(message_id, error)
 
     async def send(self, url: str, reply: Envelope) -> None:
         """Send ``reply`` to the mailbox at ``url``, deduplicated there while an earlier copy is unfinished.

@@ -1,0 +1,391 @@
+"""Request and response through mailboxes: a message that is sent, and a reply that is waited for, across processes."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from weakref import WeakValueDictionary
+
+import anyio
+
+from mainspring import entropy
+from mainspring.errors import (
+    MailboxClosedError,
+    MailboxError,
+    MainspringError,
+    ReplyNotAvailableError,
+    RequestCancelledError,
+    RequestFailedError,
+    RequestTimeoutError,
+)
+from mainspring.mailbox.dead_letters import REPLY_ERRORS, DeadLetterCalls
+from mainspring.mailbox.hooks import TRANSIENT
+from mainspring.mailbox.limits import CLOSE_TIMEOUT, check_seconds
+from mainspring.mailbox.message import CancelOutcome
+from mainspring.mailbox.open import open_mailbox
+from mainspring.policies import backoff
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from anyio.abc import TaskStatus
+
+    from mainspring.mailbox.base import Mailbox
+    from mainspring.mailbox.message import Envelope, Message
+    from mainspring.mailbox.replies import ReplyRouter
+    from mainspring.scope import DaemonScope
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+CANCELLED = RequestCancelledError.__name__
+"""The ``error_type`` of the error reply to a message that was cancelled."""
+REPLIES_AT_ONCE = 100
+REPLY_LEASE = 60.0
+REPLY_WAIT = 3_600.0
+WITHDRAWAL_TIMEOUT = 5.0
+"""Seconds that the cancellation of a request nobody waits for any more may take; it is nobody's wait."""
+
+
+class PendingReply(Generic[R]):
+    """A request that was sent and whose reply is still to come, or has come: from :meth:`Mailbox.submit`.
+
+    Whoever lets go of it gives the reply up; the request itself goes on.
+    """
+
+    __slots__ = ("__weakref__", "_dies_at", "_error", "_ready", "_requester", "_value", "id")
+
+    def __init__(self, requester: Requester, message_id: str, dies_at: float) -> None:
+        self.id = message_id
+        self._requester = requester
+        self._dies_at = dies_at
+        self._ready = anyio.Event()
+        self._value: Any = None
+        self._error: MainspringError | None = None
+
+    def __repr__(self) -> str:
+        return f"<PendingReply to {self.id}{' ready' if self.is_ready else ''}>"
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the reply, or the news that there will be none, has come."""
+        return self._ready.is_set()
+
+    async def result(self, *, timeout: float) -> R:
+        """The reply; waits for it at most ``timeout`` seconds. May be asked again, also after a timeout.
+
+        :raises RequestTimeoutError: no reply has come; the request stays where it is.
+        :raises RequestFailedError: the request was dead-lettered.
+        :raises RequestCancelledError: it was cancelled.
+        :raises SerializationError: the reply does not fit the mailbox's reply type.
+        :raises MailboxClosedError: the mailbox was closed meanwhile.
+        """
+        check_seconds("result: timeout", timeout, math.inf)
+        with anyio.move_on_after(timeout):
+            await self._until_ready()
+        if not self.is_ready:
+            raise RequestTimeoutError(f"request {self.id}: no reply has come within {timeout:g} s")
+        return self._outcome()
+
+    async def cancel(self) -> CancelOutcome:
+        """Cancel the request (see :meth:`Mailbox.cancel`); who waits for its reply gets :class:`RequestCancelledError`."""
+        return await self._requester.mailbox.cancel(self.id)
+
+    def _outcome(self) -> R:
+        if self._error is not None:
+            raise self._error
+        return cast("R", self._value)
+
+    def _end(self, value: Any, error: MainspringError | None = None) -> None:
+        if not self.is_ready:
+            self._value, self._error = value, error
+            self._ready.set()
+
+    async def _until_ready(self) -> None:
+        """Wait until it is ready. A store buries what is too old without a word: that is looked for."""
+        look_at, pause = self._dies_at, 0.1
+        while not self.is_ready:
+            with anyio.CancelScope(deadline=look_at):
+                await self._ready.wait()
+            if not self.is_ready:
+                await self._requester.look_for_death(self)
+                look_at, pause = anyio.current_time() + pause, min(pause * 2, 30.0)
+
+
+class Requester:
+    """The replies to the requests of one mailbox object: a transient mailbox beside it, and the task that empties it."""
+
+    def __init__(self, mailbox: Mailbox[Any, Any], scope: DaemonScope) -> None:
+        self.mailbox = mailbox
+        self._scope = scope
+        self._lock = anyio.Lock()
+        self._box: Mailbox[Any, Any] | None = None
+        self._waiting: WeakValueDictionary[str, PendingReply[Any]] = WeakValueDictionary()
+
+    async def address(self) -> str:
+        """The name of the mailbox for the replies, which is open from the first request on."""
+        async with self._lock:
+            if self._box is None:
+                self._box = await self._scope.start(self._collect, name=f"replies for mailbox {self.mailbox.name}")
+            if not self._box.is_bound:  # the type of the replies may have become known meanwhile
+                self._box.bind(body=self.mailbox.reply_type)
+            return self._box.name
+
+    def expect(self, message_id: str, expires_in: float | None) -> PendingReply[Any]:
+        """Hand the reply to that message, once it comes, to whoever holds the result of this."""
+        dies_at = math.inf if expires_in is None else anyio.current_time() + expires_in
+        pending = self._waiting[message_id] = PendingReply[Any](self, message_id, dies_at)
+        return pending
+
+    def end(self, message_id: str, error: MainspringError) -> bool:
+        """Let the waiter for that reply have an error; whether there was one."""
+        pending = self._waiting.pop(message_id, None)
+        if pending is not None:
+            pending._end(None, error)  # noqa: SLF001 - one module
+        return pending is not None
+
+    def withdraw(self, message_id: str) -> None:
+        """Nobody waits for that reply any more: cancel the request, if that can still be done, and let nobody wait for that."""
+        self._waiting.pop(message_id, None)
+        self._scope.start_soon(self._withdraw, message_id, name=f"withdrawal of request {message_id}")
+
+    async def look_for_death(self, pending: PendingReply[Any]) -> None:
+        """Whether the request is a dead letter."""
+        try:
+            for _, dead, _ in await self.mailbox._find_dead([pending.id]):  # noqa: SLF001 - this port's own
+                self.end(pending.id, _failed(pending.id, dead.error, dead.error_type))
+        except (MailboxError, OSError):  # it is looked for again
+            return
+
+    async def _withdraw(self, message_id: str) -> None:
+        with anyio.move_on_after(WITHDRAWAL_TIMEOUT):
+            try:
+                await self.mailbox._cancel(message_id)  # noqa: SLF001 - this port's own
+            except (MainspringError, OSError):  # then it stays in the queue, and its reply is dropped
+                return
+
+    async def _collect(self, *, task_status: TaskStatus[Mailbox[Any, Any]]) -> None:
+        name = f"{TRANSIENT}{entropy.token(96)}"
+        box = self.mailbox._sibling(name, body=self.mailbox.reply_type)  # noqa: SLF001 - this port's own
+        error: MainspringError = MailboxClosedError(f"mailbox {self.mailbox.name!r} was closed before the reply came")
+        try:
+            async with box:
+                task_status.started(box)
+                try:
+                    await self._receive(box)
+                finally:
+                    with anyio.move_on_after(CLOSE_TIMEOUT / 2, shield=True):
+                        await _forget(box)
+        except MainspringError as failed:
+            if self._box is None:
+                raise  # it never opened: the one who waits for the start hears of it
+            error = failed
+        finally:
+            self._box = None
+            for message_id in list(self._waiting):
+                self.end(message_id, error)
+
+    async def _receive(self, box: Mailbox[Any, Any]) -> None:
+        failures = 0
+        while True:
+            try:
+                messages = await box.receive(
+                    max_messages=REPLIES_AT_ONCE, visibility_timeout=REPLY_LEASE, wait_time_seconds=REPLY_WAIT
+                )
+            except MainspringError as error:
+                if not error.retryable:
+                    raise
+                failures += 1
+                await anyio.sleep(
+                    backoff(failures, initial=0.1, maximum=5.0, factor=2.0, jitter="full", rng=entropy.rng())
+                )
+                continue
+            failures = 0
+            async with anyio.create_task_group() as tasks:
+                for message in messages:
+                    self._hand_over(message)
+                    tasks.start_soon(_acknowledge, message)
+
+    def _hand_over(self, message: Message[Any, Any]) -> None:
+        headers = message.headers
+        request_id = headers.get("request_id", "")
+        pending = self._waiting.pop(request_id, None)
+        if pending is None:
+            self.mailbox.forgotten_replies += 1
+        elif "error" in headers:
+            pending._end(None, _failed(request_id, headers["error"], headers.get("error_type", "")))  # noqa: SLF001
+        else:
+            try:
+                pending._end(message.body)  # noqa: SLF001 - one module
+            except MainspringError as error:
+                pending._end(None, error)  # noqa: SLF001 - one module
+
+
+def _failed(message_id: str, error: str, error_type: str) -> MainspringError:
+    if error_type == CANCELLED:
+        return _cancelled(message_id)
+    return RequestFailedError(
+        f"request {message_id} was dead-lettered: {error_type}: {error}", error=error, error_type=error_type
+    )
+
+
+def _cancelled(message_id: str) -> RequestCancelledError:
+    return RequestCancelledError(f"request {message_id} was cancelled before it was done")
+
+
+async def _acknowledge(message: Message[Any, Any]) -> None:
+    try:
+        await message.acknowledge()
+    except (MainspringError, OSError):  # it comes again, and nobody waits for it then
+        return
+
+
+async def _forget(box: Mailbox[Any, Any]) -> None:
+    try:
+        await box._drop()  # noqa: SLF001 - this port's own
+    except (MainspringError, OSError):  # its store forgets it by itself in a day
+        return
+
+
+class RequestCalls(DeadLetterCalls, Generic[T, R]):
+    """The part of a mailbox that sends requests, and cancels messages."""
+
+    forgotten_replies: int
+    """How many replies came for which nobody waited (any more): they were acknowledged and dropped."""
+
+    if TYPE_CHECKING:
+        _routers: list[ReplyRouter]
+        _listeners: list[Callable[[list[str]], object]]
+
+        def _envelope(
+            self,
+            body: Any,
+            delay: float,
+            reply_to: str | Mailbox[Any, Any] | None,
+            dedup_key: str | None,
+            priority: int,
+            headers: Mapping[str, str] | None,
+            expires_in: float | None,
+        ) -> Envelope: ...
+
+        def _local_name(self, address: str) -> str | None: ...
+
+    async def request(
+        self,
+        body: T,
+        *,
+        timeout: float,
+        delay: float = 0,
+        priority: int = 0,
+        headers: Mapping[str, str] | None = None,
+        expires_in: float | None = None,
+    ) -> R:
+        """Send ``body`` and return the reply to it: what the handler returns, in whatever process it runs.
+
+        The reply comes into a mailbox of this object's own, beside this one, made at the first request and dropped on close.
+        After ``timeout`` seconds the wait is over, whatever happens. Then, and where the call is cancelled, the request is
+        cancelled as by :meth:`cancel` (tried for 5 s, in the background); a reply that comes nevertheless is dropped. The other
+        parameters are those of :meth:`send`; there is no ``dedup_key``, as a reply goes to one requester.
+
+        :raises RequestTimeoutError: there is no reply yet; trying again may do the work twice.
+        :raises RequestFailedError: the request was dead-lettered, for the reason that it names: at once, not at the timeout.
+        :raises RequestCancelledError: somebody cancelled it.
+        :raises SerializationError: the body does not fit the mailbox's type, or the reply the type of the replies.
+        :raises ReplyNotAvailableError: the mailbox is not open with ``async with``, nor under a running loop.
+
+        And what :meth:`send` raises.
+        """
+        check_seconds("request: timeout", timeout, math.inf)
+        requester = self._requester()
+        envelope = self._request(body, delay, priority, headers, expires_in)
+        pending = requester.expect(envelope.message_id, expires_in)
+        try:
+            with anyio.move_on_after(timeout):
+                envelope.reply_to = await requester.address()
+                await self._put([envelope])
+                await pending._until_ready()  # noqa: SLF001 - one module
+            if not pending.is_ready:
+                raise RequestTimeoutError(f"request {pending.id}: no reply has come within {timeout:g} s")
+            return cast("R", pending._outcome())  # noqa: SLF001 - one module
+        finally:
+            if not pending.is_ready:
+                requester.withdraw(pending.id)
+
+    async def submit(
+        self,
+        body: T,
+        *,
+        delay: float = 0,
+        priority: int = 0,
+        headers: Mapping[str, str] | None = None,
+        expires_in: float | None = None,
+    ) -> PendingReply[R]:
+        """:meth:`request` in two steps: send now, and await ``(...).result(timeout=…)`` of what this returns later."""
+        requester = self._requester()
+        envelope = self._request(body, delay, priority, headers, expires_in)
+        pending = requester.expect(envelope.message_id, expires_in)
+        envelope.reply_to = await requester.address()
+        await self._put([envelope])
+        return pending
+
+    async def cancel(self, message_id: str) -> CancelOutcome:
+        """End a message before it is done.
+
+        Delayed or pending it is removed. In flight, its lease is revoked and its handler is cancelled: at once in this
+        process, promptly in another where the backend has a way to tell it, at its next renewal in any case. A message that
+        was ended so counts as settled, is not tried again, and its requester gets :class:`RequestCancelledError`. Another
+        one (settled, dead, of another mailbox) is ``CancelOutcome.UNKNOWN`` and left as it is.
+        """
+        self._check_open()
+        outcome, reply_to, headers = await self._cancel(message_id)
+        if outcome is CancelOutcome.UNKNOWN:
+            return outcome
+        waited_for = any(router.end_request(message_id, _cancelled(message_id)) for router in self._routers)
+        if not waited_for and reply_to is not None and REPLY_ERRORS in headers:
+            with anyio.move_on_after(WITHDRAWAL_TIMEOUT, shield=True):
+                await self._tell_requester(message_id, reply_to)
+        return outcome
+
+    async def _tell_requester(self, message_id: str, reply_to: str) -> None:
+        """Tell the one who waits for the reply, in another process, that there will be none; else its timeout does."""
+        reply = self._error_reply(message_id, reply_to, "it was cancelled", CANCELLED)
+        reply.body, reply.reply_to = b"null", None
+        try:
+            local = self._local_name(reply_to)
+            async with self._sibling(local) if local is not None else open_mailbox(reply_to) as box:
+                await box.send_encoded(reply)
+        except (MainspringError, OSError):
+            return
+
+    def _request(
+        self, body: Any, delay: float, priority: int, headers: Mapping[str, str] | None, expires_in: float | None
+    ) -> Envelope:
+        envelope = self._envelope(body, delay, None, None, priority, headers, expires_in)
+        envelope.headers = {**envelope.headers, REPLY_ERRORS: "1"}
+        return envelope
+
+    def _requester(self) -> Requester:
+        self._check_open()
+        if not self._routers:
+            raise ReplyNotAvailableError(
+                f"no reply can come to mailbox {self.name!r} yet: open it with `async with`, or run a loop on it"
+            )
+        return self._routers[0].requester(cast("Mailbox[Any, Any]", self))
+
+    # ------------------------------------------------------------------------------------- for those who hold messages
+
+    def hear_cancelled(self, listener: Callable[[list[str]], object]) -> Callable[[], None]:
+        """Call ``listener`` with the ids of cancelled messages, some maybe held by others, until the result is called."""
+        self._listeners.append(listener)
+        self._hear_cancelled(True)
+
+        def stop() -> None:
+            self._listeners.remove(listener)
+            if not self._listeners:
+                self._hear_cancelled(False)
+
+        return stop
+
+    def _announce_cancelled(self, message_ids: list[str]) -> None:
+        for listener in tuple(self._listeners):
+            listener(message_ids)

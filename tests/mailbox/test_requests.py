@@ -1,0 +1,326 @@
+"""Request and response: replies that find their requester, and waits that end."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import anyio
+import pytest
+
+from mainspring import MainLoop, Reject, Retry
+from mainspring.errors import (
+    InvalidParameterError,
+    MailboxClosedError,
+    MailboxConnectionError,
+    ReplyNotAvailableError,
+    RequestCancelledError,
+    RequestFailedError,
+    RequestTimeoutError,
+    SerializationError,
+)
+from mainspring.mailbox.hooks import TRANSIENT
+from mainspring.mailbox.memory import InMemoryMailbox
+from mainspring.mailbox.message import CancelOutcome
+from mainspring.mailbox.sqlite import SQLiteMailbox
+from mainspring.policies import DeadLetterPolicy, RetryPolicy
+from mainspring.testing import run_virtual
+
+pytestmark = pytest.mark.anyio
+
+
+@dataclass
+class Sum:
+    total: int
+
+
+async def add(job: list[int]) -> Sum:
+    return Sum(sum(job))
+
+
+@asynccontextmanager
+async def opened(kind, path, **options):
+    """Two mailbox objects on one queue, as two processes would have them: the requester's and the worker's."""
+    if kind == "sqlite":
+        async with SQLiteMailbox(path, **options) as one, SQLiteMailbox(path) as two:
+            yield one, two
+    else:
+        async with InMemoryMailbox(serialize=kind == "memory, JSON", **options) as one:
+            yield one, one
+
+
+@pytest.fixture(params=["memory", "memory, JSON", "sqlite"])
+def kind(request):
+    return request.param
+
+
+async def test_a_request_returns_what_the_handler_returns_in_its_type(kind, path):
+    async with opened(kind, path, body=list[int], reply=Sum) as (mailbox, other), MainLoop(other, add):
+        assert await mailbox.request([1, 2, 3], timeout=5) == Sum(6)
+        assert (await mailbox.counts()).waiting == 0
+
+
+async def test_each_of_many_requests_at_once_gets_its_own_reply(kind, path):
+    async def double(job: int) -> int:
+        await anyio.lowlevel.checkpoint()
+        return 2 * job
+
+    replies = {}
+
+    async def ask(number):
+        replies[number] = await mailbox.request(number, timeout=10)
+
+    async with opened(kind, path, body=int) as (mailbox, other), MainLoop(other, double, concurrency=8):
+        async with anyio.create_task_group() as tasks:
+            for number in range(50):
+                tasks.start_soon(ask, number)
+        assert replies == {number: 2 * number for number in range(50)}
+        assert mailbox.forgotten_replies == 0
+
+
+async def test_a_result_can_be_awaited_later_and_more_than_once(kind, path):
+    async with opened(kind, path, body=list[int], reply=Sum) as (mailbox, other):
+        pending = await mailbox.submit([4, 5])
+        assert not pending.is_ready
+        with pytest.raises(RequestTimeoutError, match=pending.id):
+            await pending.result(timeout=0)
+        assert (await mailbox.counts()).pending == 1, "asking for a result withdraws nothing"
+        async with MainLoop(other, add):
+            assert await pending.result(timeout=5) == Sum(9)
+            assert await pending.result(timeout=0) == Sum(9)
+            assert pending.is_ready
+            assert "ready" in repr(pending)
+
+
+async def test_a_dead_lettered_request_fails_its_requester_at_once_with_the_error(kind, path):
+    async def refuse(job: int) -> int:
+        raise Reject(f"{job} is too many")
+
+    async with opened(kind, path, body=int) as (mailbox, other), MainLoop(other, refuse):
+        with pytest.raises(RequestFailedError, match="Reject: 7 is too many") as caught:
+            await mailbox.request(7, timeout=3_600)
+        assert (caught.value.error, caught.value.error_type) == ("7 is too many", "Reject")
+        assert not caught.value.retryable
+        (letter,) = await mailbox.dead_letters()
+        assert letter.body == 7
+
+
+async def test_a_reply_that_does_not_fit_is_an_error_of_the_requester(path):
+    async def talk(job: int):
+        return "no number"
+
+    async with opened("sqlite", path, body=int, reply=int) as (mailbox, other), MainLoop(other, talk):
+        with pytest.raises(SerializationError, match="int"):
+            await mailbox.request(1, timeout=5)
+
+
+async def test_the_type_of_the_replies_may_become_known_late(path):
+    async with opened("sqlite", path, body=list[int]) as (mailbox, other), MainLoop(other, add):
+        assert await mailbox.request([1], timeout=5) == {"total": 1}
+        mailbox.bind(reply=Sum)
+        assert await mailbox.request([2], timeout=5) == Sum(2)
+
+
+async def test_the_reply_mailbox_goes_with_the_requester(path):
+    async with SQLiteMailbox(path) as other:
+        async with SQLiteMailbox(path) as mailbox:
+            pending = await mailbox.submit("job")
+            (message,) = await other.receive()
+            assert message.reply_to.startswith(TRANSIENT)
+        with pytest.raises(MailboxClosedError):
+            await pending.result(timeout=5)
+        await message.reply("too late")
+        assert (await other.counts()).settled == 1
+        names = await _names(path)
+        assert names == ["default"], "a reply to a requester that is gone makes no mailbox"
+
+
+async def _names(path):
+    import apsw
+
+    connection = apsw.Connection(path)
+    try:
+        return [name for (name,) in connection.execute("SELECT name FROM mailboxes ORDER BY id")]
+    finally:
+        connection.close()
+
+
+async def test_a_reply_that_comes_twice_or_unasked_is_dropped_and_counted(kind, path):
+    async with opened(kind, path, body=int) as (mailbox, other):
+        pending = await mailbox.submit(1)
+        (message,) = await other.receive()
+        for reply in ("first", "second"):
+            async with other._sibling(message.reply_to) as box:
+                await box.send(reply, headers={"request_id": message.id})
+        await message.acknowledge()
+        assert await pending.result(timeout=5) in ("first", "second")
+        with anyio.fail_after(5):
+            while mailbox.forgotten_replies < 1:
+                await anyio.sleep(0.001)
+
+
+async def test_who_lets_go_of_a_pending_reply_gives_it_up(kind, path):
+    async with opened(kind, path, body=int) as (mailbox, other):
+        await mailbox.submit(1)
+        gc.collect()
+        (message,) = await other.receive()
+        await message.reply("nobody waits")
+        with anyio.fail_after(5):
+            while mailbox.forgotten_replies < 1:
+                await anyio.sleep(0.001)
+
+
+async def test_an_unopened_mailbox_says_what_to_do():
+    with pytest.raises(ReplyNotAvailableError, match="async with"):
+        await InMemoryMailbox().request("job", timeout=1)
+    with pytest.raises(MailboxClosedError):
+        await SQLiteMailbox("never.db").request("job", timeout=1)
+
+
+async def test_under_a_loop_an_unopened_memory_mailbox_takes_requests():
+    mailbox = InMemoryMailbox(body=list[int], reply=Sum)
+    async with MainLoop(mailbox, add):
+        assert await mailbox.request([1], timeout=5) == Sum(1)
+
+
+@pytest.mark.parametrize("timeout", [-1, "soon", float("nan"), None])
+async def test_the_timeout_is_a_number_of_seconds(timeout):
+    async with InMemoryMailbox() as mailbox:
+        with pytest.raises(InvalidParameterError, match="timeout"):
+            await mailbox.request("job", timeout=timeout)
+        assert (await mailbox.counts()).waiting == 0
+
+
+async def test_a_request_that_does_not_fit_sends_nothing():
+    async with InMemoryMailbox(body=int) as mailbox:
+        with pytest.raises(SerializationError):
+            await mailbox.request("no number", timeout=1)
+        assert (await mailbox.counts()).waiting == 0
+
+
+async def test_a_cancelled_requester_withdraws_its_request(kind, path):
+    async with opened(kind, path, body=int) as (mailbox, _):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: mailbox.request(1, timeout=3_600))
+            with anyio.fail_after(5):
+                while (await mailbox.counts()).pending == 0:
+                    await anyio.sleep(0.001)
+            tasks.cancel_scope.cancel()
+        with anyio.fail_after(5):
+            while (await mailbox.counts()).settled == 0:
+                await anyio.sleep(0.001)
+        assert (await mailbox.counts()).waiting == 0
+
+
+async def test_a_request_that_another_cancels_fails_its_requester(kind, path):
+    async with opened(kind, path, body=int) as (mailbox, other):
+        pending = await mailbox.submit(1)
+        assert await other.cancel(pending.id) is CancelOutcome.REMOVED
+        with pytest.raises(RequestCancelledError):
+            await pending.result(timeout=5)
+        pending = await mailbox.submit(2)
+        assert await pending.cancel() is CancelOutcome.REMOVED
+        with pytest.raises(RequestCancelledError):
+            await pending.result(timeout=0)
+        assert await pending.cancel() is CancelOutcome.UNKNOWN
+
+
+async def test_a_lost_connection_to_the_replies_is_waited_out():
+    failures = 3
+
+    class Flaky(InMemoryMailbox):
+        async def _claim(self, *args):
+            nonlocal failures
+            if self.name.startswith(TRANSIENT) and failures:
+                failures -= 1
+                raise MailboxConnectionError("the store is away")
+            return await super()._claim(*args)
+
+        def _sibling(self, name, **types):
+            sibling = Flaky(name, **types)
+            sibling._settle_in(name, None)
+            return sibling
+
+    mailbox = Flaky(body=list[int], reply=Sum)
+    async with mailbox, MainLoop(mailbox, add):
+        assert await mailbox.request([1], timeout=30) == Sum(1)
+    assert not failures
+
+
+# ------------------------------------------------------------------------------------------------------- virtual time
+
+
+def test_the_deadline_ends_the_wait_and_withdraws_the_request():
+    async def main():
+        async with InMemoryMailbox() as mailbox:
+            began = anyio.current_time()
+            with pytest.raises(RequestTimeoutError, match="within 30 s") as caught:
+                await mailbox.request("job", timeout=30)
+            assert anyio.current_time() == began + 30
+            assert caught.value.retryable
+            assert isinstance(caught.value, TimeoutError)
+            await anyio.sleep(0.001)
+            counts = await mailbox.counts()
+            assert (counts.waiting, counts.settled) == (0, 1)
+
+    run_virtual(main)
+
+
+def test_the_deadline_ends_the_wait_though_the_store_does_not_answer():
+    class Hanging(InMemoryMailbox):
+        async def _put(self, envelopes):
+            await anyio.sleep_forever()
+
+        async def _cancel(self, message_id):
+            await anyio.sleep_forever()
+
+    async def main():
+        async with Hanging() as mailbox:
+            began = anyio.current_time()
+            with pytest.raises(RequestTimeoutError):
+                await mailbox.request("job", timeout=30)
+            assert anyio.current_time() == began + 30
+
+    run_virtual(main)
+
+
+def test_a_retried_request_is_answered_by_the_attempt_that_succeeds():
+    async def main():
+        attempts = 0
+
+        async def third_time(job: str) -> str:
+            nonlocal attempts
+            attempts += 1
+            if attempts < 3:
+                raise Retry(60)
+            return f"{job} done"
+
+        async with InMemoryMailbox() as mailbox, MainLoop(mailbox, third_time):
+            assert await mailbox.request("job", timeout=3_600) == "job done"
+
+    run_virtual(main)
+
+
+def test_a_request_whose_attempts_run_out_fails_with_the_last_error():
+    async def main():
+        async def broken(job: str) -> str:
+            raise LookupError("no such row")
+
+        loop_options = {"dead_letter": DeadLetterPolicy(max_attempts=3), "retry": RetryPolicy(jitter="none")}
+        async with InMemoryMailbox() as mailbox, MainLoop(mailbox, broken, **loop_options):
+            with pytest.raises(RequestFailedError, match="LookupError: no such row"):
+                await mailbox.request("job", timeout=3_600)
+
+    run_virtual(main)
+
+
+def test_a_request_that_grew_too_old_fails_its_requester_soon_after():
+    async def main():
+        async with InMemoryMailbox() as mailbox:
+            began = anyio.current_time()
+            with pytest.raises(RequestFailedError, match="MessageExpiredError"):
+                await mailbox.request("job", timeout=3_600, expires_in=60)
+            assert 60 <= anyio.current_time() - began <= 61
+
+    run_virtual(main)
