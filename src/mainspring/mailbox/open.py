@@ -16,6 +16,12 @@ T = TypeVar("T")
 _BACKENDS = {
     "memory": ("mainspring.mailbox.memory", "InMemoryMailbox", None),
     "sqlite": ("mainspring.mailbox.sqlite", "SQLiteMailbox", None),
+    "redis": ("mainspring.mailbox.redis", "RedisMailbox", "redis"),
+    "rediss": ("mainspring.mailbox.redis", "RedisMailbox", "redis"),
+    "redis+sentinel": ("mainspring.mailbox.redis", "RedisMailbox", "redis"),
+    "rediss+sentinel": ("mainspring.mailbox.redis", "RedisMailbox", "redis"),
+    "redis+cluster": ("mainspring.mailbox.redis", "RedisMailbox", "redis"),
+    "rediss+cluster": ("mainspring.mailbox.redis", "RedisMailbox", "redis"),
 }
 
 

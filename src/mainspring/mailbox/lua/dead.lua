@@ -1,0 +1,94 @@
+-- Dead letters, counts, purge.
+
+local function letters(box, ids)
+  local found = {}
+  for _, id in ipairs(ids) do
+    local value = redis.call('HGET', box.dead, id)
+    if value then
+      local record = redis.call('HMGET', box.epitaph, 'm' .. id, 'w' .. id, 'c' .. id, 'h' .. id)
+      found[#found + 1] = { id, value, record[1] or '', record[2] or '', record[3], record[4] }
+    end
+  end
+  return found
+end
+
+local function list_dead(box, limit, after)
+  local from = 0
+  if after ~= '' then
+    local rank = redis.call('ZRANK', box.deaths, after)
+    from = rank and rank + 1 or 0
+  end
+  return letters(box, redis.call('ZRANGE', box.deaths, from, from + limit - 1))
+end
+
+-- Those of ARGV[from] on that are dead, in the order of their deaths; with no count, up to `most` of all.
+local function chosen(box, from, count, most)
+  if count < 0 then
+    return redis.call('ZRANGE', box.deaths, 0, most - 1)
+  end
+  local given = {}
+  local seen = {}
+  for i = from, from + count - 1 do
+    local place = tonumber(redis.call('ZSCORE', box.deaths, ARGV[i]) or nil)
+    if place and not seen[ARGV[i]] then
+      seen[ARGV[i]] = true
+      given[#given + 1] = { place, ARGV[i] }
+    end
+  end
+  table.sort(given, function(a, b) return a[1] < b[1] end)
+  local ids = {}
+  for i, found in ipairs(given) do
+    ids[i] = found[2]
+  end
+  return ids
+end
+
+local function drop_dead(box, id)
+  redis.call('HDEL', box.dead, id)
+  redis.call('ZREM', box.deaths, id)
+  redis.call('HDEL', box.epitaph, 'm' .. id, 'w' .. id, 'c' .. id, 'h' .. id, 'k' .. id)
+end
+
+local function replay(box, ids)
+  for _, id in ipairs(ids) do
+    local value = redis.call('HGET', box.dead, id)
+    local place, rank = of_head(value)
+    local tail = string.sub(value, string.len(place) + 1)
+    place = new_place(box)
+    redis.call('HSET', box.messages, id, place .. tail)
+    redis.call('ZADD', box.ready, rank, place .. id)
+    local kept = redis.call('HMGET', box.epitaph, 'c' .. id, 'h' .. id, 'k' .. id)
+    if kept[1] then
+      redis.call('HSET', box.more, 'c' .. id, kept[1])
+    end
+    if kept[2] then
+      redis.call('HSET', box.more, 'h' .. id, kept[2])
+    end
+    if kept[3] and redis.call('HSETNX', box.keyed, kept[3], id) == 1 then
+      redis.call('HSET', box.more, 'k' .. id, kept[3])
+    end
+    drop_dead(box, id)
+  end
+  box.gained = box.gained + #ids
+  return #ids
+end
+
+local function discard(box, ids)
+  for _, id in ipairs(ids) do
+    drop_dead(box, id)
+  end
+  box.settled = box.settled + #ids
+  return #ids
+end
+
+local function counts(box)
+  return { redis.call('ZCARD', box.delayed), redis.call('ZCARD', box.ready), redis.call('ZCARD', box.leases),
+    (tonumber(redis.call('HGET', box.state, 'settled') or nil) or 0) + box.settled, redis.call('ZCARD', box.deaths) }
+end
+
+local function purge(box)
+  local dropped = waiting(box)
+  redis.call('UNLINK', box.messages, box.ready, box.delayed, box.leases, box.more, box.keyed, box.expiry)
+  box.settled = box.settled + dropped
+  return dropped
+end

@@ -1,0 +1,233 @@
+-- One batch. ARGV: operations, each a letter and its arguments; the reply has one result for each, and at last in how many
+-- microseconds the next thing is due (-1: nothing is, or nobody asked). KEYS: those of the mailbox, then those of the
+-- mailboxes that replies go to.
+
+local box = box_of(0)
+local others = {}
+local more_due = sweep(box)
+local asked = false
+local at = 1
+
+local function next_argument()
+  local value = ARGV[at]
+  at = at + 1
+  return value
+end
+
+local function next_number()
+  return tonumber(next_argument())
+end
+
+local function next_list()
+  local count = next_number()
+  local list = {}
+  for i = 1, count do
+    list[i] = ARGV[at + i - 1]
+  end
+  at = at + count
+  return list
+end
+
+-- Whether a transient mailbox does not exist (any more): what is sent to it is dropped, so that it does not come back.
+local function is_gone(of)
+  return of.transient and redis.call('EXISTS', of.state) == 0
+end
+
+-- A reply: to the mailbox of that number; only read where it is not `wanted`.
+local function answer(wanted)
+  local number = next_number()
+  if number < 0 then
+    return
+  end
+  local from = at + 1
+  local rank = next_argument()
+  at = at + 2
+  if not wanted then
+    return
+  end
+  local to = box
+  if number > 0 then
+    to = others[number] or box_of(number * KEYS_OF_ONE)
+    others[number] = to
+  end
+  if is_gone(to) then
+    return
+  end
+  put(to, from, 1, rank, 0, 0, false)
+end
+
+local operations = {
+  open = function() -- so that a transient mailbox exists
+    redis.call('HSETNX', box.state, 'settled', 0)
+    box.used = true
+    return 1
+  end,
+  put = function()
+    local count, rank, delay, expires = next_number(), next_argument(), next_number(), next_number()
+    local capacity, keyed = next_number(), next_argument() == '1'
+    local from = at
+    at = at + count * (keyed and 3 or 2)
+    if is_gone(box) then
+      return {}
+    end
+    if capacity >= 0 then
+      local there, new = waiting(box), how_many_new(box, from, count, keyed)
+      if new > 0 and there + new > capacity then
+        return { 'full', there, new }
+      end
+    end
+    local ids = put(box, from, count, rank, delay, expires, keyed)
+    return keyed and ids or {}
+  end,
+  claim = function()
+    local limit, visible, waiter, others = next_number(), next_number(), next_argument(), next_argument() == '1'
+    local found = claim(box, limit, visible)
+    local got = #found[1]
+    if got < limit then
+      box.gained = 0 -- all that came has been taken
+      asked = true
+    end
+    if waiter ~= '' and (got == 0 or others) then
+      redis.call('ZADD', box.waiters, 'NX', now, waiter)
+      if got == limit then -- what came while it was not on the list has called nobody
+        box.gained = math.max(box.gained, redis.call('ZCARD', box.ready))
+      end
+    end
+    box.used = true
+    return found
+  end,
+  ack = function()
+    return acknowledge(box, next_list())
+  end,
+  answer = function()
+    local done = #acknowledge(box, { next_argument() }) == 0
+    answer(done)
+    return done and 1 or 0
+  end,
+  back = function()
+    local receipt, delay, charged = next_argument(), next_number(), next_number()
+    local front = next_argument() == '1'
+    return give_back(box, receipt, delay, charged, front, next_argument())
+  end,
+  bury = function()
+    local receipt, why, history = next_argument(), next_argument(), next_argument()
+    local claimed, _, _, id = take(box, receipt)
+    answer(claimed)
+    if not claimed then
+      return 0
+    end
+    bury(box, id, why, claimed, history)
+    return 1
+  end,
+  extend = function()
+    local receipt = next_argument()
+    return extend(box, receipt, next_number())
+  end,
+  checkpoint = function()
+    local receipt = next_argument()
+    return save_checkpoint(box, receipt, next_argument())
+  end,
+  unclaim = function()
+    unclaim(box, next_list())
+    return 1
+  end,
+  pass = function() -- woken for nothing: somebody else shall look
+    box.gained = box.gained + next_number()
+    return 1
+  end,
+  leave = function()
+    redis.call('ZREM', box.waiters, next_argument())
+    return 1
+  end,
+  look = function() -- by one who waits: also for what was meant for a process that was stopped just as it was woken
+    asked = true
+    if redis.call('ZCARD', box.ready) > 0 then
+      box.gained = box.gained + 1
+    end
+    return 1
+  end,
+  counts = function()
+    return more_due and {} or counts(box)
+  end,
+  purge = function()
+    return more_due and -1 or purge(box)
+  end,
+  list = function()
+    local limit = next_number()
+    local after = next_argument()
+    return more_due and -1 or list_dead(box, limit, after)
+  end,
+  find = function()
+    return letters(box, next_list())
+  end,
+  replay = function()
+    local capacity, most, count = next_number(), next_number(), next_number()
+    local from = at
+    at = at + math.max(count, 0)
+    local ids = chosen(box, from, count, most)
+    if capacity >= 0 then
+      local there, new = waiting(box), count < 0 and redis.call('ZCARD', box.deaths) or #ids
+      if new > 0 and there + new > capacity then
+        return { 'full', there, new }
+      end
+    end
+    return replay(box, ids)
+  end,
+  discard = function()
+    local most, count = next_number(), next_number()
+    local from = at
+    at = at + math.max(count, 0)
+    return discard(box, chosen(box, from, count, most))
+  end,
+  cancel = function()
+    return cancel(box, next_argument())
+  end,
+}
+
+-- Let as many waiting processes look as there are new messages. One that is gone hears nothing, and the next is asked.
+local function wake(of)
+  local wanted = math.min(of.gained, redis.call('ZCARD', of.ready))
+  while wanted > 0 do
+    local waiter = redis.call('ZPOPMIN', of.waiters)[1]
+    if not waiter then
+      return
+    end
+    if redis.call('SPUBLISH', of.base .. waiter, 'w' .. of.gained) > 0 then
+      wanted = wanted - 1
+    end
+  end
+end
+
+local function finish(of)
+  if of.gained > 0 then
+    wake(of)
+  end
+  if of.dated and (not of.known_due or of.dated < of.known_due) and redis.call('ZCARD', of.waiters) > 0 then
+    redis.call('SPUBLISH', of.base .. 'all', 'd' .. text(of.dated - now))
+  end
+  if of.seq ~= of.first_seq or of.tick ~= of.first_tick then
+    redis.call('HSET', of.state, 'seq', text(of.seq), 'tick', text(of.tick))
+  end
+  if of.settled > 0 then
+    redis.call('HINCRBY', of.state, 'settled', of.settled)
+  end
+  if of.transient then -- all of it lives for a day after somebody last used it
+    local left = of.used and DAY or math.max(redis.call('PTTL', of.state), 1000)
+    for i = 1, KEYS_OF_ONE do
+      redis.call('PEXPIRE', KEYS[of.behind + i], left)
+    end
+  end
+end
+
+local results = {}
+while at <= #ARGV do
+  local operation = operations[next_argument()]
+  results[#results + 1] = operation()
+end
+finish(box)
+for _, other in pairs(others) do
+  finish(other)
+end
+local due = asked and next_due(box)
+results[#results + 1] = due and math.max(due - now, 0) or -1
+return results

@@ -1,0 +1,215 @@
+-- The keys of a mailbox, and what every operation stands on. The files of this directory are joined into one script, in the
+-- order store, messages, dead, run; a call performs a whole batch of operations on one mailbox, and nothing of it happens
+-- halfway. All instants are the server's, in microseconds.
+--
+--   messages  hash   id -> head and body. The head: place (16 digits) "|" time of sending "|" rank "|"
+--   ready     zset   place .. id -> rank (the negative priority): in the order of delivery
+--   delayed   zset   rank "." id -> when it is due
+--   leases    zset   receipt -> when it ends. A receipt: time of the claim "." rank "." place id
+--   state     hash   seq: the last place given; tick: the last claim's time, no two are equal; settled: how many are
+--   more      hash   what only some messages have, by a letter and the id: b: deliveries, attempts and first claim of one that
+--                    came back; c: checkpoint; h: history; k: dedup key; l: its expiry, which came while it was in flight;
+--                    p: its place, where it is another than the one in its head
+--   keyed     hash   dedup key -> id
+--   expiry    zset   id -> when it expires
+--   dead      hash   id -> head and body
+--   deaths    zset   id -> the order of the deaths
+--   epitaph   hash   m: deliveries, attempts, first claim and death, by id; w: why (the client's JSON; none: it expired); c, h, k
+--   waiters   zset   who waits for messages -> since when
+--
+-- Unlike the hash of the messages, `more` is empty in most mailboxes, so that one look at it saves all others.
+
+local AT_ONCE = 1000 -- of each kind that is due: the callers of this batch should not wait for thousands
+local KEYS_OF_ONE = 12
+local DAY = 86400000
+
+local now
+do
+  local time = redis.call('TIME')
+  now = time[1] * 1000000 + time[2]
+end
+
+local function text(number)
+  return string.format('%.0f', number)
+end
+
+-- A command with a list of arguments, in portions: a call takes only so many.
+local function bulk(command, key, list)
+  for from = 1, #list, 2000 do
+    redis.call(command, key, unpack(list, from, math.min(from + 1999, #list)))
+  end
+end
+
+local function look_up(command, key, list)
+  if #list <= 2000 then
+    return redis.call(command, key, unpack(list))
+  end
+  local all = {}
+  for from = 1, #list, 2000 do
+    local some = redis.call(command, key, unpack(list, from, math.min(from + 1999, #list)))
+    for i = 1, #some do
+      all[from + i - 1] = some[i]
+    end
+  end
+  return all
+end
+
+-- The mailbox whose keys begin behind KEYS[behind].
+local function box_of(behind)
+  local names = { 'messages', 'ready', 'delayed', 'leases', 'state', 'more', 'keyed', 'expiry', 'dead', 'deaths', 'epitaph',
+    'waiters' }
+  local box = { behind = behind, gained = 0, settled = 0 }
+  for i, name in ipairs(names) do
+    box[name] = KEYS[behind + i]
+  end
+  local state = redis.call('HMGET', box.state, 'seq', 'tick')
+  box.base = string.sub(box.state, 1, -6) -- up to the ":"
+  box.transient = string.sub(box.state, 1, 5) == '{ms:~'
+  box.seq = tonumber(state[1]) or 0
+  box.tick = tonumber(state[2]) or 0
+  box.first_seq, box.first_tick = box.seq, box.tick
+  return box
+end
+
+local function new_place(box)
+  box.seq = box.seq + 1
+  return string.format('%016d', box.seq)
+end
+
+local function has_more(box)
+  return redis.call('HLEN', box.more) > 0
+end
+
+local function fields(letter, ids)
+  local list = {}
+  for i = 1, #ids do
+    list[i] = letter .. ids[i]
+  end
+  return list
+end
+
+-- Something is due at `when`, new with this batch.
+local function due_at(box, when)
+  if not box.dated or when < box.dated then
+    box.dated = when
+  end
+end
+
+local function earliest(key)
+  return tonumber(redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')[2])
+end
+
+-- When the next thing is due in a mailbox, or nil.
+local function next_due(box)
+  local first
+  for _, key in ipairs({ box.leases, box.delayed, box.expiry }) do
+    local due = earliest(key)
+    if due and (not first or due < first) then
+      first = due
+    end
+  end
+  return first
+end
+
+local function of_head(value)
+  local place, rank = string.match(value, '^(%d+)|%d+|(%-?%d+)|')
+  return place or '', rank or '0'
+end
+
+local function of_receipt(receipt)
+  local claimed, rank, spot = string.match(receipt, '^(%d+)%.(%-?%d+)%.(.*)$')
+  return claimed, rank, string.sub(spot, 1, 16), string.sub(spot, 17)
+end
+
+-- Forget messages that have ended and have no place any more.
+local function forget(box, ids)
+  bulk('HDEL', box.messages, ids)
+  if has_more(box) then
+    local keys = look_up('HMGET', box.more, fields('k', ids))
+    local given = {}
+    for i = 1, #ids do
+      if keys[i] then
+        given[#given + 1] = keys[i]
+      end
+    end
+    if #given > 0 then
+      bulk('HDEL', box.keyed, given)
+    end
+    for letter in string.gmatch('bchklp', '.') do
+      bulk('HDEL', box.more, fields(letter, ids))
+    end
+  end
+  if redis.call('ZCARD', box.expiry) > 0 then
+    bulk('ZREM', box.expiry, ids)
+  end
+end
+
+-- Deliveries, attempts and time of the first claim of a message that was returned before.
+local function counts_of(box, id)
+  local back = redis.call('HGET', box.more, 'b' .. id)
+  if not back then
+    return 0, 0, nil
+  end
+  local deliveries, attempts, first = string.match(back, '^(%d+) (%d+) (%d+)$')
+  return tonumber(deliveries), tonumber(attempts), first
+end
+
+-- Move a message that has no place any more to the dead letters. `why` nil: it expired.
+local function bury(box, id, why, claimed, history, at)
+  local value = redis.call('HGET', box.messages, id)
+  if not value then
+    return
+  end
+  local deliveries, attempts, first = counts_of(box, id)
+  if claimed then
+    deliveries, attempts, first = deliveries + 1, attempts + 1, first or claimed
+  end
+  local kept = redis.call('HMGET', box.more, 'c' .. id, 'h' .. id, 'k' .. id)
+  local record = { 'm' .. id, table.concat({ deliveries, attempts, first or '0', text(at or now) }, ' ') }
+  for i, letter in ipairs({ 'c', 'h', 'k' }) do
+    local known = kept[i]
+    if letter == 'h' and history and history ~= '' then
+      known = history
+    end
+    if known then
+      record[#record + 1] = letter .. id
+      record[#record + 1] = known
+    end
+  end
+  if why then
+    record[#record + 1] = 'w' .. id
+    record[#record + 1] = why
+  end
+  redis.call('HSET', box.dead, id, value)
+  redis.call('HSET', box.epitaph, unpack(record))
+  box.seq = box.seq + 1
+  redis.call('ZADD', box.deaths, box.seq, id)
+  forget(box, { id })
+end
+
+-- Let a message that is nobody's wait: at its old place, at the tail (place nil), or first for `delay` microseconds.
+local function enqueue(box, id, rank, place, delay)
+  local late = redis.call('HGET', box.more, 'l' .. id)
+  if late then
+    bury(box, id, nil, nil, nil, tonumber(late))
+    return
+  end
+  if delay > 0 then
+    redis.call('ZADD', box.delayed, now + delay, rank .. '.' .. id)
+    due_at(box, now + delay)
+    return
+  end
+  if not place then
+    place = new_place(box)
+    redis.call('HSET', box.more, 'p' .. id, place)
+  end
+  redis.call('ZADD', box.ready, rank, place .. id)
+  box.gained = box.gained + 1
+end
+
+-- A delivery has ended without an end of the message.
+local function came_back(box, id, claimed, charged)
+  local deliveries, attempts, first = counts_of(box, id)
+  redis.call('HSET', box.more, 'b' .. id,
+    table.concat({ deliveries + 1, attempts + charged, first or claimed }, ' '))
+end

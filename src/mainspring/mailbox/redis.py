@@ -1,0 +1,361 @@
+"""A mailbox on a Redis (or Valkey) server, shared by processes on many machines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from urllib.parse import parse_qsl, quote, urlsplit
+
+from mainspring import clock, entropy
+from mainspring.errors import ConfigError, MailboxConnectionError, MainspringError, ReceiptHandleExpiredError
+from mainspring.mailbox import redis_commands as do
+from mainspring.mailbox import redis_looking as look
+from mainspring.mailbox.base import Mailbox
+from mainspring.mailbox.batching import Batcher
+from mainspring.mailbox.hooks import Capabilities
+from mainspring.mailbox.message import Ack, Dead
+from mainspring.mailbox.redis_calls import base_of, calls, keys_of
+from mainspring.mailbox.redis_records import MICRO, UNREADABLE
+from mainspring.mailbox.redis_url import parse_server
+from mainspring.periodic import Periodic
+from mainspring.values import is_number, is_whole
+
+if TYPE_CHECKING:
+    from mainspring.mailbox.message import Cancelled, Counts, Delivery, Envelope, Settlement
+    from mainspring.mailbox.redis_beside import Beside
+    from mainspring.mailbox.redis_link import Link
+    from mainspring.mailbox.redis_wake import Listener, Waiters
+    from mainspring.scope import DaemonScope
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+LOOK_AGAIN = 5.0
+"""Seconds after which a waiting process looks for itself: a call may have gone to a process that was just stopped."""
+AT_ONCE = 1_000
+"""Dead letters that one operation moves: others want to be served in between."""
+MOST_AT_ONCE = 250_000
+"""Messages of one ``send_many``: the server takes only so many arguments."""
+
+
+class RedisMailbox(Mailbox[T, R]):
+    """A queue on a Redis server; any number of processes on any number of machines can share it.
+
+    Operations of concurrent callers leave together, as one call of a script that does all of them in one step. Leases, delays
+    and expiries are by the server's clock. A send returns once the server has it; whether it outlives the server's end
+    depends on its settings (``appendonly``, ``appendfsync``), and what is missing there is logged on opening. A mailbox
+    object has two connections: one for calls, one on which the server calls when there are messages to wait for.
+
+    :param url: ``redis://[user:password@]host:6379/0``, ``rediss://…`` (TLS), ``redis+sentinel://host:26379,host/service/0``,
+        ``redis+cluster://host:6379,host``.
+    :param name: of the queue.
+    :param body: the type of the bodies; else the handler's annotation gives it, else anything that JSON can say.
+    :param reply: the type of the replies.
+    :param capacity: how many messages may wait (delayed, pending, in flight) before a send through this object raises
+        :class:`MailboxFullError`; None: as many as the server's memory holds.
+    :param timeout: seconds that a call may take, connecting included, before :class:`MailboxConnectionError`.
+    :param options: ``username``, ``password``, ``sentinel_password``; for TLS ``ca_file``, ``cert_file``, ``key_file``, or
+        ``ssl_context``.
+    :raises ConfigError: a value cannot work, or the extra is missing. On opening: the server refuses the login, or is too old.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(durable=True, cross_process=True, ordered=True)
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str = "default",
+        body: Any = None,
+        reply: Any = None,
+        capacity: int | None = None,
+        timeout: float = 5.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(name, body=body, reply=reply)
+        self._server = parse_server(url, options)
+        if options:
+            raise ConfigError(f"mailbox {name!r}: a Redis mailbox has no option {min(options)!r}; it has {_ALLOWED}")
+        if capacity is not None and not is_whole(capacity, 1):
+            raise ConfigError(f"mailbox {name!r}: capacity must be a whole number from 1, or None, not {capacity!r}")
+        if not is_number(timeout, 0.001):
+            raise ConfigError(f"mailbox {name!r}: timeout must be above 0 seconds, not {timeout!r}")
+        _need_driver()
+        self._capacity = capacity
+        self._timeout = float(timeout)
+        self._link: Link | None = None
+
+    @classmethod
+    def from_url(
+        cls, url: str, *, host: str, path: str, options: dict[str, Any], body: Any = None, reply: Any = None
+    ) -> RedisMailbox[Any, Any]:
+        """The mailbox that a URL means; options that stand in it are strings."""
+        values = dict(options)
+        for key, convert in (("capacity", int), ("timeout", float)):
+            if isinstance(values.get(key), str):
+                try:
+                    values[key] = convert(values[key])
+                except ValueError:
+                    raise ConfigError(
+                        f"the option {key} of a Redis mailbox must be a number, not {values[key]!r}"
+                    ) from None
+        return cls(url, body=body, reply=reply, **values)
+
+    @property
+    def address(self) -> str:
+        """Its URL, without user and password: where a sender elsewhere needs them, give it a URL of your own."""
+        return f"{self._server.address}?name={quote(self.name, safe='')}"
+
+    def _local_name(self, address: str) -> str | None:
+        if "://" not in address:
+            return address
+        try:
+            parts = urlsplit(address)
+        except ValueError:  # no URL of anything: opening it will say so
+            return None
+        if not parts.scheme.startswith("redis") or not self._server.is_at(address):
+            return None
+        return dict(parse_qsl(parts.query)).get("name", "default")
+
+    # ---------------------------------------------------------------------------------------------------- life cycle
+
+    async def _open(self, scope: DaemonScope) -> None:
+        from mainspring.mailbox.redis_beside import Beside
+        from mainspring.mailbox.redis_link import Link
+        from mainspring.mailbox.redis_server import Directory, warn
+        from mainspring.mailbox.redis_wake import Listener, Waiters
+
+        base = base_of(self.name)
+        self._keys = keys_of(self.name)
+        self._waiter = entropy.token(96)
+        self._now = clock.loop_clock()
+        self._directory = Directory(self._server, base)
+        self._link = link = Link(self._directory, self._timeout)
+        self._batcher: Batcher[do.Operation] = Batcher(self._execute, undo=self._undo, name=f"mailbox {self.name!r}")
+        self._waiters: Waiters = Waiters(self._pass_on)
+        self._sweeper = Periodic(self._look)
+        self._beside: Beside = Beside(self._server, self._timeout)
+        channels = (base + b"all", base + self._waiter.encode())
+        told = (self._due_in, self._announce_cancelled)
+        self._listener: Listener = Listener(self._directory, channels, link, self._waiters, *told, self._timeout)
+        try:
+            opening = do.Open()
+            await self._execute([opening])
+            await link.ask(warn, self.name, self._server.address)
+            await scope.start(self._listener.run, name=f"mailbox {self.name} listener")
+        except BaseException:
+            await link.close()
+            raise
+        scope.start_soon(self._sweeper.run, name=f"mailbox {self.name} due times")
+        scope.start_soon(self._batcher.run, name=f"mailbox {self.name} batches", stop=self._batcher.stop)
+
+    async def _close(self) -> None:
+        link = self._link
+        assert link is not None
+        try:
+            if link.connected:
+                self._batcher.post(do.Leave(self._waiter))
+            await self._batcher.close()
+        finally:
+            await link.close()
+            await self._beside.close()
+
+    def _wake_all(self) -> None:
+        if self._link is not None:
+            self._waiters.wake_all()
+
+    # ------------------------------------------------------------------------------------------------------- batches
+
+    async def _execute(self, commands: list[do.Operation]) -> None:
+        """Have commands executed by the script; those whose call fails have no result, and the batcher gives them its error."""
+        assert self._link is not None
+        leased_at = self._now()
+        for call in calls(self.name, self._keys, commands, leased_at):
+            due = call.take(await self._link.call(call.keys, call.arguments))
+            if due >= 0:
+                self._due_in(due / MICRO)
+
+    def _undo(self, command: do.Operation) -> None:
+        """A claim whose receiver is gone goes back, before anything else is done."""
+        if type(command) is do.Claim:
+            claimed = [*(command.result or ()), *command.unreadable]
+            if claimed:
+                self._batcher.post(do.Unclaim([delivery.receipt_handle for delivery in claimed]))
+
+    def _due_in(self, seconds: float) -> None:
+        if self._waiters.active:
+            self._sweeper.wake_by(self._now() + seconds)
+
+    async def _look(self, overslept: float) -> float:
+        """Let what is due by now be done, for the receives that wait for it: the script calls those it is for."""
+        if not self._waiters.active:
+            return float("inf")
+        again = self._now() + LOOK_AGAIN
+        try:
+            await self._batcher.call(do.Look())
+        except MainspringError:
+            self._waiters.wake_all()  # they look for themselves, and hear what is wrong
+        else:
+            if not self._listener.live:  # nobody can call
+                self._waiters.wake_all()
+        return again
+
+    def _pass_on(self, count: int) -> None:
+        """This process was called for messages that nobody here takes."""
+        if self._link is not None and self._link.connected and self._usable:
+            self._batcher.post(do.Pass(count))
+
+    # ----------------------------------------------------------------------------------------------------- the hooks
+
+    async def _put(self, envelopes: list[Envelope]) -> list[str]:
+        if len(envelopes) > MOST_AT_ONCE:
+            raise MailboxConnectionError(
+                f"the server takes at most {MOST_AT_ONCE} messages at once, not {len(envelopes)}"
+            )
+        ids: list[str] = await self._batcher.call(do.Put(envelopes, self._capacity))
+        return ids
+
+    async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
+        if not wait_time_seconds:
+            return await self._claim_once(max_messages, visibility_timeout, "")
+        waiters = self._waiters
+        deadline = self._now() + wait_time_seconds
+        self._sweeper.wake_by(self._now() + LOOK_AGAIN)
+        waiters.active += 1
+        turn = False
+        try:
+            while True:
+                seen = waiters.signals
+                waiter = self._waiter if self._listener.live else ""
+                found = await self._claim_once(max_messages, visibility_timeout, waiter)
+                turn = False
+                if found or not self._usable:
+                    turn = waiters.signals != seen  # called meanwhile: for these, or for more
+                    return found
+                if waiters.signals == seen:
+                    await waiters.wait(deadline)
+                if waiters.signals == seen or not self._usable:
+                    return []  # nothing has come
+                turn = True
+        finally:
+            waiters.active -= 1
+            if turn:  # it was called and has not looked
+                waiters.forsake()
+
+    async def _claim_once(self, limit: int, visibility: float, waiter: str) -> list[Delivery]:
+        while True:
+            command = do.Claim(limit, visibility, waiter, self._waiters.parked > 0)
+            found: list[Delivery] = await self._batcher.call(command)
+            if command.unreadable:
+                for delivery in command.unreadable:
+                    await self._batcher.call(do.Bury(delivery, UNREADABLE))
+                if not found:
+                    continue
+            if found and not self._usable:  # closed meanwhile
+                self._undo(command)
+                return []
+            return found
+
+    async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        _check_handle(delivery)
+        command: do.Operation
+        if isinstance(settlement, Ack):
+            reply = await self._sent_beside(delivery, settlement.reply)
+            command = do.Acknowledge(delivery) if reply is None else do.Answer(delivery, reply)
+        elif isinstance(settlement, Dead):
+            command = do.Bury(delivery, settlement, await self._sent_beside(delivery, settlement.reply))
+        else:
+            command = do.GiveBack(delivery, settlement)
+        await self._batcher.call(command)
+
+    async def _sent_beside(self, delivery: Delivery, reply: Envelope | None) -> Envelope | None:
+        """The reply that is to leave with the settlement. In a cluster its mailbox may be on another node: it leaves before."""
+        if reply is None or not self._directory.cluster:
+            return reply
+        await self._extend(delivery, 0.0)  # shortens nothing, and is refused where the lease is lost
+        await self._beside.send(reply, delivery.message_id)
+        return None
+
+    async def _extend(self, delivery: Delivery, timeout: float) -> None:
+        _check_handle(delivery)
+        await self._batcher.call(do.Extend(delivery, timeout))
+
+    async def _save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
+        _check_handle(delivery)
+        await self._batcher.call(do.SaveCheckpoint(delivery, state))
+
+    async def _counts(self) -> Counts:
+        while (counts := await self._batcher.call(look.Count())) is None:
+            pass
+        found: Counts = counts
+        return found
+
+    async def _purge(self) -> int:
+        while (dropped := await self._batcher.call(do.Purge())) < 0:
+            pass
+        return int(dropped)
+
+    async def _cancel(self, message_id: str) -> Cancelled:
+        """The script tells all processes of it where it was in flight."""
+        cancelled: Cancelled = await self._batcher.call(do.Cancel(message_id))
+        return cancelled
+
+    async def _dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+        letters: list[tuple[Delivery, Dead, float]] = []
+        while len(letters) < limit:
+            most = min(limit - len(letters), AT_ONCE)
+            while (page := await self._batcher.call(look.ListDead(most, after))) is None:
+                pass
+            letters += page
+            if len(page) < most:
+                break
+            after = page[-1][0].message_id
+        return letters
+
+    async def _find_dead(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
+        letters: list[tuple[Delivery, Dead, float]] = await self._batcher.call(look.FindDead(message_ids))
+        return letters
+
+    async def _replay(self, message_ids: list[str] | None) -> int:
+        return await self._of_dead(message_ids, lambda ids: look.Replay(ids, AT_ONCE, self._capacity))
+
+    async def _discard_dead(self, message_ids: list[str] | None) -> int:
+        return await self._of_dead(message_ids, lambda ids: look.Discard(ids, AT_ONCE))
+
+    async def _of_dead(self, message_ids: list[str] | None, make: Any) -> int:
+        """Do something to dead letters: to those of the ids in one step, to all in several."""
+        if message_ids is not None:
+            return int(await self._batcher.call(make(message_ids)))
+        most = (await self._counts()).dead  # so many, and not those that die meanwhile
+        done = 0
+        while done < most:
+            some = int(await self._batcher.call(make(None)))
+            done += some
+            if some < AT_ONCE:
+                break
+        return done
+
+    def _sibling(self, name: str, *, body: Any = None, reply: Any = None) -> RedisMailbox[Any, Any]:
+        sibling: RedisMailbox[Any, Any] = RedisMailbox.__new__(type(self))
+        Mailbox.__init__(sibling, name, body=body, reply=reply)
+        sibling._server, sibling._timeout = self._server, self._timeout
+        sibling._capacity = sibling._link = None
+        return sibling
+
+
+_ALLOWED = (
+    "name, capacity, timeout, username, password, sentinel_password;"
+    " for TLS also ca_file, cert_file, key_file, ssl_context"
+)
+
+
+def _need_driver() -> None:
+    try:
+        import hiredis  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"a Redis mailbox needs an extra: pip install 'mainspring[redis]' ({error})") from error
+
+
+def _check_handle(delivery: Delivery) -> None:
+    """A handle that no Redis mailbox gave out holds no lease."""
+    if not delivery.receipt_handle.isascii():
+        raise ReceiptHandleExpiredError(f"message {delivery.message_id}: {delivery.receipt_handle!r} is no lease of it")

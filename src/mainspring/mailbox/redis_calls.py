@@ -1,0 +1,165 @@
+"""A batch of operations becomes one call of the script, and its results find their way back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from mainspring.mailbox.redis_commands import (
+    Acknowledge,
+    Claim,
+    Operation,
+    Put,
+    acknowledge,
+    claim_alike,
+    put_alike,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable, Iterator
+
+    from mainspring.mailbox.redis_commands import Argument
+
+_KEYS: Final = (
+    "messages",
+    "ready",
+    "delayed",
+    "leases",
+    "state",
+    "more",
+    "keyed",
+    "expiry",
+    "dead",
+    "deaths",
+    "epitaph",
+    "waiters",
+)
+MOST_ARGUMENTS: Final = 50_000
+"""Of one call, unless a single operation has more: the server serves nobody else meanwhile."""
+
+O = TypeVar("O", bound=Operation)  # noqa: E741
+
+
+def base_of(name: str) -> bytes:
+    """What the keys and channels of a mailbox begin with: all in one slot of a cluster."""
+    return b"{ms:%b}:" % name.encode("utf-8", "surrogatepass")
+
+
+def keys_of(name: str) -> tuple[bytes, ...]:
+    """The keys of a mailbox, in the order in which the script knows them."""
+    base = base_of(name)
+    return tuple(base + key.encode() for key in _KEYS)
+
+
+class Call:
+    """One call of the script, being put together for the mailbox ``name``."""
+
+    def __init__(self, name: str, keys: tuple[bytes, ...]) -> None:
+        self.keys: list[bytes] = list(keys)
+        self.arguments: list[Argument] = []
+        self._takers: list[Callable[[Any], None]] = []
+        self._numbers = {name: 0}
+
+    @property
+    def full(self) -> bool:
+        """Whether it should leave before more is added."""
+        return len(self.arguments) >= MOST_ARGUMENTS
+
+    def number(self, name: str) -> int:
+        """The number of another mailbox of the call."""
+        if name not in self._numbers:
+            self._numbers[name] = len(self._numbers)
+            self.keys += keys_of(name)
+        return self._numbers[name]
+
+    def add(self, taker: Callable[[Any], None]) -> None:
+        """What takes the result of the operation that was just written."""
+        self._takers.append(taker)
+
+    def take(self, results: list[Any]) -> int:
+        """Give the results out; in how many microseconds the next thing is due (-1: not known)."""
+        for taker, result in zip(self._takers, results, strict=False):
+            taker(result)
+        due: int = results[-1]
+        return due
+
+
+def calls(name: str, keys: tuple[bytes, ...], commands: list[Operation], leased_at: float) -> Iterator[Call]:
+    """The calls that do ``commands``: what is alike together, in the order of their turns, as a rule all in one call.
+
+    The callers of one batch do not know of each other, so any order is right; this one serves all best.
+    """
+    call = Call(name, keys)
+    for write in _writers(commands, leased_at):
+        if call.full:
+            yield call
+            call = Call(name, keys)
+        write(call)
+    yield call
+
+
+def _writers(commands: list[Operation], leased_at: float) -> Iterator[Callable[[Call], None]]:
+    turns: dict[int, list[Operation]] = {}
+    for command in commands:
+        turns.setdefault(command.turn, []).append(command)
+    for turn in sorted(turns):
+        some = turns[turn]
+        if turn == Acknowledge.turn:
+            yield _acks(some)
+        elif turn == Put.turn:
+            yield from _puts(some)
+        elif turn == Claim.turn:
+            for claims in _alike(some, lambda claim: claim.visibility):
+                yield _claims(claims, leased_at)
+        else:
+            yield from map(_single, some)
+
+
+def _single(command: Operation) -> Callable[[Call], None]:
+    def write(call: Call) -> None:
+        command.write(call.arguments, call.number)
+        call.add(command.take)
+
+    return write
+
+
+def _acks(acks: list[Any]) -> Callable[[Call], None]:
+    return lambda call: call.add(acknowledge(acks, call.arguments))
+
+
+def _claims(claims: list[Any], leased_at: float) -> Callable[[Call], None]:
+    return lambda call: call.add(claim_alike(claims, leased_at, call.arguments))
+
+
+def _puts(puts: list[Any]) -> Iterator[Callable[[Call], None]]:
+    for kind, some in _by(puts, lambda put: put.kind):
+        if kind is None or len(some) == 1:
+            yield from map(_single, some)
+        else:
+            yield _put_alike(some)
+
+
+def _put_alike(puts: list[Any]) -> Callable[[Call], None]:
+    return lambda call: call.add(put_alike(puts, call.arguments))
+
+
+def _by(commands: Iterable[Any], key: Callable[[Any], Hashable]) -> Iterator[tuple[Hashable, list[Any]]]:
+    """Neighbours that are alike, as they come: sends keep their order."""
+    last: Hashable = None
+    run: list[Any] = []
+    for command in commands:
+        kind = key(command)
+        if run and kind != last:
+            yield last, run
+            run = []
+        run.append(command)
+        last = kind
+    if run:
+        yield last, run
+
+
+def _alike(commands: list[Any], key: Callable[[Any], Hashable]) -> Iterator[list[Any]]:
+    """All that are alike, wherever they stand."""
+    found: dict[Hashable, list[Any]] = {}
+    for command in commands:
+        found.setdefault(key(command), []).append(command)
+    return iter(found.values())

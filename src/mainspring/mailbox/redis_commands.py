@@ -1,0 +1,381 @@
+"""What a Redis mailbox asks of its script: one class an operation, which knows its arguments and reads its result."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mainspring.errors import ReceiptHandleExpiredError, SerializationError
+from mainspring.mailbox.batching import Command
+from mainspring.mailbox.limits import full
+from mainspring.mailbox.message import UNKNOWN, Cancelled, CancelOutcome, Delivery
+from mainspring.mailbox.redis_records import MICRO, micro, read, reason, stored
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mainspring.mailbox.message import Dead, Envelope, Return
+
+Argument = str | int | bytes
+
+
+def expired(delivery: Delivery) -> ReceiptHandleExpiredError:
+    """The error of a call without a lease."""
+    return ReceiptHandleExpiredError(
+        f"message {delivery.message_id}: the lease of delivery {delivery.delivery_count} has run out, or it was settled"
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- operations
+
+
+class Operation(Command):
+    """One operation. ``turn`` says where in a batch it is done: what ends first, then what is new, then the claims."""
+
+    __slots__ = ()
+    turn = 0
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        """Add its arguments; ``number(name)`` gives the number of another mailbox of the batch."""
+        raise NotImplementedError
+
+    def take(self, result: Any) -> None:
+        """Set ``result`` or ``error`` from what the script said."""
+        self.result = result
+
+
+class OfDelivery(Operation):
+    """One that only the holder of a lease may do."""
+
+    __slots__ = ("delivery",)
+    turn = 2
+
+    def __init__(self, delivery: Delivery) -> None:
+        super().__init__()
+        self.delivery = delivery
+
+    def take(self, result: Any) -> None:
+        if not result:
+            self.error = expired(self.delivery)
+
+
+class Open(Operation):
+    """Make the mailbox known, so that a transient one exists."""
+
+    __slots__ = ()
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        out.append("open")
+
+
+class Unclaim(Operation):
+    """Take claims back as if they had not been made."""
+
+    __slots__ = ("receipts",)
+
+    def __init__(self, receipts: list[str]) -> None:
+        super().__init__()
+        self.receipts = receipts
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        out += ("unclaim", len(self.receipts), *self.receipts)
+
+
+class Acknowledge(OfDelivery):
+    """The message is done. Those of a batch are written as one (see ``acknowledge``)."""
+
+    __slots__ = ()
+    turn = 1
+
+
+def acknowledge(acks: list[Acknowledge], out: list[Argument]) -> Callable[[list[int]], None]:
+    """Write all of them; what takes the result, the numbers of those that were refused."""
+    out += ("ack", len(acks))
+    out += [ack.delivery.receipt_handle for ack in acks]
+
+    def take(refused: list[int]) -> None:
+        for number in refused:
+            acks[number].error = expired(acks[number].delivery)
+
+    return take
+
+
+def _write_reply(reply: Envelope | None, out: list[Argument], number: Callable[[str], int]) -> None:
+    if reply is None:
+        out.append(-1)
+    else:
+        out += (number(reply.reply_to or ""), -reply.priority, reply.message_id, stored(replace(reply, reply_to=None)))
+
+
+class Answer(OfDelivery):
+    """The message is done, and this is its reply, to the mailbox of the name in it."""
+
+    __slots__ = ("reply",)
+
+    def __init__(self, delivery: Delivery, reply: Envelope) -> None:
+        super().__init__(delivery)
+        self.reply = reply
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        out += ("answer", self.delivery.receipt_handle)
+        _write_reply(self.reply, out, number)
+
+
+class GiveBack(OfDelivery):
+    """It is to be done again."""
+
+    __slots__ = ("how",)
+
+    def __init__(self, delivery: Delivery, how: Return) -> None:
+        super().__init__(delivery)
+        self.how = how
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        how = self.how
+        out += (
+            "back",
+            self.delivery.receipt_handle,
+            micro(how.delay),
+            int(how.charge),
+            int(how.front),
+            how.history or "",
+        )
+
+
+class Bury(OfDelivery):
+    """It is given up; ``reply``, where there is one, tells the requester so."""
+
+    __slots__ = ("dead", "reply")
+
+    def __init__(self, delivery: Delivery, dead: Dead, reply: Envelope | None = None) -> None:
+        super().__init__(delivery)
+        self.dead = dead
+        self.reply = reply
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        dead = self.dead
+        out += ("bury", self.delivery.receipt_handle, reason(dead), dead.history or "")
+        _write_reply(self.reply, out, number)
+
+
+class Extend(OfDelivery):
+    """Its lease shall last longer."""
+
+    __slots__ = ("timeout",)
+
+    def __init__(self, delivery: Delivery, timeout: float) -> None:
+        super().__init__(delivery)
+        self.timeout = timeout
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        out += ("extend", self.delivery.receipt_handle, micro(self.timeout))
+
+
+class SaveCheckpoint(OfDelivery):
+    """Keep this for its next delivery."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, delivery: Delivery, state: bytes) -> None:
+        super().__init__(delivery)
+        self.state = state
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        out += ("checkpoint", self.delivery.receipt_handle, self.state)
+
+
+class Cancel(Operation):
+    """End the message of that id; results in a :class:`Cancelled`."""
+
+    __slots__ = ("message_id",)
+    turn = 3
+
+    def __init__(self, message_id: str) -> None:
+        super().__init__()
+        self.message_id = message_id
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        out += ("cancel", self.message_id)
+
+    def take(self, result: Any) -> None:
+        found, value = result
+        if not found:
+            self.result = UNKNOWN
+            return
+        outcome = CancelOutcome.REMOVED if found == 1 else CancelOutcome.CANCELLED
+        try:
+            _, _, reply_to, headers = read(value)
+        except SerializationError:
+            reply_to, headers = None, {}
+        self.result = Cancelled(outcome, reply_to, headers)
+
+
+class Purge(Operation):
+    """Drop all that is not dead; results in how many, or -1 where first more must be done that is due."""
+
+    __slots__ = ()
+    turn = 4
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        out.append("purge")
+
+
+class Put(Operation):
+    """Store all or none, while no more than ``capacity`` messages wait; results in the ids.
+
+    Simple ones of a batch that are alike are written as one (see ``put_alike``).
+    """
+
+    __slots__ = ("capacity", "envelopes")
+    turn = 5
+
+    def __init__(self, envelopes: list[Envelope], capacity: int | None) -> None:
+        super().__init__()
+        self.envelopes = envelopes
+        self.capacity = capacity
+
+    @property
+    def kind(self) -> tuple[int, float, float | None] | None:
+        """What a simple one shares with others like it; None where it is not simple."""
+        if self.capacity is not None or len(self.envelopes) != 1 or self.envelopes[0].dedup_key is not None:
+            return None
+        envelope = self.envelopes[0]
+        return envelope.priority, envelope.delay, envelope.expires_in
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        _write_puts(self.envelopes, self.capacity, out)
+
+    def take(self, result: Any) -> None:
+        if result and result[0] == b"full" and self.capacity is not None:
+            self.error = full(result[1], self.capacity, result[2])
+        elif result:
+            self.result = [str(message_id, "utf-8", "replace") for message_id in result]
+        else:
+            self.result = [envelope.message_id for envelope in self.envelopes]
+
+
+def put_alike(puts: list[Put], out: list[Argument]) -> Callable[[Any], None]:
+    """Write simple ones of one kind; what takes the result."""
+    _write_puts([put.envelopes[0] for put in puts], None, out)
+
+    def take(_: Any) -> None:
+        for put in puts:
+            put.result = [put.envelopes[0].message_id]
+
+    return take
+
+
+def _write_puts(envelopes: list[Envelope], capacity: int | None, out: list[Argument]) -> None:
+    """Those of one put have all but body, headers and key in common (see ``Mailbox.send_many``)."""
+    first = envelopes[0]
+    keyed = any(envelope.dedup_key is not None for envelope in envelopes)
+    expires = 0 if first.expires_in is None else max(1, micro(first.expires_in))
+    out += ("put", len(envelopes), -first.priority, micro(first.delay), expires)
+    out += (-1 if capacity is None else capacity, int(keyed))
+    if keyed:
+        for envelope in envelopes:
+            key = (envelope.dedup_key or "").encode("utf-8", "surrogatepass")
+            out += (envelope.message_id, stored(envelope), key)
+    else:
+        for envelope in envelopes:
+            out += (envelope.message_id, stored(envelope))
+
+
+class Pass(Operation):
+    """This process was woken for nothing: so many others shall look."""
+
+    __slots__ = ("count",)
+    turn = 7
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        out += ("pass", self.count)
+
+
+class Claim(Operation):
+    """Lease what is there; results in deliveries.
+
+    ``waiter`` is who waits, where nothing is there; with ``others``, more of its receives wait, whatever is there.
+    """
+
+    __slots__ = ("limit", "others", "unreadable", "visibility", "waiter")
+    turn = 8
+
+    def __init__(self, limit: int, visibility: float, waiter: str, others: bool) -> None:
+        super().__init__()
+        self.limit = limit
+        self.visibility = visibility
+        self.waiter = waiter
+        self.others = others
+        self.unreadable: list[Delivery] = []
+
+
+def claim_alike(claims: list[Claim], leased_at: float, out: list[Argument]) -> Callable[[Any], None]:
+    """Write claims of one visibility as one; what takes the result, and shares it out in the order of the calls."""
+    waiting = [claim for claim in claims if claim.waiter]
+    waiter = waiting[0].waiter if waiting else ""
+    others = len(waiting) > 1 or any(claim.others for claim in waiting)
+    out += ("claim", sum(claim.limit for claim in claims), micro(claims[0].visibility), waiter, int(others))
+
+    def take(result: Any) -> None:
+        receipts, values, extras = result
+        start = 0
+        found = list(zip(receipts, values, strict=True))
+        few: dict[int, dict[bytes, bytes]] = {}
+        for at in range(0, len(extras), 3):
+            few.setdefault(extras[at], {})[extras[at + 1]] = extras[at + 2]
+        for claim in claims:
+            claim.result = []
+            for number in range(start, min(start + claim.limit, len(found))):
+                _deliver(claim, *found[number], few.get(number), leased_at)
+            start += claim.limit
+
+    return take
+
+
+def _deliver(claim: Claim, token: bytes, value: bytes, few: dict[bytes, bytes] | None, leased_at: float) -> None:
+    receipt = token.decode()
+    claimed = int(receipt[:16]) / MICRO
+    message_id = receipt.split(".", 2)[2][16:]
+    try:
+        sent, body, reply_to, headers = read(value)
+    except SerializationError:
+        sent, body, reply_to, headers = 0.0, value, None, {}
+        claim.unreadable.append(Delivery(message_id, body, receipt, 1, 1, sent, claimed))
+        return
+    delivery = Delivery(message_id, body, receipt, 1, 1, sent, claimed, reply_to, headers, None, leased_at)
+    if few is not None:
+        if b"b" in few:
+            ended, charged, first = few[b"b"].split()
+            delivery.delivery_count, delivery.attempt = int(ended) + 1, int(charged) + 1
+            delivery.first_received_at = int(first) / MICRO
+        delivery.checkpoint = few.get(b"c")
+        delivery.history = few[b"h"].decode() if b"h" in few else None
+    claim.result.append(delivery)
+
+
+class Look(Operation):
+    """Let what is due be done, for the receives that wait for it."""
+
+    __slots__ = ()
+    turn = 9
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        out.append("look")
+
+
+class Leave(Operation):
+    """This process does not wait any more."""
+
+    __slots__ = ("waiter",)
+    turn = 11
+
+    def __init__(self, waiter: str) -> None:
+        super().__init__()
+        self.waiter = waiter
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        out += ("leave", self.waiter)

@@ -1,0 +1,110 @@
+"""The operations of a Redis mailbox that look after it: counts, and dead letters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mainspring.mailbox.limits import full
+from mainspring.mailbox.message import Counts
+from mainspring.mailbox.redis_commands import Operation
+from mainspring.mailbox.redis_records import letter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mainspring.mailbox.redis_commands import Argument
+
+
+class Replay(Operation):
+    """Make dead letters pending again; results in how many. At most ``most`` of all where no ids are given."""
+
+    __slots__ = ("capacity", "ids", "most")
+    turn = 6
+
+    def __init__(self, ids: list[str] | None, most: int, capacity: int | None) -> None:
+        super().__init__()
+        self.ids = ids
+        self.most = most
+        self.capacity = capacity
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        out += ("replay", -1 if self.capacity is None else self.capacity, self.most)
+        _write_ids(self.ids, out)
+
+    def take(self, result: Any) -> None:
+        if isinstance(result, list):
+            self.error = full(result[1], self.capacity or 0, result[2])
+        else:
+            self.result = result
+
+
+class Discard(Operation):
+    """Forget dead letters; results in how many. At most ``most`` of all where no ids are given."""
+
+    __slots__ = ("ids", "most")
+    turn = 6
+
+    def __init__(self, ids: list[str] | None, most: int) -> None:
+        super().__init__()
+        self.ids = ids
+        self.most = most
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        out += ("discard", self.most)
+        _write_ids(self.ids, out)
+
+
+def _write_ids(ids: list[str] | None, out: list[Argument]) -> None:
+    if ids is None:
+        out.append(-1)
+    else:
+        out += (len(ids), *(message_id.encode("utf-8", "surrogatepass") for message_id in ids))
+
+
+class Count(Operation):
+    """Results in :class:`Counts`, or None where first more must be done that is due."""
+
+    __slots__ = ()
+    turn = 10
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        out.append("counts")
+
+    def take(self, result: Any) -> None:
+        self.result = Counts(*result) if result else None
+
+
+class ListDead(Operation):
+    """Results in a page of dead letters, or None where first more must be done that is due."""
+
+    __slots__ = ("after", "limit")
+    turn = 10
+
+    def __init__(self, limit: int, after: str | None) -> None:
+        super().__init__()
+        self.limit = limit
+        self.after = after
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        out += ("list", self.limit, (self.after or "").encode("utf-8", "surrogatepass"))
+
+    def take(self, result: Any) -> None:
+        self.result = None if result == -1 else [letter(*row) for row in result]
+
+
+class FindDead(Operation):
+    """Results in the dead letters of those ids."""
+
+    __slots__ = ("ids",)
+    turn = 10
+
+    def __init__(self, ids: list[str]) -> None:
+        super().__init__()
+        self.ids = ids
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        out.append("find")
+        _write_ids(self.ids, out)
+
+    def take(self, result: Any) -> None:
+        self.result = [letter(*row) for row in result]

@@ -1,0 +1,83 @@
+"""How a Redis mailbox keeps a message, and reads what it kept."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from mainspring.errors import SerializationError
+from mainspring.mailbox.message import EXPIRED, Dead, Delivery
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mainspring.mailbox.message import Envelope
+
+MICRO: Final = 1_000_000
+_PLAIN: Final = b"-"
+UNREADABLE: Final = Dead("what the store holds for this message was not written by a mailbox", "SerializationError")
+
+
+def micro(seconds: float) -> int:
+    """Seconds as the script counts them."""
+    return round(seconds * MICRO)
+
+
+def stored(envelope: Envelope) -> bytes:
+    """A message as it is kept: ``-`` and the body, or ``+``, what few messages have as a line of JSON, and the body."""
+    body: bytes = envelope.body
+    if envelope.reply_to is None and not envelope.headers:
+        return _PLAIN + body
+    few: dict[str, Any] = {"h": dict(envelope.headers)} if envelope.headers else {}
+    if envelope.reply_to is not None:
+        few["r"] = envelope.reply_to
+    return b"+%b\n%b" % (json.dumps(few, separators=(",", ":")).encode(), body)
+
+
+def read(value: bytes) -> tuple[float, bytes, str | None, Mapping[str, str]]:
+    """When it was sent (POSIX), body, reply_to and headers. Raises :class:`SerializationError` for what nobody can read."""
+    try:
+        _, sent, _, rest = value.split(b"|", 3)
+        at = int(sent) / MICRO
+        if rest[:1] == _PLAIN:
+            return at, rest[1:], None, {}
+        line, _, body = rest[1:].partition(b"\n")
+        few = json.loads(line)
+        reply_to, headers = few.get("r"), few.get("h", {})
+        strings = all(isinstance(known, str) for known in headers.values())
+        if rest[:1] != b"+" or not strings or not (reply_to is None or isinstance(reply_to, str)):
+            raise ValueError
+    except (ValueError, AttributeError, RecursionError):
+        raise SerializationError(UNREADABLE.error) from None
+    return at, body, reply_to, headers
+
+
+def reason(dead: Dead) -> str:
+    """Why a message is dead, as it is kept. Errors quote whatever went wrong, also what is no valid text."""
+    parts = (dead.error, dead.error_type, dead.traceback)
+    return json.dumps([part.encode("utf-8", "backslashreplace").decode() for part in parts])
+
+
+def letter(
+    message_id: bytes, value: bytes, marks: bytes, why: bytes, checkpoint: bytes | None, history: bytes | None
+) -> tuple[Delivery, Dead, float]:
+    """A dead letter, as the script tells it; and when it died (POSIX)."""
+    try:
+        sent, body, reply_to, headers = read(value)
+    except SerializationError:
+        sent, body, reply_to, headers = 0.0, value, None, {}
+    ended, charged, first, died = (marks.split() + [b"0"] * 4)[:4]
+    delivery = Delivery(
+        message_id.decode("utf-8", "replace"),
+        body,
+        "",
+        int(ended),
+        int(charged),
+        sent,
+        int(first) / MICRO,
+        reply_to,
+        headers,
+    )
+    delivery.checkpoint = checkpoint
+    delivery.history = None if history is None else history.decode()
+    return delivery, Dead(*json.loads(why)) if why else EXPIRED, int(died) / MICRO

@@ -1,0 +1,130 @@
+"""Which server holds a mailbox: the one named, the primary that sentinels name, or the node of a cluster that has its slot."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from mainspring import process
+from mainspring.errors import ConfigError, MailboxConnectionError
+from mainspring.mailbox.redis_wire import LOST, ServerError, Wire, connect
+
+if TYPE_CHECKING:
+    from mainspring.mailbox.redis_url import Host, Server
+
+_WARNED = "Redis servers that were warned of"
+_log = logging.getLogger("mainspring.mailbox")
+
+
+class Directory:
+    """Finds the server of one mailbox, anew for each connection: it may have moved."""
+
+    def __init__(self, server: Server, key: bytes) -> None:
+        self.server = server
+        self._key = key
+        self._nodes: list[Host] = list(server.hosts)
+        self.cluster = server.kind == "cluster"
+
+    async def connect(self) -> Wire:
+        """A connection to the server that holds the mailbox now.
+
+        Raises what :data:`~mainspring.mailbox.redis_wire.LOST` names, :class:`ServerError` (also where it is no primary),
+        :class:`MailboxConnectionError` where nobody knows it, :class:`ConfigError`.
+        """
+        if self.server.kind == "sentinel":
+            return await self._of_sentinels()
+        failed: Exception | None = None
+        for host in list(self._nodes):
+            try:
+                wire = await connect(self.server, host)
+                if wire.cluster:
+                    return await self._of_cluster(wire)
+            except (*LOST, ServerError) as error:
+                failed = error
+                continue
+            if self.server.kind == "cluster":
+                await wire.close()
+                raise ConfigError(f"the server at {host[0]}:{host[1]} is no node of a cluster; its scheme is redis://")
+            return wire
+        assert failed is not None
+        raise failed
+
+    async def _of_cluster(self, wire: Wire) -> Wire:
+        """The node that has the mailbox's slot, asked of another node."""
+        try:
+            self.cluster = True
+            if self.server.db:
+                raise ConfigError("a cluster has the database 0 only")
+            slot = await wire.call("CLUSTER", "KEYSLOT", self._key)
+            ranges = await wire.call("CLUSTER", "SLOTS")
+            nodes = [(_node(row[2], wire.host), row[0] <= slot <= row[1]) for row in ranges]
+            owner = next((host for host, owns in nodes if owns), None)
+            if owner is None:
+                raise MailboxConnectionError(f"no node of the cluster has slot {slot}, which the mailbox is in")
+            self._nodes = list(dict.fromkeys([owner, *(host for host, _ in nodes), *self.server.hosts]))
+        except BaseException:
+            await wire.close()
+            raise
+        if owner == wire.host:
+            return wire
+        await wire.close()
+        return await connect(self.server, owner)
+
+    async def _of_sentinels(self) -> Wire:
+        """The primary that the first sentinel to answer names."""
+        failed: Exception | None = None
+        for host in list(self._nodes):
+            try:
+                sentinel = await connect(self.server, host, sentinel=True)
+                try:
+                    found = await sentinel.call("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.server.service)
+                finally:
+                    await sentinel.close()
+            except (*LOST, ServerError) as error:
+                failed = error
+                continue
+            if not found:
+                failed = MailboxConnectionError(f"the sentinel at {host[0]}:{host[1]} knows no {self.server.service!r}")
+                continue
+            self._nodes.remove(host)
+            self._nodes.insert(0, host)  # it is asked first the next time
+            wire = await connect(self.server, (found[0].decode(), int(found[1])))
+            role = await wire.call("ROLE")
+            if role[0] == b"master":
+                return wire
+            await wire.close()
+            failed = ServerError("READONLY the server that the sentinel named is no primary (yet)")
+        assert failed is not None
+        raise failed
+
+
+def _node(row: list[Any], asked: Host) -> Host:
+    """A node as CLUSTER SLOTS tells it; without an address, it is where the one that was asked is."""
+    return row[0].decode() if row[0] else asked[0], int(row[1])
+
+
+async def warn(wire: Wire, name: str, address: str) -> None:
+    """Log, one line each and once for a server, what of its settings can lose messages."""
+    warned: frozenset[str] = process.current(_WARNED) or frozenset()
+    if address in warned:
+        return
+    process.set_current(_WARNED, warned | {address})
+    memory = await _info(wire, "memory")
+    if memory.get("maxmemory_policy", "").startswith("allkeys"):
+        _log.warning(
+            "mailbox %r: the Redis server may evict messages when its memory is full (maxmemory-policy %s); set noeviction",
+            name,
+            memory["maxmemory_policy"],
+        )
+    persistence = await _info(wire, "persistence")
+    if persistence.get("aof_enabled", "1") != "1":
+        _log.warning("mailbox %r: the Redis server keeps messages in memory only; set appendonly yes", name)
+
+
+async def _info(wire: Wire, section: str) -> dict[str, str]:
+    try:
+        text = await wire.call("INFO", section)
+    except ServerError:  # not everybody may ask
+        return {}
+    lines = bytes(text).decode("utf-8", "replace").splitlines()
+    return dict(line.split(":", 1) for line in lines if ":" in line)

@@ -1,0 +1,128 @@
+"""One connection to a Redis server: hiredis packs and parses, anyio carries.
+
+There is no client library in between: a mailbox has one script call out at a time, and a client's pools and queues would
+cost more than the call (measured: two to four times as long a round trip).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import anyio
+import hiredis
+from anyio.streams.tls import TLSStream
+
+from mainspring.errors import ConfigError, MailboxConnectionError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from anyio.abc import ByteStream
+
+    from mainspring.mailbox.redis_url import Host, Server
+
+LEAST_VERSION: Final = 7
+_NOTHING: Final = object()
+_PIECE: Final = 262_144
+_FORBIDDEN: Final = ("NOAUTH", "WRONGPASS", "NOPERM", "DENIED")
+
+LOST: Final = (OSError, anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, hiredis.ProtocolError)
+"""What reading or writing raises when the connection is gone (TimeoutError is an OSError)."""
+
+
+class ServerError(MailboxConnectionError):
+    """The server answered with an error. ``code`` is its first word."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"the Redis server says: {text}")
+        self.code, _, self.detail = text.partition(" ")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (f"{self.code} {self.detail}",)
+
+
+class Wire:
+    """A connection that is ready for commands, to ``host``. Closed or not, :meth:`close` may be called."""
+
+    __slots__ = ("_reader", "_stream", "cluster", "host", "used_at")
+
+    def __init__(self, stream: ByteStream, host: Host) -> None:
+        self._stream = stream
+        self._reader = hiredis.Reader(replyError=ServerError, notEnoughData=_NOTHING)
+        self.host = host
+        self.cluster = False
+        self.used_at = 0.0
+
+    async def send(self, command: Sequence[str | int | float | bytes]) -> None:
+        """Write one command."""
+        whole: Any = command if type(command) is tuple else tuple(command)  # its stub knows tuples of one only
+        await self._stream.send(hiredis.pack_command(whole))
+
+    async def read(self) -> Any:
+        """The next reply; raises :class:`ServerError` where it is an error."""
+        reader = self._reader
+        while (reply := reader.gets()) is _NOTHING:
+            reader.feed(await self._stream.receive(_PIECE))
+        if isinstance(reply, ServerError):
+            raise reply
+        return reply
+
+    async def call(self, *command: str | int | float | bytes) -> Any:
+        """Write one command and read its reply."""
+        await self.send(command)
+        return await self.read()
+
+    async def close(self) -> None:
+        """Hang up, without waiting for anything."""
+        await anyio.aclose_forcefully(self._stream)
+
+
+async def connect(server: Server, host: Host, *, sentinel: bool = False) -> Wire:
+    """A connection to ``host`` as the user of ``server``, on its database.
+
+    Raises what :data:`LOST` names, and :class:`ServerError`; :class:`ConfigError` where the server is too old.
+    """
+    stream: ByteStream = await anyio.connect_tcp(host[0], host[1])
+    wire = Wire(stream, host)
+    try:
+        if server.tls is not None:
+            wire._stream = await TLSStream.wrap(  # noqa: SLF001 - its own
+                stream, hostname=host[0], ssl_context=server.tls, standard_compatible=False
+            )
+        await _greet(wire, server, sentinel)
+    except BaseException:
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
+            await wire.close()
+        raise
+    return wire
+
+
+async def _greet(wire: Wire, server: Server, sentinel: bool) -> None:
+    password = server.sentinel_password if sentinel else server.password
+    login: list[str] = []
+    if password is not None:
+        login = ["AUTH", "default" if sentinel or server.username is None else server.username, password]
+    try:
+        answer = await wire.call("HELLO", 2, *login, "SETNAME", "mainspring")
+    except ServerError as error:
+        if error.code == "ERR" and "unknown command" in error.detail.lower():
+            raise ConfigError(f"{_place(wire)} is older than Redis {LEAST_VERSION}") from None
+        raise
+    said = dict(zip(answer[::2], answer[1::2], strict=False))
+    version = said.get(b"version", b"").decode("ascii", "replace")
+    if not version.partition(".")[0].isdigit() or int(version.partition(".")[0]) < LEAST_VERSION:
+        raise ConfigError(
+            f"{_place(wire)} is version {version or 'unknown'}; a mailbox needs Redis {LEAST_VERSION}, or Valkey"
+        )
+    wire.cluster = said.get(b"mode") == b"cluster"
+    if server.db and not sentinel:
+        await wire.call("SELECT", server.db)
+
+
+def _place(wire: Wire) -> str:
+    return f"the server at {wire.host[0]}:{wire.host[1]}"
+
+
+def refused(error: ServerError) -> bool:
+    """Whether the server refuses this user: no later try would fare better."""
+    return error.code in _FORBIDDEN
