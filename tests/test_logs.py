@@ -152,6 +152,13 @@ def test_text_lines(stderr: Callable[[], list[str]], caplog: pytest.LogCaptureFi
     )
 
 
+def test_a_tag_stands_in_each_line_of_text(stderr: Callable[[], list[str]]) -> None:
+    logs.configure("warning", tag="worker 2, 100 %")
+    report(finished("lost"))
+    (line,) = stderr()
+    assert line[23:].startswith(" WARNING  worker 2, 100 % mainspring.message: indexer: message m1 lost")
+
+
 def test_json_lines(stderr: Callable[[], list[str]]) -> None:
     logs.configure("INFO", json=True)
     report(finished("dead_lettered", error="E: ü"), events.LoopCrashed("indexer", crash(), 1.0))

@@ -261,8 +261,10 @@ class _JsonFormatter(logging.Formatter):
         return jsonlib.dumps(line, ensure_ascii=False)
 
 
-def configure(level: str = "INFO", json: bool = False) -> None:
+def configure(level: str = "INFO", json: bool = False, *, tag: str = "") -> None:
     """Print the records of the ``mainspring`` loggers from ``level`` up on standard error, as text or as JSON lines.
+
+    ``tag`` stands in each line of text, where several processes write to one place; JSON lines hold the process id.
 
     For programs whose process is theirs, such as the command line. The root logger is left alone, and so is every other
     handler; calling it again replaces what it had set up. :raises ConfigError: there is no such level.
@@ -274,7 +276,7 @@ def configure(level: str = "INFO", json: bool = False) -> None:
     for old in [handler for handler in logger.handlers if isinstance(handler, _OwnHandler)]:
         logger.removeHandler(old)
     handler = _OwnHandler(sys.stderr)
-    text = _TextFormatter("%(asctime)s %(levelname)-8s %(name)s: %(message)s")
+    text = _TextFormatter(f"%(asctime)s %(levelname)-8s {tag.replace('%', '%%')}{' ' * bool(tag)}%(name)s: %(message)s")
     handler.setFormatter(_JsonFormatter() if json else text)
     logger.addHandler(handler)
     logger.setLevel(name)

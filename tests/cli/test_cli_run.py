@@ -278,6 +278,16 @@ def test_the_health_port_of_the_command_line(tmp_path: Path) -> None:
         assert command.wait() == 0
 
 
+def test_the_health_host_of_the_command_line(tmp_path: Path) -> None:
+    write(tmp_path, GROUP)
+    with started("run", "app:group", "--health-port", "0", "--health-host", "127.0.0.2", cwd=tmp_path) as command:
+        url = command.expect(r"health server at (http://127\.0\.0\.2:\d+)").group(1)
+        with urllib.request.urlopen(f"{url}/health/live", timeout=20) as answer:
+            assert answer.status == 200
+        command.send(signal.SIGTERM)
+        assert command.wait() == 0
+
+
 def test_a_busy_port_is_one_clear_line_and_status_1(tmp_path: Path) -> None:
     write(tmp_path, GROUP)
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -94,6 +94,10 @@ def run(
         int | None,
         typer.Option(min=0, max=65_535, help="Serve probes and metrics here; worker i of several takes PORT + i - 1."),
     ] = None,
+    health_host: Annotated[
+        str | None,
+        typer.Option(envvar="MAINSPRING_HEALTH_HOST", help="Where to serve them: 0.0.0.0 in a container."),
+    ] = None,
     reload: Annotated[bool, typer.Option("--reload", help="Start again when a source file changes.")] = False,
     loop: Annotated[Loop, typer.Option(help="The event loop; auto is uvloop where it is installed.")] = Loop.AUTO,
     log_level: Annotated[
@@ -108,7 +112,7 @@ def run(
     """
     from mainspring.cli.run import RunOptions, run_target
 
-    return run_target(RunOptions(target, processes, health_port, reload, loop.value, log_level, log_json))
+    return run_target(RunOptions(target, processes, health_port, health_host, reload, loop.value, log_level, log_json))
 
 
 @app.command(epilog="""Example: `mainspring send 'sqlite:///jobs.db?name=emails' '{"to": "ann@example.org"}'`""")

@@ -33,6 +33,7 @@ class RunOptions:
     target: str
     processes: int = 1
     health_port: int | None = None
+    health_host: str | None = None
     reload: bool = False
     loop: str = "auto"
     log_level: str = "INFO"
@@ -55,14 +56,18 @@ class RunOptions:
             command.append("--log-json")
         if self.health_port is not None:
             command += ["--health-port", str(self.health_port)]
+        if self.health_host is not None:
+            command += ["--health-host", self.health_host]
         return command
 
 
 def run_target(options: RunOptions) -> int:
     """Run until the end; the exit status of the process."""
     early = CommandSignals.install()
-    logs.configure(options.log_level, json=options.log_json)  # before the user's module, which may have other wishes
     link = ParentLink.from_environment()
+    tag = f"worker {link.number}" if link is not None and link.number else ""
+    # Before the user's module, which may have other wishes.
+    logs.configure(options.log_level, json=options.log_json, tag=tag)
     if link is not None:
         link.start()
     if options.processes > 1 or options.reload:
@@ -96,7 +101,7 @@ def _run_group(options: RunOptions, early: CommandSignals, link: ParentLink | No
         if link is None or not link.number:  # of its workers the supervisor speaks
             say(f"{stop} before the start; nothing was running")
         return 0
-    _set_health_port(group, options.health_port, link)
+    _set_health_address(group, options, link)
     group.dispatcher.subscribe(GroupStateChanged, partial(_tell_health_url, group))
     if link is not None:
         link.tell(stop_within=group.settings.stop_within, directories=loaded_directories())
@@ -126,9 +131,10 @@ def _tell_health_url(group: LoopGroup, event: GroupStateChanged) -> None:
         logging.getLogger("mainspring.group").info("%s: health server at %s", group.name, group.health_url)
 
 
-def _set_health_port(group: LoopGroup, port: int | None, link: ParentLink | None) -> None:
-    """The command line's port before the group's own; each worker of several takes its own, counting up."""
-    port = group.settings.health_port if port is None else port
+def _set_health_address(group: LoopGroup, options: RunOptions, link: ParentLink | None) -> None:
+    """The command line's host and port before the group's own; each worker of several takes its own port, counting up."""
+    port = group.settings.health_port if options.health_port is None else options.health_port
     if port and link is not None:
         port += max(0, link.number - 1)
-    group.settings = replace(group.settings, health_port=port)
+    host = options.health_host or group.settings.health_host
+    group.settings = replace(group.settings, health_host=host, health_port=port)
