@@ -114,6 +114,8 @@ def _finished(event: events.MessageFinished) -> None:
         level, said = logging.WARNING, f"attempt {event.attempt} failed, to be tried again{again}"
     elif outcome == "released":
         level, said = logging.INFO, "handed back"
+    elif outcome == "cancelled":
+        level, said = logging.INFO, "was cancelled by its id"
     else:
         level, said = logging.WARNING, f"{outcome}: another worker may have it now" if outcome == "lost" else outcome
     if _message.isEnabledFor(level):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,11 +13,12 @@ from mainspring import entropy
 from mainspring.errors import Retry, SerializationError, TaskExitError
 from mainspring.events import MessageStarted
 from mainspring.loops.context import Context
-from mainspring.loops.outcome import DONE, LOST, RELEASED, Cause, Decision, Outcome, after_failure, before_start
+from mainspring.loops.outcome import DONE, RELEASED, Cause, Decision, Outcome, after_failure, before_start
 from mainspring.loops.run import Phase
-from mainspring.mailbox.message import Ack
+from mainspring.mailbox.message import Ack, Dead, Return
 from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
 from mainspring.process import async_library
+from mainspring.scope import lone_error
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -80,11 +81,11 @@ class Attempts:
         self._heartbeat.beat()
         if run.lost or now >= run.trusted_until:  # this process stood still meanwhile (SIGSTOP, a suspended machine)
             run.phase = Phase.ENDED
-            return LOST
+            return run.fate
         given_up = before_start(message.attempt, self._settings.dead_letter)
         if given_up is not None:
             run.phase = Phase.ENDED
-            return given_up
+            return _with_history(given_up, message.history_until())
         if self._dispatcher.wants(MessageStarted):
             self._dispatcher.dispatch(
                 MessageStarted(self._name, message.id, message.receipt_handle, message.delivery_count, message.attempt)
@@ -132,7 +133,7 @@ class Attempts:
 
     def _succeeded(self, run: Run, result: Any) -> Decision:
         if run.lost:
-            return LOST
+            return run.fate
         message = run.message
         if message.reply_to is None or message.is_settled:
             return DONE
@@ -143,8 +144,8 @@ class Attempts:
         cause = run.cause
         if cause is None and scope.cancel_called:
             cause = Cause.TIMEOUT
-        if run.lost or cause is Cause.LEASE_LOST:
-            return LOST
+        if run.lost:
+            return run.fate
         if cause is Cause.SHUTDOWN or _makes_way(run, error):
             return RELEASED
         verdict = error
@@ -162,7 +163,7 @@ class Attempts:
 
     def _after(self, run: Run, error: BaseException, dead_letter: DeadLetterPolicy) -> Decision:
         message = run.message
-        return after_failure(
+        decision = after_failure(
             error,
             attempt=message.attempt,
             delivery_count=message.delivery_count,
@@ -170,6 +171,10 @@ class Attempts:
             dead_letter=dead_letter,
             rng=entropy.rng(),
         )
+        settlement = decision.settlement
+        if isinstance(settlement, Return) and settlement.charge:
+            return _with_history(decision, message.history_with(lone_error(error)))
+        return decision
 
     def _cancelled(self, run: Run, scope: anyio.CancelScope, error: BaseException) -> Decision:
         if scope.cancel_called:
@@ -183,6 +188,13 @@ class Attempts:
         own = TaskExitError("the handler raised a cancellation that nobody asked for; catch it where it arises")
         own.__cause__ = error
         return self._failed(run, scope, own)
+
+
+def _with_history(decision: Decision, history: str | None) -> Decision:
+    """The decision with what the message's history is from now on."""
+    if history is None or not isinstance(decision.settlement, Return | Dead):
+        return decision
+    return replace(decision, settlement=replace(decision.settlement, history=history))
 
 
 def _makes_way(run: Run, error: BaseException) -> bool:

@@ -16,7 +16,7 @@ from mainspring.periodic import Periodic
 from mainspring.policies import backoff
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from anyio.abc import TaskGroup
 
@@ -50,10 +50,15 @@ class LeaseKeeper:
         self._timer = Periodic(self._look)
         self._tasks: TaskGroup | None = None
 
-    async def run(self) -> None:
-        """Keep the leases until cancelled."""
-        async with anyio.create_task_group() as self._tasks:
-            await self._timer.run()
+    async def run(self, hear: Callable[[Callable[[list[str]], object]], Callable[[], None]] | None = None) -> None:
+        """Keep the leases until cancelled; ``hear`` (:meth:`Mailbox.hear_cancelled`) tells of those revoked meanwhile."""
+        stop_hearing = None if hear is None else hear(self.revoke)
+        try:
+            async with anyio.create_task_group() as self._tasks:
+                await self._timer.run()
+        finally:
+            if stop_hearing is not None:
+                stop_hearing()
 
     def track(self, run: Run) -> None:
         """Begin to keep the lease of a run that was just claimed."""
@@ -62,6 +67,12 @@ class LeaseKeeper:
         first = run.renewed_at + self._first
         if first < self._timer.due:
             self._timer.wake_by(first)
+
+    def revoke(self, message_ids: Collection[str]) -> None:
+        """Messages were cancelled by their ids: the handlers of those that are here end, as their leases have."""
+        for run in list(self._runs):
+            if run.message_id in message_ids:
+                run.revoke()
 
     async def _look(self, overslept: float) -> float:
         """Start what is due, and say when to look again: soon enough for a settlement that hangs.
@@ -140,7 +151,7 @@ class LeaseKeeper:
 
     def _lose(self, run: Run) -> None:
         run.renew_at = math.inf
-        if run.phase >= Phase.ENDED or run.message.is_settled:
+        if run.lost or run.phase >= Phase.ENDED or run.message.is_settled:
             return  # its settlement tells
         run.lost = True
         run.cancel(Cause.LEASE_LOST)

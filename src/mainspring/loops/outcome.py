@@ -23,6 +23,8 @@ class Cause(StrEnum):
     STALLED = "stalled"
     LEASE_LOST = "lease lost"
     SHUTDOWN = "shutdown"
+    CANCELLED = "cancelled"
+    """Somebody cancelled the message by its id."""
 
 
 class Outcome(StrEnum):
@@ -33,6 +35,7 @@ class Outcome(StrEnum):
     RELEASED = "released"
     DEAD_LETTERED = "dead_lettered"
     LOST = "lost"
+    CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class Decision:
 DONE = Decision(Outcome.ACKNOWLEDGED, Ack())
 RELEASED = Decision(Outcome.RELEASED, Return(charge=False, front=True))
 LOST = Decision(Outcome.LOST, None)
+CANCELLED = Decision(Outcome.CANCELLED, None)
 
 
 def after_failure(

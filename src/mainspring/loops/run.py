@@ -10,7 +10,7 @@ import anyio
 from anyio.lowlevel import current_token
 
 from mainspring.errors import HandlerStalledError, HandlerTimeoutError
-from mainspring.loops.outcome import Cause
+from mainspring.loops.outcome import CANCELLED, LOST, Cause
 from mainspring.stacks import where, where_thread
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class Run:
         "progress_made",
         "renew_at",
         "renewed_at",
+        "revoked",
         "scope",
         "settling_since",
         "shutting_down",
@@ -96,6 +97,7 @@ class Run:
         self.thread_id: int | None = None
         self.deadline: float | None = None
         self.lost = False
+        self.revoked = False
         self.started = now
         self.last_beat = now
         self.renewed_at = now
@@ -159,6 +161,18 @@ class Run:
         self.error = error
         self.scope.cancel()
         return True
+
+    def revoke(self) -> None:
+        """Its message was cancelled: nothing is to be done for it any more, and nothing to be settled."""
+        if self.phase < Phase.ENDED and not self.message.is_settled:
+            self.lost = self.revoked = True
+            self.renew_at = math.inf
+            self.cancel(Cause.CANCELLED)
+
+    @property
+    def fate(self) -> Decision:
+        """What to call its end, where it is ``lost``."""
+        return CANCELLED if self.revoked else LOST
 
     def stall(self, error: HandlerStalledError) -> None:
         """The watchdog's verdict: cancel it, as a failed attempt."""

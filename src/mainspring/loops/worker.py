@@ -132,7 +132,7 @@ class Worker:
         """
         crash: Exception | None = None
         async with DaemonScope(f"{self.name} worker") as scope:
-            scope.start_soon(self._lease.run, name=f"{self.name} leases")
+            scope.start_soon(self._lease.run, self._mailbox.hear_cancelled, name=f"{self.name} leases")
             async with anyio.create_task_group() as self._slots:
                 try:
                     with self._intake:

@@ -295,7 +295,7 @@ class SQLiteMailbox(Mailbox[T, R]):
         return cancelled
 
     def _hear_cancelled(self, wanted: bool) -> None:
-        if self._writer is not None and self._real:
+        if self._writer is not None and self._real and (self._usable or not wanted):
             self._writer.listen(self._waiters, wanted)
 
     def _sibling(self, name: str, *, body: Any = None, reply: Any = None) -> SQLiteMailbox[Any, Any]:
