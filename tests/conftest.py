@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from servers import redis_url  # noqa: F401 - fixtures
+
 BACKENDS = [
     pytest.param(("asyncio", {"use_uvloop": False}), id="asyncio"),
     pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop"),

@@ -1,0 +1,69 @@
+"""What tests of the Redis mailbox share: names of their own on a server, and the removal of what they made."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import hiredis
+
+from mainspring.mailbox.redis import RedisMailbox
+from mainspring.mailbox.redis_url import parse_server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Place:
+    """A corner of a Redis server: mailboxes whose names nobody else uses."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        self.url = url
+        self.options = options
+        self.prefix = f"test-{secrets.token_hex(6)}-"
+
+    def mailbox(self, name: str = "jobs", /, *, body: Any = None, reply: Any = None, **options: Any) -> RedisMailbox:
+        """An unopened mailbox."""
+        return RedisMailbox(self.url, name=self.prefix + name, body=body, reply=reply, **self.options, **options)
+
+    def key(self, which: str, name: str = "jobs") -> str:
+        """A key of a mailbox."""
+        return f"{{ms:{self.prefix}{name}}}:{which}"
+
+    def call(self, *command: Any) -> Any:
+        """A command to the server, past all mailboxes."""
+        server = parse_server(self.url, dict(self.options))
+        with socket.create_connection(server.hosts[0], timeout=5) as wire:
+            reader = hiredis.Reader()
+            result: Any = None
+            for some in (("SELECT", server.db), command):
+                wire.sendall(hiredis.pack_command(some))  # type: ignore[arg-type]
+                while (result := reader.gets()) is False:
+                    reader.feed(wire.recv(65_536))
+            if isinstance(result, hiredis.ReplyError):
+                raise result
+            return result
+
+    def keys(self) -> list[bytes]:
+        """All keys of the mailboxes of this place."""
+        found: list[bytes] = []
+        cursor = b"0"
+        while True:
+            cursor, some = self.call("SCAN", cursor, "MATCH", f"{{ms:*{self.prefix}*", "COUNT", 10_000)
+            found += some
+            if cursor == b"0":
+                return found
+
+    def clean(self) -> None:
+        """Remove what was made."""
+        for key in self.keys():
+            self.call("UNLINK", key)
+
+
+@contextmanager
+def place(url: str, **options: Any) -> Iterator[Place]:
+    made = Place(url, **options)
+    yield made
+    made.clean()
