@@ -46,19 +46,19 @@ class Place:
                 raise result
             return result
 
-    def keys(self) -> list[bytes]:
-        """All keys of the mailboxes of this place."""
+    def keys(self, prefix: str = "") -> list[bytes]:
+        """All keys of the mailboxes of this place, or of those whose names begin otherwise."""
         found: list[bytes] = []
         cursor = b"0"
         while True:
-            cursor, some = self.call("SCAN", cursor, "MATCH", f"{{ms:*{self.prefix}*", "COUNT", 10_000)
+            cursor, some = self.call("SCAN", cursor, "MATCH", f"{{ms:{prefix or self.prefix}*", "COUNT", 10_000)
             found += some
             if cursor == b"0":
                 return found
 
-    def clean(self) -> None:
+    def clean(self, prefix: str = "") -> None:
         """Remove what was made."""
-        for key in self.keys():
+        for key in self.keys(prefix):
             self.call("UNLINK", key)
 
 
