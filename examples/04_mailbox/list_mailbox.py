@@ -68,7 +68,7 @@ class Queue:
 class ListMailbox(Mailbox[Any, Any]):
     """A queue in a list. Mailboxes of one ``store`` (any dictionary) can send replies to each other."""
 
-    capabilities = Capabilities(priority=False, expiry=False, dedup=False)
+    capabilities = Capabilities(priority=False, expiry=False, dedup=False, cancel=False, siblings=False, history=False)
 
     def __init__(self, store: dict[str, Queue], name: str, *, body: Any = None, reply: Any = None) -> None:
         super().__init__(name, body=body, reply=reply)

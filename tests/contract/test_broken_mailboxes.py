@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from mainspring import InMemoryMailbox, ReceiptHandleExpiredError
-from mainspring.mailbox.message import Ack, Dead, Return
+from mainspring.mailbox.message import UNKNOWN, Ack, Cancelled, CancelOutcome, Dead, Return
 from mainspring.testing import mailbox_contract, run_virtual
 
 if TYPE_CHECKING:
@@ -267,6 +267,68 @@ class NewestDeathFirst(Broken):
         return (await super()._dead_letters(limit, after))[::-1]
 
 
+class CancelsOnlyWhatWaits(Broken):
+    async def _cancel(self, message_id: str) -> Any:
+        if any(entry.message_id == message_id for entry in self._store.queue._in_flight.values()):
+            return UNKNOWN
+        return await super()._cancel(message_id)
+
+
+class CancelsSilently(Broken):
+    def _announce_cancelled(self, message_ids: list[str]) -> None:
+        pass
+
+
+class CancelsWithoutCounting(Broken):
+    async def _cancel(self, message_id: str) -> Any:
+        cancelled = await super()._cancel(message_id)
+        self._store.queue.settled -= cancelled.outcome is not CancelOutcome.UNKNOWN
+        return cancelled
+
+
+class CancelsAgain(Broken):
+    async def _cancel(self, message_id: str) -> Any:
+        cancelled = await super()._cancel(message_id)
+        return cancelled if cancelled.reply_to else cancelled._replace(outcome=CancelOutcome.REMOVED)
+
+
+class DiesWithoutAWord(Broken):
+    async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        if isinstance(settlement, Dead):
+            settlement = replace(settlement, reply=None)
+        await super()._settle(delivery, settlement)
+
+
+class ForgetsWhoAsked(Broken):
+    async def _cancel(self, message_id: str) -> Any:
+        return Cancelled((await super()._cancel(message_id)).outcome)
+
+    async def _put(self, envelopes: list[Any]) -> list[str]:
+        return await super()._put([replace(e, reply_to=None) if "reply_errors" in e.headers else e for e in envelopes])
+
+
+class KeepsNoHistory(Broken):
+    async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        if not isinstance(settlement, Ack):
+            settlement = replace(settlement, history=None)
+        await super()._settle(delivery, settlement)
+
+
+class KeepsTheHistoryOfTheReplayed(Broken):
+    async def _replay(self, message_ids: list[str] | None) -> int:
+        old = {key: letter[0].history for key, letter in self._store.queue.dead.items()}
+        replayed = await super()._replay(message_ids)
+        for lane in self._store.queue._lanes.values():
+            for entry in lane:
+                entry.history = old.get(entry.message_id)
+        return replayed
+
+
+class FindsAnyDead(Broken):
+    async def _find_dead(self, message_ids: list[str]) -> Any:
+        return await self._dead_letters(1, None)
+
+
 KINDS: list[tuple[type[Broken], list[str]]] = [
     (AcceptsStale, ["acknowledge_after_the_expiry_is_refused", "nack_after_a_redelivery_is_refused"]),
     (AcceptsStale, ["a_lease_ends_at_its_instant", "after_a_purge_every_holder_is_refused"]),
@@ -302,6 +364,15 @@ KINDS: list[tuple[type[Broken], list[str]]] = [
     (ReplaysAll, ["a_replay_can_be_of_some"]),
     (DatesDeathsLate, ["an_expired_message_died_at_its_expiry"]),
     (ReplaysWithoutKeys, ["a_replayed_message_has_its_dedup_key_again"]),
+    (CancelsOnlyWhatWaits, ["a_message_in_flight_can_be_cancelled", "a_cancelled_message_frees_its_dedup_key"]),
+    (CancelsSilently, ["a_cancellation_is_announced"]),
+    (CancelsWithoutCounting, ["a_pending_message_can_be_cancelled", "a_delayed_message_can_be_cancelled"]),
+    (CancelsAgain, ["what_is_over_cannot_be_cancelled", "another_mailboxs_message_is_unknown"]),
+    (DiesWithoutAWord, ["a_request_that_dies_tells_its_requester"]),
+    (ForgetsWhoAsked, ["replies_find_their_requests", "a_reply_has_the_type_of_the_replies"]),
+    (KeepsNoHistory, ["a_message_remembers_its_failures", "the_history_is_bounded"]),
+    (KeepsTheHistoryOfTheReplayed, ["a_replayed_message_begins_a_new_history"]),
+    (FindsAnyDead, ["a_dead_letter_can_be_found_by_its_id"]),
     (NewestDeathFirst, ["dead_letters_come_oldest_first_in_pages", "dead_letters_are_in_the_order_of_their_deaths"]),
 ]
 

@@ -24,14 +24,17 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mainspring.testing.mailbox_contract import (
     bodies,
+    cancelling,
     counting,
     dead_letters,
+    histories,
     leases,
     life_cycle,
     limits,
     order,
     receiving,
     replies,
+    requests,
     sending,
     settling,
     stale,
@@ -58,7 +61,10 @@ _ROOMS = (
     stale,
     settling,
     dead_letters,
+    histories,
     replies,
+    requests,
+    cancelling,
     bodies,
     counting,
 )

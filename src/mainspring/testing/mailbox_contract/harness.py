@@ -130,6 +130,14 @@ class Harness:
         """Let ``seconds`` pass, and as much as the backend's clock may differ."""
         await anyio.sleep(seconds + self.slack)
 
+    async def until(self, holds: Callable[[], Awaitable[bool]], what: str) -> None:
+        """Wait until it holds: for what nobody can be woken by."""
+        with anyio.move_on_after(self.wait):
+            while not await holds():  # noqa: ASYNC110 - the store has no event for it
+                await anyio.sleep(self.short / 20)
+            return
+        raise ContractError(f"it did not come to pass that {what}")
+
     @contextmanager
     def takes(self, seconds: float, what: str) -> Iterator[None]:
         """The block takes ``seconds``: exactly in virtual time; in real time not less, and less than a poll's end."""
