@@ -334,6 +334,9 @@ class RedisMailbox(Mailbox[T, R]):
                 break
         return done
 
+    async def _drop(self) -> None:
+        await self._batcher.call(look.Drop())
+
     def _sibling(self, name: str, *, body: Any = None, reply: Any = None) -> RedisMailbox[Any, Any]:
         sibling: RedisMailbox[Any, Any] = RedisMailbox.__new__(type(self))
         Mailbox.__init__(sibling, name, body=body, reply=reply)

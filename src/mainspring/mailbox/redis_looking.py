@@ -108,3 +108,13 @@ class FindDead(Operation):
 
     def take(self, result: Any) -> None:
         self.result = [letter(*row) for row in result]
+
+
+class Drop(Operation):
+    """Forget the mailbox and everything in it."""
+
+    __slots__ = ()
+    turn = 12
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        out.append("drop")

@@ -57,15 +57,12 @@ local function replay(box, ids)
     place = new_place(box)
     redis.call('HSET', box.messages, id, place .. tail)
     redis.call('ZADD', box.ready, rank, place .. id)
-    local kept = redis.call('HMGET', box.epitaph, 'c' .. id, 'h' .. id, 'k' .. id)
+    local kept = redis.call('HMGET', box.epitaph, 'c' .. id, 'k' .. id)
     if kept[1] then
       redis.call('HSET', box.more, 'c' .. id, kept[1])
     end
-    if kept[2] then
-      redis.call('HSET', box.more, 'h' .. id, kept[2])
-    end
-    if kept[3] and redis.call('HSETNX', box.keyed, kept[3], id) == 1 then
-      redis.call('HSET', box.more, 'k' .. id, kept[3])
+    if kept[2] and redis.call('HSETNX', box.keyed, kept[2], id) == 1 then -- else another message has it by now
+      redis.call('HSET', box.more, 'k' .. id, kept[2])
     end
     drop_dead(box, id)
   end

@@ -152,6 +152,11 @@ local operations = {
   purge = function()
     return more_due and -1 or purge(box)
   end,
+  drop = function() -- all of it
+    redis.call('UNLINK', unpack(KEYS, 1, KEYS_OF_ONE))
+    box = box_of(0)
+    return 1
+  end,
   list = function()
     local limit = next_number()
     local after = next_argument()
