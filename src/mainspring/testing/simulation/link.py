@@ -57,8 +57,8 @@ class Link:
 
     @property
     def is_slow(self) -> bool:
-        """Whether a call may be on its way for long just now."""
-        return self._mode is not None or trio.current_time() < self._slow_until
+        """Whether a call may be on its way for long just now, or was until a moment ago."""
+        return self._mode is not None or self.store.down or trio.current_time() < self._slow_until
 
     def cut(self, mode: str) -> None:
         """The partition begins."""
@@ -70,6 +70,7 @@ class Link:
     def heal(self) -> None:
         """The partition is over; requests that were on their way arrive."""
         self._mode = None
+        self._slow_until = trio.current_time() + LONGEST_CALL
         self._healed.set()
         late, self._late = self._late, []
         for call in late:

@@ -113,6 +113,7 @@ class Process:
         self.link.die()
         self.world.ledger.died(self.lane)
         self.ended.set()
+        self.thawed.set()
 
     def freeze(self) -> None:
         """Stand still."""
@@ -135,7 +136,7 @@ class Process:
 
     async def stop(self, *, second_after: float | None = None) -> None:
         """SIGTERM (and a second one); where it does not leave in its time, it leaves by force, as ``run()`` has it."""
-        if self.halted:
+        if self.halted and not self.gone:
             await self.thawed.wait()
         if self.ended.is_set() or self.group is None:
             return

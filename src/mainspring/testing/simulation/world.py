@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 CHECK_INTERVAL = 600.0
 """Virtual seconds between two comparisons of the ledger with the store's own numbers."""
+STOPPING = 86_400.0
+"""Virtual seconds within which the last shutdown surely ends; each process's own budget is far below it."""
 SETTLING = 4 * 3600.0
 """Virtual seconds after the last fault within which what is left is given time to finish."""
 
@@ -108,10 +110,13 @@ class World:
             self.journal.add("world", "no more work, no more trouble")
             await self._settle()
             self._stopping = True
-            async with trio.open_nursery() as stopping:
-                for process in self.current:
-                    if process is not None:
+            with trio.move_on_after(STOPPING) as late:
+                async with trio.open_nursery() as stopping:
+                    for process in filter(None, self.current):
                         stopping.start_soon(process.stop)
+            if late.cancelled_caught:
+                told = f"the fleet has not come to its end within {STOPPING:g} s.\n{self.who_waits()}"
+                self.ledger.fail("progress", told)
             await trio.sleep(1.0)
             await self.store.check()
             self.ledger.close(all_replies=True)

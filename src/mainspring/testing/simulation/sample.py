@@ -1,0 +1,38 @@
+"""A group to simulate: what ``make simulate`` runs through many seeds. It uses what loops offer: several handlers at once,
+checkpoints, beats, retries of its own, replies, short leases, a shutdown in phases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from mainspring import Context, LeasePolicy, LoopGroup, MainLoop, Reject, Retry
+
+if TYPE_CHECKING:
+    from mainspring import Mailbox
+
+
+async def convert(job: int, ctx: Context) -> int:
+    """Some steps of work, each remembered; some jobs need another try, some can never succeed."""
+    done: int = ctx.restored or 0
+    for step in range(done, job % 8):
+        await anyio.sleep(2.5)
+        await ctx.checkpoint(step + 1)
+    if job % 11 == 0 and ctx.attempt == 1:
+        raise Retry(delay=15)
+    if job % 97 == 0:
+        raise Reject("there is nothing to convert")
+    return job * 2
+
+
+def build(mailbox: Mailbox[Any, Any]) -> LoopGroup:
+    """Two loops on one mailbox: one renews its leases, of the other's handlers each must beat."""
+    loops = [
+        MainLoop(mailbox, convert, name="steady", concurrency=2, visibility_timeout=30),
+        MainLoop(
+            mailbox, convert, name="beating", concurrency=2, visibility_timeout=12, lease=LeasePolicy("on-beat"),
+            shutdown_priority=1,
+        ),
+    ]  # fmt: skip
+    return LoopGroup(loops, shutdown_timeout=20, drain_delay=2, watchdog_threshold=120, watchdog_interval=20)

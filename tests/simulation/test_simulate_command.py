@@ -1,0 +1,116 @@
+"""``mainspring simulate``: what it prints, writes and exits with."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mainspring.cli.app import call
+from mainspring.cli.simulate import seconds
+
+SOURCE = """
+from dataclasses import dataclass
+import anyio
+from mainspring import Context, LoopGroup, MainLoop
+
+@dataclass
+class Order:
+    number: int
+
+async def hasty(order: Order, ctx: Context) -> None:
+    await ctx.message.acknowledge()
+    await anyio.sleep(20)
+
+async def patient(order: Order) -> None:
+    await anyio.sleep(20)
+
+def build_hasty(mailbox):
+    return LoopGroup([MainLoop(mailbox, hasty)])
+
+def build_patient(mailbox):
+    return LoopGroup([MainLoop(mailbox, patient)])
+
+async def build_async(mailbox): ...
+
+def build_without(): ...
+
+group = None
+"""
+SHORT = ("--duration", "30m", "--times", "20", "--workers", "2")
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    name = f"simulated_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(SOURCE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> str:
+    return f"simulated_{tmp_path.name}".replace("-", "_")
+
+
+def test_what_holds(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["simulate", f"{module}:build_patient", "--seeds", "3", *SHORT]) == 0
+    assert "3 seeds: " in capsys.readouterr().out
+
+
+def test_several_processes_find_the_same(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for jobs in ("1", "2"):
+        assert call(["simulate", f"{module}:build_patient", "--seeds", "4", "--jobs", jobs, "--json", *SHORT]) == 0
+        figures = json.loads(capsys.readouterr().out)
+        printed.append((figures["runs"], figures["counts"], figures["virtual_seconds"]))
+    assert printed[0] == printed[1]
+
+
+def test_what_breaks_is_told_and_its_command_tells_the_same(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["simulate", f"{module}:build_hasty", *SHORT, "--svg", "x.svg", "--log", "x.log"]) == 1
+    told = capsys.readouterr().out
+    assert "the work is lost" in told
+    assert "\nw0 " in told
+    command = told.partition("to run it again:\n")[2].splitlines()[0]
+    assert call([*shlex.split(command)[1:], "--no-shrink", "--log", "y.log", "--json"]) == 1
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["run"]["violation"]["rule"] == "work done"
+    assert Path("x.log").read_text(encoding="utf-8") == Path("y.log").read_text(encoding="utf-8")
+    assert Path("x.svg").read_text(encoding="utf-8").startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["build_patient", "--faults", "crsh"], "no faults of kind 'crsh'; there are crash"),
+        (["build_patient", "--duration", "3x"], "'3x' is no duration"),
+        (["build_patient", "--duration", "0"], "duration must be above 0"),
+        (["build_patient", "--rate", "crash"], "--rate 'crash': write KIND=NUMBER"),
+        (["build_patient", "--rate", "crsh=1"], "no faults of kind 'crsh'"),
+        (["build_patient", "--keep", "a"], "--keep 'a': write the numbers"),
+        (["build_patient", "--body", "{"], "--body is no JSON"),
+        (["build_patient", "--body", '"text"'], "no body for Order"),
+        (["build_patient", "--seed", "1", "--log", "no/such/file"], "no/such/file cannot be written"),
+        (["build_async"], "name a plain function"),
+        (["build_without"], "it must be build"),
+        (["group"], "name a plain function"),
+        (["nothing"], "has no 'nothing'"),
+    ],
+)
+def test_wrong_use_is_one_line(
+    module: str, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, *options = arguments
+    options = [*SHORT, *options] if "--duration" not in options else options
+    assert call(["simulate", f"{module}:{target}", *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
+@pytest.mark.parametrize(("text", "value"), [("24h", 86_400), ("1.5d", 129_600), ("90s", 90), ("2m", 120), ("7", 7)])
+def test_durations(text: str, value: float) -> None:
+    assert seconds(text) == value
