@@ -12,6 +12,7 @@ from mainspring.errors import SerializationError
 from mainspring.loops.run import on_the_loop
 
 if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
     from datetime import datetime
 
     from mainspring.loops.run import Run
@@ -99,6 +100,17 @@ class Context:
         await self._run.message.save_checkpoint(raw)
         self._restored = None
         self._run.beat()
+
+    def transaction(self) -> AbstractAsyncContextManager[Any]:
+        """A transaction of the mailbox's database: what the handler writes in it and the acknowledgement commit together.
+
+        ``async with ctx.transaction() as connection:`` yields the driver's connection (PostgreSQL: a psycopg
+        ``AsyncConnection``). So an effect is applied exactly once, however often the message is delivered: where the lease
+        was lost, or anything fails, nothing of it remains. See :meth:`Mailbox.transaction` for what it raises. The message
+        is settled when the block has been left: return at once, what comes behind it is not tried again.
+        """
+        message = self._run.message
+        return message._mailbox.transaction(message)  # noqa: SLF001 - the worker's own message
 
     async def progress(self, done: float, total: float | None = None) -> None:
         """Say how far the work is: the group's status (``/status``) shows it. Also a beat, and a point where cancellation

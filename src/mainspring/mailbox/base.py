@@ -147,6 +147,7 @@ class Mailbox(RequestCalls[T, R], Generic[T, R]):
         priority: int = 0,
         headers: Mapping[str, str] | None = None,
         expires_in: float | None = None,
+        connection: Any = None,
     ) -> str:
         """Put one message into the mailbox and return its id, once it is as durable as the backend makes it.
 
@@ -156,6 +157,8 @@ class Mailbox(RequestCalls[T, R], Generic[T, R]):
         :param priority: higher is received sooner (-32 767 to 32 767).
         :param headers: strings that travel with it.
         :param expires_in: seconds after which, if nobody is working on it, it goes to the dead letters.
+        :param connection: of a mailbox with ``Capabilities.transactions``: the sender's own connection to the same database,
+            whose transaction the message joins: it exists, and wakes receivers, if and when that commits.
         :raises MailboxClosedError: the mailbox is not open.
         :raises MailboxFullError: it holds as many messages as it may.
         :raises SerializationError: the body does not fit the mailbox's type.
@@ -164,7 +167,8 @@ class Mailbox(RequestCalls[T, R], Generic[T, R]):
         Cancelled before the message was handed over, it has sent nothing; afterwards it may have been sent.
         """
         envelope = self._envelope(body, delay, reply_to, dedup_key, priority, headers, expires_in)
-        return (await self._put([envelope]))[0]
+        put = self._put([envelope]) if connection is None else self._put_into(connection, [envelope])
+        return (await put)[0]
 
     async def send_many(
         self,
@@ -175,6 +179,7 @@ class Mailbox(RequestCalls[T, R], Generic[T, R]):
         priority: int = 0,
         headers: Mapping[str, str] | None = None,
         expires_in: float | None = None,
+        connection: Any = None,
     ) -> list[str]:
         """Put all of ``bodies`` into the mailbox, in order, or (where one does not fit) none; their ids.
 
@@ -186,9 +191,11 @@ class Mailbox(RequestCalls[T, R], Generic[T, R]):
         delay, given = float(delay), dict(headers or {})
         encode, new_id = (self._codec or self.codec).encode if self.serializes else self._as_it_is, self.new_id
         envelopes = [
-            Envelope(new_id(), encode(body), delay, address, None, priority, dict(given), expires_in) for body in bodies
+            Envelope(new_id(), encode(body), delay, address, None, priority, given, expires_in) for body in bodies
         ]
-        return await self._put(envelopes) if envelopes else []
+        if not envelopes:
+            return []
+        return await (self._put(envelopes) if connection is None else self._put_into(connection, envelopes))
 
     def _as_it_is(self, body: Any) -> Any:
         return self._payload(self.codec, body)
@@ -289,14 +296,14 @@ class Mailbox(RequestCalls[T, R], Generic[T, R]):
     async def _settle_dead(self, delivery: Delivery, dead: Dead) -> None:
         """Bury it, and tell its requester, if that can be told: the news may be lost, the message may not."""
         dead = self._obituary(delivery, dead)
-        if dead.reply is not None:
+        if dead.reply is None:
+            await self._settle(delivery, dead)
+        else:
             try:
                 await self._settle_with_reply(delivery, dead, dead.reply)
             except ReplyNotAvailableError:
-                dead = replace(dead, reply=None)
-            else:
-                return
-        await self._settle(delivery, dead)
+                await self._settle(delivery, replace(dead, reply=None))
+        self._tell_of_death()
 
     async def _settle_with_reply(self, delivery: Delivery, settlement: Ack | Dead, reply: Envelope) -> None:
         """One step where the reply goes to this store, else send it while the lease is held, then settle."""

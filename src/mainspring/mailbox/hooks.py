@@ -6,11 +6,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from mainspring.errors import ConfigError
+from mainspring.errors import ConfigError, InvalidParameterError
 
 if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
     from mainspring.mailbox.base import Mailbox
-    from mainspring.mailbox.message import Cancelled, Counts, Dead, Delivery, Envelope, Settlement
+    from mainspring.mailbox.message import Cancelled, Counts, Dead, Delivery, Envelope, Message, Settlement
     from mainspring.scope import DaemonScope
 
 TRANSIENT: Final = "~"
@@ -48,6 +50,8 @@ class Capabilities:
     """It can open other mailboxes on its store: for requests, and for the work on its dead letters."""
     history: bool = True
     """The errors of a message's earlier attempts are kept with it."""
+    transactions: bool = False
+    """A send can join a transaction of the sender's, and a handler can have one that its acknowledgement joins."""
     ordered: bool = False
     """Calls take effect in the order in which they were made: a claim made after a settlement sees it."""
     lease_granularity: float = 0.0
@@ -58,6 +62,8 @@ class Capabilities:
 
 class MailboxHooks(ABC):
     """The part of a mailbox that differs from one backend to the next."""
+
+    name: str
 
     capabilities: ClassVar[Capabilities]
     works_unopened: ClassVar[bool] = False
@@ -76,6 +82,25 @@ class MailboxHooks(ABC):
     @abstractmethod
     async def _put(self, envelopes: list[Envelope]) -> list[str]:
         """Store all or none, as durably as the backend does; the ids (an earlier one's where ``dedup_key`` matched)."""
+
+    async def _put_into(self, connection: Any, envelopes: list[Envelope]) -> list[str]:
+        """:meth:`_put` in the transaction that is under way on the sender's own ``connection``."""
+        raise InvalidParameterError(f"send: {type(self).__name__} takes no connection= (Capabilities.transactions)")
+
+    def transaction(self, message: Message[Any, Any]) -> AbstractAsyncContextManager[Any]:
+        """A transaction that ends with the block, and settles ``message``; yields the driver's connection.
+
+        What is written through the connection and the acknowledgement are committed together, or neither is. Inside the
+        block ``message.reply()``, ``nack()``, ``dead_letter()`` and so on are part of the transaction; without any of them
+        leaving the block acknowledges. An error out of the block rolls all back and leaves the message unsettled; so does a
+        cancellation.
+
+        :raises ConfigError: the mailbox cannot (:attr:`Capabilities.transactions`).
+        :raises ReceiptHandleExpiredError: at the end: the lease was lost meanwhile; nothing was committed.
+        :raises MessageSettledError: the message is settled, or in a transaction.
+        :raises MailboxConnectionError: the connection was lost. Where that was during the commit, it may have taken place.
+        """
+        raise ConfigError(f"{type(self).__name__} has no transactions (Capabilities.transactions)")
 
     @abstractmethod
     async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
@@ -137,6 +162,10 @@ class MailboxHooks(ABC):
     def _sibling(self, name: str, *, body: Any = None, reply: Any = None) -> Mailbox[Any, Any]:
         """An unopened mailbox of that name on the same store, with the same settings (but no capacity)."""
         raise ConfigError(f"{type(self).__name__} cannot open mailboxes beside it (Capabilities.siblings)")
+
+    def _dead_name(self) -> str:
+        """The name of the sibling that says who works on which dead letter of this mailbox."""
+        return f"{self.name}~dead"
 
     async def _drop(self) -> None:
         """Forget this (transient) mailbox and everything in it; called just before it is closed."""

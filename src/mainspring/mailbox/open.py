@@ -22,6 +22,10 @@ _BACKENDS = {
     "rediss+sentinel": ("mainspring.mailbox.redis", "RedisMailbox", "redis"),
     "redis+cluster": ("mainspring.mailbox.redis", "RedisMailbox", "redis"),
     "rediss+cluster": ("mainspring.mailbox.redis", "RedisMailbox", "redis"),
+    "postgresql": ("mainspring.mailbox.postgres", "PostgresMailbox", "postgres"),
+    "postgres": ("mainspring.mailbox.postgres", "PostgresMailbox", "postgres"),
+    "nats": ("mainspring.mailbox.nats", "NatsMailbox", "nats"),
+    "tls": ("mainspring.mailbox.nats", "NatsMailbox", "nats"),
 }
 
 

@@ -1,0 +1,324 @@
+"""A durable mailbox in a PostgreSQL database, shared by the processes of many machines."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from urllib.parse import urlsplit
+
+from mainspring.errors import ConfigError, InvalidParameterError
+from mainspring.mailbox import postgres_commands as do
+from mainspring.mailbox import postgres_schema as schemas
+from mainspring.mailbox import postgres_values as values
+from mainspring.mailbox.base import Mailbox
+from mainspring.mailbox.hooks import TRANSIENT, Capabilities
+from mainspring.mailbox.limits import full
+from mainspring.mailbox.message import Ack, Cancelled, CancelOutcome, Counts, Dead, Return
+from mainspring.mailbox.postgres_address import (
+    SCHEMA,
+    address_of,
+    check_parameters,
+    check_schema,
+    conninfo_of,
+    is_text,
+    local_name,
+    options_of,
+)
+from mainspring.mailbox.postgres_arrays import Shorts, numbers, texts
+from mainspring.mailbox.postgres_hub import Hub
+from mainspring.mailbox.postgres_lanes import Lanes
+from mainspring.mailbox.postgres_transactions import Joined, driver_connection, joined, put_into, put_within
+from mainspring.values import is_number, is_whole
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    import psycopg
+
+    from mainspring.mailbox.message import Delivery, Envelope, Message, Settlement
+    from mainspring.scope import DaemonScope
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class PostgresMailbox(Mailbox[T, R]):
+    """A queue in a PostgreSQL database (13 or newer); many queues (names), processes and machines can share one.
+
+    Operations of concurrent callers are joined into one round trip and one transaction. A send returns once the server has
+    committed it. All times are the server's: leases, delays and expiries do not depend on the clocks of the workers. The
+    tables lie in a schema of their own, which opening makes, or brings up to date, where ``migrate`` allows.
+
+    It runs on asyncio (with uvloop too), as its driver does.
+
+    :param url: of the database, with what libpq takes as parameters: ``postgresql://user@host:5432/db?sslmode=require``.
+        What it leaves out comes from the environment (``PGHOST``, ``PGPASSWORD``, …) and the password file.
+    :param name: of the queue.
+    :param body: the type of the bodies; else the handler's annotation gives it, else anything that JSON can say.
+    :param reply: the type of the replies.
+    :param capacity: how many messages may wait (delayed, pending, in flight) before a send through this object raises
+        :class:`MailboxFullError`; None: as many as the disk holds.
+    :param schema: the name of the schema.
+    :param migrate: whether opening may make or upgrade the schema; else ``mainspring migrate`` does so.
+    :param listen: whether to try to be notified. Without it, or where no notification arrives (behind a connection pooler in
+        transaction mode), a waiting receive looks ten times a second.
+    :param timeout: seconds that one call of the server may take before :class:`MailboxConnectionError`.
+    :raises ConfigError: a value cannot work. On opening: the schema is missing and must not be made, or is of a newer
+        Mainspring; the role lacks a right.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        durable=True,
+        cross_process=True,
+        transactions=True,
+        ordered=True,
+        async_backends=frozenset({"asyncio"}),
+    )
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str = "default",
+        body: Any = None,
+        reply: Any = None,
+        capacity: int | None = None,
+        schema: str = SCHEMA,
+        migrate: bool = True,
+        listen: bool = True,
+        timeout: float = 30.0,
+        **parameters: Any,
+    ) -> None:
+        super().__init__(name, body=body, reply=reply)
+        if "\0" in name:
+            raise ConfigError(f"the name of a mailbox must hold no NUL character, as {name!r} does")
+        if capacity is not None and not is_whole(capacity, 1):
+            raise ConfigError(f"mailbox {name!r}: capacity must be a whole number from 1, or None, not {capacity!r}")
+        if not (is_number(timeout, 0) and timeout):
+            raise ConfigError(f"mailbox {name!r}: timeout must be above 0 seconds, not {timeout!r}")
+        check_parameters(url, parameters)
+        self.url = url
+        self._conninfo = conninfo_of(url, parameters)
+        self._schema = check_schema(schema)
+        self._settings = {"schema": schema, "migrate": migrate, "listen": listen, "timeout": timeout, **parameters}
+        self._capacity = capacity
+        self._migrate = migrate
+        self._hub: Hub | None = None
+        self._number = 0
+        self._store = ""
+        self._ranks: set[int] = {0}
+        self._transactions: dict[str, Joined] = {}
+
+    @classmethod
+    def from_url(
+        cls, url: str, *, host: str, path: str, options: dict[str, Any], body: Any = None, reply: Any = None
+    ) -> PostgresMailbox[Any, Any]:
+        """The mailbox that a URL means; options that stand in it are strings, and libpq's parameters stand there too."""
+        given = options_of(url, options)
+        bare = urlsplit(url)._replace(query="").geturl()
+        return cls(bare, body=body, reply=reply, **given)
+
+    @property
+    def address(self) -> str:
+        """Its URL, without a password: whoever replies to it finds that in its own environment."""
+        return address_of(self._conninfo, self._schema, self.name)
+
+    def _local_name(self, address: str) -> str | None:
+        return local_name(address, self._conninfo, self._schema)
+
+    @property
+    def transactions(self) -> int:
+        """How many transactions this process has had with the database, for all its mailboxes, since it opened the first."""
+        return 0 if self._hub is None else self._hub.pool.batches
+
+    # ----------------------------------------------------------------------------------------------------- life cycle
+
+    async def _open(self, scope: DaemonScope) -> None:
+        hub = Hub.shared(self._conninfo, self._schema, self._settings["timeout"], bool(self._settings["listen"]))
+        hub.acquire()
+        try:
+            self._store = await schemas.prepare(hub.pool, self._schema, self._migrate)
+            self._number = await hub.number(self.name) or 0
+        except BaseException:
+            await hub.release()
+            raise
+        self._hub = hub
+        self._lanes = Lanes(hub, self._number, f"mailbox {self.name!r}", self._announce_cancelled)
+        self._lanes.start(scope)
+
+    async def _close(self) -> None:
+        try:
+            await self._lanes.close()
+        finally:
+            hub, self._hub = self._hub, None
+            if hub is not None:
+                await hub.release()
+
+    def _wake_all(self) -> None:
+        if self._hub is not None:
+            self._lanes.waiters.wake_all()
+
+    async def _drop(self) -> None:
+        await self._here.value("drop_mailbox", self._number)
+        self._here.forget(self.name)
+
+    def _sibling(self, name: str, *, body: Any = None, reply: Any = None) -> PostgresMailbox[Any, Any]:
+        return PostgresMailbox(self.url, name=name, body=body, reply=reply, **self._settings)
+
+    @property
+    def _here(self) -> Hub:
+        assert self._hub is not None
+        return self._hub
+
+    # -------------------------------------------------------------------------------------------------------- sending
+
+    async def _put(self, envelopes: list[Envelope]) -> list[str]:
+        await self._ready_for(envelopes)
+        if self._capacity is not None:
+            put = do.Put(envelopes)
+            batch = self._lanes.calls()
+            await put_within(self._here, batch, put, self._capacity)
+            self._lanes.tell(batch)
+            return list(put.result)
+        keyed = any(envelope.dedup_key is not None for envelope in envelopes)
+        batcher = self._lanes.keyed if keyed else self._lanes.sends  # a key can be held up by somebody's transaction
+        ids: list[str] = await batcher.call(do.Put(envelopes))
+        return ids
+
+    async def _ready_for(self, envelopes: list[Envelope]) -> None:
+        for envelope in envelopes:
+            if envelope.reply_to is not None and not is_text(envelope.reply_to):
+                raise InvalidParameterError(
+                    f"send: reply_to must be text without NUL characters, not {envelope.reply_to!r}"
+                )
+        new = {-envelope.priority for envelope in envelopes} - self._ranks
+        if new:
+            await self._here.rows("add_ranks", self._number, numbers(Shorts, sorted(new)))
+            self._ranks |= new
+
+    async def _put_into(self, connection: Any, envelopes: list[Envelope]) -> list[str]:
+        await self._ready_for(envelopes)
+        if self._capacity is not None:
+            raise InvalidParameterError("send: connection= cannot be used with a mailbox that has a capacity")
+        put = do.Put(envelopes)
+        theirs = await driver_connection(connection)
+        await put_into(theirs, self._here, self._store, self._lanes.calls(), put)
+        return list(put.result)
+
+    @asynccontextmanager
+    async def transaction(self, message: Message[Any, Any]) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
+        """See :meth:`Mailbox.transaction`. At most 10 of a process at once; each has a connection of its own, READ COMMITTED.
+
+        Change settings of the connection by ``SET LOCAL`` only: it is used again.
+        """
+        self._check_open()
+        async with joined(self._here, message, self._transactions) as connection:
+            yield connection
+
+    # ------------------------------------------------------------------------------------------------------ receiving
+
+    async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
+        lanes, waiters = self._lanes, self._lanes.waiters
+        deadline = lanes.now() + wait_time_seconds if wait_time_seconds else 0.0
+        seen = waiters.signals
+        found = await self._claim_once(max_messages, visibility_timeout, bool(wait_time_seconds))
+        if not wait_time_seconds:
+            return found
+        while not found and self._usable:
+            if waiters.signals == seen:
+                lanes.due_in(self._here.look_again)
+                await waiters.wait(deadline)
+            if waiters.signals == seen or not self._usable:
+                break  # nothing has come
+            seen = waiters.signals
+            found = await self._claim_once(max_messages, visibility_timeout, True)
+        return found
+
+    async def _claim_once(self, limit: int, visibility: float, waits: bool) -> list[Delivery]:
+        command = do.Claim(limit, visibility, waits)
+        found: list[Delivery] = await self._lanes.work.call(command)
+        if found and not self._usable:  # closed meanwhile
+            self._lanes.undo(command)
+            return []
+        return found
+
+    # ------------------------------------------------------------------------------------------------------- settling
+
+    async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        lease = _lease(delivery)
+        command: do.OfDelivery
+        if isinstance(settlement, Return):
+            command = do.GiveBack(delivery, lease, settlement)
+        elif isinstance(settlement, Ack) and settlement.reply is None:
+            command = do.Acknowledge(delivery, lease)
+        else:
+            settlement, target = await self._answered(settlement)
+            command = do.Finish(delivery, lease, settlement, target)
+        under_way = self._transactions.get(delivery.receipt_handle) if self._transactions else None
+        if under_way is not None:
+            await under_way.settle(self._lanes.calls(), command)
+        else:
+            await self._lanes.work.call(command)
+
+    async def _answered(self, settlement: Ack | Dead) -> tuple[Ack | Dead, int | None]:
+        """The number of the mailbox that the reply goes to, made before (a name that is new must not wait for commits)."""
+        reply = settlement.reply
+        if reply is None:
+            return settlement, None
+        name = reply.reply_to or ""
+        target = await self._here.number(name, make=not name.startswith(TRANSIENT))
+        return replace(settlement, reply=replace(reply, reply_to=None)), target
+
+    async def _extend(self, delivery: Delivery, timeout: float) -> None:
+        await self._lanes.work.call(do.Extend(delivery, _lease(delivery), timeout))
+
+    async def _save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
+        await self._lanes.work.call(do.SaveCheckpoint(delivery, _lease(delivery), state))
+
+    # -------------------------------------------------------------------------------------------------- looking after
+
+    async def _counts(self) -> Counts:
+        return Counts(*(await self._here.rows("counts", self._number))[0])
+
+    async def _purge(self) -> int:
+        return int(await self._here.value("purge", self._number))
+
+    async def _dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+        rows = await self._here.rows("dead_letters", self._number, min(limit, 2**31 - 1), after, None)
+        return [values.dead_row(row) for row in rows]
+
+    async def _find_dead(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
+        named = texts(_known(message_ids))
+        rows = await self._here.rows("dead_letters", self._number, len(message_ids), None, named)
+        return [values.dead_row(row) for row in rows]
+
+    async def _replay(self, message_ids: list[str] | None) -> int:
+        named = None if message_ids is None else texts(_known(message_ids))
+        number, waiting = (await self._here.rows("replay", self._number, named, self._capacity))[0]
+        if waiting is not None and self._capacity is not None:
+            raise full(waiting, self._capacity, number)
+        self._here.wake(self._number, number)
+        return int(number)
+
+    async def _discard_dead(self, message_ids: list[str] | None) -> int:
+        named = None if message_ids is None else texts(_known(message_ids))
+        return int(await self._here.value("forget", self._number, named))
+
+    async def _cancel(self, message_id: str) -> Cancelled:
+        outcome, reply_to, headers = (await self._here.rows("cancel", self._number, _known([message_id])[0]))[0]
+        if outcome == CancelOutcome.CANCELLED:
+            self._here.announce(self._number, [message_id])
+        return Cancelled(CancelOutcome(outcome), reply_to, values.headers_of(headers or "{}") or {})
+
+
+def _lease(delivery: Delivery) -> int:
+    lease = values.lease_of(delivery)
+    if lease is None:
+        raise values.expired(delivery)
+    return lease
+
+
+def _known(message_ids: list[str]) -> list[str]:
+    """Ids as the server takes them: what is no text is the id of nothing."""
+    return [message_id if is_text(message_id) else "" for message_id in message_ids]

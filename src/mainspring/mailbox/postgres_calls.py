@@ -1,0 +1,311 @@
+"""From commands to calls of the server's functions, and from their rows to results. No I/O: the connection does that.
+
+Equal commands become one call. The order serves all best: what gives back, what ends, what is new, then the claims; the
+callers of one transaction do not know of each other, so any order is right, and a claim that was made after a settlement
+is executed after it.
+"""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from psycopg import AsyncRawCursor
+from psycopg.rows import tuple_row
+
+from mainspring.mailbox import postgres_commands as do
+from mainspring.mailbox.message import Delivery
+from mainspring.mailbox.postgres_arrays import Floats, Integers, Longs, Shorts, blobs, numbers, register, texts
+from mainspring.mailbox.postgres_values import (
+    expired,
+    finish_values,
+    give_back_values,
+    headers_of,
+    is_special,
+    lease_of,
+    leases,
+    put_keyed_values,
+    put_special_values,
+    put_values,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from psycopg import AsyncConnection
+
+    from mainspring.mailbox.batching import Command
+    from mainspring.mailbox.message import Envelope
+    from mainspring.mailbox.postgres_view import View
+
+_PLACE = itemgetter(11, 12)
+
+
+class Call(NamedTuple):
+    """One statement of a batch: what is sent, and what takes its rows."""
+
+    statement: str
+    values: tuple[Any, ...]
+    finish: Callable[[list[tuple[Any, ...]]], None]
+
+
+class Calls:
+    """The calls for one batch of commands of one mailbox.
+
+    After they were made: ``gained`` is how many messages became pending, by mailbox; ``unreadable`` holds deliveries whose
+    headers cannot be read; ``due_in`` in how many seconds something is due, where a claim asked; ``fresh`` whether senders
+    have only now been asked to tell.
+    """
+
+    def __init__(self, schema: str, box: int, view: View, now: float) -> None:
+        self._schema = schema
+        self.box = box
+        self._view = view
+        self._now = now
+        self.calls: list[Call] = []
+        self.gained: dict[int, int] = {}
+        self.unreadable: list[Delivery] = []
+        self.due_in: float | None = None
+        self.fresh = False
+
+    def build(self, commands: Sequence[Command]) -> list[Call]:
+        """The calls, in their order."""
+        kinds: dict[type, list[Any]] = {}
+        for command in commands:
+            kinds.setdefault(type(command), []).append(command)
+        for kind, add in _IN_ORDER:
+            if kind in kinds:
+                add(self, kinds[kind])
+        return self.calls
+
+    def _add(self, function: str, values: tuple[Any, ...], finish: Callable[[list[tuple[Any, ...]]], None]) -> None:
+        self.calls.append(call(self._schema, function, (self.box, *values), finish))
+
+    def _gain(self, box: int, number: int) -> None:
+        self.gained[box] = self.gained.get(box, 0) + number
+
+    # --------------------------------------------------------------------------------------------------------- sending
+
+    def add_put(self, puts: list[do.Put]) -> None:
+        plain: list[Envelope] = []
+        special: list[Envelope] = []
+        for put in puts:
+            put.result = [envelope.message_id for envelope in put.envelopes]
+            some_special = False
+            for envelope in put.envelopes:
+                if envelope.dedup_key is not None:
+                    self._put_keyed(put, put.result, put.envelopes.index(envelope), envelope)
+                elif is_special(envelope):
+                    some_special = True
+            if len(put.envelopes) == 1 and put.envelopes[0].dedup_key is not None:
+                continue
+            into = special if some_special else plain
+            into += [envelope for envelope in put.envelopes if envelope.dedup_key is None]
+        if plain:
+            self._add("put", put_values(plain), _nothing)
+        if special:
+            self._add("put_special", put_special_values(special), _nothing)
+        ready = len(plain) + sum(not envelope.delay for envelope in special)
+        self._gain(self.box, ready)
+        delays = [envelope.delay for envelope in special if envelope.delay]
+        if delays:
+            self.due_in = min(delays)
+
+    def _put_keyed(self, put: do.Put, ids: list[str], place: int, envelope: Envelope) -> None:
+        def finish(rows: list[tuple[Any, ...]]) -> None:
+            ids[place] = rows[0][0]
+
+        self._add("put_keyed", put_keyed_values(envelope), finish)
+        self._gain(self.box, int(not envelope.delay))
+        if envelope.delay:
+            self.due_in = envelope.delay
+
+    # ------------------------------------------------------------------------------------------------------- receiving
+
+    def add_claim(self, claims: list[do.Claim]) -> None:
+        alike: dict[float, list[do.Claim]] = {}
+        for claim in claims:
+            alike.setdefault(claim.visibility, []).append(claim)
+        for visibility, group in alike.items():
+            ranks, floors, since = self._view.start(self._now)
+            want = sum(claim.limit for claim in group)
+            waits = any(claim.waits for claim in group)
+            known = (numbers(Shorts, ranks), numbers(Longs, floors))
+            self._add("claim", (want, visibility, *known, since, waits), self._claimed(group))
+
+    def _claimed(self, claims: list[do.Claim]) -> Callable[[list[tuple[Any, ...]]], None]:
+        def finish(rows: list[tuple[Any, ...]]) -> None:
+            told = rows.pop()  # the row that is no message comes last
+            self._view.swept(told[5])
+            self._gain(self.box, told[2])
+            if told[6] is not None:
+                self.due_in = told[6]
+            self.fresh = self.fresh or bool(told[3])
+            rows.sort(key=_PLACE)
+            deliveries = self._deliveries(rows)
+            start = 0
+            for claim in claims:
+                claim.result = deliveries[start : start + claim.limit]
+                start += claim.limit
+
+        return finish
+
+    def _deliveries(self, rows: list[tuple[Any, ...]]) -> list[Delivery]:
+        deliveries = []
+        for name, body, lease, count, charged, sent, first, reply_to, headers, checkpoint, history, _, _ in rows:
+            known = {} if headers is None else headers_of(headers)
+            delivery = Delivery(
+                name,
+                body,
+                f"{name}.{lease}",
+                count,
+                charged + 1,
+                sent,
+                first,
+                reply_to,
+                known or {},
+                checkpoint,
+                None,
+                history,
+            )
+            if known is None:
+                self.unreadable.append(delivery)
+            else:
+                deliveries.append(delivery)
+        for row in rows:
+            self._view.claimed(row[11], row[12])
+        return deliveries
+
+    def add_unclaim(self, commands: list[do.Unclaim]) -> None:
+        given = [delivery for command in commands for delivery in command.deliveries]
+        values = (
+            texts([delivery.message_id for delivery in given]),
+            numbers(Integers, [lease_of(delivery) or 0 for delivery in given]),
+        )
+        self._add("unclaim", values, self._came_back)
+
+    def _came_back(self, rows: list[tuple[Any, ...]]) -> None:
+        for rank, pos in rows:
+            self._view.returned(rank, pos)
+        self._gain(self.box, len(rows))
+
+    def add_look(self, looks: list[do.Look]) -> None:
+        def finish(rows: list[tuple[Any, ...]]) -> None:
+            _, pending, due_in, fresh, at = rows[0]
+            self._view.swept(at)
+            self.fresh = self.fresh or fresh
+            for look in looks:
+                look.result = (pending, due_in)
+
+        _, _, since = self._view.start(self._now)
+        self._add("look", (since,), finish)
+
+    # -------------------------------------------------------------------------------------------------------- settling
+
+    def add_acknowledge(self, acks: list[do.Acknowledge]) -> None:
+        acks = once_each(acks)
+
+        def finish(rows: list[tuple[Any, ...]]) -> None:
+            refuse(acks[number - 1] for number in rows[0][0] or ())
+
+        self._add("acknowledge", leases(acks), finish)
+
+    def add_finish(self, commands: list[do.Finish]) -> None:
+        commands = once_each(commands)
+
+        def finish(rows: list[tuple[Any, ...]]) -> None:
+            refuse_all_but(rows, commands)
+            for command in commands:
+                if command.target is not None and command.error is None:
+                    self._gain(command.target, 1)
+
+        self._add("finish", finish_values(commands), finish)
+
+    def add_give_back(self, commands: list[do.GiveBack]) -> None:
+        commands = once_each(commands)
+
+        def finish(rows: list[tuple[Any, ...]]) -> None:
+            refuse_all_but(rows, commands)
+            self._came_back([(rank, pos) for _, rank, pos, pending in rows if pending])
+            delays = [command.how.delay for command in commands if command.how.delay and command.error is None]
+            if delays:
+                self.due_in = min(delays)
+
+        self._add("give_back", (*leases(commands), *give_back_values([command.how for command in commands])), finish)
+
+    def add_extend(self, commands: list[do.Extend]) -> None:
+        longest: dict[str, do.Extend] = {}
+        for command in commands:
+            handle = command.delivery.receipt_handle
+            if handle not in longest or longest[handle].timeout < command.timeout:
+                longest[handle] = command
+        chosen = list(longest.values())
+        self._held("extend", chosen, numbers(Floats, [one.timeout for one in chosen]), commands)
+
+    def add_save_checkpoint(self, commands: list[do.SaveCheckpoint]) -> None:
+        last = list({command.delivery.receipt_handle: command for command in commands}.values())
+        self._held("save_checkpoint", last, blobs([one.state for one in last]), commands)
+
+    def _held(self, function: str, sent: list[Any], values: Any, commands: list[Any]) -> None:
+        def finish(rows: list[tuple[Any, ...]]) -> None:
+            held = {sent[row[0] - 1].delivery.receipt_handle for row in rows}
+            refuse(command for command in commands if command.delivery.receipt_handle not in held)
+
+        self._add(function, (*leases(sent), values), finish)
+
+
+_IN_ORDER: tuple[tuple[type, Callable[[Calls, Any], None]], ...] = (
+    (do.Unclaim, Calls.add_unclaim),
+    (do.Acknowledge, Calls.add_acknowledge),
+    (do.Finish, Calls.add_finish),
+    (do.GiveBack, Calls.add_give_back),
+    (do.Extend, Calls.add_extend),
+    (do.SaveCheckpoint, Calls.add_save_checkpoint),
+    (do.Put, Calls.add_put),
+    (do.Claim, Calls.add_claim),
+    (do.Look, Calls.add_look),
+)
+
+
+def call(schema: str, function: str, values: tuple[Any, ...], finish: Callable[[list[tuple[Any, ...]]], None]) -> Call:
+    """The call of a function of the schema."""
+    marks = ", ".join(f"${number}" for number in range(1, len(values) + 1))
+    return Call(f"SELECT * FROM {schema}.{function}({marks})", values, finish)  # noqa: S608 - a checked name
+
+
+async def make(connection: AsyncConnection[Any], one: Call) -> list[tuple[Any, ...]]:
+    """Make one call on a connection, whatever its settings; its rows."""
+    cursor = AsyncRawCursor(connection, row_factory=tuple_row)
+    register(cursor.adapters)
+    await cursor.execute(one.statement.encode(), one.values, binary=True)
+    return await cursor.fetchall()
+
+
+async def ask(connection: AsyncConnection[Any], schema: str, function: str, *values: Any) -> list[tuple[Any, ...]]:
+    """The rows of one call on a connection."""
+    return await make(connection, call(schema, function, values, _nothing))
+
+
+def once_each(commands: list[Any]) -> list[Any]:
+    """The first command of each lease; one that comes after it is refused: the lease ends with the first."""
+    seen: dict[str, Any] = {}
+    for command in commands:
+        if seen.setdefault(command.delivery.receipt_handle, command) is not command:
+            command.error = expired(command.delivery)
+    return list(seen.values())
+
+
+def refuse_all_but(rows: list[tuple[Any, ...]], commands: list[Any]) -> None:
+    """Those whose places (from 1) are in the rows did hold their leases."""
+    held = {row[0] for row in rows}
+    refuse(command for number, command in enumerate(commands, 1) if number not in held)
+
+
+def refuse(commands: Any) -> None:
+    """These did not hold their leases."""
+    for command in commands:
+        command.error = expired(command.delivery)
+
+
+def _nothing(rows: list[tuple[Any, ...]]) -> None:
+    pass

@@ -1,0 +1,275 @@
+"""What the mailboxes of one process share that are on one database and one event loop: connections, and who waits for what.
+
+Notifications come on a connection of their own. One mailbox's task holds it for all; when that mailbox closes, the next
+takes over. Behind a connection pooler in transaction mode notifications do not arrive: a probe finds out, and then those who
+wait look more often instead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import psycopg
+
+from mainspring import entropy, process
+from mainspring.errors import MailboxError
+from mainspring.mailbox.postgres_calls import Call
+from mainspring.mailbox.postgres_connection import Pool
+from mainspring.mailbox.postgres_upkeep import Upkeep
+from mainspring.mailbox.postgres_view import View
+from mainspring.policies import backoff
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+KIND = "postgres hub"
+LOOK_AGAIN = 1.0
+"""Seconds after which those who wait look again, should a notification have been lost."""
+LOOK_WITHOUT_LISTENING = 0.1
+"""The same, while no notifications arrive."""
+PROBE_TIMEOUT = 2.0
+"""Seconds in which a notification to oneself must arrive."""
+PROBE_AGAIN = 60.0
+"""Seconds until it is tried again whether notifications arrive."""
+QUIET = 20.0
+"""Seconds without a notification after which the listening connection is asked whether it is alive."""
+REMEMBERED = 1_000
+"""How many cancelled messages' ids are remembered, so as to announce each once."""
+MAX_TRANSACTIONS = 10
+"""How many handlers of a process may be in a transaction of their own at once, each with a connection."""
+
+
+class Waiters:
+    """The receives of one mailbox object that wait, each on its event.
+
+    ``signals`` is raised whenever there may be more to claim; a receive that parks compares it with what it was before its
+    last claim, so that none is missed between.
+    """
+
+    __slots__ = ("_queue", "announce", "due_in", "look", "parked", "signals")
+
+    def __init__(
+        self, look: Callable[[], None], due_in: Callable[[float], None], announce: Callable[[list[str]], None]
+    ) -> None:
+        self.look = look
+        self.due_in = due_in
+        self.announce = announce
+        self.parked = 0
+        self.signals = 0
+        self._queue: deque[anyio.Event] = deque()
+
+    async def wait(self, deadline: float) -> None:
+        """Wait to be woken, at most until ``deadline`` (anyio's clock)."""
+        event = anyio.Event()
+        self._queue.append(event)
+        self.parked += 1
+        try:
+            with anyio.CancelScope(deadline=deadline):
+                await event.wait()
+        except BaseException:
+            if event.is_set():
+                self.wake(1)  # it was this receive's turn, and it cannot take it
+            raise
+        finally:
+            self.parked -= 1
+            if not event.is_set():
+                self._queue.remove(event)
+
+    def wake(self, count: int) -> None:
+        """Let the ``count`` receives that have waited longest look again."""
+        self.signals += 1
+        for _ in range(min(count, len(self._queue))):
+            self._queue.popleft().set()
+
+    def wake_all(self) -> None:
+        """Let all look again."""
+        self.wake(len(self._queue))
+
+
+class Hub:
+    """See the module. Made by :meth:`shared`, used between :meth:`acquire` and :meth:`release`."""
+
+    def __init__(self, conninfo: str, schema: str, timeout: float, listens: bool) -> None:
+        self.schema = schema
+        self.pool = Pool(conninfo, timeout)
+        self.listening = False
+        self.transactions = anyio.CapacityLimiter(MAX_TRANSACTIONS)
+        self._listens = listens
+        self._users = 0
+        self._waiters: dict[int, list[Waiters]] = {}
+        self._views: dict[int, View] = {}
+        self._announced: dict[str, None] = {}
+        self._numbers: dict[str, int] = {}
+        self._host = anyio.Lock()
+        self._upkeep = Upkeep(self.pool, schema)
+        self._loop = process.event_loop()  # kept alive, so that no other event loop has the same identity
+
+    @classmethod
+    def shared(cls, conninfo: str, schema: str, timeout: float, listens: bool) -> Hub:
+        """The hub of the running event loop for that database, schema and settings."""
+        key = f"{id(process.event_loop())} {conninfo} {schema} {timeout} {listens}"
+        return process.shared(KIND, key, lambda: cls(conninfo, schema, timeout, listens))
+
+    @property
+    def look_again(self) -> float:
+        """Seconds between two looks of those who wait."""
+        return LOOK_AGAIN if self.listening else LOOK_WITHOUT_LISTENING
+
+    def acquire(self) -> None:
+        """Use it; to be undone by :meth:`release`."""
+        self._users += 1
+
+    async def release(self) -> None:
+        """Use it no longer; the last one closes the connections."""
+        self._users -= 1
+        if not self._users:
+            await self.pool.close()
+
+    def view(self, number: int) -> View:
+        """What this process knows of that mailbox's queue."""
+        return self._views.setdefault(number, View())
+
+    async def number(self, name: str, *, make: bool = True) -> int | None:
+        """The number of the mailbox of that name on the store; made where there is none, or (``make=False``) None."""
+        known = self._numbers.get(name)
+        if known is not None:
+            return known
+        if make:
+            found = await self.value("mailbox", name)
+        else:
+            rows: list[tuple[Any, ...]] = []
+            statement = f"SELECT id FROM {self.schema}.mailboxes WHERE name = $1"  # noqa: S608 - a checked name
+            await self.pool.run_alone([Call(statement, (name,), rows.extend)])
+            return rows[0][0] if rows else None  # one that somebody else may drop is not remembered
+        self._numbers[name] = int(found)
+        return int(found)
+
+    def forget(self, name: str) -> None:
+        """The mailbox of that name has another number from now on, or none."""
+        self._numbers.pop(name, None)
+
+    async def rows(self, function: str, *values: Any) -> list[tuple[Any, ...]]:
+        """The rows of a lone call of a function of the schema."""
+        rows: list[tuple[Any, ...]] = []
+        marks = ", ".join(f"${number}" for number in range(1, len(values) + 1))
+        try:
+            await self.pool.run_alone([Call(f"SELECT * FROM {self.schema}.{function}({marks})", values, rows.extend)])  # noqa: S608
+        except psycopg.Error as error:
+            raise MailboxError(f"PostgreSQL refused {function}: {error}") from error
+        return rows
+
+    async def value(self, function: str, *values: Any) -> Any:
+        """The one value of a lone call."""
+        return (await self.rows(function, *values))[0][0]
+
+    # --------------------------------------------------------------------------------------------------------- waiting
+
+    def add_waiters(self, number: int, waiters: Waiters) -> None:
+        """Tell them from now on when there may be something to claim."""
+        self._waiters.setdefault(number, []).append(waiters)
+
+    def remove_waiters(self, number: int, waiters: Waiters) -> None:
+        """Tell them nothing more."""
+        group = self._waiters.get(number, [])
+        if waiters in group:
+            group.remove(waiters)
+
+    def wake(self, number: int, count: int) -> None:
+        """So many messages became pending in that mailbox."""
+        for waiters in self._waiters.get(number, ()):
+            waiters.wake(count)
+
+    def due_in(self, number: int, seconds: float) -> None:
+        """Something will be due in that mailbox."""
+        for waiters in self._waiters.get(number, ()):
+            waiters.due_in(seconds)
+
+    def announce(self, number: int, message_ids: list[str]) -> None:
+        """Messages of that mailbox were cancelled."""
+        new = [message_id for message_id in message_ids if message_id not in self._announced]
+        if not new:
+            return  # a notification of this process's own cancellation comes back here, before or after its result
+        self._announced.update(dict.fromkeys(new))
+        while len(self._announced) > REMEMBERED:
+            del self._announced[next(iter(self._announced))]
+        for waiters in self._waiters.get(number, ()):
+            waiters.announce(new)
+
+    # ------------------------------------------------------------------------------------------------------- listening
+
+    async def host(self) -> None:
+        """Listen, and look after the tables, for all mailboxes of the hub, as soon as no other task does; until cancelled."""
+        async with self._host:
+            try:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._upkeep.run)
+                    if self._listens:
+                        tasks.start_soon(self._keep_listening)
+            finally:
+                self.listening = False
+
+    async def _keep_listening(self) -> None:
+        failures = 0
+        while True:
+            try:
+                await self._listen()
+                failures, pause = 0, PROBE_AGAIN
+            except (MailboxError, psycopg.Error, OSError, TimeoutError):
+                failures = 1 if self.listening else failures + 1
+                pause = backoff(failures, initial=0.1, maximum=10.0, factor=2.0, jitter="full", rng=entropy.rng())
+            self.listening = False
+            self._all_look()
+            await anyio.sleep(pause)
+
+    async def _listen(self) -> None:
+        """Pass notifications on until the connection is lost, which raises; returns where they do not arrive."""
+        connection = await self.pool.connect()
+        try:
+            with anyio.fail_after(self.pool.timeout, shield=True):
+                await connection.execute(f"LISTEN {self.schema}".encode())
+            if not await self._arrives(connection):
+                return
+            self.listening = True
+            self._all_look()  # for what came before
+            while True:
+                async for notification in connection.notifies(timeout=QUIET):
+                    self._notified(notification.payload)
+                with anyio.fail_after(self.pool.timeout, shield=True):
+                    await connection.execute(b"SELECT 1")
+        finally:
+            await self.pool.drop(connection)
+
+    async def _arrives(self, connection: psycopg.AsyncConnection[Any]) -> bool:
+        """Whether a notification, sent over another connection, comes in here."""
+        word = f"0 probe {entropy.token()}"
+        await self.pool.run_alone([Call("SELECT pg_notify($1, $2)", (self.schema, word), _nothing)])
+        async for notification in connection.notifies(timeout=PROBE_TIMEOUT):
+            if notification.payload == word:
+                return True
+            self._notified(notification.payload)
+        return False
+
+    def _notified(self, payload: str) -> None:
+        number, _, rest = payload.partition(" ")
+        if not number.isdigit():
+            return
+        kind, _, message_id = rest.partition(" ")
+        if kind == "cancelled":
+            self.announce(int(number), [message_id])
+        elif kind.isdigit():
+            if kind == "0":  # something was sent that is due later
+                for waiters in self._waiters.get(int(number), ()):
+                    waiters.look()
+            else:
+                self.wake(int(number), int(kind))
+
+    def _all_look(self) -> None:
+        for group in self._waiters.values():
+            for waiters in group:
+                waiters.look()
+
+
+def _nothing(rows: list[tuple[Any, ...]]) -> None:
+    pass

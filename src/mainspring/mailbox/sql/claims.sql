@@ -1,0 +1,181 @@
+-- What time brings, and claims.
+
+CREATE OR REPLACE FUNCTION mainspring.sweep(box integer, since timestamptz, most integer) RETURNS integer
+LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
+SET enable_mergejoin = off SET enable_sort = off SET jit = off SET plan_cache_mode = force_generic_plan AS $$
+-- Leases that ended and delays that are over make pending, the earliest first and each at the tail; an ended lease is a
+-- charged attempt. Messages that expired go to the dead letters. At most `most` of each. How many messages it moved.
+-- `since`: what was due earlier was swept before. One that another transaction works on is left to it.
+DECLARE
+    at timestamptz := clock_timestamp();
+    gained bigint := 0;
+    ended bigint;
+    from_delayed bigint;
+    from_pending bigint;
+BEGIN
+    IF EXISTS (
+        SELECT FROM mainspring.messages m WHERE m.mailbox = box AND m.state <> 0 AND m.due <= at
+            AND m.due >= coalesce(since, '-infinity'::timestamptz)
+    ) THEN
+        WITH ended_ones AS MATERIALIZED (
+            SELECT m.id, m.state FROM mainspring.messages m
+            WHERE m.mailbox = box AND m.state <> 0 AND m.due <= at AND m.due >= coalesce(since, '-infinity'::timestamptz)
+            ORDER BY m.due LIMIT most FOR UPDATE SKIP LOCKED
+        ), placed AS MATERIALIZED (
+            SELECT o.id, o.state, nextval('mainspring.positions') AS pos FROM ended_ones o
+        ), back AS (
+            UPDATE mainspring.messages m SET state = 0, due = NULL, pos = p.pos,
+                attempts = m.attempts + CASE WHEN p.state = 2 THEN 1 ELSE 0 END
+            FROM placed p WHERE m.id = p.id RETURNING p.state
+        )
+        SELECT count(*), count(*) FILTER (WHERE b.state = 2) INTO gained, ended FROM back b;
+        INSERT INTO mainspring.tallies (mailbox, delayed, pending, in_flight)
+            VALUES (box, ended - gained, gained, -ended);
+    END IF;
+    IF EXISTS (
+        SELECT FROM mainspring.messages m
+        WHERE m.mailbox = box AND m.expires_at <= at AND m.expires_at IS NOT NULL AND m.state <> 2
+    ) THEN
+        WITH late AS MATERIALIZED (
+            SELECT m.id FROM mainspring.messages m
+            WHERE m.mailbox = box AND m.expires_at <= at AND m.expires_at IS NOT NULL AND m.state <> 2
+            ORDER BY m.expires_at LIMIT most FOR UPDATE SKIP LOCKED
+        ), gone AS (
+            DELETE FROM mainspring.messages m USING late l WHERE m.id = l.id RETURNING m.*
+        ), buried AS (
+            INSERT INTO mainspring.dead (place, mailbox, dead_at, enqueued_at, first_received_at, lease, deliveries,
+                attempts, rank, id, body, reply_to, headers, dedup_key, history, checkpoint, error, error_type, traceback)
+            SELECT nextval('mainspring.positions'), g.mailbox, g.expires_at, g.enqueued_at, g.first_received_at, g.lease, g.deliveries,
+                g.attempts, g.rank, g.id, g.body, g.reply_to, g.headers, g.dedup_key, g.history, g.checkpoint,
+                'it was not done before its time (expires_in) ran out', 'MessageExpiredError', ''
+            FROM gone g
+        )
+        SELECT count(*) FILTER (WHERE g.state = 1), count(*) FILTER (WHERE g.state = 0)
+            INTO from_delayed, from_pending FROM gone g;
+        INSERT INTO mainspring.tallies (mailbox, delayed, pending, dead)
+            VALUES (box, -from_delayed, -from_pending, from_delayed + from_pending);
+    END IF;
+    RETURN gained + coalesce(from_delayed + from_pending, 0);
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.sweep_all(box integer) RETURNS void LANGUAGE plpgsql AS $$
+-- All that is due by now, for whoever wants exact counts.
+BEGIN
+    WHILE mainspring.sweep(box, NULL, 10000) > 0 LOOP
+    END LOOP;
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.next_due(box integer) RETURNS float8
+LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off
+SET plan_cache_mode = force_generic_plan AS $$
+-- Seconds until something is due that is not by now; NULL where nothing will be.
+DECLARE at timestamptz := clock_timestamp();
+BEGIN
+    RETURN extract(epoch FROM (
+        SELECT m.due FROM mainspring.messages m WHERE m.mailbox = box AND m.state <> 0 AND m.due > at
+        ORDER BY m.due LIMIT 1
+    ) - clock_timestamp());
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.listen(box integer) RETURNS boolean LANGUAGE plpgsql AS $$
+-- Say that somebody waits, and so that senders must tell; whether nobody had said so lately.
+DECLARE at timestamptz := clock_timestamp();
+        before timestamptz;
+BEGIN
+    SELECT b.listened_until INTO before FROM mainspring.mailboxes b WHERE b.id = box;
+    IF before < at + interval '30 seconds' THEN
+        UPDATE mainspring.mailboxes b SET listened_until = at + interval '60 seconds'
+            WHERE b.id = (SELECT c.id FROM mainspring.mailboxes c WHERE c.id = box FOR UPDATE SKIP LOCKED);
+    END IF;
+    RETURN before < at;
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.look(
+    box integer, since float8, OUT moved integer, OUT pending integer, OUT due_in float8, OUT fresh boolean,
+    OUT looked_at float8
+) LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $$
+-- For those who wait: do what is due, see whether there is something (at most 100), and when more will be.
+BEGIN
+    looked_at := extract(epoch FROM clock_timestamp());
+    moved := mainspring.sweep(box, to_timestamp(since), 1000);
+    SELECT count(*) INTO pending
+        FROM (SELECT FROM mainspring.messages m WHERE m.mailbox = box AND m.state = 0 LIMIT 100) AS found;
+    due_in := mainspring.next_due(box);
+    fresh := mainspring.listen(box);
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.claim(
+    box integer, want integer, visibility float8, known smallint[], floors bigint[], since float8, waits boolean
+) RETURNS TABLE (
+    id text, body bytea, lease integer, deliveries integer, attempts integer, enqueued_at float8, first_received_at float8,
+    reply_to text, headers text, checkpoint bytea, history text, rank smallint, pos bigint
+) LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
+SET enable_mergejoin = off SET enable_sort = off SET jit = off SET plan_cache_mode = force_generic_plan AS $$
+-- Lease what comes first. The first row that comes out is no message (its id is NULL): `lease` says how many messages time
+-- has moved, `enqueued_at` the instant of the call, and, where the claim `waits` and found nothing, `first_received_at`
+-- in how many seconds something will be due, and `deliveries` whether senders have only now been asked to tell (1).
+--
+-- `known` and `floors` say for ranks that the caller has seen everything before that place; what may have come there all the
+-- same (from a transaction that took long, or back from another process) is found by a claim that finds too little, and by
+-- those that pass no floors. So a claim does not read again what was settled since the last VACUUM.
+DECLARE
+    at timestamptz := clock_timestamp();
+    until timestamptz := at + visibility * interval '1 second';
+    missing integer := want;
+    taken integer;
+    lane record;
+    lowest boolean := cardinality(floors) = 0;
+BEGIN
+    lease := mainspring.sweep(box, to_timestamp(since), 1000);
+    LOOP
+        FOR lane IN
+            SELECT r.rank, CASE WHEN lowest THEN 0 ELSE coalesce(floors[array_position(known, r.rank)], 0) END AS floor
+            FROM mainspring.ranks r WHERE r.mailbox = box ORDER BY r.rank
+        LOOP
+            RETURN QUERY
+                WITH first AS MATERIALIZED (
+                    SELECT m.ctid AS place FROM mainspring.messages m
+                    WHERE m.mailbox = box AND m.state = 0 AND m.rank = lane.rank AND m.pos >= lane.floor
+                        AND (m.expires_at IS NULL OR m.expires_at > at)
+                    ORDER BY m.pos LIMIT missing FOR UPDATE SKIP LOCKED
+                )
+                UPDATE mainspring.messages m SET state = 2, due = until, lease = m.lease + 1,
+                    deliveries = m.deliveries + 1, first_received_at = coalesce(m.first_received_at, at)
+                WHERE m.ctid = ANY (ARRAY(SELECT f.place FROM first f))
+                RETURNING m.id, m.body, m.lease, m.deliveries, m.attempts,
+                    extract(epoch FROM m.enqueued_at)::float8, extract(epoch FROM m.first_received_at)::float8,
+                    m.reply_to, m.headers, m.checkpoint, m.history, m.rank, m.pos;
+            GET DIAGNOSTICS taken = ROW_COUNT;
+            missing := missing - taken;
+            EXIT WHEN missing = 0;
+        END LOOP;
+        EXIT WHEN missing = 0 OR lowest;
+        lowest := true;
+    END LOOP;
+    IF missing < want THEN
+        INSERT INTO mainspring.tallies (mailbox, pending, in_flight) VALUES (box, missing - want, want - missing);
+    ELSIF waits THEN
+        first_received_at := mainspring.next_due(box);
+        deliveries := CASE WHEN mainspring.listen(box) THEN 1 ELSE 0 END;
+    END IF;
+    enqueued_at := extract(epoch FROM at);
+    id := NULL;
+    RETURN NEXT;
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.unclaim(box integer, ids text[], leases integer[])
+RETURNS TABLE (rank smallint, pos bigint)
+LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
+SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_generic_plan AS $$
+-- Take claims back as if they had not been made.
+DECLARE back integer;
+BEGIN
+    RETURN QUERY
+        UPDATE mainspring.messages m SET state = 0, due = NULL, deliveries = m.deliveries - 1,
+            first_received_at = CASE WHEN m.deliveries > 1 THEN m.first_received_at END
+        FROM unnest(ids, leases) AS g (id, lease)
+        WHERE m.id = g.id AND m.lease = g.lease AND m.mailbox = box AND m.state = 2 RETURNING m.rank, m.pos;
+    GET DIAGNOSTICS back = ROW_COUNT;
+    INSERT INTO mainspring.tallies (mailbox, pending, in_flight) VALUES (box, back, -back);
+    PERFORM mainspring.tell(box, back);
+END $$;

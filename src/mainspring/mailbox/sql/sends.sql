@@ -1,0 +1,112 @@
+-- What puts messages into a mailbox. All rows of a call, or none.
+--
+-- The settings of these functions fix their plans: whichever rows the tables hold when a plan is made, and whether or not
+-- anybody ever ran ANALYZE, each statement goes by the index made for it.
+
+CREATE OR REPLACE FUNCTION mainspring.mailbox(named text) RETURNS integer LANGUAGE plpgsql AS $$
+-- The number of the mailbox of that name, which is made where there is none.
+DECLARE number integer;
+BEGIN
+    LOOP
+        SELECT b.id INTO number FROM mainspring.mailboxes b WHERE b.name = named;
+        EXIT WHEN FOUND;
+        INSERT INTO mainspring.mailboxes (name, opened_at) VALUES (named, clock_timestamp()) ON CONFLICT DO NOTHING;
+    END LOOP;
+    INSERT INTO mainspring.ranks SELECT number, 0
+        WHERE NOT EXISTS (SELECT FROM mainspring.ranks r WHERE r.mailbox = number AND r.rank = 0) ON CONFLICT DO NOTHING;
+    UPDATE mainspring.mailboxes b SET opened_at = clock_timestamp()
+        WHERE b.id = number AND b.opened_at < clock_timestamp() - interval '1 hour';
+    RETURN number;
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.add_ranks(box integer, new_ranks smallint[]) RETURNS void LANGUAGE sql AS $$
+    INSERT INTO mainspring.ranks SELECT box, r FROM unnest(new_ranks) AS r ON CONFLICT DO NOTHING
+$$;
+
+CREATE OR REPLACE FUNCTION mainspring.tell(box integer, gained bigint) RETURNS void LANGUAGE plpgsql AS $$
+-- Let other processes know, when this transaction commits, of so many that became pending (0: that something became due).
+BEGIN
+    IF EXISTS (SELECT FROM mainspring.mailboxes b WHERE b.id = box AND b.listened_until > clock_timestamp()) THEN
+        PERFORM pg_notify('mainspring', box || ' ' || gained);
+    END IF;
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.put(box integer, ids text[], bodies bytea[]) RETURNS void LANGUAGE plpgsql AS $$
+-- Messages that want nothing special.
+DECLARE at timestamptz := clock_timestamp();
+BEGIN
+    INSERT INTO mainspring.messages (id, mailbox, state, rank, pos, enqueued_at, body)
+        SELECT g.id, box, 0, 0, nextval('mainspring.positions'), at, g.body FROM unnest(ids, bodies) AS g (id, body);
+    INSERT INTO mainspring.tallies (mailbox, pending) VALUES (box, cardinality(ids));
+    PERFORM mainspring.tell(box, cardinality(ids));
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.put_special(
+    box integer, ids text[], bodies bytea[], delays float8[], ranks smallint[], reply_tos text[], all_headers text[],
+    lives float8[]
+) RETURNS void LANGUAGE plpgsql AS $$
+DECLARE
+    at timestamptz := clock_timestamp();
+    late bigint;
+BEGIN
+    INSERT INTO mainspring.messages
+            (id, mailbox, state, rank, pos, enqueued_at, due, expires_at, reply_to, headers, body)
+        SELECT g.id, box, CASE WHEN g.delay > 0 THEN 1 ELSE 0 END, g.rank, nextval('mainspring.positions'), at,
+            CASE WHEN g.delay > 0 THEN at + g.delay * interval '1 second' END, at + g.life * interval '1 second',
+            g.reply_to, g.headers, g.body
+        FROM unnest(ids, bodies, delays, ranks, reply_tos, all_headers, lives)
+            AS g (id, body, delay, rank, reply_to, headers, life);
+    SELECT count(*) INTO late FROM unnest(delays) AS d WHERE d > 0;
+    INSERT INTO mainspring.tallies (mailbox, pending, delayed) VALUES (box, cardinality(ids) - late, late);
+    PERFORM mainspring.tell(box, cardinality(ids) - late);
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.put_keyed(
+    box integer, new_id text, new_body bytea, delay float8, new_rank smallint, new_reply_to text, new_headers text,
+    life float8, key text
+) RETURNS text LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $$
+-- One message with a dedup key; its id, or that of the unfinished one with the same key.
+DECLARE
+    at timestamptz := clock_timestamp();
+    found_id text;
+    late boolean := delay > 0;
+BEGIN
+    LOOP
+        SELECT m.id INTO found_id FROM mainspring.messages m WHERE m.mailbox = box AND m.dedup_key = key;
+        IF FOUND THEN
+            RETURN found_id;
+        END IF;
+        INSERT INTO mainspring.messages
+                (id, mailbox, state, rank, pos, enqueued_at, due, expires_at, reply_to, headers, body, dedup_key)
+            VALUES (new_id, box, CASE WHEN late THEN 1 ELSE 0 END, new_rank, nextval('mainspring.positions'), at,
+                CASE WHEN late THEN at + delay * interval '1 second' END, at + life * interval '1 second',
+                new_reply_to, new_headers, new_body, key)
+            ON CONFLICT (mailbox, dedup_key) WHERE dedup_key IS NOT NULL DO NOTHING;
+        IF FOUND THEN
+            INSERT INTO mainspring.tallies (mailbox, pending, delayed)
+                VALUES (box, CASE WHEN late THEN 0 ELSE 1 END, CASE WHEN late THEN 1 ELSE 0 END);
+            PERFORM mainspring.tell(box, CASE WHEN late THEN 0 ELSE 1 END);
+            RETURN new_id;
+        END IF;
+    END LOOP;
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.check_store(store_id text) RETURNS void LANGUAGE plpgsql AS $$
+-- For a connection that is somebody else's: whether it leads to the store of the mailbox.
+BEGIN
+    IF NOT EXISTS (SELECT FROM mainspring.store s WHERE s.id = store_id) THEN
+        RAISE EXCEPTION 'the connection is not to the database of the mailbox' USING ERRCODE = 'MS001';
+    END IF;
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.room(box integer) RETURNS bigint LANGUAGE plpgsql AS $$
+-- How many messages wait, which no other sender that asks changes before this transaction ends.
+BEGIN
+    PERFORM pg_advisory_xact_lock(hashtext('mainspring'), box);
+    PERFORM mainspring.sweep(box, NULL, 1000);
+    RETURN (SELECT coalesce(sum(t.delayed + t.pending + t.in_flight), 0) FROM mainspring.tallies t WHERE t.mailbox = box);
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.known_keys(box integer, keys text[]) RETURNS SETOF text LANGUAGE sql AS $$
+    SELECT m.dedup_key FROM mainspring.messages m WHERE m.mailbox = box AND m.dedup_key = ANY (keys)
+$$;

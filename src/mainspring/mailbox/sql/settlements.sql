@@ -1,0 +1,156 @@
+-- What ends a delivery, or lets it last. Each function does it for those of the given leases that are held, and says for
+-- which (their places among those given, from 1). A lease is held while its number is the message's last one and its end is in the future; the row's lock, which the
+-- change itself takes, keeps that true until the transaction ends.
+
+CREATE OR REPLACE FUNCTION mainspring.acknowledge(box integer, ids text[], leases integer[]) RETURNS bigint[]
+LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
+SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_generic_plan AS $$
+-- Which were NOT held; NULL where all were.
+DECLARE
+    done bigint[];
+    number integer;
+BEGIN
+    WITH gone AS (
+        DELETE FROM mainspring.messages m USING unnest(ids, leases) WITH ORDINALITY AS g (id, lease, n)
+        WHERE m.id = g.id AND m.lease = g.lease AND m.mailbox = box AND m.state = 2 AND m.due > clock_timestamp()
+        RETURNING g.n
+    )
+    SELECT array_agg(o.n) INTO done FROM gone o;
+    number := coalesce(cardinality(done), 0);
+    INSERT INTO mainspring.tallies (mailbox, in_flight, settled) VALUES (box, -number, number);
+    IF number = cardinality(ids) THEN
+        RETURN NULL;
+    END IF;
+    RETURN ARRAY(SELECT n FROM generate_series(1, cardinality(ids)) AS n WHERE done IS NULL OR n <> ALL (done));
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.finish(
+    box integer, ids text[], leases integer[], errors text[], error_types text[], tracebacks text[], histories text[],
+    targets integer[], reply_ids text[], reply_bodies bytea[], reply_headers text[]
+) RETURNS SETOF bigint
+LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
+SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_generic_plan AS $$
+-- Acknowledge, or bury where there is an error; and put the replies into their mailboxes, those that exist. Who was held.
+DECLARE
+    at timestamptz := clock_timestamp();
+    done bigint[];
+    died bigint;
+    reply record;
+BEGIN
+    WITH gone AS (
+        DELETE FROM mainspring.messages m
+        USING unnest(ids, leases, errors, error_types, tracebacks, histories) WITH ORDINALITY
+            AS g (id, lease, error, error_type, traceback, history, n)
+        WHERE m.id = g.id AND m.lease = g.lease AND m.mailbox = box AND m.state = 2 AND m.due > clock_timestamp()
+        RETURNING m.*, g.n, g.error, g.error_type, g.traceback, coalesce(g.history, m.history) AS last_history
+    ), buried AS (
+        INSERT INTO mainspring.dead (place, mailbox, dead_at, enqueued_at, first_received_at, lease, deliveries,
+            attempts, rank, id, body, reply_to, headers, dedup_key, history, checkpoint, error, error_type, traceback)
+        SELECT nextval('mainspring.positions'), o.mailbox, at, o.enqueued_at, o.first_received_at, o.lease, o.deliveries,
+            o.attempts + 1, o.rank, o.id, o.body, o.reply_to, o.headers, o.dedup_key, o.last_history, o.checkpoint,
+            o.error, o.error_type, o.traceback
+        FROM gone o WHERE o.error IS NOT NULL
+    )
+    SELECT array_agg(o.n), count(o.error) INTO done, died FROM gone o;
+    IF done IS NULL THEN
+        RETURN;
+    END IF;
+    INSERT INTO mainspring.tallies (mailbox, in_flight, settled, dead)
+        VALUES (box, -cardinality(done), cardinality(done) - died, died);
+    FOR reply IN
+        SELECT r.target, count(*) AS number, array_agg(r.id) AS ids, array_agg(r.body) AS bodies,
+            array_agg(r.headers) AS headers
+        FROM unnest(targets, reply_ids, reply_bodies, reply_headers) WITH ORDINALITY AS r (target, id, body, headers, n)
+        WHERE r.n = ANY (done) AND EXISTS (SELECT FROM mainspring.mailboxes b WHERE b.id = r.target)
+        GROUP BY r.target
+    LOOP
+        INSERT INTO mainspring.messages (id, mailbox, state, rank, pos, enqueued_at, headers, body)
+            SELECT g.id, reply.target, 0, 0, nextval('mainspring.positions'), at, g.headers, g.body
+            FROM unnest(reply.ids, reply.bodies, reply.headers) AS g (id, body, headers);
+        INSERT INTO mainspring.tallies (mailbox, pending) VALUES (reply.target, reply.number);
+        PERFORM mainspring.tell(reply.target, reply.number);
+    END LOOP;
+    RETURN QUERY SELECT unnest(done);
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.give_back(
+    box integer, ids text[], leases integer[], delays float8[], charges integer[], fronts integer[], histories text[]
+) RETURNS TABLE (n bigint, rank smallint, pos bigint, is_pending boolean)
+LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
+SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_generic_plan AS $$
+-- To the queue again: after a delay, at the tail, or (`fronts`) where it was.
+DECLARE
+    at timestamptz := clock_timestamp();
+    here record;
+    back bigint := 0;
+    late bigint := 0;
+BEGIN
+    FOR here IN
+        UPDATE mainspring.messages m SET
+            state = CASE WHEN g.delay > 0 THEN 1 ELSE 0 END,
+            due = CASE WHEN g.delay > 0 THEN at + g.delay * interval '1 second' END,
+            pos = CASE WHEN g.front = 1 THEN m.pos ELSE nextval('mainspring.positions') END,
+            attempts = m.attempts + g.charge,
+            history = coalesce(g.history, m.history)
+        FROM unnest(ids, leases, delays, charges, fronts, histories) WITH ORDINALITY
+            AS g (id, lease, delay, charge, front, history, n)
+        WHERE m.id = g.id AND m.lease = g.lease AND m.mailbox = box AND m.state = 2 AND m.due > clock_timestamp()
+        RETURNING g.n, m.rank, m.pos, m.state
+    LOOP
+        n := here.n;
+        rank := here.rank;
+        pos := here.pos;
+        is_pending := here.state = 0;
+        back := back + 1;
+        late := late + here.state;
+        RETURN NEXT;
+    END LOOP;
+    IF back > 0 THEN
+        INSERT INTO mainspring.tallies (mailbox, pending, delayed, in_flight) VALUES (box, back - late, late, -back);
+        PERFORM mainspring.tell(box, back - late);
+    END IF;
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.extend(box integer, ids text[], leases integer[], timeouts float8[])
+RETURNS SETOF bigint
+LANGUAGE sql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
+SET enable_mergejoin = off SET jit = off AS $$
+    UPDATE mainspring.messages m SET due = greatest(m.due, clock_timestamp() + g.timeout * interval '1 second')
+    FROM unnest(ids, leases, timeouts) WITH ORDINALITY AS g (id, lease, timeout, n)
+    WHERE m.id = g.id AND m.lease = g.lease AND m.mailbox = box AND m.state = 2 AND m.due > clock_timestamp()
+    RETURNING g.n
+$$;
+
+CREATE OR REPLACE FUNCTION mainspring.save_checkpoint(box integer, ids text[], leases integer[], states bytea[])
+RETURNS SETOF bigint
+LANGUAGE sql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
+SET enable_mergejoin = off SET jit = off AS $$
+    UPDATE mainspring.messages m SET checkpoint = g.state
+    FROM unnest(ids, leases, states) WITH ORDINALITY AS g (id, lease, state, n)
+    WHERE m.id = g.id AND m.lease = g.lease AND m.mailbox = box AND m.state = 2 AND m.due > clock_timestamp()
+    RETURNING g.n
+$$;
+
+CREATE OR REPLACE FUNCTION mainspring.cancel(
+    box integer, given text, OUT outcome text, OUT wants_reply text, OUT with_headers text
+) LANGUAGE plpgsql SET enable_seqscan = off SET jit = off AS $$
+-- End a message by its id, wherever it is, and say so to the process that holds it.
+DECLARE was record;
+BEGIN
+    PERFORM mainspring.sweep(box, NULL, 10000);
+    DELETE FROM mainspring.messages m WHERE m.id = given AND m.mailbox = box
+        RETURNING m.state, m.reply_to, m.headers INTO was;
+    IF NOT FOUND THEN
+        outcome := 'unknown';
+        RETURN;
+    END IF;
+    outcome := CASE WHEN was.state = 2 THEN 'cancelled' ELSE 'removed' END;
+    wants_reply := was.reply_to;
+    with_headers := was.headers;
+    INSERT INTO mainspring.tallies (mailbox, delayed, pending, in_flight, settled) VALUES (box,
+        CASE WHEN was.state = 1 THEN -1 ELSE 0 END, CASE WHEN was.state = 0 THEN -1 ELSE 0 END,
+        CASE WHEN was.state = 2 THEN -1 ELSE 0 END, 1);
+    IF was.state = 2 THEN
+        PERFORM pg_notify('mainspring', box || ' cancelled ' || given);
+    END IF;
+END $$;

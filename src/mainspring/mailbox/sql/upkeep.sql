@@ -1,0 +1,121 @@
+-- Counts, the dead letters, and what keeps the tables small.
+
+CREATE OR REPLACE FUNCTION mainspring.counts(
+    box integer, OUT delayed bigint, OUT pending bigint, OUT in_flight bigint, OUT settled bigint, OUT dead bigint
+) LANGUAGE plpgsql AS $$
+BEGIN
+    PERFORM mainspring.sweep_all(box);
+    SELECT coalesce(sum(t.delayed), 0), coalesce(sum(t.pending), 0), coalesce(sum(t.in_flight), 0),
+            coalesce(sum(t.settled), 0), coalesce(sum(t.dead), 0)
+        INTO delayed, pending, in_flight, settled, dead FROM mainspring.tallies t WHERE t.mailbox = box;
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.fold(box integer) RETURNS void LANGUAGE plpgsql AS $$
+-- Make one row of a mailbox's tallies, unless another process is at it.
+BEGIN
+    IF pg_try_advisory_xact_lock(hashtext('mainspring tallies'), box) THEN
+        WITH old AS (DELETE FROM mainspring.tallies t WHERE t.mailbox = box RETURNING t.*)
+        INSERT INTO mainspring.tallies (mailbox, delayed, pending, in_flight, settled, dead)
+            SELECT box, sum(o.delayed), sum(o.pending), sum(o.in_flight), sum(o.settled), sum(o.dead) FROM old o
+            HAVING count(*) > 0;
+    END IF;
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.purge(box integer) RETURNS bigint LANGUAGE plpgsql AS $$
+DECLARE late bigint; waiting bigint; held bigint;
+BEGIN
+    PERFORM mainspring.sweep_all(box);
+    WITH gone AS (DELETE FROM mainspring.messages m WHERE m.mailbox = box RETURNING m.state)
+    SELECT count(*) FILTER (WHERE g.state = 1), count(*) FILTER (WHERE g.state = 0), count(*) FILTER (WHERE g.state = 2)
+        INTO late, waiting, held FROM gone g;
+    INSERT INTO mainspring.tallies (mailbox, delayed, pending, in_flight, settled)
+        VALUES (box, -late, -waiting, -held, late + waiting + held);
+    RETURN late + waiting + held;
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.dead_letters(box integer, most integer, behind text, named text[])
+RETURNS TABLE (
+    id text, body bytea, deliveries integer, attempts integer, enqueued_at float8, first_received_at float8,
+    reply_to text, headers text, checkpoint bytea, history text, error text, error_type text, traceback text,
+    dead_at float8
+) LANGUAGE plpgsql AS $$
+-- The oldest ones behind the one with that id; or (`named`) those with these ids.
+BEGIN
+    PERFORM mainspring.sweep_all(box);
+    RETURN QUERY
+        SELECT d.id, d.body, d.deliveries, d.attempts, extract(epoch FROM d.enqueued_at)::float8,
+            extract(epoch FROM d.first_received_at)::float8, d.reply_to, d.headers, d.checkpoint, d.history, d.error,
+            d.error_type, d.traceback, extract(epoch FROM d.dead_at)::float8
+        FROM mainspring.dead d
+        WHERE d.mailbox = box AND (named IS NULL OR d.id = ANY (named)) AND d.place > coalesce(
+            (SELECT max(e.place) FROM mainspring.dead e WHERE e.mailbox = box AND e.id = behind), 0)
+        ORDER BY d.place LIMIT most;
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.replay(box integer, named text[], capacity bigint, OUT number bigint, OUT waiting bigint)
+LANGUAGE plpgsql AS $$
+-- Dead letters (NULL: all) to the tail of the queue, with fresh counts. `waiting` is set, and none is sent, where they would
+-- be more than `capacity`.
+BEGIN
+    IF capacity IS NOT NULL THEN
+        waiting := mainspring.room(box);
+        SELECT count(*) INTO number FROM mainspring.dead d WHERE d.mailbox = box AND (named IS NULL OR d.id = ANY (named));
+        IF number = 0 OR waiting + number <= capacity THEN
+            waiting := NULL;
+        ELSE
+            RETURN;
+        END IF;
+    END IF;
+    WITH raised AS (
+        DELETE FROM mainspring.dead d WHERE d.mailbox = box AND (named IS NULL OR d.id = ANY (named)) RETURNING d.*
+    ), in_order AS (
+        SELECT r.*, row_number() OVER (PARTITION BY r.dedup_key ORDER BY r.place) = 1 AND NOT EXISTS (
+            SELECT FROM mainspring.messages m WHERE m.mailbox = box AND m.dedup_key = r.dedup_key
+        ) AS has_key
+        FROM raised r ORDER BY r.place
+    ), sent AS (
+        INSERT INTO mainspring.messages (id, mailbox, state, rank, pos, enqueued_at, lease, reply_to, headers, dedup_key,
+            checkpoint, body)
+        SELECT o.id, o.mailbox, 0, o.rank, nextval('mainspring.positions'), o.enqueued_at, o.lease, o.reply_to, o.headers,
+            CASE WHEN o.has_key THEN o.dedup_key END, o.checkpoint, o.body
+        FROM in_order o RETURNING 1
+    )
+    SELECT count(*) INTO number FROM sent;
+    INSERT INTO mainspring.tallies (mailbox, pending, dead) VALUES (box, number, -number);
+    PERFORM mainspring.tell(box, number);
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.forget(box integer, named text[]) RETURNS bigint LANGUAGE plpgsql AS $$
+DECLARE gone bigint;
+BEGIN
+    PERFORM mainspring.sweep_all(box);
+    DELETE FROM mainspring.dead d WHERE d.mailbox = box AND (named IS NULL OR d.id = ANY (named));
+    GET DIAGNOSTICS gone = ROW_COUNT;
+    INSERT INTO mainspring.tallies (mailbox, settled, dead) VALUES (box, gone, -gone);
+    RETURN gone;
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.drop_mailbox(box integer) RETURNS void LANGUAGE sql AS $$
+    DELETE FROM mainspring.mailboxes b WHERE b.id = box;
+    DELETE FROM mainspring.messages m WHERE m.mailbox = box;
+    DELETE FROM mainspring.dead d WHERE d.mailbox = box;
+    DELETE FROM mainspring.tallies t WHERE t.mailbox = box;
+    DELETE FROM mainspring.ranks r WHERE r.mailbox = box;
+$$;
+
+CREATE OR REPLACE FUNCTION mainspring.drop_stale(prefix text, life float8) RETURNS integer LANGUAGE plpgsql AS $$
+-- Drop the transient mailboxes that nobody has opened or waited on for so many seconds; how many that were.
+DECLARE
+    box integer;
+    dropped integer := 0;
+BEGIN
+    FOR box IN
+        SELECT b.id FROM mainspring.mailboxes b WHERE starts_with(b.name, prefix)
+            AND greatest(b.opened_at, b.listened_until) < clock_timestamp() - life * interval '1 second'
+        FOR UPDATE SKIP LOCKED
+    LOOP
+        PERFORM mainspring.drop_mailbox(box);
+        dropped := dropped + 1;
+    END LOOP;
+    RETURN dropped;
+END $$;
