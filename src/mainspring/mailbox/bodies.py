@@ -28,7 +28,7 @@ class Bodies(MailboxHooks):
     def new_id(self) -> str:
         """A new message id: a random prefix of this mailbox object and a count, so that ids sort in order of sending."""
         if not self._id_prefix:
-            self._id_prefix = entropy.token(96)
+            self._id_prefix = entropy.token(64)
         self._id_count += 1
         return f"{self._id_prefix}{self._id_count:08x}"
 

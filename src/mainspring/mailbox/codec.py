@@ -69,7 +69,8 @@ class Codec:
 
     def encode(self, body: Any) -> bytes:
         """JSON bytes of ``body``; raises :class:`SerializationError` where it is not of the type or is no JSON."""
-        self.check(body)
+        if type(body) is not self._plain:
+            self.check(body)
         try:
             raw = self._dump(body)
         except self._unserializable as error:
