@@ -7,13 +7,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := $(shell find src examples -type f -not -path '*/__pycache__/*' -not -name '.*') pyproject.toml README.md
 
-.PHONY: help demo test lint bench docs clean
+.PHONY: help demo test lint simulate bench docs clean
 
 help:
 	@echo "make demo    index the Python files of this environment with two workers, and hurt them meanwhile"
 	@echo "make test    the tests, on the installed package"
 	@echo "make lint    ruff, mypy, import-linter and the file sizes"
-	@echo "make simulate  10,000 simulated half hours of a fleet in trouble"
+	@echo "make simulate  10,000 half hours of a simulated fleet in trouble"
 	@echo "make bench   the benchmarks, beside those of peers"
 	@echo "make docs    the documentation as a site, in site/"
 	@echo "make clean   remove the virtual environment and what the tools left behind"
