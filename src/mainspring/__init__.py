@@ -54,6 +54,15 @@ if TYPE_CHECKING:
         ReplyNotAvailableError as ReplyNotAvailableError,
     )
     from mainspring.errors import (
+        RequestCancelledError as RequestCancelledError,
+    )
+    from mainspring.errors import (
+        RequestFailedError as RequestFailedError,
+    )
+    from mainspring.errors import (
+        RequestTimeoutError as RequestTimeoutError,
+    )
+    from mainspring.errors import (
         Retry as Retry,
     )
     from mainspring.errors import (
@@ -67,6 +76,15 @@ if TYPE_CHECKING:
     from mainspring.heartbeat import Heartbeat as Heartbeat
     from mainspring.loops.base import Runnable as Runnable
     from mainspring.loops.context import Context as Context
+    from mainspring.loops.dead_letters import (
+        DeadLetterConsumer as DeadLetterConsumer,
+    )
+    from mainspring.loops.dead_letters import (
+        DLQConsumer as DLQConsumer,
+    )
+    from mainspring.loops.dead_letters import (
+        Verdict as Verdict,
+    )
     from mainspring.loops.main import MainLoop as MainLoop
     from mainspring.mailbox.base import (
         Capabilities as Capabilities,
@@ -76,12 +94,16 @@ if TYPE_CHECKING:
     )
     from mainspring.mailbox.memory import InMemoryMailbox as InMemoryMailbox
     from mainspring.mailbox.message import (
+        CancelOutcome as CancelOutcome,
+    )
+    from mainspring.mailbox.message import (
         DeadLetter as DeadLetter,
     )
     from mainspring.mailbox.message import (
         Message as Message,
     )
     from mainspring.mailbox.open import open_mailbox as open_mailbox
+    from mainspring.mailbox.requests import PendingReply as PendingReply
     from mainspring.policies import (
         DeadLetterPolicy as DeadLetterPolicy,
     )
@@ -103,19 +125,21 @@ _HOMES = {
     "errors": (
         "ConfigError", "HandlerStalledError", "HandlerTimeoutError", "InvalidParameterError", "InvalidTransitionError",
         "MailboxClosedError", "MailboxConnectionError", "MailboxError", "MailboxFullError", "MainspringError",
-        "MessageSettledError", "ReceiptHandleExpiredError", "Reject", "ReplyNotAvailableError", "Retry",
-        "SerializationError", "TaskExitError",
+        "MessageSettledError", "ReceiptHandleExpiredError", "Reject", "ReplyNotAvailableError", "RequestCancelledError",
+        "RequestFailedError", "RequestTimeoutError", "Retry", "SerializationError", "TaskExitError",
     ),
     "events": ("Dispatcher",),
     "group": ("LoopGroup",),
     "heartbeat": ("Heartbeat",),
     "loops.base": ("Runnable",),
     "loops.context": ("Context",),
+    "loops.dead_letters": ("DLQConsumer", "DeadLetterConsumer", "Verdict"),
     "loops.main": ("MainLoop",),
     "mailbox.base": ("Capabilities", "Mailbox"),
     "mailbox.memory": ("InMemoryMailbox",),
-    "mailbox.message": ("DeadLetter", "Message"),
+    "mailbox.message": ("CancelOutcome", "DeadLetter", "Message"),
     "mailbox.open": ("open_mailbox",),
+    "mailbox.requests": ("PendingReply",),
     "policies": ("DeadLetterPolicy", "LeasePolicy", "RestartPolicy", "RetryPolicy"),
     "report": ("ShutdownReport",),
     "scope": ("DaemonScope",),

@@ -110,7 +110,7 @@ class MainLoop:
 
     def __repr__(self) -> str:
         state = "running" if self.running else "idle"
-        return f"<MainLoop {self.name!r} on {self.mailbox.name!r} {state} in_flight={self.in_flight}>"
+        return f"<{type(self).__name__} {self.name!r} on {self.mailbox.name!r} {state} in_flight={self.in_flight}>"
 
     def _bind(self, mailbox: Mailbox[Any, Any]) -> None:
         """Settle the types of bodies and replies among handler, ``body=`` and mailbox."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mainspring import clock
 from mainspring.errors import InvalidParameterError, SerializationError
@@ -13,7 +13,7 @@ from mainspring.mailbox.message import DeadLetter, Envelope
 from mainspring.values import is_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from mainspring.mailbox.message import Dead, Delivery
 
@@ -26,6 +26,10 @@ An error reply has no body (JSON null) and, beside ``request_id``, the headers `
 
 class DeadLetterCalls(Bodies):
     """The part of a mailbox that looks after its dead letters."""
+
+    def __init__(self, name: str, body: Any, reply: Any) -> None:
+        super().__init__(name, body, reply)
+        self._mourners: list[Callable[[], object]] = []
 
     if TYPE_CHECKING:
 
@@ -58,6 +62,15 @@ class DeadLetterCalls(Bodies):
         """Forget dead letters (None: all) for good; how many that were."""
         self._check_open()
         return await self._discard_dead(_ids(message_ids))
+
+    def hear_deaths(self, listener: Callable[[], object]) -> Callable[[], None]:
+        """Call ``listener`` when a message was dead-lettered through this object, until the result is called."""
+        self._mourners.append(listener)
+        return lambda: self._mourners.remove(listener)
+
+    def _tell_of_death(self) -> None:
+        for listener in tuple(self._mourners):
+            listener()
 
     def _dead_letter(self, delivery: Delivery, dead: Dead, at: float) -> DeadLetter:
         try:

@@ -331,6 +331,9 @@ class InMemoryMailbox(Mailbox[T, R]):
         sibling._settle_in(name, None)
         return sibling
 
+    def _dead_name(self) -> str:
+        return f"{self._key}~dead"
+
     async def _discard_dead(self, message_ids: list[str] | None) -> int:
         store = self._here()
         store.queue.advance(store.clock())

@@ -1,0 +1,104 @@
+"""``DLQConsumer``: a loop that works on the dead letters of a mailbox, on the engine that all loops share."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from mainspring.errors import ConfigError
+from mainspring.loops.main import MainLoop
+from mainspring.mailbox.base import Mailbox
+from mainspring.mailbox.dead_view import DeadLetterView, Replay
+from mainspring.mailbox.message import Dead, DeadLetter
+from mainspring.values import is_number
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from mainspring.mailbox.message import Message
+    from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
+
+
+class Verdict(StrEnum):
+    """What a handler of dead letters may return."""
+
+    PURGE = "purge"
+    """It is dealt with: forget it. So does returning None."""
+    REPLAY = "replay"
+    """Send it to its mailbox again, with fresh counts."""
+    KEEP = "keep"
+    """Leave it among the dead letters and do not bring it again."""
+
+
+class DLQConsumer(MainLoop):
+    """Takes the dead letters of a mailbox, hands each to a handler as a :class:`DeadLetter`, and does what it says.
+
+    The handler (``(letter)`` or ``(letter, ctx)``, async or plain) returns None or ``Verdict.PURGE`` to have the dead letter
+    forgotten, ``Verdict.REPLAY`` to have it sent to its mailbox again, or ``Verdict.KEEP`` to leave it where it is. ``Retry``,
+    and any other error, brings it again later by ``retry``; ``Reject``, or errors until ``dead_letter`` says enough, keep it:
+    whatever a handler does but return, a dead letter is not lost. While it is worked on it stays among the dead letters of the
+    mailbox and is leased, so that of several consumers, in whatever processes, one has it; after a crash another takes over.
+
+    :param mailbox: whose dead letters; it is opened if nobody has, and a MainLoop may work on it beside this.
+    :param look_every: seconds between looks for dead letters that died in other processes, or of their age; those of the
+        same mailbox object are heard of at once.
+    :param name: for logs, metrics and reports; the handler's name by default.
+
+    The others are those of :class:`MainLoop`.
+
+    :raises ConfigError: as MainLoop, and where the mailbox's store cannot lease dead letters (``Capabilities.siblings`` and
+        ``dedup``).
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox[Any, Any],
+        handler: Callable[..., Any],
+        *,
+        name: str | None = None,
+        concurrency: int = 1,
+        visibility_timeout: float = 60,
+        wait_time_seconds: float = 30,
+        look_every: float = 5.0,
+        retry: RetryPolicy | None = None,
+        dead_letter: DeadLetterPolicy | None = None,
+        lease: LeasePolicy | None = None,
+        handler_timeout: float | None = None,
+        shutdown_timeout: float | None = None,
+        shutdown_priority: int = 0,
+    ) -> None:
+        if not isinstance(mailbox, Mailbox):
+            raise ConfigError(f"DLQConsumer: mailbox must be a Mailbox (see open_mailbox), not {mailbox!r}")
+        if not (is_number(look_every, 0) and look_every):
+            raise ConfigError(f"DLQConsumer: look_every must be above 0 seconds, not {look_every!r}")
+        super().__init__(
+            DeadLetterView(mailbox, look_every=float(look_every)),
+            handler,
+            name=name,
+            concurrency=concurrency,
+            visibility_timeout=visibility_timeout,
+            wait_time_seconds=wait_time_seconds,
+            retry=retry,
+            dead_letter=dead_letter,
+            lease=lease,
+            handler_timeout=handler_timeout,
+            shutdown_timeout=shutdown_timeout,
+            shutdown_priority=shutdown_priority,
+            body=DeadLetter,
+        )
+        self.wrap(self._as_it_says)
+
+    async def _as_it_says(self, message: Message[DeadLetter, None], call: Callable[[], Awaitable[Any]]) -> None:
+        """Do what the handler returned. None and PURGE need nothing: the engine acknowledges, which purges."""
+        verdict = await call()
+        if verdict is None or verdict == Verdict.PURGE:
+            return
+        if verdict == Verdict.REPLAY:
+            await message.settle(Replay())
+        elif verdict == Verdict.KEEP:
+            await message.settle(Dead("its handler chose to keep it", "Verdict.KEEP"))
+        else:
+            raise ConfigError(f"{self.name}: a handler of dead letters returns None or a Verdict, not {verdict!r}")
+
+
+DeadLetterConsumer = DLQConsumer

@@ -1,0 +1,270 @@
+"""The dead letters of a mailbox as a mailbox of its own, so that a loop can work on them with leases.
+
+A dead letter stays among the dead letters of its mailbox until the work on it is done. Who works on it is said by a *ticket*:
+a message with its id in a sibling mailbox, of which there is one at a time (its ``dedup_key`` sees to that). The lease of a
+ticket is the lease of its dead letter: so two consumers, in whatever processes, do not handle one dead letter at once, and a
+crash between two steps leaves a ticket for a dead letter that is gone, which is dropped when it is next received.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from pydantic_core import from_json, to_json
+
+from mainspring.errors import ConfigError, InvalidParameterError, MainspringError
+from mainspring.mailbox.base import Mailbox
+from mainspring.mailbox.keeper import open_in
+from mainspring.mailbox.limits import CLOSE_TIMEOUT
+from mainspring.mailbox.message import Ack, Counts, Dead, DeadLetter, Delivery, Envelope, Return
+from mainspring.periodic import Periodic
+
+if TYPE_CHECKING:
+    from mainspring.mailbox.message import Settlement
+    from mainspring.scope import DaemonScope
+
+PAGE = 500
+_ACK = Ack()
+_RELEASE = Return(charge=False, front=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Replay(Ack):
+    """The settlement that sends a dead letter to its mailbox again."""
+
+
+class _Held(Delivery):
+    """A dead letter in somebody's hands: a delivery of its ticket, with the letter as the body."""
+
+    __slots__ = ("ticket",)
+    ticket: Delivery
+
+
+class DeadLetterView(Mailbox[DeadLetter, None]):
+    """The dead letters of ``source``: received and leased like messages, until they are acknowledged (then they are purged).
+
+    A nack makes one come again, ``dead_letter`` *parks* it: it stays among the dead letters of ``source`` and does not come
+    again, until it is replayed and dies once more, or ``replay_dead_letters`` of the view lets it come. New dead letters come
+    at once where they died through the same mailbox object, else within ``look_every`` seconds.
+
+    It takes no messages, and opens ``source`` where nobody has. :raises ConfigError: the store of ``source`` cannot do it.
+    """
+
+    def __init__(self, source: Mailbox[Any, Any], *, look_every: float) -> None:
+        able = source.capabilities
+        if not (able.siblings and able.dedup):
+            raise ConfigError(
+                f"mailbox {source.name!r}: {type(source).__name__} cannot lease dead letters (that takes Capabilities.siblings"
+                " and dedup); use dead_letters(), replay_dead_letters() and purge_dead_letters()"
+            )
+        super().__init__(f"{source.name} (dead letters)")
+        self.capabilities = replace(able, ordered=False, cancel=False, siblings=False)  # type: ignore[misc]
+        self.serializes = False
+        self.source = source
+        self._look_every = look_every
+        self._tickets: Mailbox[Any, Any] = source._sibling(source._dead_name())  # noqa: SLF001 - this port's own
+        self._after: str | None = None
+
+    def bind(self, *, body: Any = None, reply: Any = None) -> None:
+        """The bodies are dead letters, whatever the handler says; there are no replies."""
+
+    @property
+    def is_bound(self) -> bool:
+        """They are."""
+        return True
+
+    # ---------------------------------------------------------------------------------------------------- life cycle
+
+    async def _open(self, scope: DaemonScope) -> None:
+        await open_in(scope, [self.source, self._tickets])
+        self._feeder = Periodic(self._feed, first=anyio.current_time())
+        self._stop_hearing = self.source.hear_deaths(lambda: self._feeder.wake_by(anyio.current_time()))
+        self._after = None
+        scope.start_soon(self._feeder.run, name=f"tickets of {self.name}")
+
+    async def _close(self) -> None:
+        self._stop_hearing()
+
+    def _wake_all(self) -> None:
+        self._tickets._wake_all()  # noqa: SLF001 - this port's own
+
+    async def _feed(self, overslept: float) -> float:
+        """Make a ticket for each dead letter that has none."""
+        try:
+            if self._after is None:
+                await self._forget_parked()
+            while await self._feed_page():
+                pass
+        except (MainspringError, OSError):  # it is tried again
+            self._after = None
+        return anyio.current_time() + self._look_every
+
+    async def _feed_page(self) -> bool:
+        """Do so for some; whether there may be more. The parked have a ticket that is dead itself."""
+        page = await self.source._dead_letters(PAGE, self._after)  # noqa: SLF001 - this port's own
+        if not page:
+            return False
+        ids = [delivery.message_id for delivery, _, _ in page]
+        parked = {
+            delivery.message_id: _ticket_of(delivery)
+            for delivery, _, _ in await self._tickets._find_dead(ids)  # noqa: SLF001 - this port's own
+        }
+        wanted, stale = [], []
+        for delivery, _, died_at in page:
+            ticket = (delivery.message_id, died_at)
+            if parked.get(delivery.message_id) == ticket:
+                continue
+            if delivery.message_id in parked:  # it was replayed meanwhile, and has died again
+                stale.append(delivery.message_id)
+            wanted.append(_ticket(ticket))
+        if stale:
+            await self._tickets._discard_dead(stale)  # noqa: SLF001 - this port's own
+        if wanted:
+            await self._tickets._put(wanted)  # noqa: SLF001 - this port's own
+        self._after = ids[-1]
+        return len(page) == PAGE
+
+    async def _forget_parked(self) -> None:
+        """Drop the tickets of parked dead letters that are gone."""
+        after = None
+        while page := await self._tickets._dead_letters(PAGE, after):  # noqa: SLF001 - this port's own
+            ids = [delivery.message_id for delivery, _, _ in page]
+            living = {delivery.message_id for delivery, _, _ in await self.source._find_dead(ids)}  # noqa: SLF001
+            gone = [message_id for message_id in ids if message_id not in living]
+            if gone:
+                await self._tickets._discard_dead(gone)  # noqa: SLF001 - this port's own
+            kept = [message_id for message_id in ids if message_id in living]
+            if len(page) < PAGE or not kept:
+                return
+            after = kept[-1]
+
+    # ----------------------------------------------------------------------------------------------------- the hooks
+
+    async def _put(self, envelopes: list[Envelope]) -> list[str]:
+        raise InvalidParameterError(
+            f"{self.name}: it takes no messages; what dies in mailbox {self.source.name!r} comes"
+        )
+
+    async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
+        deadline = anyio.current_time() + wait_time_seconds
+        while True:
+            wait = max(0.0, deadline - anyio.current_time())
+            tickets = await self._tickets._claim(max_messages, visibility_timeout, wait)  # noqa: SLF001
+            if not tickets:
+                return []
+            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT):
+                held = await self._held(tickets)
+                if held:
+                    return held
+
+    async def _held(self, tickets: list[Delivery]) -> list[Delivery]:
+        """The dead letters of claimed tickets; the tickets of those that are gone are dropped."""
+        known = {ticket.receipt_handle: _ticket_of(ticket) for ticket in tickets}
+        try:
+            ids = [message_id for message_id, _ in filter(None, known.values())]
+            found = await self.source._find_dead(ids)  # noqa: SLF001 - this port's own
+        except BaseException:
+            for ticket in reversed(tickets):
+                await self._tickets._settle(ticket, _RELEASE)  # noqa: SLF001 - this port's own
+            raise
+        letters = {(delivery.message_id, at): (delivery, dead, at) for delivery, dead, at in found}
+        held: list[Delivery] = []
+        for ticket in tickets:
+            letter = letters.get(known[ticket.receipt_handle] or ("", 0.0))
+            if letter is None:
+                await self._tickets._settle(ticket, _ACK)  # noqa: SLF001 - this port's own
+            else:
+                body = self.source._dead_letter(*letter)  # noqa: SLF001 - this port's own
+                held.append(_hold(ticket, letter[0], body))
+        return held
+
+    async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        ticket = _ticket_in(delivery)
+        if isinstance(settlement, Ack):
+            # Refused where the lease is lost; the letter goes first, as a ticket without one is dropped and not the other
+            # way round.
+            await self._tickets._extend(ticket, 0.0)  # noqa: SLF001 - this port's own
+            await self._end(delivery, replay=isinstance(settlement, Replay))
+            settlement = _ACK
+        elif isinstance(settlement, Dead):
+            settlement = replace(settlement, reply=None)
+        await self._tickets._settle(ticket, settlement)  # noqa: SLF001 - this port's own
+
+    async def _end(self, delivery: Delivery, *, replay: bool) -> None:
+        """Replay or purge a dead letter, unless somebody else has, and it has died again."""
+        ids = [delivery.message_id]
+        found = await self.source._find_dead(ids)  # noqa: SLF001 - this port's own
+        if not any((letter.message_id, at) == _ticket_of(_ticket_in(delivery)) for letter, _, at in found):
+            return
+        if replay:
+            await self.source._replay(ids)  # noqa: SLF001 - this port's own
+        else:
+            await self.source._discard_dead(ids)  # noqa: SLF001 - this port's own
+
+    async def _extend(self, delivery: Delivery, timeout: float) -> None:
+        await self._tickets._extend(_ticket_in(delivery), timeout)  # noqa: SLF001 - this port's own
+
+    async def _save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
+        await self._tickets._save_checkpoint(_ticket_in(delivery), state)  # noqa: SLF001 - this port's own
+
+    async def _counts(self) -> Counts:
+        """Dead letters that nobody has looked at yet are pending; ``dead`` are the parked ones."""
+        tickets, source = await self._tickets.counts(), await self.source.counts()
+        pending = max(0, source.dead - tickets.dead - tickets.in_flight - tickets.delayed)
+        return Counts(tickets.delayed, pending, tickets.in_flight, tickets.settled, tickets.dead)
+
+    async def _purge(self) -> int:
+        """Forget all dead letters, and who works on which."""
+        await self._tickets._purge()  # noqa: SLF001 - this port's own
+        await self._tickets._discard_dead(None)  # noqa: SLF001 - this port's own
+        return await self.source._discard_dead(None)  # noqa: SLF001 - this port's own
+
+    async def _dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+        return await self._tickets._dead_letters(limit, after)  # noqa: SLF001 - this port's own
+
+    async def _replay(self, message_ids: list[str] | None) -> int:
+        return await self._tickets._replay(message_ids)  # noqa: SLF001 - this port's own
+
+    async def _discard_dead(self, message_ids: list[str] | None) -> int:
+        return await self._tickets._discard_dead(message_ids)  # noqa: SLF001 - this port's own
+
+
+def _ticket(ticket: tuple[str, float]) -> Envelope:
+    """The message that stands for the dead letter of an id that died at that instant."""
+    message_id, died_at = ticket
+    return Envelope(message_id, to_json([message_id, died_at]), dedup_key=f"{message_id} {died_at!r}")
+
+
+def _ticket_of(delivery: Delivery) -> tuple[str, float] | None:
+    """Which dead letter a ticket is for; None where it is no ticket."""
+    try:
+        message_id, died_at = from_json(delivery.body)
+        return str(message_id), float(died_at)
+    except (ValueError, TypeError):
+        return None
+
+
+def _ticket_in(delivery: Delivery) -> Delivery:
+    if not isinstance(delivery, _Held):
+        raise InvalidParameterError(f"message {delivery.message_id}: it was not received from a view of dead letters")
+    return delivery.ticket
+
+
+def _hold(ticket: Delivery, letter: Delivery, body: DeadLetter) -> Delivery:
+    held = _Held(
+        letter.message_id,
+        body,
+        ticket.receipt_handle,
+        ticket.delivery_count,
+        ticket.attempt,
+        ticket.enqueued_at,
+        ticket.first_received_at,
+        headers=letter.headers,
+        checkpoint=ticket.checkpoint,
+        leased_at=ticket.leased_at,
+        history=ticket.history,
+    )
+    held.ticket = ticket
+    return held
