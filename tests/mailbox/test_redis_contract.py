@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from redis_support import place
 
 from mainspring.mailbox.redis import RedisMailbox
 from mainspring.testing import mailbox_contract
+from redis_support import place
 
 pytestmark = pytest.mark.anyio
 

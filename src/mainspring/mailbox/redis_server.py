@@ -53,8 +53,6 @@ class Directory:
         """The node that has the mailbox's slot, asked of another node."""
         try:
             self.cluster = True
-            if self.server.db:
-                raise ConfigError("a cluster has the database 0 only")
             slot = await wire.call("CLUSTER", "KEYSLOT", self._key)
             ranges = await wire.call("CLUSTER", "SLOTS")
             nodes = [(_node(row[2], wire.host), row[0] <= slot <= row[1]) for row in ranges]

@@ -115,6 +115,8 @@ async def _greet(wire: Wire, server: Server, sentinel: bool) -> None:
             f"{_place(wire)} is version {version or 'unknown'}; a mailbox needs Redis {LEAST_VERSION}, or Valkey"
         )
     wire.cluster = said.get(b"mode") == b"cluster"
+    if server.db and wire.cluster:
+        raise ConfigError(f"{_place(wire)} belongs to a cluster, which has the database 0 only")
     if server.db and not sentinel:
         await wire.call("SELECT", server.db)
 

@@ -184,10 +184,17 @@ local function give_back(box, receipt, delay, charged, front, history)
   return 1
 end
 
+-- From the first write of a script on, a server whose memory is full refuses it nothing; and this one it never refuses. So
+-- what is in hand can be finished there, and only what would add messages is refused.
+local function go_on_when_full(box)
+  redis.call('ZREM', box.leases, '')
+end
+
 local function extend(box, receipt, timeout)
   if not held(box, receipt) then
     return 0
   end
+  go_on_when_full(box)
   redis.call('ZADD', box.leases, 'XX', 'GT', now + timeout, receipt)
   return 1
 end
@@ -197,6 +204,7 @@ local function save_checkpoint(box, receipt, state)
     return 0
   end
   local _, _, _, id = of_receipt(receipt)
+  go_on_when_full(box)
   redis.call('HSET', box.more, 'c' .. id, state)
   return 1
 end

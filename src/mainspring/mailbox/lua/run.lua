@@ -58,6 +58,7 @@ end
 
 local operations = {
   open = function() -- so that a transient mailbox exists
+    go_on_when_full(box)
     redis.call('HSETNX', box.state, 'settled', 0)
     box.used = true
     return 1

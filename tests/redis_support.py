@@ -22,6 +22,8 @@ class Place:
     def __init__(self, url: str, **options: Any) -> None:
         self.url = url
         self.options = options
+        self.select = True
+        """Whether the server has databases (a sentinel has none)."""
         self.prefix = f"test-{secrets.token_hex(6)}-"
 
     def mailbox(self, name: str = "jobs", /, *, body: Any = None, reply: Any = None, **options: Any) -> RedisMailbox:
@@ -38,7 +40,7 @@ class Place:
         with socket.create_connection(server.hosts[0], timeout=5) as wire:
             reader = hiredis.Reader()
             result: Any = None
-            for some in (("SELECT", server.db), command):
+            for some in (("SELECT", server.db), command) if self.select else (command,):
                 wire.sendall(hiredis.pack_command(some))  # type: ignore[arg-type]
                 while (result := reader.gets()) is False:
                     reader.feed(wire.recv(65_536))

@@ -1,0 +1,440 @@
+"""The Redis mailbox beside servers of its own: restarts, silence, logins, TLS, sentinels, a cluster."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import signal
+import subprocess
+from contextlib import ExitStack, contextmanager
+
+import anyio
+import pytest
+
+from mainspring import LoopGroup, MailboxConnectionError, MainLoop, open_mailbox
+from mainspring.errors import ConfigError
+from mainspring.mailbox.message import Counts
+from mainspring.testing import mailbox_contract
+from redis_support import Place, place
+from servers import PATIENCE, RedisServer, free_port
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def server():
+    with RedisServer() as own:
+        yield own
+
+
+async def until(holds, what):
+    """Wait until ``await holds()``."""
+    with anyio.move_on_after(PATIENCE) as scope:
+        while not await holds():
+            await anyio.sleep(0.02)
+    assert not scope.cancelled_caught, what
+
+
+# ------------------------------------------------------------------------------------------------- a server that goes away
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_restart_loses_nothing_and_harms_no_handler(server, how, anyio_backend):
+    """What was sent before is done after it, a handler at work goes on, and its acknowledgement is written."""
+    done: list[int] = []
+    at_work, go_on = anyio.Event(), anyio.Event()
+
+    async def handle(job: int) -> None:
+        if job == 0:
+            at_work.set()
+            await go_on.wait()
+        done.append(job)
+
+    with place(server.url) as here:
+        mailbox = here.mailbox(body=int)
+        async with LoopGroup([MainLoop(mailbox, handle, concurrency=2)], guardian=False):
+            await mailbox.send_many([0, 1])
+            await at_work.wait()
+            server.stop(how)
+            with pytest.raises(MailboxConnectionError):
+                await mailbox.send(99)
+            server.start()
+
+            async def sent() -> bool:
+                try:
+                    await mailbox.send(2, dedup_key="2")
+                except MailboxConnectionError:
+                    return False
+                return True
+
+            await until(sent, "sending after the restart")
+            go_on.set()
+
+            async def all_done() -> bool:
+                return sorted(done) == [0, 1, 2] and (await mailbox.counts()).waiting == 0
+
+            await until(all_done, "the work after the restart")
+            assert (await mailbox.counts()).settled == 3
+
+
+async def test_a_waiting_receive_hears_of_a_server_that_died(server, anyio_backend):
+    with place(server.url) as here:
+        async with here.mailbox() as mailbox:
+            with anyio.fail_after(PATIENCE):
+                async with anyio.create_task_group() as group:
+
+                    async def wait():
+                        with pytest.raises(MailboxConnectionError):
+                            await mailbox.receive(wait_time_seconds=600)
+
+                    group.start_soon(wait)
+                    await anyio.wait_all_tasks_blocked()
+                    server.stop(signal.SIGKILL)
+        server.start()
+
+
+async def test_a_waiting_receive_is_called_by_the_server_that_came_back(server, anyio_backend):
+    """Its process is on no list of waiters after the restart: it looks for itself, and is on it again."""
+    with place(server.url) as here:
+        async with here.mailbox() as mailbox, here.mailbox() as other:
+            server.stop()
+            server.start()
+
+            async def usable() -> bool:
+                try:
+                    await other.counts()
+                except MailboxConnectionError:
+                    return False
+                return mailbox._listener.live
+
+            await until(usable, "the connections after the restart")
+            with anyio.fail_after(2):  # well before anybody would look again without a call
+                async with anyio.create_task_group() as group:
+
+                    async def wait():
+                        (message,) = await mailbox.receive(wait_time_seconds=600)
+                        assert message.body == "x"
+
+                    group.start_soon(wait)
+                    await anyio.wait_all_tasks_blocked()
+                    await other.send("x")
+
+
+async def test_a_silent_server_ends_a_call_at_its_timeout(server, anyio_backend):
+    with place(server.url) as here:
+        async with here.mailbox(timeout=0.3) as mailbox:
+            server.send_signal(signal.SIGSTOP)
+            began = anyio.current_time()
+            with pytest.raises(MailboxConnectionError, match=r"did not answer within 0\.3 s"):
+                await mailbox.send("x")
+            assert 0.25 <= anyio.current_time() - began < 5
+            server.send_signal(signal.SIGCONT)
+            await mailbox.send("y")
+
+
+async def test_a_server_that_is_not_there_is_a_connection_error(anyio_backend):
+    port = free_port()
+    with pytest.raises(MailboxConnectionError, match=str(port)):
+        async with open_mailbox(f"redis://127.0.0.1:{port}/0?name=jobs"):
+            pass
+
+
+async def test_what_was_sent_survives_the_kill_of_the_server(server, anyio_backend):
+    """With appendfsync=always a send that has returned is on disk, with its delay, key and lease."""
+    with place(server.url) as here:
+        async with here.mailbox() as mailbox:
+            await mailbox.send("held")
+            (held,) = await mailbox.receive(visibility_timeout=600)
+            first = await mailbox.send("keyed", dedup_key="k")
+            await mailbox.send("later", delay=3_600)
+            server.stop(signal.SIGKILL)
+            server.start()
+
+            async def same() -> bool:
+                try:
+                    return await mailbox.send("keyed", dedup_key="k") == first
+                except MailboxConnectionError:
+                    return False
+
+            await until(same, "the first one's id after the restart")
+            counts = await mailbox.counts()
+            assert (counts.delayed, counts.pending, counts.in_flight) == (1, 1, 1)
+            await held.acknowledge()
+
+
+# ---------------------------------------------------------------------------------------------------------- its settings
+
+
+def lines(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "mainspring.mailbox"]
+
+
+async def test_a_server_without_a_log_is_warned_of_once(caplog, anyio_backend):
+    caplog.set_level(logging.WARNING)
+    with RedisServer("--appendonly", "no") as forgetful, place(forgetful.url) as here:
+        for name in ("one", "two"):
+            async with here.mailbox(name):
+                pass
+        (line,) = lines(caplog)
+        assert "set appendonly yes" in line
+
+
+async def test_a_server_that_evicts_is_warned_of(caplog, anyio_backend):
+    caplog.set_level(logging.WARNING)
+    with RedisServer("--maxmemory-policy", "allkeys-lru") as evicting, place(evicting.url) as here:
+        async with here.mailbox():
+            pass
+        (line,) = lines(caplog)
+        assert "allkeys-lru" in line
+        assert "noeviction" in line
+
+
+async def test_a_server_as_it_should_be_is_not_warned_of(server, caplog, anyio_backend):
+    caplog.set_level(logging.WARNING)
+    with place(server.url) as here:
+        async with here.mailbox():
+            pass
+    assert lines(caplog) == []
+
+
+async def test_a_full_server_takes_no_more_but_what_is_there_can_be_done(server, anyio_backend):
+    with place(server.url) as here:
+        async with here.mailbox() as mailbox:
+            await mailbox.send_many(["acknowledged", "returned", "dead"])
+            here.call("CONFIG", "SET", "maxmemory", 1)
+            with pytest.raises(MailboxConnectionError, match="OOM"):
+                await mailbox.send("more")
+            async with here.mailbox() as worker:
+                done, back, dead = await worker.receive(max_messages=3)
+                await done.extend_visibility(600)
+                await done.save_checkpoint(b"1")
+                await done.acknowledge()
+                await back.nack(delay=60)
+                await dead.dead_letter("no")
+            here.call("CONFIG", "SET", "maxmemory", 0)
+            await mailbox.send("more")
+            assert await mailbox.counts() == Counts(delayed=1, pending=1, settled=1, dead=1)
+
+
+async def test_passwords_users_and_databases(anyio_backend):
+    with RedisServer("--requirepass", "se/cr@t", "--user", "worker", "on", ">pa:ss", "~{ms:*", "&*", "+@all") as locked:
+        host = f"127.0.0.1:{locked.port}"
+        with pytest.raises(ConfigError, match="NOAUTH"):
+            async with open_mailbox(f"redis://{host}/0?name=jobs"):
+                pass
+        with pytest.raises(ConfigError, match="WRONGPASS") as caught:
+            async with open_mailbox(f"redis://:guess@{host}/0?name=jobs"):
+                pass
+        assert "guess" not in str(caught.value)
+        async with open_mailbox(f"redis://:se%2Fcr%40t@{host}/3?name=jobs") as mine:
+            await mine.send("x")
+            assert mine.address == f"redis://{host}/3?name=jobs"
+            assert "se/cr" not in repr(mine)
+            async with open_mailbox(f"redis://{host}/3", name="jobs", username="worker", password="pa:ss") as also:
+                assert (await also.counts()).pending == 1
+            async with open_mailbox(f"redis://:se%2Fcr%40t@{host}/4?name=jobs") as elsewhere:
+                assert (await elsewhere.counts()).pending == 0
+
+
+# ------------------------------------------------------------------------------------------------------------------- TLS
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    """A certificate for localhost that vouches for itself."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl to make certificates with")
+    home = tmp_path_factory.mktemp("tls")
+    cert, key = home / "cert.pem", home / "key.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    new = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    subprocess.run([*new, *subject, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)
+    return cert, key
+
+
+async def test_tls(certificates, anyio_backend):
+    cert, key = certificates
+    secure = free_port()
+    options = (
+        "--tls-port",
+        str(secure),
+        "--tls-cert-file",
+        str(cert),
+        "--tls-key-file",
+        str(key),
+        "--tls-auth-clients",
+        "no",
+    )
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(RedisServer(*options))
+        except RuntimeError as error:
+            pytest.skip(f"this Redis has no TLS: {error}")
+        url = f"rediss://localhost:{secure}/0?name=jobs"
+        with pytest.raises(MailboxConnectionError, match="certificate"):
+            async with open_mailbox(url):
+                pass
+        async with open_mailbox(f"{url}&ca_file={cert}") as mailbox:
+            await mailbox.send_many(["x" * 10_000] * 100)
+            messages = await mailbox.receive(max_messages=1_000, wait_time_seconds=1)
+            assert len(messages) == 100
+
+
+# ------------------------------------------------------------------------------------------------- sentinels and clusters
+
+
+@contextmanager
+def sentinel_of(primary: RedisServer):
+    """A sentinel that watches ``primary``."""
+    with ExitStack() as stack:
+        sentinel = RedisServer("--sentinel")
+        config = sentinel.directory / "sentinel.conf"
+        config.write_text(
+            f"port {sentinel.port}\nbind 127.0.0.1\nsentinel monitor jobs-primary 127.0.0.1 {primary.port} 1\n"
+            "sentinel down-after-milliseconds jobs-primary 500\nsentinel failover-timeout jobs-primary 2000\n"
+        )
+        sentinel.command = lambda: [sentinel.binary, str(config), "--sentinel"]  # type: ignore[method-assign]
+        yield stack.enter_context(sentinel)
+
+
+async def test_a_failover_is_followed(anyio_backend):
+    """The primary dies; the sentinel promotes the replica; sends go on there."""
+    with RedisServer() as primary, RedisServer("--replicaof", f"127.0.0.1 {primary.port}") as replica:
+        with sentinel_of(primary) as sentinel:
+            url = f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{sentinel.port}/jobs-primary/0?name=jobs"
+            await _known_replica(sentinel)
+            async with open_mailbox(url, timeout=2) as mailbox:
+                await mailbox.send("before", dedup_key="before")
+                await _replicated(primary, replica)
+                primary.stop(signal.SIGKILL)
+
+                async def sent() -> bool:
+                    try:
+                        await mailbox.send("after", dedup_key="after")
+                    except MailboxConnectionError:
+                        return False
+                    return True
+
+                with anyio.move_on_after(60) as scope:
+                    while not await sent():
+                        await anyio.sleep(0.1)
+                assert not scope.cancelled_caught, "sending after the failover"
+                bodies = {message.body for message in await mailbox.receive(max_messages=10)}
+                assert bodies == {"before", "after"}
+                with place(replica.url) as there:
+                    assert there.call("ROLE")[0] == b"master"
+
+
+async def _known_replica(sentinel: RedisServer) -> None:
+    here = Place(sentinel.url)
+    here.select = False
+
+    async def known() -> bool:
+        return len(here.call("SENTINEL", "REPLICAS", "jobs-primary")) == 1
+
+    await until(known, "the sentinel's knowledge of the replica")
+
+
+async def _replicated(primary: RedisServer, replica: RedisServer) -> None:
+    with place(primary.url) as here:
+
+        async def done() -> bool:
+            return here.call("WAIT", 1, 100) == 1
+
+        await until(done, "the replica's copy")
+
+
+async def test_an_unknown_service_is_an_error(server, anyio_backend):
+    with sentinel_of(server) as sentinel, pytest.raises(MailboxConnectionError, match="'other'"):
+        async with open_mailbox(f"redis+sentinel://127.0.0.1:{sentinel.port}/other/0?name=jobs"):
+            pass
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Three nodes that share the slots."""
+    with ExitStack() as stack:
+        nodes = []
+        for _ in range(3):
+            own = ("--cluster-enabled", "yes", "--cluster-port", str(free_port()))
+            nodes.append(stack.enter_context(RedisServer(*own)))
+        places = [stack.enter_context(place(node.url)) for node in nodes]
+        for here, first, last in zip(places, (0, 5_461, 10_923), (5_460, 10_922, 16_383), strict=True):
+            here.call("CLUSTER", "ADDSLOTSRANGE", first, last)
+        for here, node in zip(places[1:], nodes[1:], strict=True):
+            bus = node._options[-1]
+            places[0].call("CLUSTER", "MEET", "127.0.0.1", node.port, bus)
+        anyio.run(_agreed, places)
+        yield nodes
+
+
+async def _agreed(places) -> None:
+    async def ok() -> bool:
+        return all(b"cluster_state:ok" in here.call("CLUSTER", "INFO") for here in places) and all(
+            here.call("CLUSTER", "SLOTS") and len(here.call("CLUSTER", "SLOTS")) == 3 for here in places
+        )
+
+    await until(ok, "a cluster that agrees")
+
+
+@pytest.mark.parametrize("scheme", ["redis+cluster", "redis"])
+async def test_the_contract_holds_in_a_cluster(cluster, scheme, anyio_backend):
+    """Mailboxes lie on different nodes; whichever node is named, each is found. Replies go from node to node."""
+    url = f"{scheme}://127.0.0.1:{cluster[0].port}"
+
+    def make(name, *, body=None, reply=None):
+        return open_mailbox(url, name=name, body=body, reply=reply)
+
+    report = await mailbox_contract.run(mailbox_contract.Backend(make, short_lease=0.5), concurrency=20)
+    assert report.ok, str(report)
+    assert not report.skipped
+
+
+async def test_a_slot_that_moves_is_followed(cluster, anyio_backend):
+    """The mailbox's slot goes to another node, as in a resharding; a waiting receive and a sender go along."""
+    with ExitStack() as stack:
+        places = [stack.enter_context(place(node.url)) for node in cluster]
+        async with open_mailbox(f"redis+cluster://127.0.0.1:{cluster[0].port}", name="moving") as mailbox:
+            await mailbox.send("before")
+            slot = places[0].call("CLUSTER", "KEYSLOT", "{ms:moving}:")
+            names = [here.call("CLUSTER", "MYID") for here in places]
+            owner = next(
+                n
+                for n, here in enumerate(places)
+                if any(
+                    row[0] <= slot <= row[1] and int(row[2][1]) == cluster[n].port
+                    for row in here.call("CLUSTER", "SLOTS")
+                )
+            )
+            target = (owner + 1) % 3
+            places[target].call("CLUSTER", "SETSLOT", slot, "IMPORTING", names[owner])
+            places[owner].call("CLUSTER", "SETSLOT", slot, "MIGRATING", names[target])
+            keys = places[owner].call("CLUSTER", "GETKEYSINSLOT", slot, 1_000)
+            places[owner].call("MIGRATE", "127.0.0.1", cluster[target].port, "", 0, 5_000, "KEYS", *keys)
+            for here in (places[target], places[owner], places[3 - owner - target]):
+                here.call("CLUSTER", "SETSLOT", slot, "NODE", names[target])
+            await mailbox.send("after")
+            messages = await mailbox.receive(max_messages=10)
+            assert [message.body for message in messages] == ["before", "after"]
+            with anyio.fail_after(PATIENCE):
+                async with anyio.create_task_group() as group:
+
+                    async def wait():
+                        (message,) = await mailbox.receive(wait_time_seconds=600)
+                        assert message.body == "awaited"
+
+                    group.start_soon(wait)
+                    await anyio.wait_all_tasks_blocked()
+                    await mailbox.send("awaited")
+
+
+async def test_a_cluster_has_one_database(cluster, anyio_backend):
+    with pytest.raises(ConfigError, match="database 0 only"):
+        async with open_mailbox(f"redis://127.0.0.1:{cluster[0].port}/2?name=jobs"):
+            pass
+
+
+async def test_a_single_server_is_no_cluster(server, anyio_backend):
+    with pytest.raises(ConfigError, match="no node of a cluster"):
+        async with open_mailbox(f"redis+cluster://127.0.0.1:{server.port}?name=jobs"):
+            pass
