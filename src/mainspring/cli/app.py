@@ -144,6 +144,24 @@ def send(
     return send_bodies(url, bodies or [], file, options)
 
 
+@app.command(epilog="Example: `mainspring migrate postgresql://app@db.example.org/app`")
+def migrate(
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="A postgresql:// URL; the name of a mailbox is not needed.")
+    ],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")] = False,
+    as_json: _Json = False,
+) -> int:
+    """Make or upgrade the tables of a PostgreSQL store.
+
+    Mailboxes do so when they are opened, unless their URL says migrate=false: then their role needs no right to change
+    tables. Safe while they are in use, and while others migrate too.
+    """
+    from mainspring.cli.migrate import migrate_store
+
+    return migrate_store(url, dry_run=dry_run, as_json=as_json)
+
+
 @app.command(epilog="Example: `mainspring check app:group --grace 45 --longest 300`")
 def check(
     target: _Target,

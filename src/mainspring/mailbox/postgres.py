@@ -26,6 +26,7 @@ from mainspring.mailbox.postgres_address import (
     options_of,
 )
 from mainspring.mailbox.postgres_arrays import Shorts, numbers, texts
+from mainspring.mailbox.postgres_connection import Pool
 from mainspring.mailbox.postgres_hub import Hub
 from mainspring.mailbox.postgres_lanes import Lanes
 from mainspring.mailbox.postgres_transactions import Joined, driver_connection, joined, put_into, put_within
@@ -131,6 +132,16 @@ class PostgresMailbox(Mailbox[T, R]):
     def transactions(self) -> int:
         """How many transactions this process has had with the database, for all its mailboxes, since it opened the first."""
         return 0 if self._hub is None else self._hub.pool.batches
+
+    async def migrate_schema(self, dry_run: bool = False) -> tuple[int, int]:
+        """Make or upgrade the schema, without opening the mailbox; its versions before and after.
+
+        With ``dry_run`` nothing is done, and the second is the version it would have.
+
+        :raises ConfigError: it is of a newer Mainspring, or the role lacks a right.
+        :raises MailboxConnectionError: the server cannot be reached; where it broke off, nothing was changed.
+        """
+        return await schemas.migrate_at(Pool(self._conninfo, self._settings["timeout"]), self._schema, dry_run)
 
     # ----------------------------------------------------------------------------------------------------- life cycle
 

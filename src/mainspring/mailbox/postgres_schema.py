@@ -7,6 +7,7 @@ functions of the schema's version, whatever else is deployed; and a connection p
 from __future__ import annotations
 
 import re
+from contextlib import asynccontextmanager
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ from mainspring.mailbox.postgres_address import SCHEMA
 from mainspring.mailbox.postgres_connection import explained, one_line
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from psycopg import AsyncConnection
 
     from mainspring.mailbox.postgres_connection import Pool
@@ -71,20 +74,40 @@ async def migrate(connection: AsyncConnection[Any], schema: str) -> tuple[int, i
 
 async def prepare(pool: Pool, schema: str, may_migrate: bool) -> str:
     """See that the schema is there, of this version and usable; the identity of the store."""
+    async with _connected(pool, schema) as connection:
+        version = await version_of(connection, schema)
+        check_not_newer(version, schema)
+        if version < SCHEMA_VERSION:
+            if not may_migrate:
+                raise ConfigError(
+                    f"the schema {schema!r} has version {version}, and this Mainspring needs {SCHEMA_VERSION}: run"
+                    " `mainspring migrate URL` first (migrate=false)"
+                )
+            await migrate(connection, schema)
+        await _check_settings(connection)
+        return await store_of(connection, schema)
+
+
+async def migrate_at(pool: Pool, schema: str, dry_run: bool) -> tuple[int, int]:
+    """:func:`migrate` over a connection of its own."""
+    try:
+        async with _connected(pool, schema) as connection:
+            if not dry_run:
+                return await migrate(connection, schema)
+            version = await version_of(connection, schema)
+            check_not_newer(version, schema)
+            return version, SCHEMA_VERSION
+    finally:
+        await pool.close()
+
+
+@asynccontextmanager
+async def _connected(pool: Pool, schema: str) -> AsyncIterator[AsyncConnection[Any]]:
+    """A connection for work on the schema, and what its errors mean to a user. It has an end, and is not cut short."""
     async with pool.connection() as connection:
         try:
             with anyio.fail_after(pool.timeout, shield=True):
-                version = await version_of(connection, schema)
-                check_not_newer(version, schema)
-                if version < SCHEMA_VERSION:
-                    if not may_migrate:
-                        raise ConfigError(
-                            f"the schema {schema!r} has version {version}, and this Mainspring needs {SCHEMA_VERSION}: run"
-                            " `mainspring migrate URL` first (migrate=false)"
-                        )
-                    await migrate(connection, schema)
-                await _check_settings(connection)
-                return await store_of(connection, schema)
+                yield connection
         except TimeoutError:
             raise MailboxConnectionError(f"PostgreSQL did not answer within {pool.timeout:g} s") from None
         except psycopg.Error as error:

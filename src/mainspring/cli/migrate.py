@@ -1,0 +1,38 @@
+"""``mainspring migrate``: make or upgrade the tables of a store, apart from the programs that use it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from mainspring.cli.problems import Problem
+from mainspring.mailbox.open import open_mailbox
+
+if TYPE_CHECKING:
+    from mainspring.mailbox.base import Mailbox
+
+
+def migrate_store(url: str, *, dry_run: bool, as_json: bool) -> int:
+    """Bring the store at ``url`` to this version of Mainspring, or (``dry_run``) say what that would do."""
+    import anyio
+
+    mailbox = open_mailbox(url)
+    migrate = getattr(mailbox, "migrate_schema", None)
+    if migrate is None:
+        raise Problem(f"{url}: this kind of mailbox has no schema to migrate; postgresql:// has")
+    before, after = anyio.run(migrate, dry_run, backend=_backend(mailbox))
+    if as_json:
+        typer.echo(json.dumps({"before": before, "after": after, "changed": before != after and not dry_run}))
+    elif before == after:
+        typer.echo(f"the schema has version {after} already; nothing was to be done")
+    elif dry_run:
+        typer.echo(f"the schema has version {before} and would be brought to version {after}; nothing was done")
+    else:
+        typer.echo(f"the schema was brought from version {before} to version {after}")
+    return 0
+
+
+def _backend(mailbox: Mailbox[Any, Any]) -> str:
+    return "asyncio" if "asyncio" in mailbox.capabilities.async_backends else "trio"
