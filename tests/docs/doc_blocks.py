@@ -30,14 +30,14 @@ _NOT_RUN = re.compile(r"<!-- not run: (.+?) -->")
 _TOKENS = re.compile(
     r"(?P<anything>…)"
     r"|(?P<date>\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?)"
-    r"|(?P<id>\b[0-9a-f]{32}\b)"
+    r"|(?P<id>\b[0-9a-f]{24}\b)"
     r"|(?P<decimal>\d+\.\d+)"
     r"|(?P<space>[ \t]+)"
 )
 _PATTERNS = {
     "anything": r"[^\n]*?",
     "date": r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?",
-    "id": r"[0-9a-f]{32}",
+    "id": r"[0-9a-f]{24}",
     "decimal": r"\d+\.\d+",
     "space": r"[ \t]+",
 }
