@@ -78,5 +78,5 @@ def test_the_web_app_packs_what_was_ordered(session: Session, tmp_path: Path) ->
 def test_the_reminders_are_a_service_too(session: Session, tmp_path: Path) -> None:
     serve, send, _ = commands_of(session.directory / "reminders.py")
     play(session, tmp_path, f"$ {serve}\n...\n… remind: running …\n")
-    play(session, tmp_path, f"$ {send.replace('--delay 5', '--delay 0.2')}\n{'0' * 32}\n")
+    play(session, tmp_path, f"$ {send.replace('--delay 5', '--delay 0.2')}\n{'0' * 24}\n")
     play(session, tmp_path, "ann: Tea\n^C\n...\nmainspring: shutdown (SIGINT) in 0.0 s: clean\n...\n")
