@@ -299,30 +299,32 @@ def sentinel_of(primary: RedisServer):
 
 async def test_a_failover_is_followed(anyio_backend):
     """The primary dies; the sentinel promotes the replica; sends go on there."""
-    with RedisServer() as primary, RedisServer("--replicaof", f"127.0.0.1 {primary.port}") as replica:
-        with sentinel_of(primary) as sentinel:
-            url = f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{sentinel.port}/jobs-primary/0?name=jobs"
-            await _known_replica(sentinel)
-            async with open_mailbox(url, timeout=2) as mailbox:
-                await mailbox.send("before", dedup_key="before")
-                await _replicated(primary, replica)
-                primary.stop(signal.SIGKILL)
+    with ExitStack() as stack:
+        primary = stack.enter_context(RedisServer())
+        replica = stack.enter_context(RedisServer("--replicaof", f"127.0.0.1 {primary.port}"))
+        sentinel = stack.enter_context(sentinel_of(primary))
+        url = f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{sentinel.port}/jobs-primary/0?name=jobs"
+        await _known_replica(sentinel)
+        async with open_mailbox(url, timeout=2) as mailbox:
+            await mailbox.send("before", dedup_key="before")
+            await _replicated(primary, replica)
+            primary.stop(signal.SIGKILL)
 
-                async def sent() -> bool:
-                    try:
-                        await mailbox.send("after", dedup_key="after")
-                    except MailboxConnectionError:
-                        return False
-                    return True
+            async def sent() -> bool:
+                try:
+                    await mailbox.send("after", dedup_key="after")
+                except MailboxConnectionError:
+                    return False
+                return True
 
-                with anyio.move_on_after(60) as scope:
-                    while not await sent():
-                        await anyio.sleep(0.1)
-                assert not scope.cancelled_caught, "sending after the failover"
-                bodies = {message.body for message in await mailbox.receive(max_messages=10)}
-                assert bodies == {"before", "after"}
-                with place(replica.url) as there:
-                    assert there.call("ROLE")[0] == b"master"
+            with anyio.move_on_after(60) as scope:
+                while not await sent():
+                    await anyio.sleep(0.1)
+            assert not scope.cancelled_caught, "sending after the failover"
+            bodies = {message.body for message in await mailbox.receive(max_messages=10)}
+            assert bodies == {"before", "after"}
+            with place(replica.url) as there:
+                assert there.call("ROLE")[0] == b"master"
 
 
 async def _known_replica(sentinel: RedisServer) -> None:
@@ -361,7 +363,7 @@ def cluster():
         places = [stack.enter_context(place(node.url)) for node in nodes]
         for here, first, last in zip(places, (0, 5_461, 10_923), (5_460, 10_922, 16_383), strict=True):
             here.call("CLUSTER", "ADDSLOTSRANGE", first, last)
-        for here, node in zip(places[1:], nodes[1:], strict=True):
+        for node in nodes[1:]:
             bus = node._options[-1]
             places[0].call("CLUSTER", "MEET", "127.0.0.1", node.port, bus)
         anyio.run(_agreed, places)

@@ -136,8 +136,10 @@ local operations = {
     box.gained = box.gained + next_number()
     return 1
   end,
-  leave = function()
-    redis.call('ZREM', box.waiters, next_argument())
+  leave = function() -- it may have been called for what others now have to be called for
+    if redis.call('ZREM', box.waiters, next_argument()) == 0 then
+      box.gained = math.max(box.gained, redis.call('ZCARD', box.ready))
+    end
     return 1
   end,
   look = function() -- by one who waits: also for what was meant for a process that was stopped just as it was woken
