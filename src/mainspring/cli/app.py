@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mainspring import __version__
+from mainspring.cli.dead_verbs import dead
 from mainspring.cli.problems import FAILED, WRONG_USE, Problem, say
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(dead)
 
 
 class Loop(StrEnum):
@@ -67,8 +69,20 @@ def call(arguments: Sequence[str]) -> int:
 
 
 def _verb(arguments: Sequence[str]) -> str:
-    known = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
-    return f"{arguments[0]} " if arguments[0] in known else ""
+    """The verb that the arguments begin with, of one word or two, with a space behind each; none where it is unknown."""
+    found = ""
+    group: typer.Typer | None = app
+    for word in arguments:
+        known = (
+            {c.name or getattr(c.callback, "__name__", ""): None for c in group.registered_commands} if group else {}
+        )
+        inner = [g.typer_instance for g in group.registered_groups if g.typer_instance] if group else []
+        groups = {g.info.name: g for g in inner}
+        if word not in {*known, *groups}:
+            break
+        found += f"{word} "
+        group = groups.get(word)
+    return found
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,293 @@
+"""``mainspring dead``: the dead letters of a mailbox, listed, shown, sent again and purged."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import typer
+
+from mainspring import clock
+from mainspring.cli.problems import FAILED, Problem, say
+from mainspring.cli.simulate import seconds
+from mainspring.mailbox.open import open_mailbox
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+    from mainspring.mailbox.base import Mailbox
+    from mainspring.mailbox.message import DeadLetter
+
+PAGE = 1_000
+WIDTH = 160
+"""Characters of a line of the list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which dead letters are meant: those named, all, or those that fit every filter."""
+
+    ids: tuple[str, ...] = ()
+    everything: bool = False
+    error_type: str | None = None
+    since: str | None = None
+    match: str | None = None
+
+    @property
+    def filtered(self) -> bool:
+        """Whether there is a filter."""
+        return not self.error_type is self.since is self.match is None
+
+    def check(self, verb: str) -> None:
+        """Raise :class:`Problem` unless it says, in one way, what is meant."""
+        if (bool(self.ids), self.everything, self.filtered).count(True) != 1:
+            raise Problem(
+                f"dead {verb}: say which: ids, or --all, or filters (--error-type, --since, --match), and only one of these"
+            )
+
+    def filter(self) -> Callable[[DeadLetter], bool]:
+        """Whether a dead letter fits the filters."""
+        after = None if self.since is None else _instant(self.since)
+        kind, text = self.error_type, None if self.match is None else self.match.casefold()
+
+        def fits(letter: DeadLetter) -> bool:
+            return (
+                (kind is None or letter.error_type == kind)
+                and (after is None or letter.dead_lettered_at >= after)
+                and (text is None or text in letter.error.casefold() or text in _body_text(letter).casefold())
+            )
+
+        return fits
+
+
+def list_dead(url: str, choice: Choice, limit: int, as_json: bool) -> int:
+    """Print the oldest dead letters that fit, and how many there are."""
+    fits = choice.filter()
+
+    async def look(mailbox: Mailbox[Any, Any]) -> tuple[list[DeadLetter], int, int]:
+        total = (await mailbox.counts()).dead
+        if not choice.filtered:
+            return await mailbox.dead_letters(limit=limit), total, total
+        shown: list[DeadLetter] = []
+        matched = 0
+        async for letter in _every(mailbox):
+            if fits(letter):
+                matched += 1
+                if len(shown) < limit:
+                    shown.append(letter)
+        return shown, matched, total
+
+    mailbox = _open(url)
+    letters, matched, total = _with(mailbox, look)
+    if as_json:
+        found = [_summary(letter) for letter in letters]
+        typer.echo(json.dumps({"mailbox": mailbox.name, "dead": total, "matched": matched, "letters": found}, indent=2))
+        return 0
+    for letter in letters:
+        typer.echo(_line(letter))
+    what = f"{matched:,} of {total:,}" if choice.filtered else f"{total:,}"
+    rest = f", {matched - len(letters):,} more are not shown (--limit)" if matched > len(letters) else ""
+    say(f"{what} dead letter(s) in {mailbox.name}{rest}")
+    return 0
+
+
+def show_dead(url: str, message_id: str, as_json: bool) -> int:
+    """Print everything about one dead letter."""
+    mailbox = _open(url)
+    letter = _with(mailbox, lambda opened: opened.dead_letter(message_id))
+    if letter is None:
+        raise Problem(f"there is no dead letter {message_id} in {mailbox.name}; see `mainspring dead list`", FAILED)
+    if as_json:
+        typer.echo(json.dumps(_whole(letter), indent=2))
+        return 0
+    facts: list[tuple[str, object]] = [
+        ("id", letter.message_id),
+        ("mailbox", letter.mailbox),
+        ("died", _date(letter.dead_lettered_at)),
+        ("error", f"{letter.error_type}: {letter.error}"),
+        ("attempts", f"{letter.attempt} ({letter.delivery_count} deliveries)"),
+        ("sent", _date(letter.enqueued_at)),
+        ("received", "never" if letter.first_received_at is None else f"{_date(letter.first_received_at)} first"),
+        ("reply to", letter.reply_to or "nobody"),
+        *((f"header {key}", value) for key, value in letter.headers.items()),
+        ("body", _body_text(letter)),
+    ]
+    for name, value in facts:
+        typer.echo(f"{name:<9} {_printable(str(value))}")
+    if letter.history:
+        typer.echo("history")
+    for failure in letter.history:
+        at = "at an unknown time" if failure.at is None else _date(failure.at)
+        typer.echo(f"  attempt {failure.attempt}, {at}: {_printable(f'{failure.error_type}: {failure.error}')}")
+    if letter.traceback:
+        typer.echo(f"traceback\n{_printable(letter.traceback.rstrip(), keep=chr(10))}")
+    return 0
+
+
+def replay_dead(url: str, choice: Choice, as_json: bool) -> int:
+    """Send dead letters to their mailbox again."""
+    choice.check("replay")
+    mailbox = _open(url)
+    return _report(mailbox, choice, "replayed", _with(mailbox, lambda opened: _act(opened, choice, "replay")), as_json)
+
+
+def purge_dead(url: str, choice: Choice, yes: bool, as_json: bool) -> int:
+    """Forget dead letters for good, having asked first where they are not named."""
+    choice.check("purge")
+    mailbox = _open(url)
+    if not yes and not choice.ids:
+        _confirm(mailbox, choice)
+    return _report(mailbox, choice, "purged", _with(mailbox, lambda opened: _act(opened, choice, "purge")), as_json)
+
+
+async def _act(mailbox: Mailbox[Any, Any], choice: Choice, verb: str) -> int:
+    do = mailbox.replay_dead_letters if verb == "replay" else mailbox.purge_dead_letters
+    if choice.everything:
+        return await do()
+    ids = list(choice.ids) if choice.ids else await _chosen(mailbox, choice)
+    done = 0
+    for start in range(0, len(ids), PAGE):
+        done += await do(ids[start : start + PAGE])
+    return done
+
+
+async def _chosen(mailbox: Mailbox[Any, Any], choice: Choice) -> list[str]:
+    fits = choice.filter()
+    return [letter.message_id async for letter in _every(mailbox) if fits(letter)]
+
+
+async def _every(mailbox: Mailbox[Any, Any]) -> AsyncIterator[DeadLetter]:
+    after = None
+    while page := await mailbox.dead_letters(limit=PAGE, after=after):
+        for letter in page:
+            yield letter
+        if len(page) < PAGE:
+            return
+        after = page[-1].message_id
+
+
+def _report(mailbox: Mailbox[Any, Any], choice: Choice, done: str, count: int, as_json: bool) -> int:
+    missing = len(set(choice.ids)) - count if choice.ids else 0
+    if as_json:
+        typer.echo(json.dumps({"mailbox": mailbox.name, done: count, "missing": missing}))
+    else:
+        typer.echo(f"{count:,} dead letter(s) {done}")
+    if missing:
+        say(f"{missing:,} of the ids are no dead letters of {mailbox.name} (any more)")
+        return FAILED
+    return 0
+
+
+def _confirm(mailbox: Mailbox[Any, Any], choice: Choice) -> None:
+    async def count(opened: Mailbox[Any, Any]) -> int:
+        return (await opened.counts()).dead if choice.everything else len(await _chosen(opened, choice))
+
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise Problem("dead purge: nobody can be asked here whether to forget them for good; pass --yes")
+    found = _with(mailbox, count)
+    if not typer.confirm(f"Forget {found:,} dead letter(s) of {mailbox.name} for good?", err=True):
+        raise Problem("nothing was purged", FAILED)
+
+
+# ---------------------------------------------------------------------------------------------------------- the mailbox
+
+
+def _open(url: str) -> Mailbox[Any, Any]:
+    if url.startswith("memory:"):
+        raise Problem(
+            "a memory:// mailbox lives and ends with one process: there is nothing of it to be seen from here"
+        )
+    mailbox = open_mailbox(url)
+    path = getattr(mailbox, "path", None)
+    if isinstance(path, str) and not Path(path).exists():
+        raise Problem(f"there is no mailbox file {path}", FAILED)
+    return mailbox
+
+
+def _with(mailbox: Mailbox[Any, Any], act: Callable[[Mailbox[Any, Any]], Awaitable[Any]]) -> Any:
+    """What ``act`` makes of the mailbox, which is open meanwhile."""
+
+    async def run() -> Any:
+        async with mailbox:
+            return await act(mailbox)
+
+    return anyio.run(run)
+
+
+# ------------------------------------------------------------------------------------------------------------ the output
+
+
+def _summary(letter: DeadLetter) -> dict[str, Any]:
+    """A dead letter for JSON, without what is long."""
+    found = _whole(letter)
+    del found["traceback"], found["history"]
+    return found
+
+
+def _whole(letter: DeadLetter) -> dict[str, Any]:
+    raw = letter.raw.decode(errors="replace") if isinstance(letter.raw, bytes) else str(letter.raw)
+    return {
+        "message_id": letter.message_id,
+        "mailbox": letter.mailbox,
+        "body": letter.body,
+        **({"raw": raw} if letter.body is None and raw != "null" else {}),
+        "error": letter.error,
+        "error_type": letter.error_type,
+        "attempt": letter.attempt,
+        "delivery_count": letter.delivery_count,
+        "enqueued_at": letter.enqueued_at.isoformat(),
+        "first_received_at": letter.first_received_at and letter.first_received_at.isoformat(),
+        "dead_lettered_at": letter.dead_lettered_at.isoformat(),
+        "reply_to": letter.reply_to,
+        "headers": dict(letter.headers),
+        "history": [
+            {**asdict(failure), "at": None if failure.at is None else failure.at.isoformat()}
+            for failure in letter.history
+        ],
+        "traceback": letter.traceback,
+    }
+
+
+def _line(letter: DeadLetter) -> str:
+    error = _printable(f"{letter.error_type}: {letter.error}")
+    text = f"{letter.message_id}  {_date(letter.dead_lettered_at)}  attempt {letter.attempt}  {error}"
+    return text if len(text) <= WIDTH else f"{text[: WIDTH - 1]}…"
+
+
+def _body_text(letter: DeadLetter) -> str:
+    """The body as one line of JSON, or what the store held where that is none."""
+    if letter.body is None and isinstance(letter.raw, bytes):
+        return letter.raw.decode(errors="backslashreplace")
+    return json.dumps(letter.body, ensure_ascii=False)
+
+
+def _printable(text: str, *, keep: str = "") -> str:
+    """``text`` without what a terminal would obey: errors and bodies come from anywhere."""
+    return "".join(char if char.isprintable() or char in keep else repr(char)[1:-1] for char in text)
+
+
+def _date(instant: datetime) -> str:
+    return instant.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+
+
+def _instant(text: str) -> datetime:
+    """The instant so long ago (``24h``), or that is a date (ISO 8601; without a zone it is UTC)."""
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        ago = seconds(text)
+        if not (math.isfinite(ago) and 0 <= ago < 1e9):
+            raise Problem(f"--since {text!r} is no time ago; write for example 30m, 24h, 7d, or a date") from None
+        return clock.utc_now() - timedelta(seconds=ago)
+    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+
+
+def choice_of(ids: Sequence[str] | None, everything: bool, *filters: str | None) -> Choice:
+    """The choice that the command line makes."""
+    return Choice(tuple(ids or ()), everything, *filters)

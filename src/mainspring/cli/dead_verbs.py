@@ -1,0 +1,90 @@
+"""The arguments of ``mainspring dead`` and its verbs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+dead = typer.Typer(
+    name="dead",
+    help="Look after the dead letters of a mailbox: messages that were given up, with why.",
+    rich_markup_mode="markdown",
+    no_args_is_help=False,
+)
+
+_Url = Annotated[str, typer.Argument(metavar="URL", help="The mailbox, for example sqlite:///jobs.db?name=emails.")]
+_Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Those of these ids.")]
+_All = Annotated[bool, typer.Option("--all", help="All of them.")]
+_ErrorType = Annotated[str | None, typer.Option(metavar="NAME", help="Those that died of an error of this type.")]
+_Since = Annotated[
+    str | None, typer.Option(metavar="TIME", help="Those that died since: 30m, 24h, 7d ago, or a date (ISO 8601, UTC).")
+]
+_Match = Annotated[str | None, typer.Option(metavar="TEXT", help="Those with this text in the error or the body.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@dead.command("list", epilog="Example: `mainspring dead list 'sqlite:///jobs.db?name=emails' --since 24h`")
+def list_(
+    url: _Url,
+    error_type: _ErrorType = None,
+    since: _Since = None,
+    match: _Match = None,
+    limit: Annotated[int, typer.Option(min=1, help="Show at most so many, the oldest first.")] = 100,
+    as_json: _Json = False,
+) -> int:
+    """List dead letters, a line each, and say how many there are."""
+    from mainspring.cli.dead import choice_of, list_dead
+
+    return list_dead(url, choice_of(None, False, error_type, since, match), limit, as_json)
+
+
+@dead.command(epilog="Example: `mainspring dead show 'sqlite:///jobs.db?name=emails' 3f2a…`")
+def show(
+    url: _Url,
+    message_id: Annotated[str, typer.Argument(metavar="ID", help="Its id, as `dead list` prints it.")],
+    as_json: _Json = False,
+) -> int:
+    """Show one dead letter: body, error, history of its attempts, traceback. Status 1 where there is none of that id."""
+    from mainspring.cli.dead import show_dead
+
+    return show_dead(url, message_id, as_json)
+
+
+@dead.command(epilog="Example: `mainspring dead replay 'sqlite:///jobs.db?name=emails' --error-type TimeoutError`")
+def replay(
+    url: _Url,
+    ids: _Ids = None,
+    everything: _All = False,
+    error_type: _ErrorType = None,
+    since: _Since = None,
+    match: _Match = None,
+    as_json: _Json = False,
+) -> int:
+    """Send dead letters to their mailbox again, with fresh counts: those named, all, or those that fit every filter.
+
+    The exit status is 1 where an id is none of a dead letter.
+    """
+    from mainspring.cli.dead import choice_of, replay_dead
+
+    return replay_dead(url, choice_of(ids, everything, error_type, since, match), as_json)
+
+
+@dead.command(epilog="Example: `mainspring dead purge 'sqlite:///jobs.db?name=emails' --all --yes`")
+def purge(
+    url: _Url,
+    ids: _Ids = None,
+    everything: _All = False,
+    error_type: _ErrorType = None,
+    since: _Since = None,
+    match: _Match = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: _Json = False,
+) -> int:
+    """Forget dead letters for good: those named, all, or those that fit every filter. Asks, unless they are named.
+
+    The exit status is 1 where an id is none of a dead letter.
+    """
+    from mainspring.cli.dead import choice_of, purge_dead
+
+    return purge_dead(url, choice_of(ids, everything, error_type, since, match), yes, as_json)

@@ -1,0 +1,343 @@
+"""``mainspring dead``: list, show, replay and purge, of those that are meant and of no others."""
+
+from __future__ import annotations
+
+import json
+import pty
+import subprocess
+from contextlib import closing
+from os import close, fdopen, write
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import apsw
+import pytest
+from cli_helpers import MAINSPRING, PATIENCE, only_line, run
+
+from mainspring import InMemoryMailbox, open_mailbox
+from mainspring.cli.app import call
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mainspring import Mailbox, Message
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'jobs.db'}?name=emails"
+
+
+def with_mailbox(url: str, act: Any) -> Any:
+    async def main() -> Any:
+        async with open_mailbox(url) as mailbox:
+            return await act(mailbox)
+
+    return anyio.run(main)
+
+
+async def _die(message: Message[Any, Any]) -> None:
+    try:
+        raise (LookupError if message.body % 2 else TimeoutError)(f"no answer to {message.body}")
+    except Exception as error:
+        await message.dead_letter(error)
+
+
+@pytest.fixture
+def ids(url: str) -> list[str]:
+    """Six dead letters, 0 to 5, of which the odd ones died of a LookupError; one more message waits."""
+
+    async def fill(mailbox: Mailbox[Any, Any]) -> list[str]:
+        sent = await mailbox.send_many(range(6), headers={"tenant": "a"}, reply_to="elsewhere")
+        (first, *others) = await mailbox.receive(max_messages=6)
+        await first.nack(error=ConnectionError("at first"))
+        for message in others:
+            await _die(message)
+        await _die((await mailbox.receive())[0])
+        await mailbox.send("alive")
+        return [*sent[1:], sent[0]]
+
+    found: list[str] = with_mailbox(url, fill)
+    return found
+
+
+def counts(url: str) -> tuple[int, int, int]:
+    """How many are pending, dead, settled."""
+
+    async def look(mailbox: Mailbox[Any, Any]) -> tuple[int, int, int]:
+        found = await mailbox.counts()
+        return found.pending, found.dead, found.settled
+
+    seen: tuple[int, int, int] = with_mailbox(url, look)
+    return seen
+
+
+def dead_bodies(url: str) -> list[int]:
+    async def look(mailbox: Mailbox[Any, Any]) -> list[int]:
+        return sorted(letter.body for letter in await mailbox.dead_letters())
+
+    found: list[int] = with_mailbox(url, look)
+    return found
+
+
+def age(url: str, message_ids: list[str], seconds: float) -> None:
+    """Let some of them have died that much earlier."""
+    path = url.removeprefix("sqlite:///").partition("?")[0]
+    with closing(apsw.Connection(path)) as connection:
+        marks = ",".join("?" * len(message_ids))
+        connection.execute(f"UPDATE dead SET dead_at = dead_at - {seconds} WHERE id IN ({marks})", message_ids)
+
+
+# ---------------------------------------------------------------------------------------------------------------- list
+
+
+def test_the_list_has_a_line_for_each_the_oldest_first(url: str, ids: list[str], capsys: Any) -> None:
+    assert call(["dead", "list", url]) == 0
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert [line.split()[0] for line in lines] == ids
+    assert "LookupError: no answer to 1" in lines[0]
+    assert "attempt 2" in lines[-1]
+    assert only_line(printed.err) == "mainspring: 6 dead letter(s) in emails"
+
+
+def test_a_filter_of_the_list_says_how_many_of_all(url: str, ids: list[str], capsys: Any) -> None:
+    assert call(["dead", "list", url, "--error-type", "LookupError", "--limit", "2"]) == 0
+    printed = capsys.readouterr()
+    assert [line.split()[0] for line in printed.out.splitlines()] == [ids[0], ids[2]]
+    assert only_line(printed.err) == "mainspring: 3 of 6 dead letter(s) in emails, 1 more are not shown (--limit)"
+
+
+def test_the_list_as_json(url: str, ids: list[str], capsys: Any) -> None:
+    assert call(["dead", "list", url, "--match", "ANSWER TO 3", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    (letter,) = printed.pop("letters")
+    assert printed == {"mailbox": "emails", "dead": 6, "matched": 1}
+    assert (letter["message_id"], letter["body"], letter["error_type"]) == (ids[2], 3, "LookupError")
+    assert (letter["headers"], letter["reply_to"]) == ({"tenant": "a"}, "elsewhere")
+    assert "traceback" not in letter
+
+
+@pytest.mark.parametrize(
+    ("since", "matched"), [("1h", 4), ("3d", 6), ("0", 0), ("2001-01-01", 6), ("2999-01-01T00:00:00", 0)]
+)
+def test_since_is_an_age_or_a_date(url: str, ids: list[str], capsys: Any, since: str, matched: int) -> None:
+    age(url, ids[:2], 7_200)
+    assert call(["dead", "list", url, "--since", since, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["matched"] == matched
+
+
+def test_match_looks_into_the_body_too(url: str, ids: list[str], capsys: Any) -> None:
+    async def more(mailbox: Mailbox[Any, Any]) -> None:
+        await mailbox.send({"to": "Ann@example.org"}, priority=1)
+        await (await mailbox.receive())[0].dead_letter("bounced")
+
+    with_mailbox(url, more)
+    assert call(["dead", "list", url, "--match", "ann@", "--json"]) == 0
+    assert [letter["error"] for letter in json.loads(capsys.readouterr().out)["letters"]] == ["bounced"]
+
+
+def test_errors_cannot_speak_to_the_terminal(url: str, capsys: Any) -> None:
+    async def one(mailbox: Mailbox[Any, Any]) -> str:
+        sent: str = await mailbox.send("job")
+        await (await mailbox.receive())[0].dead_letter("red \x1b[31m\nand a line of its own")
+        return sent
+
+    message_id = with_mailbox(url, one)
+    assert call(["dead", "list", url]) == 0
+    assert only_line(capsys.readouterr().out).endswith(r"Reject: red \x1b[31m\nand a line of its own")
+    assert call(["dead", "show", url, message_id]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------------- show
+
+
+def test_show_tells_everything(url: str, ids: list[str], capsys: Any) -> None:
+    assert call(["dead", "show", url, ids[-1]]) == 0
+    out = capsys.readouterr().out
+    for part in (
+        f"id        {ids[-1]}",
+        "error     TimeoutError: no answer to 0",
+        "attempts  2 (2 deliveries)",
+        "reply to  elsewhere",
+        "header tenant a",
+        "body      0",
+        "attempt 1, ",
+        "ConnectionError: at first",
+        "Traceback (most recent call last)",
+    ):
+        assert part in out
+
+
+def test_show_as_json(url: str, ids: list[str], capsys: Any) -> None:
+    assert call(["dead", "show", url, ids[-1], "--json"]) == 0
+    letter = json.loads(capsys.readouterr().out)
+    assert [(one["attempt"], one["error_type"]) for one in letter["history"]] == [
+        (1, "ConnectionError"),
+        (2, "TimeoutError"),
+    ]
+    assert letter["traceback"].startswith("Traceback")
+    assert letter["dead_lettered_at"].endswith("+00:00")
+
+
+def test_a_body_that_is_no_json_is_shown_as_it_is(url: str, capsys: Any) -> None:
+    async def corrupt(mailbox: Mailbox[Any, Any]) -> str:
+        sent: str = await mailbox.send("job")
+        return sent
+
+    message_id = with_mailbox(url, corrupt)
+    with closing(apsw.Connection(url.removeprefix("sqlite:///").partition("?")[0])) as connection:
+        connection.execute("UPDATE messages SET body = ?", (b"\xff{",))
+
+    async def take(mailbox: Mailbox[Any, Any]) -> None:
+        assert await mailbox.receive() == []
+
+    with_mailbox(url, take)
+    assert call(["dead", "show", url, message_id]) == 0
+    assert r"body      \xff{" in capsys.readouterr().out
+    assert call(["dead", "show", url, message_id, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["raw"] == "\ufffd{"
+
+
+def test_one_that_is_not_there(url: str, ids: list[str], capsys: Any) -> None:
+    assert call(["dead", "show", url, "no-such-id"]) == 1
+    assert "no dead letter no-such-id in emails" in only_line(capsys.readouterr().err)
+
+
+# ---------------------------------------------------------------------------------------------------- replay and purge
+
+
+def test_replay_of_some_by_their_ids(url: str, ids: list[str], capsys: Any) -> None:
+    assert call(["dead", "replay", url, ids[0], ids[1]]) == 0
+    assert capsys.readouterr().out == "2 dead letter(s) replayed\n"
+    assert counts(url) == (3, 4, 0)
+
+
+def test_an_id_that_is_none_is_told_and_the_others_are_done(url: str, ids: list[str], capsys: Any) -> None:
+    assert call(["dead", "replay", url, ids[0], "no-such-id", "--json"]) == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"mailbox": "emails", "replayed": 1, "missing": 1}
+    assert "1 of the ids" in only_line(printed.err)
+    assert counts(url) == (2, 5, 0)
+
+
+def test_replay_of_all(url: str, ids: list[str]) -> None:
+    assert call(["dead", "replay", url, "--all"]) == 0
+    assert counts(url) == (7, 0, 0)
+
+
+def test_filters_are_joined_by_and(url: str, ids: list[str]) -> None:
+    age(url, ids[2:], 7_200)
+    assert call(["dead", "replay", url, "--error-type", "LookupError", "--since", "1h", "--match", "answer"]) == 0
+    assert dead_bodies(url) == [0, 2, 3, 4, 5]
+
+
+def test_a_filter_that_fits_nothing_does_nothing(url: str, ids: list[str], capsys: Any) -> None:
+    assert call(["dead", "replay", url, "--match", "nothing like it"]) == 0
+    assert capsys.readouterr().out == "0 dead letter(s) replayed\n"
+    assert counts(url) == (1, 6, 0)
+
+
+def test_purge_by_id_does_not_ask(url: str, ids: list[str]) -> None:
+    assert call(["dead", "purge", url, ids[0]]) == 0
+    assert counts(url) == (1, 5, 1)
+
+
+@pytest.mark.parametrize("which", [["--all"], ["--error-type", "LookupError"]])
+def test_purge_without_a_terminal_wants_yes(url: str, ids: list[str], tmp_path: Path, which: list[str]) -> None:
+    ended = run("dead", "purge", url, *which, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert "--yes" in only_line(ended.stderr)
+    assert counts(url) == (1, 6, 0)
+
+
+def test_purge_with_yes(url: str, ids: list[str]) -> None:
+    assert call(["dead", "purge", url, "--error-type", "TimeoutError", "--yes"]) == 0
+    assert dead_bodies(url) == [1, 3, 5]
+    assert call(["dead", "purge", url, "--all", "-y"]) == 0
+    assert counts(url) == (1, 0, 6)
+
+
+@pytest.mark.parametrize(("answer", "status", "left"), [(b"y\n", 0, 0), (b"n\n", 1, 6)])
+def test_purge_asks_at_a_terminal(url: str, ids: list[str], answer: bytes, status: int, left: int) -> None:
+    master, slave = pty.openpty()
+    try:
+        write(master, answer)
+        ended = subprocess.run(
+            [*MAINSPRING, "dead", "purge", url, "--all"],
+            stdin=slave,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+    finally:
+        close(slave)
+        fdopen(master, "wb").close()
+    assert ended.returncode == status, ended.stderr
+    assert "Forget 6 dead letter(s) of emails for good?" in ended.stderr
+    assert counts(url)[1] == left
+
+
+def test_more_than_a_page_is_filtered_and_replayed(url: str) -> None:
+    async def fill(mailbox: Mailbox[Any, Any]) -> None:
+        for start in range(0, 2_400, 800):
+            await mailbox.send_many(range(start, start + 800))
+            for message in await mailbox.receive(max_messages=800):
+                await message.dead_letter("odd" if message.body % 2 else "even")
+
+    with_mailbox(url, fill)
+    assert call(["dead", "replay", url, "--match", "odd"]) == 0
+    assert counts(url) == (1_200, 1_200, 0)
+
+
+# --------------------------------------------------------------------------------------------------------- wrong uses
+
+
+@pytest.mark.parametrize("verb", ["replay", "purge"])
+@pytest.mark.parametrize("which", [[], ["some-id", "--all"], ["--all", "--match", "x"], ["some-id", "--since", "1h"]])
+def test_what_is_meant_is_to_be_said_in_one_way(
+    url: str, ids: list[str], capsys: Any, verb: str, which: list[str]
+) -> None:
+    assert call(["dead", verb, url, *which]) == 2
+    assert f"dead {verb}: say which" in only_line(capsys.readouterr().err)
+    assert counts(url) == (1, 6, 0)
+
+
+@pytest.mark.parametrize("since", ["yesterday", "-5m", "nan", ""])
+def test_a_since_that_is_none(url: str, ids: list[str], capsys: Any, since: str) -> None:
+    assert call(["dead", "list", url, "--since", since]) == 2
+    assert only_line(capsys.readouterr().err)
+
+
+def test_a_file_that_is_not_there_is_not_made(tmp_path: Path, capsys: Any) -> None:
+    assert call(["dead", "list", f"sqlite:///{tmp_path / 'typo.db'}"]) == 1
+    assert "there is no mailbox file" in only_line(capsys.readouterr().err)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_memory_mailbox_is_of_another_process(capsys: Any) -> None:
+    assert call(["dead", "list", InMemoryMailbox("jobs").address]) == 2
+    assert "lives and ends with one process" in only_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["dead"], "see `mainspring dead --help`"),
+        (["dead", "lost"], "see `mainspring dead --help`"),
+        (["dead", "list"], "see `mainspring dead list --help`"),
+        (["dead", "show", "sqlite:///jobs.db"], "see `mainspring dead show --help`"),
+        (["dead", "list", "nonsense"], "is no mailbox URL"),
+    ],
+)
+def test_a_wrong_use_is_one_line_that_says_what_to_do(words: list[str], says: str, capsys: Any) -> None:
+    assert call(words) == 2
+    assert says in only_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("verb", ["list", "show", "replay", "purge"])
+def test_the_help_of_each_verb_has_an_example(verb: str, capsys: Any) -> None:
+    assert call(["dead", verb, "--help"]) == 0
+    assert "Example: " in capsys.readouterr().out
