@@ -48,19 +48,19 @@ class Place:
                 raise result
             return result
 
-    def keys(self, prefix: str = "") -> list[bytes]:
+    def found(self, prefix: str = "") -> list[bytes]:
         """All keys of the mailboxes of this place, or of those whose names begin otherwise."""
-        found: list[bytes] = []
+        keys: list[bytes] = []
         cursor = b"0"
         while True:
             cursor, some = self.call("SCAN", cursor, "MATCH", f"{{ms:{prefix or self.prefix}*", "COUNT", 10_000)
-            found += some
+            keys += some
             if cursor == b"0":
-                return found
+                return keys
 
     def clean(self, prefix: str = "") -> None:
         """Remove what was made."""
-        for key in self.keys(prefix):
+        for key in self.found(prefix):
             self.call("UNLINK", key)
 
 

@@ -188,7 +188,7 @@ async def test_a_finished_message_leaves_nothing_behind(here, anyio_backend):
         cancelled = await mailbox.send("z", expires_in=600, dedup_key="k3")
         await mailbox.cancel(cancelled)
         assert await mailbox.counts() == Counts(settled=3)
-    assert here.keys() == [here.key("state").encode()]
+    assert here.found() == [here.key("state").encode()]
 
 
 async def test_more_than_one_call_can_bring_back_is_brought_back(here, anyio_backend):
@@ -238,14 +238,14 @@ async def test_a_transient_mailbox_lives_for_a_day(here, anyio_backend):
     here.prefix = f"~{here.prefix}"
     async with here.mailbox() as mailbox:
         await mailbox.send("x")
-        left = [here.call("PTTL", key) for key in here.keys()]
+        left = [here.call("PTTL", key) for key in here.found()]
         assert left
         assert all(86_000_000 < some <= 86_400_000 for some in left)
         here.call("PEXPIRE", here.key("state"), 5_000)
         await mailbox.send("y")
-        assert all(here.call("PTTL", key) <= 5_000 for key in here.keys()), "a send makes it live longer"
+        assert all(here.call("PTTL", key) <= 5_000 for key in here.found()), "a send makes it live longer"
         await mailbox.receive()
-        assert all(here.call("PTTL", key) > 86_000_000 for key in here.keys()), "a claim does not"
+        assert all(here.call("PTTL", key) > 86_000_000 for key in here.found()), "a claim does not"
 
 
 async def test_what_is_sent_to_a_transient_mailbox_that_is_gone_is_dropped(here, anyio_backend):
@@ -253,7 +253,7 @@ async def test_what_is_sent_to_a_transient_mailbox_that_is_gone_is_dropped(here,
     async with here.mailbox() as mailbox:
         here.clean()
         await mailbox.send("x")
-        assert here.keys() == []
+        assert here.found() == []
 
 
 # ------------------------------------------------------------------------------------------------- batches and capacity
