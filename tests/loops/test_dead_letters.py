@@ -227,6 +227,22 @@ def test_the_two_names_are_one():
     assert mainspring.DeadLetterConsumer is mainspring.DLQConsumer
 
 
+async def test_one_that_dies_again_and_again_comes_each_time(kind, tmp_path):
+    deaths = 0
+
+    async def fail(job: str) -> None:
+        raise Reject("never")
+
+    async def handle(letter: DeadLetter) -> Verdict | None:
+        nonlocal deaths
+        deaths += 1
+        return Verdict.REPLAY if deaths < 5 else None
+
+    async with opened(kind, tmp_path) as mailbox, MainLoop(mailbox, fail), DLQConsumer(mailbox, handle):
+        await mailbox.send("job")
+        await until(lambda: deaths == 5)
+
+
 # ------------------------------------------------------------------------------------------------------- virtual time
 
 

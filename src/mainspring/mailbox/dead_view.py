@@ -65,7 +65,7 @@ class DeadLetterView(Mailbox[DeadLetter, None]):
         self.source = source
         self._look_every = look_every
         self._tickets: Mailbox[Any, Any] = source._sibling(source._dead_name())  # noqa: SLF001 - this port's own
-        self._after: str | None = None
+        self._after: tuple[str, float] | None = None
 
     def bind(self, *, body: Any = None, reply: Any = None) -> None:
         """The bodies are dead letters, whatever the handler says; there are no replies."""
@@ -95,6 +95,8 @@ class DeadLetterView(Mailbox[DeadLetter, None]):
         try:
             if self._after is None:
                 await self._forget_parked()
+            elif not await self._is_dead(*self._after):
+                self._after = None  # it is done, and maybe dead once more, behind all others
             while await self._feed_page():
                 pass
         except (MainspringError, OSError):  # it is tried again
@@ -103,7 +105,8 @@ class DeadLetterView(Mailbox[DeadLetter, None]):
 
     async def _feed_page(self) -> bool:
         """Do so for some; whether there may be more. The parked have a ticket that is dead itself."""
-        page = await self.source._dead_letters(PAGE, self._after)  # noqa: SLF001 - this port's own
+        after = None if self._after is None else self._after[0]
+        page = await self.source._dead_letters(PAGE, after)  # noqa: SLF001 - this port's own
         if not page:
             return False
         ids = [delivery.message_id for delivery, _, _ in page]
@@ -123,7 +126,7 @@ class DeadLetterView(Mailbox[DeadLetter, None]):
             await self._tickets._discard_dead(stale)  # noqa: SLF001 - this port's own
         if wanted:
             await self._tickets._put(wanted)  # noqa: SLF001 - this port's own
-        self._after = ids[-1]
+        self._after = (ids[-1], page[-1][2])
         return len(page) == PAGE
 
     async def _forget_parked(self) -> None:
@@ -194,14 +197,19 @@ class DeadLetterView(Mailbox[DeadLetter, None]):
 
     async def _end(self, delivery: Delivery, *, replay: bool) -> None:
         """Replay or purge a dead letter, unless somebody else has, and it has died again."""
-        ids = [delivery.message_id]
-        found = await self.source._find_dead(ids)  # noqa: SLF001 - this port's own
-        if not any((letter.message_id, at) == _ticket_of(_ticket_in(delivery)) for letter, _, at in found):
+        letter = _ticket_of(_ticket_in(delivery))
+        if letter is None or not await self._is_dead(*letter):
             return
+        ids = [delivery.message_id]
         if replay:
             await self.source._replay(ids)  # noqa: SLF001 - this port's own
         else:
             await self.source._discard_dead(ids)  # noqa: SLF001 - this port's own
+
+    async def _is_dead(self, message_id: str, died_at: float) -> bool:
+        """Whether that dead letter is still there."""
+        found = await self.source._find_dead([message_id])  # noqa: SLF001 - this port's own
+        return any(at == died_at for _, _, at in found)
 
     async def _extend(self, delivery: Delivery, timeout: float) -> None:
         await self._tickets._extend(_ticket_in(delivery), timeout)  # noqa: SLF001 - this port's own
