@@ -140,3 +140,65 @@ def redis() -> Iterator[str]:
 def redis_url() -> Iterator[str]:
     with redis() as url:
         yield url
+
+
+# ----------------------------------------------------------------------------------------------------------- PostgreSQL
+
+
+class PostgresServer(Program):
+    """A PostgreSQL server of a test's own. It refuses to run as root, so then another user runs it."""
+
+    def __init__(self, *settings: str) -> None:
+        super().__init__("postgres" if shutil.which("postgres") else _newest_postgres(), "PostgreSQL")
+        self._settings = settings
+        self._data = self.directory / "data"
+
+    @property
+    def url(self) -> str:
+        return f"postgresql://postgres@127.0.0.1:{self.port}/postgres"
+
+    def command(self) -> list[str]:
+        settings = ["unix_socket_directories=", "listen_addresses=127.0.0.1", *self._settings]
+        options = [part for setting in settings for part in ("-c", setting)]
+        return [*_without_root(), self.binary, "-D", str(self._data), "-p", str(self.port), *options]
+
+    def start(self) -> None:
+        if not self._data.exists():
+            if os.geteuid() == 0:
+                shutil.chown(self.directory, "nobody")
+            initdb = str(Path(self.binary).with_name("initdb"))
+            make = [*_without_root(), initdb, "-D", str(self._data), "-U", "postgres", "-A", "trust", "-N"]
+            made = subprocess.run(make, cwd=self.directory, capture_output=True, text=True, check=False)
+            if made.returncode:
+                raise RuntimeError(f"initdb failed: {made.stderr[-2_000:]}")
+        super().start()
+
+    def stop(self, number: int = signal.SIGINT) -> None:
+        super().stop(number)  # by default a shutdown that does not wait for those who are connected
+
+
+def _newest_postgres() -> str:
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"), key=lambda path: int(path.parts[-3]))
+    return str(found[-1]) if found else "postgres"
+
+
+def _without_root() -> list[str]:
+    return ["setpriv", "--reuid=nobody", "--clear-groups", "--"] if os.geteuid() == 0 else []
+
+
+@contextmanager
+def postgres() -> Iterator[str]:
+    """The URL of a PostgreSQL server's database."""
+    given = os.environ.get("MAINSPRING_POSTGRES_URL")
+    if given or answers(5432):
+        yield given or "postgresql://postgres@127.0.0.1:5432/test"
+        return
+    with PostgresServer() as own:
+        assert isinstance(own, PostgresServer)
+        yield own.url
+
+
+@pytest.fixture(scope="session")
+def postgres_url() -> Iterator[str]:
+    with postgres() as url:
+        yield url

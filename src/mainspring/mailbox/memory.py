@@ -149,6 +149,7 @@ class InMemoryMailbox(Mailbox[T, R]):
         priority: int = 0,
         headers: Mapping[str, str] | None = None,
         expires_in: float | None = None,
+        connection: Any = None,
     ) -> str:
         """Put one message into the mailbox and return its id; see :meth:`Mailbox.send`.
 
@@ -163,8 +164,11 @@ class InMemoryMailbox(Mailbox[T, R]):
             or dedup_key is not None
             or headers
             or expires_in is not None
+            or connection is not None
         ):
             envelope = self._envelope(body, delay, reply_to, dedup_key, priority, headers, expires_in)
+            if connection is not None:
+                return (await self._put_into(connection, [envelope]))[0]
             return self._put_now([envelope], None)[0]
         if not self._usable:
             self._check_open()

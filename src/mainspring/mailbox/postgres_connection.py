@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import select
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import anyio
 import psycopg
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
+from psycopg.waiting import wait_async
 
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, MainspringError
 from mainspring.mailbox.postgres_arrays import register
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from mainspring.mailbox.postgres_calls import Call
 
 CONNECT_TIMEOUT = 10.0
+LEAVE_OFF = 3.0
+"""Seconds in which the server must answer to the request to leave off."""
 KEPT = 4
 """How many connections without work are kept open."""
 TRIES = 4
@@ -35,6 +37,37 @@ _MIGRATE = (
 )
 
 
+class Connection(psycopg.AsyncConnection[Any]):
+    """One whose cancellation reaches the server: what is not finished is not done later, behind the caller's back.
+
+    The driver does so too, but in awaits that anyio cancels again and again.
+    """
+
+    async def wait(self, gen: Any, interval: float = 0.1, **more: Any) -> Any:
+        """Wait for an operation of the driver."""
+        try:
+            return await wait_async(gen, self.pgconn.socket, interval=interval, **more)
+        except anyio.get_cancelled_exc_class():
+            if self.pgconn.transaction_status == TransactionStatus.ACTIVE:
+                await self._leave_off(gen)
+            raise
+
+    async def _leave_off(self, gen: Any) -> None:
+        """Have the server end what it does for this connection; where it does not say that it has, the connection is lost."""
+        ended = False
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + LEAVE_OFF):
+            try:
+                await self.cancel_safe(timeout=LEAVE_OFF)
+                await wait_async(gen, self.pgconn.socket, interval=0.1)
+                ended = True
+            except psycopg.errors.QueryCanceled:
+                ended = True
+            except (psycopg.Error, OSError):
+                pass
+        if not ended:
+            self.pgconn.finish()
+
+
 class Pool:
     """The connections of one process to one database, on one event loop. It has no tasks: whoever needs one opens it."""
 
@@ -43,6 +76,7 @@ class Pool:
         self.timeout = timeout
         self.opened = 0
         self.batches = 0
+        self._keeps = False
         self._idle: list[psycopg.AsyncConnection[Any]] = []
 
     async def connect(self) -> psycopg.AsyncConnection[Any]:
@@ -50,9 +84,7 @@ class Pool:
         try:
             with anyio.fail_after(CONNECT_TIMEOUT):
                 # Nothing is prepared: behind a connection pooler the next transaction may meet another server process.
-                connection = await psycopg.AsyncConnection.connect(
-                    self.conninfo, autocommit=True, prepare_threshold=None
-                )
+                connection = await Connection.connect(self.conninfo, autocommit=True, prepare_threshold=None)
         except TimeoutError:
             raise MailboxConnectionError(f"PostgreSQL did not answer within {CONNECT_TIMEOUT:g} s") from None
         except (psycopg.Error, OSError) as error:
@@ -70,23 +102,25 @@ class Pool:
         except BaseException as error:
             await self.drop(connection)
             if isinstance(error, MailboxConnectionError):
-                await self.close()
+                await self.drop_idle()
             raise
         if connection.closed or connection.pgconn.transaction_status != TransactionStatus.IDLE:
             await self.drop(connection)
         else:
             self._keep(connection)
 
-    async def run(self, calls: Sequence[Call]) -> None:
+    async def run(self, calls: Sequence[Call], timeout: float | None = None) -> None:
         """Make the calls in one transaction and one round trip, and hand each its rows.
 
         Raises :class:`MailboxConnectionError` where the server cannot be reached or does not answer in time (then the calls
         may have taken effect), :class:`ConfigError` where it lacks the schema or a right, and ``psycopg.Error`` for what is
-        the fault of a value. What it raises otherwise than by a lost connection has had no effect.
+        the fault of a value. What it raises otherwise than by a lost connection has had no effect. Cancelled, or out of
+        time, it tells the server to leave off.
         """
+        patience = self.timeout if timeout is None else timeout
         for again in range(TRIES):
             try:
-                with anyio.fail_after(self.timeout):
+                with anyio.fail_after(patience):
                     async with self.connection() as connection:
                         try:
                             results = await send(connection, calls)
@@ -94,8 +128,8 @@ class Pool:
                             raise explained(error) from error
                 break
             except TimeoutError:
-                await self.close()
-                raise MailboxConnectionError(f"PostgreSQL did not answer within {self.timeout:g} s") from None
+                await self.drop_idle()
+                raise MailboxConnectionError(f"PostgreSQL did not answer within {patience:g} s") from None
             except _ConflictError as error:
                 if again == TRIES - 1:
                     raise MailboxConnectionError(f"PostgreSQL gave up a transaction: {error}") from error
@@ -103,60 +137,22 @@ class Pool:
         for call, rows in zip(calls, results, strict=True):
             call.finish(rows)
 
-    async def run_alone(self, calls: Sequence[Call], timeout: float | None = None) -> None:
-        """:meth:`run` for a caller who may be cancelled: then the server is told to leave off, and has done nothing."""
-        async with self.connection() as connection:
-            results: list[list[tuple[Any, ...]]] = []
-            trouble: list[Exception] = []
-            async with anyio.create_task_group() as tasks:
-                patience = self.timeout if timeout is None else timeout
-                tasks.start_soon(self._attempt, connection, calls, patience, results, trouble, tasks.cancel_scope)
-                try:
-                    await anyio.sleep_forever()
-                finally:
-                    if not (results or trouble):
-                        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 5.0):
-                            await self._leave_off(connection)
-            if trouble:
-                raise trouble[0]
-        self.batches += 1
-        for call, rows in zip(calls, results, strict=True):
-            call.finish(rows)
-
-    async def _attempt(
-        self,
-        connection: psycopg.AsyncConnection[Any],
-        calls: Sequence[Call],
-        patience: float,
-        results: list[list[tuple[Any, ...]]],
-        trouble: list[Exception],
-        scope: anyio.CancelScope,
-    ) -> None:
-        """Out of reach of a cancellation: the driver would be cancelled again and again while it cleans up."""
-        try:
-            with anyio.fail_after(patience, shield=True):
-                results += await send(connection, calls)
-        except TimeoutError:
-            trouble.append(MailboxConnectionError(f"PostgreSQL did not answer within {patience:g} s"))
-        except psycopg.Error as error:
-            told = explained(error)
-            told.__cause__ = None if told is error else error
-            trouble.append(told)
-        scope.cancel()
-
-    async def _leave_off(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        with contextlib.suppress(psycopg.Error, OSError):  # it is lost; nothing is done there any more
-            await connection.cancel_safe(timeout=2.0)
-
     async def drop(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        """Close it, having told the server to leave off what it does for it."""
-        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 5.0):
-            if not connection.closed and connection.pgconn.transaction_status == TransactionStatus.ACTIVE:
-                await self._leave_off(connection)
+        """Close it; never waits."""
+        with anyio.CancelScope(shield=True):
             await connection.close()
 
     async def close(self) -> None:
-        """Close what idles."""
+        """Close what idles, and from now on what comes back; see :meth:`keep_open`."""
+        self._keeps = False
+        await self.drop_idle()
+
+    def keep_open(self) -> None:
+        """Keep connections that come back, for the next who needs one."""
+        self._keeps = True
+
+    async def drop_idle(self) -> None:
+        """Close what idles: where one connection was lost, the others were too."""
         idle, self._idle = self._idle, []
         for connection in idle:
             await self.drop(connection)
@@ -175,7 +171,7 @@ class Pool:
         return None
 
     def _keep(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        if len(self._idle) < KEPT:
+        if self._keeps and len(self._idle) < KEPT:
             self._idle.append(connection)
         else:
             connection.pgconn.finish()

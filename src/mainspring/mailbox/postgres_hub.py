@@ -95,7 +95,7 @@ class Hub:
         self.schema = schema
         self.pool = Pool(conninfo, timeout)
         self.listening = False
-        self.transactions = anyio.CapacityLimiter(MAX_TRANSACTIONS)
+        self.transactions = anyio.Semaphore(MAX_TRANSACTIONS)
         self._listens = listens
         self._users = 0
         self._waiters: dict[int, list[Waiters]] = {}
@@ -120,6 +120,7 @@ class Hub:
     def acquire(self) -> None:
         """Use it; to be undone by :meth:`release`."""
         self._users += 1
+        self.pool.keep_open()
 
     async def release(self) -> None:
         """Use it no longer; the last one closes the connections."""
@@ -141,7 +142,7 @@ class Hub:
         else:
             rows: list[tuple[Any, ...]] = []
             statement = f"SELECT id FROM {self.schema}.mailboxes WHERE name = $1"  # noqa: S608 - a checked name
-            await self.pool.run_alone([Call(statement, (name,), rows.extend)])
+            await self.pool.run([Call(statement, (name,), rows.extend)])
             return rows[0][0] if rows else None  # one that somebody else may drop is not remembered
         self._numbers[name] = int(found)
         return int(found)
@@ -155,7 +156,7 @@ class Hub:
         rows: list[tuple[Any, ...]] = []
         marks = ", ".join(f"${number}" for number in range(1, len(values) + 1))
         try:
-            await self.pool.run_alone([Call(f"SELECT * FROM {self.schema}.{function}({marks})", values, rows.extend)])  # noqa: S608
+            await self.pool.run([Call(f"SELECT * FROM {self.schema}.{function}({marks})", values, rows.extend)])  # noqa: S608
         except psycopg.Error as error:
             raise MailboxError(f"PostgreSQL refused {function}: {error}") from error
         return rows
@@ -244,7 +245,7 @@ class Hub:
     async def _arrives(self, connection: psycopg.AsyncConnection[Any]) -> bool:
         """Whether a notification, sent over another connection, comes in here."""
         word = f"0 probe {entropy.token()}"
-        await self.pool.run_alone([Call("SELECT pg_notify($1, $2)", (self.schema, word), _nothing)])
+        await self.pool.run([Call("SELECT pg_notify($1, $2)", (self.schema, word), _nothing)])
         async for notification in connection.notifies(timeout=PROBE_TIMEOUT):
             if notification.payload == word:
                 return True

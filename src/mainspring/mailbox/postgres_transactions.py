@@ -12,7 +12,7 @@ from psycopg.pq import TransactionStatus
 from mainspring.errors import InvalidParameterError, MailboxConnectionError, MessageSettledError
 from mainspring.mailbox.limits import full
 from mainspring.mailbox.postgres_arrays import texts
-from mainspring.mailbox.postgres_calls import Calls, ask, make
+from mainspring.mailbox.postgres_calls import Call, Calls, ask, make
 from mainspring.mailbox.postgres_connection import explained, faulty, one_line
 from mainspring.mailbox.postgres_values import stored_key
 
@@ -57,6 +57,9 @@ async def put_into(connection: psycopg.AsyncConnection[Any], hub: Hub, store: st
         await ask(connection, hub.schema, "check_store", store)
         for each in batch.build([put]):
             each.finish(await make(connection, each))
+        # Whether or not somebody waits by now: by the time of the commit somebody may.
+        word = f"{batch.box} {batch.gained.get(batch.box, 0)}"
+        await make(connection, Call("SELECT pg_notify($1, $2)", (hub.schema, word), list))
     except psycopg.Error as error:
         if error.sqlstate == WRONG_STORE:
             raise InvalidParameterError(f"send: {one_line(error)}") from None

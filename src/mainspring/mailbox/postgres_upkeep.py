@@ -100,5 +100,5 @@ class Upkeep:
     async def _rows(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
         rows: list[tuple[Any, ...]] = []
         patient = self._pool.timeout if not statement.startswith("VACUUM") else VACUUM_TIMEOUT
-        await self._pool.run_alone([Call(statement, values, rows.extend)], patient)
+        await self._pool.run([Call(statement, values, rows.extend)], patient)
         return rows

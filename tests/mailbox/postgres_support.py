@@ -1,0 +1,166 @@
+"""What the tests of the PostgreSQL mailbox share: a schema of their own, and a connection pooler in transaction mode."""
+
+from __future__ import annotations
+
+import struct
+from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
+
+import anyio
+import psycopg
+
+from mainspring import entropy
+from mainspring.mailbox.postgres import PostgresMailbox
+
+
+def new_schema():
+    return f"ms_test_{entropy.token(48)}"
+
+
+def drop_schema(url, schema):
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute("SET client_min_messages = warning")
+        connection.execute(f"DROP SCHEMA IF EXISTS {schema} CASCADE")
+
+
+class Place:
+    """A schema in a database, for mailboxes of any name."""
+
+    def __init__(self, url, schema):
+        self.url = url
+        self.schema = schema
+
+    def mailbox(self, name="jobs", **options):
+        return PostgresMailbox(options.pop("url", self.url), name=name, schema=self.schema, **options)
+
+    def execute(self, statement, *values):
+        """Run one statement, apart from all mailboxes; its rows. ``SCHEMA.`` stands for the schema."""
+        with psycopg.connect(self.url, autocommit=True) as connection:
+            cursor = connection.execute(statement.replace("SCHEMA.", f"{self.schema}."), values)
+            return cursor.fetchall() if cursor.description else []
+
+    def connect(self, **options):
+        return psycopg.AsyncConnection.connect(self.url, **options)
+
+
+class Pooler:
+    """What pgbouncer does in transaction mode: a client has a server connection from its first message to the end of that
+    transaction, then the next client may get it; what a server connection says while nobody has it is dropped."""
+
+    def __init__(self, url, port):
+        self.url = url
+        self.port = port
+        self.opened = 0
+        self._idle = []
+        server = urlsplit(url)
+        self._server = (server.hostname, server.port or 5432)
+
+    async def serve(self, stream):
+        async with stream:
+            startup = await self._startup(_Frames(stream))
+            if startup is None:
+                return
+            await stream.send(
+                _frame(b"R", struct.pack("!i", 0)) + _frame(b"K", bytes(8)) + _SETTINGS + _frame(b"Z", b"I")
+            )
+            frames = _Frames(stream)
+            try:
+                while True:
+                    await self._transaction(stream, frames, startup)
+            except (anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError):
+                return
+
+    async def _startup(self, frames):
+        while True:
+            (length,) = struct.unpack("!i", await frames.exactly(4))
+            rest = await frames.exactly(length - 4)
+            (code,) = struct.unpack("!i", rest[:4])
+            if code in (80_877_103, 80_877_104):  # encryption is asked for
+                await frames.stream.send(b"N")
+            elif code == 80_877_102:  # a cancellation
+                return None
+            else:
+                return struct.pack("!i", length) + rest
+
+    async def _transaction(self, client, frames, startup):
+        kind, payload = await frames.next()
+        if kind == b"X":
+            raise anyio.EndOfStream
+        server, replies = self._idle.pop(0) if self._idle else await self._open(startup)
+        waiting = 0
+        async with anyio.create_task_group() as tasks:
+
+            async def pass_on():
+                nonlocal kind, payload, waiting
+                while True:
+                    waiting += kind in (b"Q", b"S")
+                    await server.send(_frame(kind, payload))
+                    kind, payload = await frames.next()
+
+            tasks.start_soon(pass_on)
+            while True:
+                answer, rest = await replies.next()
+                waiting -= answer == b"Z"
+                if answer == b"Z" and rest == b"I" and waiting == 0:
+                    break
+                await client.send(_frame(answer, rest))
+            tasks.cancel_scope.cancel()
+        self._idle.append((server, replies))
+        await client.send(_frame(answer, rest))
+
+    async def _open(self, startup):
+        self.opened += 1
+        server = await anyio.connect_tcp(*self._server)
+        await server.send(startup)
+        replies = _Frames(server)
+        while (await replies.next())[0] != b"Z":
+            pass
+        return server, replies
+
+
+class _Frames:
+    """The messages of a stream, one by one; a cancelled read loses nothing."""
+
+    def __init__(self, stream):
+        self.stream = stream
+        self._buffer = b""
+
+    async def exactly(self, count):
+        while len(self._buffer) < count:
+            self._buffer += await self.stream.receive()
+        taken, self._buffer = self._buffer[:count], self._buffer[count:]
+        return taken
+
+    async def next(self):
+        while len(self._buffer) < 5 or len(self._buffer) < 1 + struct.unpack("!i", self._buffer[1:5])[0]:
+            self._buffer += await self.stream.receive()
+        (length,) = struct.unpack("!i", self._buffer[1:5])
+        frame, self._buffer = self._buffer[: 1 + length], self._buffer[1 + length :]
+        return frame[:1], frame[5:]
+
+
+def _frame(kind, payload):
+    return kind + struct.pack("!i", len(payload) + 4) + payload
+
+
+_SETTINGS = b"".join(
+    _frame(b"S", f"{key}\0{value}\0".encode())
+    for key, value in (("server_version", "15.0"), ("client_encoding", "UTF8"), ("standard_conforming_strings", "on"))
+)
+
+
+@asynccontextmanager
+async def pooler(url):
+    """The URL of a pooler before the server of ``url``, and the pooler."""
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    port = listener.extra(anyio.abc.SocketAttribute.local_port)
+    here = Pooler(url, port)
+    parts = urlsplit(url)
+    user, _, _ = parts.netloc.rpartition("@")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, here.serve)
+        yield parts._replace(netloc=f"{user}@127.0.0.1:{port}").geturl(), here
+        tasks.cancel_scope.cancel()
+    await listener.aclose()
+    for server, _ in here._idle:
+        await server.aclose()

@@ -1,0 +1,445 @@
+"""What is PostgreSQL's own: migrations, batches, floors, notifications, poolers, addresses."""
+
+from __future__ import annotations
+
+import random
+from contextlib import asynccontextmanager
+
+import anyio
+import psycopg
+import pytest
+from postgres_support import Place, drop_schema, new_schema, pooler
+
+from mainspring import MailboxClosedError, MailboxConnectionError, open_mailbox
+from mainspring.errors import ConfigError, MailboxError
+from mainspring.mailbox import postgres_hub, postgres_lanes
+from mainspring.mailbox import postgres_schema as schemas
+from mainspring.mailbox.message import Envelope
+from mainspring.mailbox.postgres import PostgresMailbox
+from mainspring.mailbox.postgres_arrays import Floats, Integers, Longs, Shorts, blobs, numbers, register, texts
+from mainspring.mailbox.postgres_upkeep import Upkeep, worth_a_vacuum
+from mainspring.mailbox.postgres_values import stored_key
+from mainspring.mailbox.postgres_view import LOOK_BACK, View
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio", {"use_uvloop": True}
+
+
+@pytest.fixture
+def place(postgres_url):
+    made = Place(postgres_url, new_schema())
+    yield made
+    drop_schema(postgres_url, made.schema)
+
+
+async def until(condition):
+    with anyio.fail_after(20):
+        while not condition():
+            await anyio.sleep(0.01)
+
+
+# --------------------------------------------------------------------------------------------------------- migrations
+
+
+async def test_many_that_open_at_once_make_one_schema(place):
+    opened = []
+
+    async def open_one(number):
+        async with place.mailbox(f"box {number}", application_name=f"opener {number}") as mailbox:
+            opened.append(await mailbox.send("x"))
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(12):
+            tasks.start_soon(open_one, number)
+    assert len(set(opened)) == 12
+    assert place.execute("SELECT version FROM SCHEMA.store") == [(schemas.SCHEMA_VERSION,)]
+
+
+async def test_without_migrate_the_schema_must_be_there(place):
+    with pytest.raises(ConfigError, match="mainspring migrate URL"):
+        await place.mailbox(migrate=False).__aenter__()
+    assert await place.mailbox().migrate_schema(dry_run=True) == (0, schemas.SCHEMA_VERSION)
+    assert await place.mailbox().migrate_schema() == (0, schemas.SCHEMA_VERSION)
+    assert await place.mailbox().migrate_schema() == (schemas.SCHEMA_VERSION, schemas.SCHEMA_VERSION)
+    async with place.mailbox(migrate=False) as mailbox:
+        await mailbox.send("x")
+
+
+async def test_a_newer_schema_is_refused(place):
+    await place.mailbox().migrate_schema()
+    place.execute("UPDATE SCHEMA.store SET version = 999")
+    with pytest.raises(ConfigError, match="newer one; upgrade"):
+        await place.mailbox().__aenter__()
+    with pytest.raises(ConfigError, match="newer one; upgrade"):
+        await place.mailbox().migrate_schema()
+
+
+async def test_a_migration_that_fails_leaves_nothing(place, monkeypatch):
+    monkeypatch.setattr(schemas, "_FUNCTIONS", ("sends.sql", "0001_tables.sql"))
+    with pytest.raises(ConfigError, match="cannot be made"):
+        await place.mailbox().migrate_schema()
+    assert place.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", place.schema) == []
+
+
+async def test_serializable_by_default_is_refused(place):
+    with pytest.raises(ConfigError, match="read committed"):
+        await place.mailbox(options="-c default_transaction_isolation=serializable").__aenter__()
+
+
+# ------------------------------------------------------------------------------------------------------------ batches
+
+
+async def test_concurrent_operations_share_a_round_trip(place):
+    async with place.mailbox() as mailbox:
+        before = mailbox.transactions
+        async with anyio.create_task_group() as tasks:
+            for number in range(100):
+                tasks.start_soon(mailbox.send, number)
+        assert mailbox.transactions - before <= 3
+        messages = await mailbox.receive(max_messages=100)
+        before = mailbox.transactions
+        async with anyio.create_task_group() as tasks:
+            for message in messages[:50]:
+                tasks.start_soon(message.acknowledge)
+            for message in messages[50:]:
+                tasks.start_soon(message.nack)
+        assert mailbox.transactions - before <= 4
+        assert (await mailbox.counts()).settled == 50
+
+
+async def test_a_value_the_server_refuses_harms_no_neighbour(place):
+    async with place.mailbox() as mailbox:
+        results = {}
+
+        async def put(name, body):
+            try:
+                results[name] = await mailbox._put([Envelope(name, body)])
+            except MailboxError as error:
+                results[name] = error
+
+        await put("twice", b"1")
+        async with anyio.create_task_group() as tasks:
+            for name in ("a", "twice", "b"):
+                tasks.start_soon(put, name, b"2")
+        assert results["a"] == ["a"]
+        assert results["b"] == ["b"]
+        assert isinstance(results["twice"], MailboxError)
+        assert not isinstance(results["twice"], MailboxConnectionError)
+        assert (await mailbox.counts()).pending == 3
+
+
+async def test_a_stale_acknowledgement_beside_the_valid_one_is_refused(place):
+    async with place.mailbox() as mailbox:
+        await mailbox.send("x")
+        (stale,) = await mailbox.receive(visibility_timeout=0)
+        (valid,) = await mailbox.receive()
+        outcomes = []
+
+        async def acknowledge(message):
+            try:
+                await message.acknowledge()
+                outcomes.append((message, None))
+            except MailboxError as error:
+                outcomes.append((message, type(error).__name__))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(acknowledge, stale)
+            tasks.start_soon(acknowledge, valid)
+        assert dict(outcomes) == {stale: "ReceiptHandleExpiredError", valid: None}
+
+
+async def test_a_key_that_a_transaction_holds_up_holds_up_nobody_else(place):
+    async with place.mailbox() as mailbox, await place.connect() as connection:
+        first = await mailbox.send("x", dedup_key="k", connection=connection)
+        ids = []
+
+        async def send_again():
+            ids.append(await mailbox.send("y", dedup_key="k"))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send_again)
+            with anyio.fail_after(10):
+                await mailbox.send("z")
+                (message,) = await mailbox.receive()
+                await message.acknowledge()
+            assert (message.body, ids) == ("z", [])
+            await connection.commit()
+        assert ids == [first]
+
+
+async def test_every_call_has_an_end(place):
+    async with place.mailbox(timeout=0.5) as mailbox, await place.connect() as connection:
+        await mailbox.send("x", dedup_key="k", connection=connection)
+        with pytest.raises(MailboxConnectionError, match=r"within 0\.5 s"):
+            await mailbox.send("y", dedup_key="k")
+        await connection.rollback()
+        await mailbox.send("z", dedup_key="k")
+        assert [message.body for message in await mailbox.receive(max_messages=9)] == ["z"]
+
+
+async def test_a_cancelled_purge_is_left_off_by_the_server(place):
+    async with place.mailbox() as mailbox, await place.connect() as connection:
+        await mailbox.send("x")
+        await connection.execute(f"SELECT * FROM {place.schema}.messages FOR UPDATE")
+        with anyio.move_on_after(0.2):
+            await mailbox.purge()
+        await connection.rollback()
+        assert (await mailbox.counts()).pending == 1
+
+
+# ------------------------------------------------------------------------------------------------- floors and upkeep
+
+
+def test_a_claim_starts_at_the_floors():
+    view = View()
+    assert view.start(100.0) == ([], [], None)
+    view.claimed(0, 7)
+    view.claimed(-1, 3)
+    view.claimed(0, 5)
+    view.swept(50.0)
+    assert view.start(100.1) == ([0, -1], [7, 3], 50.0 - LOOK_BACK)
+    view.returned(0, 2)
+    view.returned(-1, 9)
+    assert view.start(100.2)[:2] == ([0, -1], [2, 3])
+    assert view.start(100.0 + LOOK_BACK) == ([], [], None)
+    assert view.start(100.1 + LOOK_BACK) == ([], [], 50.0 - LOOK_BACK)
+
+
+async def test_what_comes_behind_the_floors_is_found(place):
+    async with place.mailbox() as mailbox, await place.connect() as connection:
+        late = await mailbox.send("late", connection=connection)
+        await mailbox.send_many(["a", "b", "c"])
+        found = [message.body for message in await mailbox.receive(max_messages=2)]
+        await connection.commit()
+        found += [message.body for message in await mailbox.receive(max_messages=9)]
+        assert sorted(found) == ["a", "b", "c", "late"]
+        assert late
+
+
+async def test_many_priorities_are_served_in_order(place):
+    numbers = random.Random(1).sample(range(-500, 500), 60)
+    async with place.mailbox() as mailbox:
+        for number in numbers:
+            await mailbox.send(number, priority=number)
+        first = [message.body for message in await mailbox.receive(max_messages=25)]
+        assert first + [message.body for message in await mailbox.receive(max_messages=60)] == sorted(numbers)[::-1]
+
+
+def test_when_a_vacuum_is_worth_it():
+    assert not worth_a_vacuum(9_999, 0)
+    assert worth_a_vacuum(10_000, 0)
+    assert not worth_a_vacuum(100_000, 1_000_000)
+    assert worth_a_vacuum(110_000, 1_000_000)
+
+
+async def test_upkeep_removes_dead_rows_and_folds_tallies(place, monkeypatch):
+    monkeypatch.setattr("mainspring.mailbox.postgres_upkeep.FEWEST_DEAD", 500)
+    monkeypatch.setattr("mainspring.mailbox.postgres_upkeep.FOLD_FROM", 20)
+    async with place.mailbox() as mailbox:
+        for _ in range(10):
+            await mailbox.send_many(range(200))
+            for message in await mailbox.receive(max_messages=200):
+                await message.acknowledge()
+        host = mailbox._here._upkeep
+        await until(lambda: host.vacuums)
+        await mailbox.send("so that there is work again")
+        await until(lambda: place.execute("SELECT count(*) FROM SCHEMA.tallies")[0][0] < 20)
+        assert (await mailbox.counts()).settled == 2_000
+
+
+async def test_transient_mailboxes_that_nobody_opened_for_a_day_are_dropped(place):
+    async with place.mailbox("~old") as old, place.mailbox("~new") as new, place.mailbox("kept") as kept:
+        for mailbox in (old, new, kept):
+            await mailbox.send("x")
+        place.execute("UPDATE SCHEMA.mailboxes SET opened_at = now() - interval '2 days' WHERE name <> '~new'")
+        await Upkeep(kept._here.pool, place.schema)._step()
+        assert place.execute("SELECT name FROM SCHEMA.mailboxes ORDER BY name") == [("kept",), ("~new",)]
+        assert place.execute("SELECT count(*) FROM SCHEMA.messages") == [(2,)]
+
+
+# ------------------------------------------------------------------------------------------------------ notifications
+
+
+@asynccontextmanager
+async def receiving(mailbox):
+    """Somebody receives, for long; the list of what came."""
+    got = []
+
+    async def receive():
+        got.extend(await mailbox.receive(wait_time_seconds=60))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(receive)
+        await until(lambda: mailbox._lanes.waiters.parked)
+        yield got
+        await until(lambda: got)
+
+
+async def test_another_process_is_notified(place, monkeypatch):
+    monkeypatch.setattr(postgres_hub, "LOOK_AGAIN", 1_000.0)
+    monkeypatch.setattr(postgres_lanes, "QUICK_LOOKS", (1_000.0,))
+    async with place.mailbox() as receiver, place.mailbox(application_name="another hub") as sender:
+        assert receiver._here is not sender._here
+        await until(lambda: receiver._here.listening)
+        async with receiving(receiver):
+            await sender.send("x")
+
+
+async def test_a_delay_that_another_process_sets_is_waited_for(place, monkeypatch):
+    monkeypatch.setattr(postgres_hub, "LOOK_AGAIN", 1_000.0)
+    monkeypatch.setattr(postgres_lanes, "QUICK_LOOKS", (1_000.0,))
+    async with place.mailbox() as receiver, place.mailbox(application_name="another hub") as sender:
+        await until(lambda: receiver._here.listening)
+        async with receiving(receiver):
+            await sender.send("x", delay=0.2)
+
+
+async def test_nobody_waiting_costs_senders_no_notification(place):
+    async with place.mailbox(listen=False) as mailbox, await place.connect(autocommit=True) as listener:
+        await listener.execute(f"LISTEN {place.schema}")
+        await mailbox.send("x")
+        assert [note async for note in listener.notifies(timeout=0.1)] == []
+
+
+async def test_the_next_mailbox_listens_on_when_the_first_closes(place):
+    async with place.mailbox("second") as second:
+        async with place.mailbox("first") as first:
+            assert first._here is second._here
+            await until(lambda: second._here.listening)
+        await until(lambda: second._here.listening)
+
+
+async def test_a_lost_listening_connection_comes_back(place):
+    async with place.mailbox() as mailbox:
+        await until(lambda: mailbox._here.listening)
+        kill = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query = %s AND pid <> pg_backend_pid()"
+        assert place.execute(kill, f"LISTEN {place.schema}")
+        await until(lambda: not mailbox._here.listening)
+        await until(lambda: mailbox._here.listening)
+        async with receiving(mailbox):
+            place.execute("SELECT SCHEMA.put(%s, ARRAY['by hand'], ARRAY['1'::bytea])", mailbox._number)
+
+
+async def test_behind_a_pooler_in_transaction_mode(place, monkeypatch):
+    monkeypatch.setattr(postgres_hub, "PROBE_TIMEOUT", 0.3)
+    async with pooler(place.url) as (url, before), place.mailbox(url=url) as mailbox:
+        async with anyio.create_task_group() as tasks:
+            for number in range(40):
+                tasks.start_soon(lambda n: mailbox.send(n, dedup_key=str(n % 20)), number)
+        seen = []
+        while messages := await mailbox.receive(max_messages=7):
+            async with anyio.create_task_group() as tasks:
+                for message in messages:
+                    seen.append(message.body)
+                    tasks.start_soon(message.acknowledge)
+        assert len(seen) == 20
+        assert before.opened >= 1
+        async with place.mailbox() as direct, receiving(mailbox) as got:
+            assert not mailbox._here.listening  # so it looks ten times a second
+            await direct.send("x")
+        await got[0].acknowledge()
+        assert not mailbox._here.listening
+        assert (await mailbox.counts()).settled == 21
+
+
+# ----------------------------------------------------------------------------------------------------- connections
+
+
+async def test_the_mailboxes_of_a_process_share_connections(place):
+    async with place.mailbox("a") as first, place.mailbox("b") as second, place.mailbox("c") as third:
+        for mailbox in (first, second, third):
+            await mailbox.send("x")
+            (message,) = await mailbox.receive()
+            await message.acknowledge()
+        assert first._here is third._here
+        assert first._here.pool.opened <= 3
+
+
+async def test_connections_that_the_server_ended_are_not_used(place):
+    async with place.mailbox(listen=False) as mailbox:
+        await mailbox.send("x")
+        end = (
+            """SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE %s AND pid <> pg_backend_pid()"""
+        )
+        assert place.execute(end, f"%{place.schema}%")
+        await mailbox.send("y")
+        assert (await mailbox.counts()).pending == 2
+
+
+async def test_no_server(place):
+    with pytest.raises(MailboxConnectionError, match="cannot be reached"):
+        await place.mailbox(url="postgresql://nobody@127.0.0.1:1/nothing").__aenter__()
+
+
+async def test_a_closed_mailbox_closes_its_connections(place):
+    async with place.mailbox(application_name=place.schema) as mailbox:
+        await mailbox.send("x")
+    with pytest.raises(MailboxClosedError):
+        await mailbox.send("x")
+    count = "SELECT count(*) FROM pg_stat_activity WHERE application_name = %s"
+    await until(lambda: place.execute(count, place.schema) == [(0,)])
+
+
+# --------------------------------------------------------------------------------------------------------- addresses
+
+
+def test_urls():
+    mailbox = open_mailbox("postgresql://ann:secret@db.example:6000/app?name=jobs&sslmode=require&timeout=5&listen=no")
+    assert isinstance(mailbox, PostgresMailbox)
+    assert mailbox.address == "postgresql://ann@db.example:6000/app?name=jobs"
+    assert "secret" not in repr(mailbox)
+    assert mailbox._local_name("other") == "other"
+    assert mailbox._local_name("postgres://bob@db.example:6000/app?name=there") == "there"
+    assert mailbox._local_name("postgres://db.example:6000/app2?name=there") is None
+    assert mailbox._local_name("postgres://db.example:6000/app?name=there&schema=x") is None
+    assert mailbox._local_name("redis://db.example:6000/0?name=there") is None
+    assert open_mailbox("postgres://h/d?schema=mine").address.endswith("/d?name=default&schema=mine")
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("postgresql://h/d?nonsense=1", "no option 'nonsense'"),
+        ("postgresql://ann:secret@h/d?listen=perhaps", "listen must be true or false"),
+        ("postgresql://ann:secret@h/d?timeout=soon", "timeout must be a number"),
+        ("postgresql://h/d?timeout=0", "timeout must be above 0"),
+        ("postgresql://h/d?capacity=0", "capacity"),
+        ("postgresql://h/d?schema=No;Thing", "schema must be a name"),
+        ("postgresql://h/d?name=a%00b", "NUL"),
+    ],
+)
+def test_bad_urls_are_config_errors(url, says):
+    with pytest.raises(ConfigError, match=says) as caught:
+        open_mailbox(url)
+    assert "secret" not in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------------------- values
+
+
+async def test_arrays_arrive_as_they_are(place):
+    async with await place.connect() as connection:
+        register(connection.adapters)
+        for sent, kind, expected in (
+            (texts(["a", None, "ü", ""]), "text[]", ["a", None, "ü", ""]),
+            (blobs([b"\0\xff", None]), "bytea[]", [b"\0\xff", None]),
+            (numbers(Shorts, [-32_767, 32_767]), "smallint[]", [-32_767, 32_767]),
+            (numbers(Integers, [1, None]), "integer[]", [1, None]),
+            (numbers(Longs, [2**40]), "bigint[]", [2**40]),
+            (numbers(Floats, [0.5, None, 1e300]), "double precision[]", [0.5, None, 1e300]),
+            (texts([]), "text[]", []),
+            (numbers(Floats, []), "double precision[]", []),
+        ):
+            cursor = psycopg.AsyncRawCursor(connection)
+            row = await (await cursor.execute("SELECT $1, pg_typeof($1)::text", (sent,), binary=True)).fetchone()
+            assert row == (expected, kind)
+
+
+def test_keys_that_an_index_cannot_hold_are_digests():
+    assert stored_key("order 7") == "order 7"
+    for key in ("x" * 5_000, "a\0b", "\ud800"):
+        assert stored_key(key).startswith("sha256:")

@@ -1,0 +1,26 @@
+"""The PostgreSQL mailbox keeps the mailbox contract, on the event loops that its driver runs on."""
+
+from __future__ import annotations
+
+import pytest
+from postgres_support import Place, drop_schema, new_schema
+
+from mainspring.errors import ConfigError
+from mainspring.process import async_library
+from mainspring.testing import mailbox_contract
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_the_contract(postgres_url, anyio_backend):
+    place = Place(postgres_url, new_schema())
+    try:
+        if async_library() == "trio":
+            with pytest.raises(ConfigError, match="asyncio only"):
+                await place.mailbox().__aenter__()
+            return
+        report = await mailbox_contract.run(mailbox_contract.Backend(place.mailbox, short_lease=0.5), concurrency=20)
+    finally:
+        drop_schema(postgres_url, place.schema)
+    assert report.ok, str(report)
+    assert not report.skipped

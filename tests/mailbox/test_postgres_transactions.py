@@ -1,0 +1,261 @@
+"""Messages that join a sender's transaction, and handlers whose writes commit together with their acknowledgement."""
+
+from __future__ import annotations
+
+import anyio
+import psycopg
+import pytest
+from postgres_support import Place, drop_schema, new_schema
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+
+from mainspring import Context, InMemoryMailbox, InvalidParameterError, LoopGroup, MainLoop, MessageSettledError, Retry
+from mainspring.errors import ConfigError, ReceiptHandleExpiredError
+from mainspring.mailbox import postgres_hub, postgres_lanes
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio", {"use_uvloop": True}
+
+
+@pytest.fixture
+def place(postgres_url):
+    made = Place(postgres_url, new_schema())
+    yield made
+    drop_schema(postgres_url, made.schema)
+
+
+@pytest.fixture
+async def mailbox(place, anyio_backend):
+    async with place.mailbox() as made:
+        place.execute("CREATE TABLE SCHEMA.effects (what text)")
+        yield made
+
+
+def effects(place):
+    return [what for (what,) in place.execute("SELECT what FROM SCHEMA.effects ORDER BY what")]
+
+
+def insert(place):
+    return f"INSERT INTO {place.schema}.effects VALUES (%s)"
+
+
+# ------------------------------------------------------------------------------------------------------------ sending
+
+
+async def test_a_message_exists_if_and_when_the_senders_transaction_commits(place, mailbox):
+    async with await place.connect() as connection:
+        await connection.execute(insert(place), ("order",))
+        sent = await mailbox.send("x", connection=connection)
+        more = await mailbox.send_many(["y", "z"], connection=connection, priority=1, headers={"k": "v"})
+        assert await mailbox.receive() == []
+        await connection.commit()
+        found = await mailbox.receive(max_messages=9)
+        assert [message.id for message in found] == [*more, sent]
+        assert dict(found[0].headers) == {"k": "v"}
+        await connection.execute(insert(place), ("another",))
+        await mailbox.send("x", connection=connection, delay=60, dedup_key="k", expires_in=600, reply_to="there")
+        await connection.rollback()
+    assert effects(place) == ["order"]
+    counts = await mailbox.counts()
+    assert (counts.delayed, counts.pending, counts.in_flight) == (0, 0, 3)
+
+
+async def test_the_commit_wakes_receivers(place, mailbox, monkeypatch):
+    monkeypatch.setattr(postgres_hub, "LOOK_AGAIN", 1_000.0)
+    monkeypatch.setattr(postgres_lanes, "QUICK_LOOKS", (1_000.0,))
+    with anyio.fail_after(20):
+        while not mailbox._here.listening:
+            await anyio.sleep(0.01)
+        got = []
+
+        async def receive():
+            got.extend(await mailbox.receive(wait_time_seconds=60))
+
+        async with anyio.create_task_group() as tasks, await place.connect() as connection:
+            await mailbox.send("x", connection=connection)  # before anybody waits
+            tasks.start_soon(receive)
+            while not mailbox._lanes.waiters.parked:
+                await anyio.sleep(0.01)
+            assert got == []
+            await connection.commit()
+    assert [message.body for message in got] == ["x"]
+
+
+async def test_with_sqlalchemy(place, mailbox):
+    engine = create_async_engine(place.url.replace("postgresql://", "postgresql+psycopg://"))
+    statement = text(f"INSERT INTO {place.schema}.effects VALUES (:what)")
+    async with engine.begin() as connection:
+        await connection.execute(statement, {"what": "1"})
+        await mailbox.send("1", connection=connection)
+    with pytest.raises(LookupError):  # noqa: PT012
+        async with engine.begin() as connection:
+            await mailbox.send("2", connection=connection)
+            raise LookupError
+    async with engine.connect() as connection:
+        await mailbox.send("3", connection=connection)  # the first thing on it
+        await connection.commit()
+    async with AsyncSession(engine) as session:
+        await mailbox.send("4", connection=session)
+        await session.execute(statement, {"what": "4"})
+        await session.commit()
+    async with AsyncSession(engine) as session:
+        await mailbox.send("5", connection=session)
+    await engine.dispose()
+    assert [message.body for message in await mailbox.receive(max_messages=9)] == ["1", "3", "4"]
+    assert effects(place) == ["1", "4"]
+
+
+async def test_what_is_no_transaction_is_refused(place, mailbox):
+    async with await place.connect(autocommit=True) as connection:
+        with pytest.raises(InvalidParameterError, match="in autocommit and in no transaction"):
+            await mailbox.send("x", connection=connection)
+        async with connection.transaction():
+            await mailbox.send("y", connection=connection)
+    with pytest.raises(InvalidParameterError, match="must be a psycopg AsyncConnection"):
+        await mailbox.send("x", connection=object())
+    assert [message.body for message in await mailbox.receive(max_messages=9)] == ["y"]
+
+
+async def test_a_connection_to_another_store_is_refused(place, mailbox, postgres_url):
+    async with await place.connect() as connection:
+        await connection.execute(f"UPDATE {place.schema}.store SET id = 'another'")
+        with pytest.raises(InvalidParameterError, match="not to the database of the mailbox"):
+            await mailbox.send("x", connection=connection)
+
+
+async def test_a_connection_with_settings_of_its_own_will_do(place, mailbox):
+    async with await place.connect(row_factory=psycopg.rows.dict_row) as connection, connection.transaction():
+        assert await mailbox.send("x", connection=connection, dedup_key="k") == await mailbox.send(
+            "y", connection=connection, dedup_key="k"
+        )
+
+
+async def test_other_mailboxes_refuse_a_connection(place):
+    async with InMemoryMailbox("jobs") as other:
+        with pytest.raises(InvalidParameterError, match="no connection="):
+            await other.send("x", connection=object())
+        await other.send("x")
+        (message,) = await other.receive()
+        with pytest.raises(ConfigError, match="no transactions"):
+            other.transaction(message)
+
+
+# ----------------------------------------------------------------------------------------------------------- handling
+
+
+async def test_writes_and_acknowledgement_commit_together(place, mailbox):
+    await mailbox.send("x")
+    (message,) = await mailbox.receive()
+    async with mailbox.transaction(message) as connection:
+        await connection.execute(insert(place), ("done",))
+        assert effects(place) == []
+        assert (await mailbox.counts()).in_flight == 1
+    assert message.is_settled
+    assert effects(place) == ["done"]
+    assert (await mailbox.counts()).settled == 1
+    with pytest.raises(MessageSettledError):
+        async with mailbox.transaction(message):
+            pytest.fail("a settled message has no transaction")
+
+
+async def test_an_error_rolls_back_and_leaves_the_message_unsettled(place, mailbox):
+    await mailbox.send("x")
+    (message,) = await mailbox.receive()
+    with pytest.raises(LookupError):  # noqa: PT012
+        async with mailbox.transaction(message) as connection:
+            await connection.execute(insert(place), ("done",))
+            raise LookupError
+    assert not message.is_settled
+    with pytest.raises(psycopg.errors.UndefinedTable):
+        async with mailbox.transaction(message) as connection:
+            await connection.execute("INSERT INTO nowhere VALUES (1)")
+    await message.nack()
+    assert effects(place) == []
+    assert (await mailbox.counts()).pending == 1
+
+
+async def test_a_lost_lease_rolls_back(place, mailbox):
+    await mailbox.send("x")
+    (message,) = await mailbox.receive(visibility_timeout=0.2)
+    with pytest.raises(ReceiptHandleExpiredError):  # noqa: PT012
+        async with mailbox.transaction(message) as connection:
+            await connection.execute(insert(place), ("first",))
+            (again,) = await mailbox.receive(wait_time_seconds=5)
+            async with mailbox.transaction(again) as other:
+                await other.execute(insert(place), ("second",))
+    assert effects(place) == ["second"]
+
+
+async def test_other_settlements_are_part_of_the_transaction(place, mailbox):
+    async with place.mailbox("replies") as replies:
+        await mailbox.send_many(["reply", "nack", "dead"], reply_to="replies")
+        reply, nack, dead = await mailbox.receive(max_messages=3)
+        with pytest.raises(LookupError):  # noqa: PT012
+            async with mailbox.transaction(reply):
+                await reply.reply("never")
+                raise LookupError
+        assert not reply.is_settled
+        assert await replies.receive() == []
+        async with mailbox.transaction(reply) as connection:
+            await connection.execute(insert(place), ("reply",))
+            await reply.reply("result")
+            assert await replies.receive() == []
+        async with mailbox.transaction(nack):
+            await nack.nack(delay=60)
+        async with mailbox.transaction(dead):
+            await dead.dead_letter("no")
+        (answer,) = await replies.receive()
+        assert (answer.body, answer.headers["request_id"]) == ("result", reply.id)
+        counts = await mailbox.counts()
+        assert (counts.settled, counts.delayed, counts.dead) == (1, 1, 1)
+
+
+async def test_a_cancelled_block_does_nothing(place, mailbox):
+    await mailbox.send("x")
+    (message,) = await mailbox.receive()
+    with anyio.move_on_after(0.1):
+        async with mailbox.transaction(message) as connection:
+            await connection.execute(insert(place), ("done",))
+            await connection.execute("SELECT pg_sleep(60)")
+    assert not message.is_settled
+    await message.acknowledge()
+    assert effects(place) == []
+
+
+async def test_more_transactions_than_connections_take_turns(place, mailbox):
+    await mailbox.send_many(range(25))
+    messages = await mailbox.receive(max_messages=25)
+
+    async def work(message):
+        async with mailbox.transaction(message) as connection:
+            await connection.execute(insert(place), (f"{message.body:02}",))
+
+    async with anyio.create_task_group() as tasks:
+        for message in messages:
+            tasks.start_soon(work, message)
+    assert effects(place) == [f"{number:02}" for number in range(25)]
+    assert (await mailbox.counts()).settled == 25
+
+
+async def test_in_a_loop_effects_happen_once_however_often_it_is_tried(place, mailbox):
+    tried = []
+
+    async def handle(job: int, ctx: Context) -> None:
+        tried.append(job)
+        async with ctx.transaction() as connection:
+            await connection.execute(insert(place), (str(job),))
+            if ctx.attempt == 1 and job % 3 == 0:
+                raise Retry(0)
+            if ctx.attempt == 1 and job % 3 == 1:
+                await connection.close()
+
+    group = LoopGroup([MainLoop(mailbox, handle, concurrency=5)], guardian=False)
+    await mailbox.send_many(range(9))
+    await group.run(install_signals=False, until_empty=True)
+    assert effects(place) == [str(number) for number in range(9)]
+    assert len(tried) == 15
+    assert (await mailbox.counts()).settled == 9
