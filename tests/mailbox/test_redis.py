@@ -343,6 +343,30 @@ async def test_a_connection_that_was_cut_while_idle_is_made_anew(here, monkeypat
         assert (await mailbox.counts()).pending == 1
 
 
+async def test_the_listener_follows_the_calls_to_another_server(here, never_by_itself, anyio_backend):
+    """A primary that was demoted, and cut nobody off, calls nobody; so it subscribes where the calls go."""
+    got: list = []
+    async with here.mailbox() as mailbox:
+        connect = mailbox._directory.connect
+        connections = 0
+
+        async def counted():
+            nonlocal connections
+            connections += 1
+            return await connect()
+
+        mailbox._directory.connect = counted
+        mailbox._link.on_connect(("elsewhere", 6379))
+        with anyio.fail_after(10):
+            while not (connections and mailbox._listener.live):
+                await anyio.sleep(0.005)
+            async with anyio.create_task_group() as group:
+                await park(group, mailbox, got)
+                await mailbox.send("x")
+        assert connections == 1
+        assert got[0][1][0].body == "x"
+
+
 async def test_a_claim_whose_receiver_was_cancelled_goes_back(here, anyio_backend):
     """As if it had not been made: not charged, not counted, at its old place."""
     async with here.mailbox() as mailbox:

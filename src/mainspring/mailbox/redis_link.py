@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from mainspring.mailbox.redis_server import Directory
+    from mainspring.mailbox.redis_url import Host
 
 RECONNECT_INITIAL: Final = 0.02
 RECONNECT_MAXIMUM: Final = 1.0
@@ -82,6 +83,7 @@ class Link:
         self._wire: Wire | None = None
         self._busy = False
         self._welcome = False
+        self.on_connect: Callable[[Host], None] | None = None
 
     @property
     def connected(self) -> bool:
@@ -164,12 +166,19 @@ class Link:
             except LOST:
                 self._gate.failed()
                 raise
+            except ConfigError as error:
+                self._gate.failed()
+                if not self._welcome:
+                    raise
+                raise MailboxConnectionError(str(error)) from error
             else:
                 break
         self._gate.succeeded()
         self._welcome = True  # from now on a refusal may be somebody's passing mistake
         wire.used_at = self._now()
         self._wire = wire
+        if self.on_connect is not None:
+            self.on_connect(wire.host)
         return wire
 
     async def ask(self, what: Callable[..., Awaitable[None]], *arguments: object) -> None:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 
-from mainspring.clock import loop_clock
-from mainspring.errors import MailboxConnectionError, MailboxError, describe
+from mainspring.errors import MailboxConnectionError, MainspringError, describe
 from mainspring.mailbox.redis_link import Gate
 from mainspring.mailbox.redis_wire import LOST
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.redis_link import Link
     from mainspring.mailbox.redis_server import Directory
+    from mainspring.mailbox.redis_url import Host
     from mainspring.mailbox.redis_wire import Wire
 
 SILENCE: Final = 10.0
@@ -109,7 +109,9 @@ class Listener:
         self._on_cancelled = on_cancelled
         self._timeout = timeout
         self._gate = Gate()
-        self._now = loop_clock()
+        self._host: Host | None = None
+        self._scope = anyio.CancelScope()
+        link.on_connect = self._follow
 
     async def run(self, *, task_status: TaskStatus[None]) -> None:
         """Listen until cancelled; started once it listens. Raises only before that."""
@@ -122,25 +124,32 @@ class Listener:
                     wire = await self._directory.connect()
                     await self._subscribe(wire)
                 self._gate.succeeded()
-                self.live = True
+                self.live, self._host = True, wire.host
                 if not started:
                     started = True
                     task_status.started()
                 self._waiters.wake_all()  # what came meanwhile has called nobody here
-                await self._listen(wire)
-            except (*LOST, MailboxError) as error:
+                with anyio.CancelScope() as self._scope:
+                    await self._listen(wire)
+                self._gate.failed()
+            except (*LOST, MainspringError) as error:
                 if not started:
-                    if isinstance(error, MailboxError):
+                    if isinstance(error, MainspringError):
                         raise
                     raise MailboxConnectionError(f"the Redis server: {describe(error)}") from error
                 self._gate.failed()
+                await self._link.suspect()
             finally:
                 self.live = False
                 if wire is not None:
                     with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
                         await wire.close()
-            await self._link.suspect()
             self._waiters.wake_all()  # they look for themselves whether the server is there
+
+    def _follow(self, host: Host) -> None:
+        """Calls go to ``host`` now: where that is another server than this connection's, it calls nobody here."""
+        if self._host not in {None, host}:
+            self._scope.cancel()
 
     async def _subscribe(self, wire: Wire) -> None:
         for channel in self._channels:  # one by one: a cluster takes only channels of one slot, which these are

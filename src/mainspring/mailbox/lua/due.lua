@@ -53,14 +53,17 @@ local function expire(box)
 end
 
 -- Do what is due, at most AT_ONCE of each kind; whether there is more. Expiries first: what expired is not to be claimed.
+-- Only operations that would see the difference ask for it: a lease that has ended is refused by its time, swept or not.
 local function sweep(box)
-  local due = next_due(box)
-  if due and due <= now then
-    expire(box)
-    end_leases(box)
-    end_delays(box)
-    due = next_due(box)
+  if box.more_due == nil then
+    know_due(box)
+    if box.known_due and box.known_due <= now then
+      expire(box)
+      end_leases(box)
+      end_delays(box)
+      box.known_due = next_due(box)
+    end
+    box.more_due = box.known_due ~= nil and box.known_due <= now
   end
-  box.known_due = due
-  return due ~= nil and due <= now
+  return box.more_due
 end

@@ -2,6 +2,9 @@
 
 -- Store `count` messages, from ARGV[from] on: id and body (with its flags), and the dedup key where `keyed`.
 local function put(box, from, count, rank, delay, expires, keyed)
+  if delay > 0 or expires > 0 then
+    know_due(box)
+  end
   local step = keyed and 3 or 2
   local ids = {}
   local values, spots = {}, {}
@@ -79,6 +82,7 @@ end
 -- Lease up to `limit` messages, first come first served; their receipts and values, and what the few have: counts,
 -- checkpoint and history.
 local function claim(box, limit, visible)
+  sweep(box)
   local receipts, values, extras = {}, {}, {}
   while #receipts < limit do
     local popped = redis.call('ZPOPMIN', box.ready, math.min(limit - #receipts, 1000))
@@ -176,6 +180,9 @@ local function give_back(box, receipt, delay, charged, front, history)
   if not claimed then
     return 0
   end
+  if delay > 0 then
+    know_due(box)
+  end
   came_back(box, id, claimed, charged)
   if history ~= '' then
     redis.call('HSET', box.more, 'h' .. id, history)
@@ -211,6 +218,7 @@ end
 
 -- End a message by its id: 0 none such, 1 it waited, 2 it was in flight; and its value.
 local function cancel(box, id)
+  sweep(box)
   local waited, value = take_waiting(box, id)
   if not value then
     return { 0, '' }

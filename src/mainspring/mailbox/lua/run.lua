@@ -4,7 +4,6 @@
 
 local box = box_of(0)
 local others = {}
-local more_due = sweep(box)
 local asked = false
 local at = 1
 
@@ -70,6 +69,9 @@ local operations = {
     at = at + count * (keyed and 3 or 2)
     if is_gone(box) then
       return {}
+    end
+    if keyed or capacity >= 0 then
+      sweep(box)
     end
     if capacity >= 0 then
       local there, new = waiting(box), how_many_new(box, from, count, keyed)
@@ -144,16 +146,17 @@ local operations = {
   end,
   look = function() -- by one who waits: also for what was meant for a process that was stopped just as it was woken
     asked = true
+    sweep(box)
     if redis.call('ZCARD', box.ready) > 0 then
       box.gained = box.gained + 1
     end
     return 1
   end,
   counts = function()
-    return more_due and {} or counts(box)
+    return sweep(box) and {} or counts(box)
   end,
   purge = function()
-    return more_due and -1 or purge(box)
+    return sweep(box) and -1 or purge(box)
   end,
   drop = function() -- all of it
     redis.call('UNLINK', unpack(KEYS, 1, KEYS_OF_ONE))
@@ -161,17 +164,18 @@ local operations = {
     return 1
   end,
   list = function()
-    local limit = next_number()
-    local after = next_argument()
-    return more_due and -1 or list_dead(box, limit, after)
+    local limit, after = next_number(), next_argument()
+    return sweep(box) and -1 or list_dead(box, limit, after)
   end,
   find = function()
+    sweep(box)
     return letters(box, next_list())
   end,
   replay = function()
     local capacity, most, count = next_number(), next_number(), next_number()
     local from = at
     at = at + math.max(count, 0)
+    sweep(box)
     local ids = chosen(box, from, count, most)
     if capacity >= 0 then
       local there, new = waiting(box), count < 0 and redis.call('ZCARD', box.deaths) or #ids
@@ -185,6 +189,7 @@ local operations = {
     local most, count = next_number(), next_number()
     local from = at
     at = at + math.max(count, 0)
+    sweep(box)
     return discard(box, chosen(box, from, count, most))
   end,
   cancel = function()

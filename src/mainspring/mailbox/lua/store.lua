@@ -111,6 +111,14 @@ local function next_due(box)
   return first
 end
 
+-- Remember when the next thing is due, before this batch adds to it.
+local function know_due(box)
+  if not box.knows then
+    box.knows = true
+    box.known_due = next_due(box)
+  end
+end
+
 local function of_head(value)
   local place, rank = string.match(value, '^(%d+)|%d+|(%-?%d+)|')
   return place or '', rank or '0'
