@@ -13,7 +13,7 @@ help:
 	@echo "make demo    index the Python files of this environment with two workers, and hurt them meanwhile"
 	@echo "make test    the tests, on the installed package"
 	@echo "make lint    ruff, mypy, import-linter and the file sizes"
-	@echo "make simulate  10,000 half hours of a simulated fleet in trouble"
+	@echo "make simulate  10,000 quarter hours of a simulated fleet in trouble"
 	@echo "make bench   the benchmarks, beside those of peers"
 	@echo "make docs    the documentation as a site, in site/"
 	@echo "make clean   remove the virtual environment and what the tools left behind"
@@ -31,11 +31,11 @@ lint: $(VENV)/installed-dev
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python scripts/check_sizes.py src examples benchmarks scripts
 
-# Ten thousand half hours of a fleet in a day's trouble each; SEEDS and JOBS say how many, and by how many processes.
+# Ten thousand quarter hours of a fleet in a day's trouble each; SEEDS and JOBS say how many, and by how many processes.
 SEEDS ?= 10000
 JOBS ?= 2
 simulate: $(VENV)/installed-dev
-	$(BIN)/mainspring simulate mainspring.testing.simulation.sample:build --seeds $(SEEDS) --jobs $(JOBS) --duration 30m --times 20
+	$(BIN)/mainspring simulate mainspring.testing.simulation.sample:build --seeds $(SEEDS) --jobs $(JOBS) --duration 15m --times 20
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/run.py

@@ -45,8 +45,8 @@ class Link:
         self._rng = rng
         self._journal = journal
         self._late: list[Callable[[], Awaitable[Any]]] = []
-        self._session: Session | None = None
-        self._asks: dict[Ask, trio.CancelScope] = {}
+        self._sessions: list[Session] = []  # those that wait for nothing just now
+        self._asks: dict[Ask, tuple[Session, trio.CancelScope]] = {}
 
     # --------------------------------------------------------------------------------------------------------- faults
 
@@ -78,29 +78,28 @@ class Link:
 
     def reset(self) -> None:
         """The store went away: waits end, and their sessions with them."""
-        self._end_session()
+        self._end_sessions()
         self._break_waits()
 
     def die(self) -> None:
         """The process is gone."""
         self.dead = True
         self._late.clear()
-        self._end_session()
+        self._end_sessions()
 
     def _break_waits(self) -> None:
-        for scope in self._asks.values():
+        for _, scope in self._asks.values():
             scope.cancel()
 
     def end_waits(self) -> None:
         """The mailbox is being closed: what waits returns with nothing."""
-        for ask in list(self._asks):
-            if self._session is not None:
-                self._session.withdraw(ask)
+        for ask, (session, _) in list(self._asks.items()):
+            session.withdraw(ask)
 
-    def _end_session(self) -> None:
-        if self._session is not None:
-            self._session.end()
-            self._session = None
+    def _end_sessions(self) -> None:
+        for session in (*self._sessions, *(session for session, _ in self._asks.values())):
+            session.end()
+        self._sessions.clear()
 
     # ---------------------------------------------------------------------------------------------------------- calls
 
@@ -181,12 +180,10 @@ class Link:
         return claimed
 
     async def _wait_for_claim(self, ask: Ask) -> list[Delivery]:
-        session = self._session
-        if session is None:
-            session = self._session = self.store.session(self.lane)
+        session = self._sessions.pop() if self._sessions else self.store.session(self.lane)
         session.ask(ask)
         with trio.CancelScope() as broken:
-            self._asks[ask] = broken
+            self._asks[ask] = session, broken
             try:
                 await ask.answered.wait()
             except trio.Cancelled:
@@ -196,6 +193,10 @@ class Link:
                 raise
             finally:
                 del self._asks[ask]
+                if ask.answer is None:
+                    session.retire()  # nobody listens, and the store cannot know that
+                elif not session.ended:
+                    self._sessions.append(session)
         if ask.answer is None:
             self._journal.add(self.lane, "claim failed", detail="the connection broke")
             raise MailboxConnectionError("claim: the connection broke")

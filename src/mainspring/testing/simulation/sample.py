@@ -31,7 +31,7 @@ def build(mailbox: Mailbox[Any, Any]) -> LoopGroup:
     loops = [
         MainLoop(mailbox, convert, name="steady", concurrency=2, visibility_timeout=30),
         MainLoop(
-            mailbox, convert, name="beating", concurrency=2, visibility_timeout=12, lease=LeasePolicy("on-beat"),
+            mailbox, convert, name="beating", concurrency=2, visibility_timeout=40, lease=LeasePolicy("on-beat"),
             shutdown_priority=1,
         ),
     ]  # fmt: skip

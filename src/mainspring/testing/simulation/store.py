@@ -179,13 +179,11 @@ class Session:
         self._ask: Ask | None = None
         self._asked = trio.Event()
         self._scope: trio.CancelScope | None = None
-        self._ended = False
+        self.ended = False
 
     def ask(self, ask: Ask) -> None:
-        """Begin to wait for ``ask``; one that waited before has been given up by its client."""
+        """Begin to wait for ``ask``."""
         self._ask = ask
-        if self._scope is not None:
-            self._scope.cancel()
         self._asked.set()
 
     def withdraw(self, ask: Ask) -> None:
@@ -196,9 +194,14 @@ class Session:
         elif ask.answer is None:
             self._answer(ask, [])
 
+    def retire(self) -> None:
+        """What it waits for is the last."""
+        self.ended = True
+        self._asked.set()
+
     def end(self) -> None:
         """The connection is gone, and the store notices."""
-        self._ended = True
+        self.ended = True
         self._ask = None
         if self._scope is not None:
             self._scope.cancel()
@@ -206,9 +209,11 @@ class Session:
 
     async def run(self) -> None:
         """Serve until ended."""
-        while not self._ended:
+        while True:
             ask = self._ask
             if ask is None or ask.answer is not None:
+                if self.ended:
+                    return
                 self._asked = trio.Event()
                 await self._asked.wait()
                 continue
