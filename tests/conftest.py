@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from servers import postgres_url, redis_url  # noqa: F401 - fixtures
+from servers import nats_url, postgres_url, redis_url  # noqa: F401 - fixtures
 
 BACKENDS = [
     pytest.param(("asyncio", {"use_uvloop": False}), id="asyncio"),

@@ -172,6 +172,19 @@ class PostgresServer(Program):
             if made.returncode:
                 raise RuntimeError(f"initdb failed: {made.stderr[-2_000:]}")
         super().start()
+        ready = [
+            str(Path(self.binary).resolve().with_name("pg_isready")),
+            "-q",
+            "-h",
+            "127.0.0.1",
+            "-p",
+            str(self.port),
+        ]
+        until = time.monotonic() + PATIENCE
+        while subprocess.run(ready, check=False).returncode:  # it listens before it has recovered
+            if time.monotonic() > until:
+                raise RuntimeError("PostgreSQL did not become ready")
+            time.sleep(0.02)
 
     def stop(self, number: int = signal.SIGINT) -> None:
         super().stop(number)  # by default a shutdown that does not wait for those who are connected
@@ -201,4 +214,41 @@ def postgres() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def postgres_url() -> Iterator[str]:
     with postgres() as url:
+        yield url
+
+
+# ----------------------------------------------------------------------------------------------------------------- NATS
+
+
+class NatsServer(Program):
+    """A NATS server with JetStream of a test's own."""
+
+    def __init__(self, *options: str) -> None:
+        super().__init__("nats-server", "NATS")
+        self._options = options
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self.port}"
+
+    def command(self) -> list[str]:
+        where = ["-a", "127.0.0.1", "-p", str(self.port), "-sd", str(self.directory / "store")]
+        return [self.binary, "-js", *where, *self._options]
+
+
+@contextmanager
+def nats() -> Iterator[str]:
+    """The URL of a NATS server."""
+    given = os.environ.get("MAINSPRING_NATS_URL")
+    if given or answers(4222):
+        yield given or "nats://127.0.0.1:4222"
+        return
+    with NatsServer() as own:
+        assert isinstance(own, NatsServer)
+        yield own.url
+
+
+@pytest.fixture(scope="session")
+def nats_url() -> Iterator[str]:
+    with nats() as url:
         yield url

@@ -1,0 +1,216 @@
+"""A durable mailbox on a NATS server with JetStream, for the processes of many machines."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import quote, urlsplit
+
+import anyio
+from typing_extensions import TypeVar
+
+from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError
+from mainspring.mailbox import nats_look as look
+from mainspring.mailbox.base import Mailbox
+from mainspring.mailbox.hooks import TRANSIENT, Capabilities
+from mainspring.mailbox.message import CancelOutcome
+from mainspring.mailbox.nats_claims import Claims
+from mainspring.mailbox.nats_dead import DeadLetters
+from mainspring.mailbox.nats_due import Expirer, Mover, Timed
+from mainspring.mailbox.nats_names import Names
+from mainspring.mailbox.nats_send import Sends
+from mainspring.mailbox.nats_settle import Settlements
+from mainspring.mailbox.nats_store import Store
+from mainspring.mailbox.nats_url import SCHEMES, Server, name_in, parse_server, read_options
+from mainspring.mailbox.nats_wire import Wire
+from mainspring.values import MAX_VISIBILITY, is_number, is_whole
+
+if TYPE_CHECKING:
+    from nats.aio.msg import Msg
+
+    from mainspring.mailbox.message import Cancelled, Counts, Dead, Delivery, Envelope, Settlement
+    from mainspring.scope import DaemonScope
+
+T = TypeVar("T", default=Any)
+R = TypeVar("R", default=Any)
+
+STORAGE = ("file", "memory")
+
+
+class NatsMailbox(Mailbox[T, R]):
+    """A queue on a NATS server (2.9 or newer) with JetStream; any number of processes and machines share it.
+
+    A message is pending in a work-queue stream, is leased by the ack wait of a durable consumer (or, for another length, by
+    a nak with a delay), and gets a new number in the stream before it is delivered again. Delayed messages and dead letters
+    are in streams of their own, checkpoints in a key-value bucket. It has no priorities, and what is released goes to the
+    tail. It runs on asyncio only, as its driver (nats-py) does. See docs/how-to/nats.md.
+
+    :param server: the URL of the server, or of several of one cluster (hosts by comma): ``nats://user:password@host:4222``.
+    :param name: of the mailbox.
+    :param body: the type of the bodies; else the handler's annotation gives it, else anything that JSON can say.
+    :param reply: the type of the replies.
+    :param ack_wait: seconds of a lease that need no call of their own: the ``visibility_timeout`` that most receives have.
+        It is used where the mailbox is made on the server; later it stays as it is there.
+    :param timeout: seconds that one call to the server may take before :class:`MailboxConnectionError`.
+    :param replicas: how many servers of a cluster keep each message (1, 3 or 5), where the streams are made.
+    :param storage: ``"file"``, or ``"memory"``: then nothing outlives the server.
+    :param credentials: the path of a credentials file (needs ``nkeys``).
+    :raises ConfigError: a value cannot work. On opening: the streams are there and another program's.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        durable=True,
+        cross_process=True,
+        front_return=False,
+        priority=False,
+        transactional_reply=False,
+        lease_granularity=0.05,
+        async_backends=frozenset({"asyncio"}),
+    )
+
+    def __init__(
+        self,
+        server: str | Server,
+        *,
+        name: str = "default",
+        body: Any = None,
+        reply: Any = None,
+        ack_wait: float = 60.0,
+        timeout: float = 5.0,
+        replicas: int = 1,
+        storage: str = "file",
+        credentials: str | None = None,
+    ) -> None:
+        super().__init__(name, body=body, reply=reply)
+        import nats  # noqa: F401 - so that a missing driver is known when the mailbox is made
+
+        if not (is_number(ack_wait, 1) and ack_wait <= MAX_VISIBILITY):
+            raise ConfigError(f"mailbox {name!r}: ack_wait must be 1 to {MAX_VISIBILITY:.0f} seconds, not {ack_wait!r}")
+        if not (is_number(timeout, 0) and timeout > 0):
+            raise ConfigError(f"mailbox {name!r}: timeout must be more than 0 seconds, not {timeout!r}")
+        if not (is_whole(replicas, 1) and replicas in (1, 3, 5)):
+            raise ConfigError(f"mailbox {name!r}: replicas must be 1, 3 or 5, not {replicas!r}")
+        if storage not in STORAGE:
+            raise ConfigError(f"mailbox {name!r}: storage must be 'file' or 'memory', not {storage!r}")
+        self._names = Names.of(name)
+        self._server = server if isinstance(server, Server) else parse_server(server)
+        self._settings: dict[str, Any] = {
+            "ack_wait": float(ack_wait),
+            "timeout": float(timeout),
+            "replicas": replicas,
+            "storage": storage,
+            "credentials": credentials,
+        }
+        self._timed: list[Timed] = []
+        self._wire: Wire | None = None
+
+    @classmethod
+    def from_url(
+        cls, url: str, *, host: str, path: str, options: dict[str, Any], body: Any = None, reply: Any = None
+    ) -> NatsMailbox[Any, Any]:
+        """The mailbox that a URL means; options that stand in it are strings."""
+        return cls(urlsplit(url)._replace(query="").geturl(), body=body, reply=reply, **read_options(url, options))
+
+    @property
+    def address(self) -> str:
+        """Its URL, without user and password."""
+        return f"{self._server.address}?name={quote(self.name, safe='')}"
+
+    def _local_name(self, address: str) -> str | None:
+        if "://" not in address:
+            return address
+        if not address.startswith(tuple(f"{scheme}://" for scheme in SCHEMES)):
+            return None
+        return name_in(address) if self._server.is_at(address) else None
+
+    def _sibling(self, name: str, *, body: Any = None, reply: Any = None) -> NatsMailbox[Any, Any]:
+        """An unopened mailbox of that name on the same server, with the same settings."""
+        return NatsMailbox(self._server, name=name, body=body, reply=reply, **self._settings)
+
+    # ---------------------------------------------------------------------------------------------------- life cycle
+
+    async def _open(self, scope: DaemonScope) -> None:
+        settings = self._settings
+        options = {"user_credentials": settings["credentials"]} if settings["credentials"] else {}
+        wire = Wire(self._server.urls, options, settings["timeout"], f"mailbox {self.name!r}")
+        await wire.open()
+        try:
+            replicas, storage, ack_wait = settings["replicas"], settings["storage"], settings["ack_wait"]
+            store = Store(wire, self._names, replicas=replicas, storage=storage, ack_wait=ack_wait)
+            store.ack_wait = await store.ensure(self._names)
+            if self.name.startswith(TRANSIENT):
+                with suppress(MailboxError):  # the next one who opens such a mailbox does it
+                    await look.sweep_transient(store)
+            await wire.listen(store.names.to_cancelled, self._on_cancelled)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await wire.close()
+            raise
+        self._wire = wire
+        self._store = store
+        self._sends = Sends(store)
+        self._claims = Claims(store, lambda: self._usable)
+        self._settlements = Settlements(store, self._claims)
+        self._letters = DeadLetters(store)
+        self._timed = [Mover(store), Expirer(store, self._claims)]
+        for timed, what in zip(self._timed, ("delayed messages", "expiries"), strict=True):
+            scope.start_soon(timed.run, name=f"mailbox {self.name} {what}", stop=timed.stop)
+
+    async def _close(self) -> None:
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            await wire.close()
+
+    def _wake_all(self) -> None:
+        for timed in self._timed:
+            timed.stop()
+        if self._wire is not None:
+            self._wire.end_pulls()
+
+    async def _drop(self) -> None:
+        await self._store.destroy(self._names)
+
+    # ----------------------------------------------------------------------------------------------------- the hooks
+
+    async def _put(self, envelopes: list[Envelope]) -> list[str]:
+        return await self._sends.put(envelopes)
+
+    async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
+        return await self._claims.claim(max_messages, visibility_timeout, wait_time_seconds)
+
+    async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        await self._settlements.settle(delivery, settlement)
+
+    async def _extend(self, delivery: Delivery, timeout: float) -> None:
+        await self._claims.extend(delivery, timeout)
+
+    async def _save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
+        await self._settlements.save_checkpoint(delivery, state)
+
+    async def _counts(self) -> Counts:
+        return await look.counts(self._store, self._claims)
+
+    async def _purge(self) -> int:
+        return await look.purge(self._store)
+
+    async def _dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+        return await self._letters.page(limit, after)
+
+    async def _find_dead(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
+        return await self._letters.find(message_ids)
+
+    async def _replay(self, message_ids: list[str] | None) -> int:
+        return await self._letters.replay(message_ids)
+
+    async def _discard_dead(self, message_ids: list[str] | None) -> int:
+        return await self._letters.discard(message_ids)
+
+    async def _cancel(self, message_id: str) -> Cancelled:
+        found = await look.cancel(self._store, self._settlements, message_id)
+        if found.outcome is CancelOutcome.CANCELLED:
+            with suppress(MailboxConnectionError):  # its holder hears of it at the next renewal
+                await self._store.wire.tell(self._names.to_cancelled, message_id.encode())
+        return found
+
+    async def _on_cancelled(self, message: Msg) -> None:
+        self._announce_cancelled([message.data.decode("utf-8", "replace")])

@@ -1,0 +1,339 @@
+"""Claiming on NATS: pull requests, what is done with that which they bring, and the leases that this process holds."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import anyio
+
+from mainspring import clock
+from mainspring.errors import MailboxConnectionError, MailboxError, ReceiptHandleExpiredError
+from mainspring.mailbox.limits import CLOSE_TIMEOUT
+from mainspring.mailbox.message import EXPIRED, Delivery
+from mainspring.mailbox.nats_names import CONSUMER, nanoseconds
+from mainspring.mailbox.nats_record import Record, dead_headers, decode, token_of
+from mainspring.mailbox.nats_store import Add, Added
+from mainspring.mailbox.nats_wire import Ask
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nats.aio.msg import Msg
+
+    from mainspring.mailbox.message import Dead
+    from mainspring.mailbox.nats_pull import Puller
+    from mainspring.mailbox.nats_store import Store
+
+LONGEST_PULL = 30.0
+"""Seconds of one pull request; a longer wait is made of several."""
+TRUST = 0.05
+"""The part of a lease that a claim may take to come: after a longer wait the lease is begun anew."""
+YOUNG = 1.0
+"""Seconds since a message came into the queue within which its second delivery means that the first one met nobody."""
+_PROBES = 8
+_PRUNE = 1_000
+NOTICED = 0.25
+"""Seconds within which the server's consumer has surely noticed that a message left the stream."""
+MOST_LEFT = 2_000
+"""How many such messages are remembered."""
+
+
+@dataclass(slots=True)
+class Lease:
+    """A message that this process holds."""
+
+    sequence: int
+    reply: str
+    subject: str
+    record: Record
+    until: float
+    """When the lease is over, on anyio's clock: not later than the server thinks."""
+    received_at: float
+    checkpoint: bool = False
+    unsure: bool = False
+    """Whether a settlement was sent of which no answer has come: it may have been made."""
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A message as a pull request brought it."""
+
+    sequence: int
+    deliveries: int
+    reply: str
+    subject: str
+    stored_at: float
+    record: Record
+
+    @classmethod
+    def of(cls, message: Msg) -> Arrival:
+        """Read the numbers out of the subject that an acknowledgement of it would go to."""
+        parts = message.reply.split(".")
+        first = 4 if len(parts) == 9 else 6  # newer servers put the domain and the account before them
+        sequence = int(parts[first + 1])
+        stored_at = int(parts[first + 3]) / 1e9
+        record = decode(message.data, sequence, stored_at)
+        return cls(sequence, int(parts[first]), message.reply, message.subject, stored_at, record)
+
+
+class Claims:
+    """The claims of one mailbox object."""
+
+    def __init__(self, store: Store, usable: Callable[[], bool]) -> None:
+        self._store = store
+        self._usable = usable
+        self._now = clock.loop_clock()
+        self._wall = clock.wall_clock()
+        self._next = f"$JS.API.CONSUMER.MSG.NEXT.{store.names.queue}.{CONSUMER}"
+        self._leases: dict[str, Lease] = {}
+        self._prune_at = _PRUNE
+        self._left: deque[tuple[float, str]] = deque(maxlen=MOST_LEFT)
+
+    # ------------------------------------------------------------------------------------------------------ claiming
+
+    async def claim(self, limit: int, visibility: float, wait: float) -> list[Delivery]:
+        """See :meth:`MailboxHooks._claim`."""
+        deadline = self._now() + wait
+        while True:
+            found, more = await self._claim_once(limit, visibility, min(deadline - self._now(), LONGEST_PULL))
+            if found:
+                break
+            if not self._usable() or (not more and self._now() >= deadline):
+                return []
+        while more and len(found) < limit and visibility:  # those that went to the tail left room
+            with anyio.CancelScope(shield=True, deadline=self._now() + CLOSE_TIMEOUT):
+                try:
+                    rest, more = await self._claim_once(limit - len(found), visibility, 0.0)
+                except MailboxError:
+                    break
+                found += rest
+        return found
+
+    async def _claim_once(self, limit: int, visibility: float, wait: float) -> tuple[list[Delivery], bool]:
+        """The deliveries of one pull, and whether it brought anything else."""
+        began = self._now()
+        messages = await self._pull(limit, wait)
+        if not messages:
+            return [], False
+        with anyio.CancelScope(shield=True, deadline=self._now() + CLOSE_TIMEOUT):
+            deliveries = await self._take(messages, visibility, began)
+            return deliveries, len(deliveries) < len(messages)
+        raise MailboxConnectionError("the NATS server did not answer in time")
+
+    async def _pull(self, limit: int, wait: float) -> list[Msg]:
+        request = b'{"batch":%d,"no_wait":true}' % limit
+        if wait > 0:
+            request = b'{"batch":%d,"no_wait":true,"expires":%d}' % (limit, nanoseconds(max(wait, 0.001)))
+        puller = await self._store.wire.puller()
+        if not self._usable():
+            return []
+        return await puller.pull(self._next, request, limit, wait, self._take_back)
+
+    async def _take_back(self, broken_off: Puller) -> None:
+        """What a pull that was broken off has brought goes back, and so does what it would have brought.
+
+        A message that the server had in hand for it comes nevertheless, or is with the server again as one that was
+        delivered once. All that the server sends leaves in one order: so either has happened when the first of two pulls
+        that are made now is answered, and the second one finds what went back.
+        """
+        await self._put_back(broken_off.take(), young=0.0)
+        empty = probes = 0
+        while empty < 2 and probes < _PROBES:
+            probes += 1
+            puller = await self._store.wire.puller()
+            found = await puller.pull(self._next, b'{"batch":1,"no_wait":true}', 1, 0.0, _leave)
+            await self._put_back(found, young=YOUNG)
+            empty += not found or Arrival.of(found[0]).deliveries == 1  # what has been delivered before comes first
+        await self._put_back(broken_off.take(), young=0.0)
+
+    async def _put_back(self, messages: list[Msg], *, young: float) -> None:
+        """Messages that nobody was given go back as if they had never been claimed, but to the tail.
+
+        One that was delivered before has had a lease that ended, and pays for it, unless it is younger than ``young`` seconds.
+        """
+        if not messages:
+            return
+        moves = []
+        wall = self._wall()
+        for arrival in map(Arrival.of, messages):
+            record = arrival.record
+            if arrival.deliveries > 2 or (arrival.deliveries == 2 and wall - arrival.stored_at >= young):
+                record = self._lost(record)
+            moves.append((arrival, record))
+        await self._move(moves)
+
+    async def _take(self, messages: list[Msg], visibility: float, began: float) -> list[Delivery]:
+        """Make deliveries of what came; what has been delivered before goes to the tail first, as another message."""
+        wall = self._wall()
+        fresh: list[Arrival] = []
+        again: list[tuple[Arrival, Record]] = []
+        expired: list[Arrival] = []
+        for message in messages:
+            arrival = Arrival.of(message)
+            record = arrival.record
+            if arrival.deliveries > 1:
+                record = self._lost(record)
+            if record.expires_at is not None and record.expires_at <= wall:
+                arrival.record = record
+                expired.append(arrival)
+            elif arrival.deliveries > 1:
+                again.append((arrival, record))
+            else:
+                fresh.append(arrival)
+        if again:
+            await self._move(again)
+        for arrival in expired:
+            record = arrival.record
+            await self.bury(self._store.names.queue, arrival.sequence, record, EXPIRED, record.expires_at or wall)
+            self._left.append((self._now(), arrival.reply))
+        return await self._lease(fresh, visibility, began) if fresh else []
+
+    def _lost(self, record: Record) -> Record:
+        """The record of a message whose lease has run out."""
+        first = record.first_received_at
+        received_at = self._wall() - self._store.ack_wait if first is None else first
+        return record.returned(received_at=max(received_at, record.enqueued_at), charge=True, kept=True)
+
+    async def _move(self, moves: list[tuple[Arrival, Record]]) -> None:
+        """Put messages to the tail as new ones, each unless it is gone by now."""
+        adds = [Add(arrival.subject, record.encode(), arrival.sequence) for arrival, record in moves]
+        async with self._store.gate.moving():
+            results = await self._store.add_all(adds)
+            moved = sum(isinstance(result, Added) and result.sequence > 0 for result in results)
+            if moved:
+                await self._store.moved(moved)
+        now = self._now()
+        self._left.extend(
+            (now, arrival.reply)
+            for (arrival, _), result in zip(moves, results, strict=True)
+            if isinstance(result, Added)
+        )
+
+    async def _lease(self, fresh: list[Arrival], visibility: float, began: float) -> list[Delivery]:
+        store = self._store
+        if visibility != store.ack_wait or self._now() - began > TRUST * visibility:
+            began = self._now()
+            # A nak with a delay leaves the message with us and says when it is to be delivered again.
+            order = _nak(visibility)
+            for answer in await store.wire.ask_all([Ask(arrival.reply, order) for arrival in fresh]):
+                if isinstance(answer, MailboxError):
+                    raise answer
+        checkpoints = await self._checkpoints([arrival.record for arrival in fresh if arrival.record.kept])
+        until = began + visibility
+        wall = self._wall()
+        deliveries = []
+        leases = self._leases
+        for arrival in fresh:
+            record = arrival.record
+            handle = str(arrival.sequence)
+            checkpoint = checkpoints.get(record.message_id) if checkpoints else None
+            delivery = record.delivery(handle, wall, began, checkpoint)
+            received_at = delivery.first_received_at
+            leases[handle] = Lease(
+                arrival.sequence, arrival.reply, arrival.subject, record, until, received_at, checkpoint is not None
+            )
+            deliveries.append(delivery)
+        if len(leases) > self._prune_at:
+            self._prune()
+        return deliveries
+
+    async def _checkpoints(self, records: list[Record]) -> dict[str, bytes]:
+        if not records:
+            return {}
+        names = self._store.names
+        subjects = [names.to_checkpoints + token_of(record.message_id) for record in records]
+        kept = {}
+        for record, stored in zip(records, await self._store.last_all(names.checkpoints, subjects), strict=True):
+            if isinstance(stored, MailboxError):
+                raise stored
+            if stored is not None and stored.payload:
+                kept[record.message_id] = stored.payload
+        return kept
+
+    async def bury(self, stream: str, sequence: int, record: Record, dead: Dead, at: float) -> bool:
+        """Move a message to the dead letters; whether it was still number ``sequence`` of ``stream``."""
+        store = self._store
+        payload = record.encode()
+        headers = dead_headers(dead, at, min(65_536, max(2_048, store.wire.max_payload - len(payload) - 1_024)))
+        subject = store.names.to_dead + token_of(record.message_id)  # not by its dedup key, which is free now
+        async with store.gate.moving():
+            added = await store.add(Add(subject, payload, 0, None, headers))
+            fresh = added.sequence > 0
+            if not fresh:  # left there by one who could not finish
+                added = await store.put_over(Add(subject, payload, 0, None, headers))
+            held = await store.remove(stream, sequence)
+            if not held and fresh:
+                await store.remove(store.names.dead, added.sequence)
+        return held
+
+    # -------------------------------------------------------------------------------------------------------- leases
+
+    def held(self, delivery: Delivery) -> Lease:
+        """The lease of a delivery; :class:`ReceiptHandleExpiredError` where it is over."""
+        lease = self._leases.get(delivery.receipt_handle)
+        if lease is None or lease.until <= self._now():
+            raise expired(delivery)
+        return lease
+
+    def drop(self, delivery: Delivery) -> None:
+        """Forget the lease of a delivery whose message is not in the queue any more, not under this number."""
+        lease = self._leases.pop(delivery.receipt_handle, None)
+        if lease is not None:
+            self._left.append((self._now(), lease.reply))
+
+    async def extend(self, delivery: Delivery, timeout: float) -> None:
+        """See :meth:`MailboxHooks._extend`."""
+        lease = self.held(delivery)
+        store = self._store
+        until = self._now() + timeout
+        if until > lease.until:
+            await store.wire.ask(lease.reply, _nak(timeout))
+        if await store.get(store.names.queue, lease.sequence) is None:
+            self.drop(delivery)
+            raise expired(delivery)
+        lease.until = max(lease.until, until)
+
+    async def settle_down(self) -> None:
+        """Wait until the consumer has noticed that messages which have just left the queue are not with it any more.
+
+        It does so a moment later, in the background; an acknowledgement of what is gone makes it do so at once.
+        """
+        since = self._now() - NOTICED
+        replies = [reply for at, reply in self._left if at >= since]
+        self._left.clear()
+        await self._store.wire.ask_all([Ask(reply, b"+ACK") for reply in replies])
+
+    async def over(self) -> int:
+        """How many messages are still with the consumer although their leases, of this process, are over."""
+        now = self._now()
+        ended = [(handle, lease) for handle, lease in self._leases.items() if lease.until <= now]
+        count = 0
+        for handle, lease in ended:
+            if await self._store.get(self._store.names.queue, lease.sequence) is None:
+                self._leases.pop(handle, None)
+            else:
+                count += 1
+        return count
+
+    def _prune(self) -> None:
+        now = self._now()
+        for handle in [handle for handle, lease in self._leases.items() if lease.until <= now]:
+            del self._leases[handle]
+        self._prune_at = 2 * len(self._leases) + _PRUNE
+
+
+def expired(delivery: Delivery) -> ReceiptHandleExpiredError:
+    """The error of one who holds no lease."""
+    return ReceiptHandleExpiredError(
+        f"message {delivery.message_id}: the lease of delivery {delivery.delivery_count} has run out, or it was settled"
+    )
+
+
+async def _leave(puller: Puller) -> None:
+    """What a probe was broken off with comes again when its lease ends."""
+
+
+def _nak(seconds: float) -> bytes:
+    return b'-NAK {"delay":%d}' % nanoseconds(seconds) if seconds > 0 else b"-NAK"

@@ -1,0 +1,170 @@
+"""What waits for its time on NATS: the server holds it until it is due, then an open mailbox does what is to be done."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import anyio
+
+from mainspring import clock, entropy
+from mainspring.errors import MailboxError
+from mainspring.mailbox.message import EXPIRED
+from mainspring.mailbox.nats_claims import LONGEST_PULL, Arrival
+from mainspring.mailbox.nats_names import CONSUMER, nanoseconds
+from mainspring.mailbox.nats_record import token_of, tokens_of
+from mainspring.mailbox.nats_store import Add, Added
+from mainspring.mailbox.nats_wire import Ask
+from mainspring.policies import backoff
+
+if TYPE_CHECKING:
+    from mainspring.mailbox.nats_claims import Claims
+    from mainspring.mailbox.nats_pull import Puller
+    from mainspring.mailbox.nats_record import Record
+    from mainspring.mailbox.nats_store import Store
+
+_BATCH = 256
+_AGAIN = 0.25
+"""Seconds until a message is looked at again whose older copy has not left the queue yet."""
+
+
+class Timed:
+    """Sees to what a stream holds, when it is due. Every open mailbox has one for each such stream.
+
+    What is not due is left with the server by a nak with a delay, and comes when it is; to one of those who wait.
+    """
+
+    def __init__(self, store: Store, stream: str) -> None:
+        self._store = store
+        self._wall = clock.wall_clock()
+        self._next = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{CONSUMER}"
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Begin nothing more."""
+        self._stopping = True
+
+    async def run(self) -> None:
+        """Work until told to stop, or cancelled. A server that cannot be reached is tried again."""
+        failures = 0
+        while not self._stopping:
+            try:
+                await self._round()
+                failures = 0
+            except MailboxError:
+                failures += 1
+                pause = backoff(failures, initial=0.1, maximum=5.0, factor=2.0, jitter="full", rng=entropy.rng())
+                await anyio.sleep(pause)
+
+    async def _round(self) -> None:
+        request = b'{"batch":%d,"no_wait":true,"expires":%d}' % (_BATCH, nanoseconds(LONGEST_PULL))
+        puller = await self._store.wire.puller()
+        messages = await puller.pull(self._next, request, _BATCH, LONGEST_PULL, self._leave)
+        if messages:
+            await self._handle([Arrival.of(message) for message in messages])
+
+    async def _leave(self, broken_off: Puller) -> None:
+        """Let another one have at once what came; what comes late is another's in two seconds."""
+        await self._store.wire.ask_all([Ask(message.reply, b"-NAK") for message in broken_off.take()])
+
+    async def _handle(self, arrivals: list[Arrival]) -> None:
+        now = self._wall()
+        early: list[Ask] = []
+        due: list[Arrival] = []
+        for arrival in arrivals:
+            left = (arrival.record.due or 0.0) - now
+            if left > 0:
+                early.append(Ask(arrival.reply, b'-NAK {"delay":%d}' % nanoseconds(max(left, 0.001))))
+            else:
+                due.append(arrival)
+        if early:
+            await self._store.wire.ask_all(early)
+        if due:
+            await self._do(due)
+
+    async def _do(self, due: list[Arrival]) -> None:
+        """What is to be done with that which is due."""
+        raise NotImplementedError
+
+
+class Mover(Timed):
+    """Moves due messages to the tail of the queue: adds them there, then removes them here.
+
+    Who dies between the two has another one do it again, which the queue refuses.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store, store.names.delayed)
+
+    async def _do(self, due: list[Arrival]) -> None:
+        store = self._store
+        names = store.names
+        adds = []
+        for arrival in due:
+            token = arrival.subject.removeprefix(names.to_delayed)
+            record = replace(arrival.record, due=None)
+            adds.append(Add(names.to_queue + token, record.encode(), 0, f"due-{record.message_id}-{arrival.sequence}"))
+        async with store.gate.moving():
+            results = await store.add_all(adds)
+            done = [
+                arrival.sequence
+                for arrival, result in zip(due, results, strict=True)
+                if isinstance(result, Added) and result.sequence
+            ]
+            fresh = sum(
+                isinstance(result, Added) and result.sequence > 0 and not result.duplicate for result in results
+            )
+            if fresh:
+                await store.moved(fresh)
+            await store.remove_all(names.delayed, done)
+        for arrival, result in zip(due, results, strict=True):
+            if isinstance(result, Added) and not result.sequence:
+                await self._meet(arrival)
+
+    async def _meet(self, arrival: Arrival) -> None:
+        """The queue holds another message in its place: a copy of it, or (with one dedup key) another one."""
+        store = self._store
+        names = store.names
+        subject = names.to_queue + arrival.subject.removeprefix(names.to_delayed)
+        there = await store.last(names.queue, subject)
+        if there is None:
+            await store.wire.ask(arrival.reply, b"-NAK")
+        elif there.record.message_id != arrival.record.message_id:
+            record = replace(arrival.record, due=None, dedup_key=None)
+            async with store.gate.moving():
+                await store.put_over(Add(names.to_queue + token_of(record.message_id), record.encode()))
+                await store.moved()
+                await store.remove(names.delayed, arrival.sequence)
+        elif there.record.deliveries >= arrival.record.deliveries:
+            await store.remove(names.delayed, arrival.sequence)  # the queue has it: this copy was left over
+        else:  # whoever delayed it has yet to remove it from the queue; if he died, its lease ends
+            await store.wire.ask(arrival.reply, b'-NAK {"delay":%d}' % nanoseconds(_AGAIN))
+
+
+class Expirer(Timed):
+    """Moves messages to the dead letters when they expire, unless somebody works on them."""
+
+    def __init__(self, store: Store, claims: Claims) -> None:
+        super().__init__(store, store.names.expiries)
+        self._claims = claims
+
+    async def _do(self, due: list[Arrival]) -> None:
+        for arrival in due:
+            await self._expire(arrival.record)
+        await self._store.remove_all(self._store.names.expiries, [arrival.sequence for arrival in due])
+
+    async def _expire(self, note: Record) -> None:
+        store = self._store
+        names = store.names
+        for stream, prefix in ((names.delayed, names.to_delayed), (names.queue, names.to_queue)):
+            for token in tokens_of(note.message_id):
+                there = await store.last(stream, prefix + token)
+                if there is None:
+                    continue
+                record = there.record
+                if record.message_id != note.message_id or record.expires_at is None:
+                    continue
+                if stream == names.queue and there.sequence <= await store.delivered():
+                    return  # in flight, or it was: who gives it back, or would receive it, sees that it has expired
+                await self._claims.bury(stream, there.sequence, record, EXPIRED, record.expires_at)
+                return

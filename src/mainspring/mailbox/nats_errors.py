@@ -1,0 +1,41 @@
+"""What a NATS server answers, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError
+
+if TYPE_CHECKING:
+    from nats.aio.msg import Msg
+
+
+class ApiError(MailboxError):
+    """What JetStream says where it refuses."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"JetStream refused: {text} (code {code})")
+        self.code = code
+        self.text = text
+
+
+class NobodyAnswersError(MailboxConnectionError):
+    """The server is there, but no stream or consumer takes what was sent: it does not exist, or JetStream is off."""
+
+
+def parse(answer: Msg) -> dict[str, Any]:
+    """An answer of JetStream's. Raises :class:`ApiError` where it refuses, :class:`NobodyAnswersError` where none is."""
+    headers = answer.headers
+    if headers is not None and headers.get("Status") == "503":
+        raise NobodyAnswersError(
+            "no JetStream answers at the NATS server: start it with JetStream (nats-server -js), or wait for its leader"
+        )
+    try:
+        found: dict[str, Any] = json.loads(answer.data)
+    except ValueError:
+        raise ConfigError(f"what answers at the NATS server is no JetStream: {answer.data[:60]!r}") from None
+    error = found.get("error")
+    if error is not None:
+        raise ApiError(int(error.get("err_code", 0)), str(error.get("description", "")))
+    return found

@@ -1,0 +1,113 @@
+"""Looking after a mailbox on NATS from outside its deliveries: counts, purges, cancellations, abandoned transient ones."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from mainspring import clock
+from mainspring.errors import MailboxError
+from mainspring.mailbox.hooks import TRANSIENT, TRANSIENT_LIFE
+from mainspring.mailbox.message import UNKNOWN, Cancelled, CancelOutcome, Counts
+from mainspring.mailbox.nats_errors import parse
+from mainspring.mailbox.nats_names import CONSUMER, encoded
+from mainspring.mailbox.nats_record import tokens_of
+from mainspring.mailbox.nats_wire import Ask
+
+if TYPE_CHECKING:
+    from mainspring.mailbox.nats_claims import Claims
+    from mainspring.mailbox.nats_settle import Settlements
+    from mainspring.mailbox.nats_store import Store
+
+
+async def counts(store: Store, claims: Claims) -> Counts:
+    """See :meth:`MailboxHooks._counts`.
+
+    All that was accepted is all that was ever added to the queue and the delayed, less what only moved; what is nowhere any
+    more is settled. So the parts add up, whatever moves meanwhile.
+    """
+    names = store.names
+    streams = (names.queue, names.delayed, names.dead, names.moves)
+    asks = [Ask(f"$JS.API.STREAM.INFO.{stream}") for stream in streams]
+    asks.append(Ask(f"$JS.API.CONSUMER.INFO.{names.queue}.{CONSUMER}"))
+    async with store.gate.counting():
+        await claims.settle_down()
+        over = await claims.over()
+        answers = []
+        for answer in await store.wire.ask_all(asks):
+            if isinstance(answer, MailboxError):
+                raise answer
+            answers.append(parse(answer))
+    queue, delayed, dead, moves = (answer["state"] for answer in answers[:4])
+    in_flight = min(max(0, answers[4]["num_ack_pending"] - over), queue["messages"])
+    accepted = queue["last_seq"] + delayed["last_seq"] - moves["last_seq"]
+    present = queue["messages"] + delayed["messages"] + dead["messages"]
+    return Counts(
+        delayed["messages"],
+        queue["messages"] - in_flight,
+        in_flight,
+        max(0, accepted - present),
+        dead["messages"],
+    )
+
+
+async def purge(store: Store) -> int:
+    """See :meth:`MailboxHooks._purge`."""
+    names = store.names
+    async with store.gate.moving():
+        dropped = await store.purge(names.delayed) + await store.purge(names.queue)
+        await store.purge(names.expiries)
+        await store.purge(names.checkpoints)
+    return dropped
+
+
+async def cancel(store: Store, settlements: Settlements, message_id: str) -> Cancelled:
+    """See :meth:`MailboxHooks._cancel`."""
+    names = store.names
+    for stream, prefix in (
+        (names.delayed, names.to_delayed),
+        (names.queue, names.to_queue),
+        (names.delayed, names.to_delayed),
+    ):
+        for token in tokens_of(message_id):
+            while (there := await store.last(stream, prefix + token)) is not None:
+                record = there.record
+                if record.message_id != message_id:
+                    break
+                delivered = await store.delivered() if stream == names.queue else 0
+                if await store.remove(stream, there.sequence):
+                    if record.kept:
+                        await settlements.forget_checkpoint(record)
+                    outcome = CancelOutcome.CANCELLED if there.sequence <= delivered else CancelOutcome.REMOVED
+                    return Cancelled(outcome, record.reply_to, record.headers)
+    return UNKNOWN
+
+
+async def sweep_transient(store: Store) -> None:
+    """Delete the transient mailboxes that nobody has had open for a day."""
+    beginning = f"mainspring-queue_{encoded(TRANSIENT)}"
+    offset = 0
+    while True:
+        page = await store.wire.api("STREAM.LIST", {"subject": "mainspring.*.queue.*", "offset": offset})
+        streams = page.get("streams") or []
+        for stream in streams:
+            name = stream["config"]["name"]
+            if name.startswith(beginning) and _old(stream["created"]) and await _unused(store, name):
+                short = name.removeprefix("mainspring-queue_")
+                kinds = ("queue", "delayed", "expiries", "dead", "moves")
+                gone = [f"mainspring-{kind}_{short}" for kind in kinds] + [f"KV_mainspring-checkpoints_{short}"]
+                await store.wire.ask_all([Ask(f"$JS.API.STREAM.DELETE.{each}") for each in gone])
+        offset += len(streams)
+        if not streams or offset >= page.get("total", 0):
+            return
+
+
+async def _unused(store: Store, stream: str) -> bool:
+    info: dict[str, Any] = await store.wire.api(f"CONSUMER.INFO.{stream}.{CONSUMER}")
+    last = info["delivered"].get("last_active")
+    return not info.get("num_waiting") and (last is None or _old(last))
+
+
+def _old(date: str) -> bool:
+    then = datetime.fromisoformat(date[:19] + "+00:00")
+    return (clock.utc_now() - then).total_seconds() > TRANSIENT_LIFE

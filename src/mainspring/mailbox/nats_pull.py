@@ -1,0 +1,131 @@
+"""Pulls from a NATS server that can be taken back."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from mainspring.errors import MailboxConnectionError
+from mainspring.mailbox.limits import CLOSE_TIMEOUT
+from mainspring.mailbox.nats_errors import NobodyAnswersError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from nats.aio.client import Client
+    from nats.aio.msg import Msg
+
+    from mainspring.errors import MailboxError
+    from mainspring.mailbox.nats_wire import Wire
+
+
+class Puller:
+    """A subscription of its own for one pull at a time: taken away, the server knows at once that nobody waits."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._messages: list[Msg] = []
+        self._wanted = 0
+        self._ended: Any = None
+        self._arrived: Callable[[], object] | None = None
+
+    async def open(self, client: Client) -> None:
+        """Subscribe."""
+        self._subject = client.new_inbox()
+        try:
+            self._subscription = await client.subscribe(
+                self._subject, cb=self._on_message, pending_msgs_limit=0, pending_bytes_limit=0
+            )
+        except Exception as error:
+            raise self._wire.failure(error) from error
+
+    def take(self) -> list[Msg]:
+        """What has come and was not taken yet."""
+        taken, self._messages = self._messages, []
+        return taken
+
+    def end(self, error: MailboxError | None = None) -> None:
+        """Let the pull under way end now, with what has come so far."""
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(error)
+
+    async def pull(
+        self,
+        subject: str,
+        request: bytes,
+        wanted: int,
+        lasts: float,
+        put_back: Callable[[Puller], Awaitable[None]],
+    ) -> list[Msg]:
+        """Send a pull request and return what comes until it ends: by itself, within ``lasts`` seconds, or by :meth:`end`.
+
+        Where this is cancelled, or its end is forced, ``put_back`` is called under a shield, to see to what has come or comes.
+        """
+        wire = self._wire
+        loop = wire.loop
+        self._messages = []
+        self._wanted = wanted
+        self._ended = loop.create_future()
+        wire.pullers.add(self)
+        late = MailboxConnectionError("the NATS server did not end a pull request in time")
+        timer = loop.call_later(lasts + wire.timeout, self.end, late)
+        ended: Any = _UNFINISHED
+        try:
+            await wire.client.publish(subject, request, self._subject)
+            ended = await self._ended
+        finally:
+            timer.cancel()
+            if ended is not _DONE:
+                await self._take_back(put_back)
+            wire.pullers.discard(self)
+            wire.ease()
+        if ended is _DONE:
+            wire.idle.append(self)
+            return self.take()
+        if ended is None:
+            return []
+        raise type(ended)(*ended.args)
+
+    async def _take_back(self, put_back: Callable[[Puller], Awaitable[None]]) -> None:
+        """Tell the server that nobody waits any more, and give back what it has delivered, or still delivers.
+
+        The driver's own ``drain`` would throw away what the server had in hand for this subscription as it went.
+        """
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT / 2):
+            with suppress(Exception):  # a lost connection: what was delivered comes again when its lease ends
+                client = self._wire.driver
+                if client is not None and client.is_connected:
+                    await client._send_unsubscribe(self._subscription._id)  # noqa: SLF001 - see above
+                    await put_back(self)
+            with suppress(Exception):
+                await self._subscription.unsubscribe()
+
+    async def _on_message(self, message: Msg) -> None:
+        if message.reply:
+            self._messages.append(message)
+            if len(self._messages) >= self._wanted:
+                self._finish(_DONE)
+            return
+        headers = message.headers or {}
+        status = headers.get("Status", "")
+        if status in ("404", "408"):
+            self._finish(_DONE)
+        elif status == "503":
+            self._finish(NobodyAnswersError("no stream or consumer answers: it was deleted, or JetStream is off"))
+        elif status != "100":
+            told = next((headers[name] for name in headers if str(name).endswith("Description")), "")
+            self._finish(MailboxConnectionError(f"the NATS server ended a pull request: {status} {told}"))
+
+    def _finish(self, how: Any) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(how)
+
+
+class _Sign:
+    """A value that is only itself."""
+
+
+_DONE = _Sign()
+_UNFINISHED = _Sign()

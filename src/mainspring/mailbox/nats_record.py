@@ -1,0 +1,229 @@
+"""How a message is written into a NATS stream: a line of JSON that says what the store has to know, then its body.
+
+Synchronous and without the driver. A payload that does not begin with such a line is a body as another program has sent it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from mainspring.mailbox.message import Dead, Delivery
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mainspring.mailbox.message import Envelope
+
+MARK = b"mainspring1 "
+"""What a payload begins with that a mailbox has written."""
+RESERVED = 16_384
+"""Bytes of the server's largest payload that are kept free at a send: what a message gathers on its way must still fit."""
+
+ERROR = "Mainspring-Error"
+ERROR_TYPE = "Mainspring-Error-Type"
+TRACEBACK = "Mainspring-Traceback"
+DIED_AT = "Mainspring-Died-At"
+_PLAIN = re.compile(r"[A-Za-z0-9_-]{1,120}\Z")
+
+
+@dataclass(slots=True)
+class Record:
+    """A message as a stream holds it. Times are POSIX seconds."""
+
+    message_id: str
+    body: bytes
+    enqueued_at: float
+    deliveries: int = 0
+    """How many deliveries of it have ended."""
+    charged: int = 0
+    """How many of them count as attempts."""
+    first_received_at: float | None = None
+    reply_to: str | None = None
+    dedup_key: str | None = None
+    expires_at: float | None = None
+    due: float | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    history: str | None = None
+    kept: bool = False
+    """Whether there may be a checkpoint."""
+
+    @classmethod
+    def of(cls, envelope: Envelope, now: float) -> Record:
+        """The first record of a message that is sent now."""
+        record = cls(envelope.message_id, envelope.body, now)
+        if envelope.reply_to is not None:
+            record.reply_to = envelope.reply_to
+        if envelope.dedup_key is not None:
+            record.dedup_key = envelope.dedup_key
+            record.message_id = f"{envelope.message_id}-k{_digest(envelope.dedup_key)}"
+        if envelope.expires_in is not None:
+            record.expires_at = now + envelope.expires_in
+        if envelope.delay > 0:
+            record.due = now + envelope.delay
+        if envelope.headers:
+            record.headers = envelope.headers
+        return record
+
+    @property
+    def token(self) -> str:
+        """The last part of its subject. Messages with one dedup key have one token, so the stream holds one of them."""
+        return token_of(self.message_id) if self.dedup_key is None else f"k-{_digest(self.dedup_key)}"
+
+    def encode(self) -> bytes:
+        """Its payload."""
+        known: dict[str, Any] = {"i": self.message_id, "t": self.enqueued_at}
+        for key, name in _FIELDS.items():
+            value = getattr(self, name)
+            if value:
+                known[key] = dict(value) if name == "headers" else value
+        return b"%s%s\n%s" % (MARK, json.dumps(known, separators=(",", ":")).encode("ascii"), self.body)
+
+    def delivery(self, handle: str, now: float, leased_at: float | None, checkpoint: bytes | None) -> Delivery:
+        """Its delivery under ``handle``."""
+        first = self.first_received_at
+        return Delivery(
+            self.message_id,
+            self.body,
+            handle,
+            self.deliveries + 1,
+            self.charged + 1,
+            self.enqueued_at,
+            now if first is None else first,
+            self.reply_to,
+            self.headers,
+            checkpoint,
+            leased_at,
+            self.history,
+        )
+
+    def returned(self, *, received_at: float, charge: bool, kept: bool, history: str | None = None) -> Record:
+        """Its next record, after a delivery that was first received at ``received_at`` has ended."""
+        return replace(
+            self,
+            deliveries=self.deliveries + 1,
+            charged=self.charged + int(charge),
+            first_received_at=received_at,
+            due=None,
+            kept=kept or self.kept,
+            history=self.history if history is None else history,
+        )
+
+    def revived(self, dedup_key: str | None) -> Record:
+        """Its record when, dead, it is sent again: fresh counts, and no time by which it must be done."""
+        return replace(
+            self,
+            deliveries=0,
+            charged=0,
+            first_received_at=None,
+            expires_at=None,
+            due=None,
+            history=None,
+            dedup_key=dedup_key,
+        )
+
+
+_FIELDS = {
+    "n": "deliveries",
+    "c": "charged",
+    "f": "first_received_at",
+    "r": "reply_to",
+    "k": "dedup_key",
+    "x": "expires_at",
+    "d": "due",
+    "h": "headers",
+    "y": "history",
+    "p": "kept",
+}
+_TEXTS = ("reply_to", "dedup_key", "history")
+_COUNTS = ("deliveries", "charged")
+_TIMES = ("first_received_at", "expires_at", "due")
+
+
+def decode(payload: bytes, sequence: int, stored_at: float) -> Record:
+    """The record that a payload holds; a foreign one is a body, named by its place in the stream."""
+    if payload.startswith(MARK):
+        end = payload.find(b"\n")
+        if end > 0:
+            try:
+                return _read(json.loads(payload[len(MARK) : end]), payload[end + 1 :])
+            except (ValueError, TypeError, KeyError, RecursionError):
+                pass
+    return Record(f"nats-{sequence}", payload, stored_at)
+
+
+def _read(known: Any, body: bytes) -> Record:
+    if len(known) == 2:
+        record = Record(known["i"], body, float(known["t"]))
+    else:
+        values = {name: known[key] for key, name in _FIELDS.items() if key in known}
+        record = Record(known["i"], body, float(known["t"]), **values)
+        _check(record)
+    if not isinstance(record.message_id, str):
+        raise TypeError("an id is a string")
+    return record
+
+
+def _check(record: Record) -> None:
+    for name in _TEXTS:
+        if not isinstance(getattr(record, name), str | None):
+            raise TypeError(name)
+    for name in _COUNTS:
+        if not isinstance(getattr(record, name), int):
+            raise TypeError(name)
+    for name in _TIMES:
+        value = getattr(record, name)
+        if value is not None:
+            setattr(record, name, float(value))
+    headers = record.headers
+    if not (isinstance(headers, dict) and all(isinstance(value, str) for value in headers.values())):
+        raise TypeError("headers are strings by string")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def token_of(message_id: str) -> str:
+    """The last part of the subject of the message with that id."""
+    return f"i-{message_id}" if _PLAIN.match(message_id) else f"h-{_digest(message_id)}"
+
+
+def tokens_of(message_id: str) -> tuple[str, ...]:
+    """Where a message with that id can be: by its dedup key, which its id tells, or by its id."""
+    _, found, digest = message_id.rpartition("-k")
+    by_id = token_of(message_id)
+    return (f"k-{digest}", by_id) if found and _PLAIN.match(digest) else (by_id,)
+
+
+def dead_headers(dead: Dead, at: float, room: int) -> dict[str, str]:
+    """The headers of a dead letter: each a JSON string, shortened where they are more than ``room`` bytes together."""
+    error = json.dumps(dead.error)
+    kind = json.dumps(dead.error_type)
+    trace = json.dumps(dead.traceback)
+    if len(error) + len(kind) + len(trace) > room:
+        error, kind = json.dumps(dead.error[:500]), json.dumps(dead.error_type[:100])
+        left = max(0, room - len(error) - len(kind)) // 6  # a character is at most six bytes of JSON
+        trace = json.dumps(dead.traceback[-left:] if left else "")
+    return {DIED_AT: repr(at), ERROR: error, ERROR_TYPE: kind, TRACEBACK: trace}
+
+
+def read_dead(headers: Mapping[str, str], stored_at: float) -> tuple[Dead, float]:
+    """Why and when a dead letter died, from its headers."""
+    try:
+        at = float(headers.get(DIED_AT, stored_at))
+    except ValueError:
+        at = stored_at
+    return Dead(_text(headers, ERROR), _text(headers, ERROR_TYPE), _text(headers, TRACEBACK)), at
+
+
+def _text(headers: Mapping[str, str], name: str) -> str:
+    raw = headers.get(name, "")
+    try:
+        value = json.loads(raw)
+    except ValueError:
+        return raw
+    return value if isinstance(value, str) else raw

@@ -1,0 +1,115 @@
+"""Sending on NATS: one publication a message, all of a call in one go, each acknowledged by the server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import anyio
+
+from mainspring import clock
+from mainspring.errors import InvalidParameterError, MailboxConnectionError, MailboxError, SerializationError
+from mainspring.mailbox.limits import CLOSE_TIMEOUT
+from mainspring.mailbox.nats_record import RESERVED, Record
+from mainspring.mailbox.nats_store import Add, Added
+
+if TYPE_CHECKING:
+    from mainspring.mailbox.message import Envelope
+    from mainspring.mailbox.nats_store import Store
+
+
+class Sends:
+    """The sends of one mailbox object."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._wall = clock.wall_clock()
+        self._most = store.wire.max_payload - RESERVED
+
+    async def put(self, envelopes: list[Envelope]) -> list[str]:
+        """See :meth:`MailboxHooks._put`."""
+        now = self._wall()
+        records = []
+        for envelope in envelopes:
+            if envelope.priority:
+                raise InvalidParameterError(
+                    "send: a mailbox on NATS has no priorities (Capabilities.priority); leave it at 0"
+                )
+            if len(envelope.body) > self._most:
+                raise SerializationError(
+                    f"a body of {len(envelope.body)} bytes is larger than the {self._most} that this NATS server's"
+                    " max_payload leaves for one"
+                )
+            records.append(Record.of(envelope, now))
+        if len(records) == 1:
+            record = records[0]
+            if record.dedup_key is not None:
+                sent = await self._put_once(record)
+            else:
+                await self._store.add(self._first(record))
+                sent = record.message_id
+        else:
+            await self._put_all([self._first(record) for record in records])
+        if envelopes[0].expires_in is not None:
+            await self._announce_expiries(
+                [record for record in records if len(records) > 1 or sent == record.message_id]
+            )
+        return [sent] if len(records) == 1 else [record.message_id for record in records]
+
+    async def _announce_expiries(self, records: list[Record]) -> None:
+        """Leave notes of when to look for them. Without one, a message is dead when somebody would have received it."""
+        store = self._store
+        notes = [Record(record.message_id, b"", record.enqueued_at, due=record.expires_at) for record in records]
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT):
+            await store.add_all([Add(store.names.to_expiries + note.token, note.encode()) for note in notes])
+
+    def _first(self, record: Record) -> Add:
+        names = self._store.names
+        prefix = names.to_queue if record.due is None else names.to_delayed
+        return Add(prefix + record.token, record.encode())
+
+    async def _put_all(self, adds: list[Add]) -> None:
+        """All or none, as far as the server can: those that were stored are taken back where others were not."""
+        results = await self._store.add_all(adds)
+        errors = [result for result in results if isinstance(result, MailboxError)]
+        if not errors:
+            return
+        stored: dict[str, list[int]] = {}
+        names = self._store.names
+        for add, result in zip(adds, results, strict=True):
+            if isinstance(result, Added) and result.sequence:
+                stream = names.queue if add.subject.startswith(names.to_queue) else names.delayed
+                stored.setdefault(stream, []).append(result.sequence)
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT):
+            async with self._store.gate.moving():
+                for stream, sequences in stored.items():
+                    taken = await self._store.remove_all(stream, sequences)
+                    await self._store.moved(sum(each is True for each in taken))
+        raise errors[0]
+
+    async def _put_once(self, record: Record) -> str:
+        """A message with a dedup key: it has the key's subject, in the queue or among the delayed, and is alone there."""
+        store = self._store
+        names = store.names
+        mine, other = (names.to_queue, names.to_delayed) if record.due is None else (names.to_delayed, names.to_queue)
+        my_stream, other_stream = (names.queue, names.delayed) if record.due is None else (names.delayed, names.queue)
+        payload = record.encode()
+        for _ in range(20):
+            there = await store.last(other_stream, other + record.token)
+            if there is not None:
+                return there.record.message_id
+            added = await store.add(Add(mine + record.token, payload, 0))
+            if not added.sequence:
+                there = await store.last(my_stream, mine + record.token)
+                if there is not None:
+                    return there.record.message_id
+                continue  # it was finished just now
+            there = await store.last(other_stream, other + record.token)
+            if there is None:
+                return record.message_id
+            # One with this key went to the other stream meanwhile: this one goes, unless somebody has taken it already.
+            async with store.gate.moving():
+                if not await store.remove(my_stream, added.sequence):
+                    return record.message_id
+                await store.moved()
+            return there.record.message_id
+        raise MailboxConnectionError(f"the messages with the dedup key {record.dedup_key!r} came and went too fast")

@@ -1,0 +1,124 @@
+"""How deliveries end on NATS: acknowledged, given back at once or later, dead; with a reply where one is wanted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mainspring import clock
+from mainspring.errors import MailboxConnectionError
+from mainspring.mailbox.message import Ack, Dead
+from mainspring.mailbox.nats_claims import expired
+from mainspring.mailbox.nats_errors import NobodyAnswersError
+from mainspring.mailbox.nats_names import Names
+from mainspring.mailbox.nats_record import Record, token_of
+from mainspring.mailbox.nats_store import Add
+
+if TYPE_CHECKING:
+    from mainspring.mailbox.message import Delivery, Envelope, Return, Settlement
+    from mainspring.mailbox.nats_claims import Claims, Lease
+    from mainspring.mailbox.nats_store import Store
+
+
+class Settlements:
+    """The settlements of one mailbox object.
+
+    What is acknowledged is removed by its number, what is given back is replaced by its number: one step each, and the
+    server says whether the lease was held. What goes to another stream (a delay, a death) is added there first and then
+    removed here, so that it is never in neither; where it turns out that the lease was lost, the copy is taken back.
+    """
+
+    def __init__(self, store: Store, claims: Claims) -> None:
+        self._store = store
+        self._claims = claims
+        self._wall = clock.wall_clock()
+
+    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        """See :meth:`MailboxHooks._settle`."""
+        lease = self._claims.held(delivery)
+        try:
+            if isinstance(settlement, Ack):
+                if settlement.reply is not None:
+                    await self._reply(lease, delivery, settlement.reply)
+                held = await self._store.remove(self._store.names.queue, lease.sequence)
+            elif isinstance(settlement, Dead):
+                held = await self._bury(lease, delivery, settlement)
+            else:
+                held = await self._give_back(lease, settlement)
+        except MailboxConnectionError:
+            lease.unsure = True
+            raise
+        unsure = lease.unsure
+        self._claims.drop(delivery)
+        if not held and not unsure:  # else the try before, whose answer was lost, has done it
+            raise expired(delivery)
+        if lease.checkpoint and isinstance(settlement, Ack):
+            await self.forget_checkpoint(lease.record)
+
+    async def _give_back(self, lease: Lease, how: Return) -> bool:
+        store = self._store
+        record = lease.record.returned(
+            received_at=lease.received_at, charge=how.charge, kept=lease.checkpoint, history=how.history
+        )
+        if how.delay <= 0:
+            async with store.gate.moving():
+                added = await store.add(Add(lease.subject, record.encode(), lease.sequence))
+                if added.sequence:
+                    await store.moved()
+            return added.sequence > 0
+        record.due = self._wall() + how.delay
+        subject = store.names.to_delayed + lease.subject.removeprefix(store.names.to_queue)
+        payload = record.encode()
+        async with store.gate.moving():
+            added = await store.add(Add(subject, payload, 0))
+            fresh = added.sequence > 0
+            if not fresh:  # left there by one who could not finish
+                added = await store.put_over(Add(subject, payload))
+            await store.moved()
+            held = await store.remove(store.names.queue, lease.sequence)
+            if not held and fresh and not lease.unsure:
+                await store.remove(store.names.delayed, added.sequence)
+        return held
+
+    async def _bury(self, lease: Lease, delivery: Delivery, dead: Dead) -> bool:
+        if dead.reply is not None:
+            await self._reply(lease, delivery, dead.reply)
+        record = lease.record.returned(
+            received_at=lease.received_at, charge=True, kept=lease.checkpoint, history=dead.history
+        )
+        return await self._claims.bury(self._store.names.queue, lease.sequence, record, dead, self._wall())
+
+    async def _reply(self, lease: Lease, delivery: Delivery, reply: Envelope) -> None:
+        """Send a reply to a mailbox on this store, while the lease is held; one that comes twice is dropped by its id."""
+        store = self._store
+        if await store.get(store.names.queue, lease.sequence) is None and not lease.unsure:
+            self._claims.drop(delivery)
+            raise expired(delivery)
+        names = Names.of(reply.reply_to or "")
+        record = Record.of(reply, self._wall())
+        record.reply_to = None
+        add = Add(names.to_queue + record.token, record.encode(), None, f"reply-{delivery.message_id}")
+        try:
+            await store.add(add)
+        except NobodyAnswersError:
+            if names.transient:  # whoever asked is gone
+                return
+            await store.ensure(names)
+            await store.add(add)
+
+    async def save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
+        """See :meth:`MailboxHooks._save_checkpoint`."""
+        lease = self._claims.held(delivery)
+        store = self._store
+        if await store.get(store.names.queue, lease.sequence) is None:
+            self._claims.drop(delivery)
+            raise expired(delivery)
+        await store.add(Add(store.names.to_checkpoints + token_of(lease.record.message_id), state))
+        lease.checkpoint = True
+
+    async def forget_checkpoint(self, record: Record) -> None:
+        """Drop the checkpoint of a message that is done. One that cannot be dropped now harms nobody."""
+        store = self._store
+        try:
+            await store.purge(store.names.checkpoints, store.names.to_checkpoints + token_of(record.message_id))
+        except MailboxConnectionError:
+            return

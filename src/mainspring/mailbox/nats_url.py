@@ -1,0 +1,102 @@
+"""Where a NATS mailbox lives: the URL, taken apart. Needs no driver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
+
+from mainspring.errors import ConfigError
+
+PORT: Final = 4222
+SCHEMES: Final = ("nats", "tls")
+OPTIONS: Final[dict[str, Any]] = {
+    "name": str,
+    "ack_wait": float,
+    "timeout": float,
+    "replicas": int,
+    "storage": str,
+    "credentials": str,
+}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A NATS server, or the servers of one cluster: how to reach it, and as whom."""
+
+    hosts: tuple[tuple[str, int], ...]
+    scheme: str = "nats"
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+
+    @property
+    def address(self) -> str:
+        """Its URL, without user and password."""
+        return f"{self.scheme}://{','.join(map(_host, self.hosts))}"
+
+    @property
+    def urls(self) -> list[str]:
+        """The URLs of its hosts, for the driver: with user and password."""
+        who = ""
+        if self.user is not None:
+            secret = "" if self.password is None else f":{quote(self.password, safe='')}"
+            who = f"{quote(self.user, safe='')}{secret}@"
+        return [f"{self.scheme}://{who}{_host(host)}" for host in self.hosts]
+
+    def is_at(self, address: str) -> bool:
+        """Whether the URL ``address`` means this server: one of its hosts is the same."""
+        try:
+            other = parse_server(address)
+        except ConfigError:
+            return False
+        return bool(set(self.hosts) & set(other.hosts))
+
+
+def _host(host: tuple[str, int]) -> str:
+    name, port = host
+    return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+
+
+def parse_server(url: str) -> Server:
+    """The server that ``url`` means. Raises :class:`ConfigError`, without the password in it."""
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(f"that is no URL of a NATS server: {error}") from None
+    who, _, places = parts.netloc.rpartition("@")
+    shown = f"{parts.scheme}://{places}{parts.path}"
+    if parts.scheme not in SCHEMES:
+        raise ConfigError(f"{shown!r}: the URL of a NATS server begins with nats:// or tls://")
+    if parts.path not in ("", "/"):
+        raise ConfigError(f"{shown!r}: a NATS mailbox has no path; its name is an option: nats://host:4222?name=jobs")
+    user, colon, password = who.partition(":")
+    hosts = tuple(_place(shown, place) for place in places.split(","))
+    return Server(hosts, parts.scheme, unquote(user) if who else None, unquote(password) if colon else None)
+
+
+def _place(shown: str, place: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(f"//{place}")
+        name, port = parts.hostname or "localhost", parts.port or PORT
+    except ValueError:
+        raise ConfigError(f"{shown!r}: {place!r} is no host and port") from None
+    return name, port
+
+
+def name_in(address: str) -> str:
+    """The name of the mailbox that a URL means."""
+    return dict(parse_qsl(urlsplit(address).query)).get("name", "default")
+
+
+def read_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a URL, each in its type. Raises :class:`ConfigError` for one that there is not."""
+    shown = urlsplit(url)._replace(netloc=urlsplit(url).netloc.rpartition("@")[2], query="").geturl()
+    values = {}
+    for key, value in options.items():
+        if key not in OPTIONS:
+            raise ConfigError(f"{shown!r}: a NATS mailbox has no option {key!r}; it has {', '.join(OPTIONS)}")
+        try:
+            values[key] = OPTIONS[key](value) if isinstance(value, str) else value
+        except ValueError:
+            raise ConfigError(f"{shown!r}: the option {key} must be a number, not {value!r}") from None
+    return values

@@ -1,0 +1,296 @@
+"""The connection to a NATS server: calls that are pipelined and each have an end, and pulls that can be taken back."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import anyio
+
+from mainspring.clock import loop_clock
+from mainspring.errors import (
+    MailboxClosedError,
+    MailboxConnectionError,
+    MailboxError,
+    SerializationError,
+    describe,
+)
+from mainspring.mailbox.limits import CLOSE_TIMEOUT
+from mainspring.mailbox.nats_errors import parse
+from mainspring.mailbox.nats_pull import Puller
+from mainspring.process import event_loop
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from nats.aio.client import Client
+    from nats.aio.msg import Msg
+
+RECONNECT_WAIT = 0.2
+"""Seconds between tries to reach a server again."""
+PING_INTERVAL = 15
+"""Seconds between signs of life; a server that owes two of them is given up."""
+_LOOK = 0.25
+"""Seconds between looks for calls that took too long."""
+
+
+class Ask(NamedTuple):
+    """A message that is answered."""
+
+    subject: str
+    payload: bytes = b""
+    headers: dict[str, str] | None = None
+
+
+class _Lost(NamedTuple):
+    """In the place of an answer: why there will be none."""
+
+    error: MailboxError
+
+
+class Wire:
+    """One connection, for one mailbox, on asyncio. It reconnects by itself; what is out when it breaks fails at once.
+
+    :param servers: their URLs.
+    :param options: further options of the driver's ``connect``.
+    :param timeout: seconds that a call may take.
+    :param name: what the server's monitoring calls it.
+    """
+
+    def __init__(self, servers: Sequence[str], options: dict[str, Any], timeout: float, name: str) -> None:
+        self._servers = list(servers)
+        self._options = options
+        self.timeout = timeout
+        self._name = name
+        self._client: Client | None = None
+        self._asked: dict[int, tuple[Any, float]] = {}
+        self._count = 0
+        self._looking: Any = None
+        self._last_error = ""
+        self.pullers: set[Puller] = set()
+        self.idle: list[Puller] = []
+        self._was_connected = False
+        self._quiet: anyio.Event | None = None
+
+    def __repr__(self) -> str:
+        return f"<Wire {self._name!r} asked {len(self._asked)} pulls {len(self.pullers)}>"
+
+    # ---------------------------------------------------------------------------------------------------- life cycle
+
+    async def open(self) -> None:
+        """Connect, within the timeout. Raises :class:`MailboxConnectionError`."""
+        from nats.aio.client import Client
+
+        self.loop: Any = event_loop()
+        self._now = loop_clock()
+        self._client = client = Client()
+        try:
+            with anyio.fail_after(self.timeout):
+                await client.connect(
+                    self._servers,
+                    name=self._name,
+                    error_cb=self._on_error,
+                    disconnected_cb=self._on_disconnect,
+                    closed_cb=self._on_disconnect,
+                    reconnect_time_wait=RECONNECT_WAIT,  # type: ignore[arg-type]
+                    max_reconnect_attempts=-1,
+                    connect_timeout=self.timeout,  # type: ignore[arg-type]
+                    ping_interval=PING_INTERVAL,
+                    **self._options,
+                )
+                self._was_connected = True
+                self._inbox = f"{client.new_inbox()}."
+                await client.subscribe(
+                    f"{self._inbox}*", cb=self._on_answer, pending_msgs_limit=0, pending_bytes_limit=0
+                )
+                await client.flush()
+        except BaseException as error:
+            await self._abandon()
+            raise self.failure(error) if isinstance(error, Exception) else error
+
+    async def close(self) -> None:
+        """Let what is out come back, then disconnect; at most :data:`CLOSE_TIMEOUT` seconds together."""
+        self.end_pulls()
+        with anyio.move_on_after(CLOSE_TIMEOUT / 2):
+            while self._asked or self.pullers:
+                self._quiet = anyio.Event()
+                await self._quiet.wait()
+        await self._abandon()
+
+    def ease(self) -> None:
+        """Something that was out is back: perhaps a close waits for it."""
+        if self._quiet is not None and not (self._asked or self.pullers):
+            self._quiet.set()
+
+    async def _abandon(self) -> None:
+        client, self._client = self._client, None
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+        self._fail_all(MailboxClosedError(f"the connection of {self._name} was closed while the operation was out"))
+        if client is not None:
+            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT / 2):
+                with suppress(Exception):
+                    await client.close()
+
+    async def _on_error(self, error: Exception) -> None:
+        self._last_error = describe(error)
+
+    async def _on_disconnect(self) -> None:
+        self._fail_all(self._lost())
+
+    def _lost(self) -> MailboxConnectionError:
+        told = f": {self._last_error}" if self._last_error else ""
+        return MailboxConnectionError(f"{self._name}: the connection to the NATS server is lost{told}")
+
+    def failure(self, error: Exception) -> MailboxError:
+        """What the driver raises, in the port's words."""
+        from nats.errors import MaxPayloadError
+
+        if isinstance(error, MailboxError):
+            return error
+        if isinstance(error, MaxPayloadError):
+            return SerializationError(f"{self._name}: the message is larger than the server takes (max_payload)")
+        what = "lost" if self._was_connected else "not to be had"
+        told = describe(error)
+        if isinstance(error, TimeoutError):
+            told = self._last_error or f"no answer within {self.timeout:g} s"
+        failure = MailboxConnectionError(f"{self._name}: the NATS server is {what}: {told}")
+        failure.__cause__ = error
+        return failure
+
+    def _fail_all(self, error: MailboxError) -> None:
+        asked, self._asked = self._asked, {}
+        for future, _ in asked.values():
+            if not future.done():
+                future.set_result(_Lost(error))
+        for puller in list(self.pullers):
+            puller.end(error)
+        self.idle.clear()
+
+    @property
+    def driver(self) -> Client | None:
+        """The driver's client, where there is one, connected or not."""
+        return self._client
+
+    @property
+    def client(self) -> Client:
+        """The driver's client, connected; else raises :class:`MailboxConnectionError`."""
+        client = self._client
+        if client is None:
+            raise MailboxClosedError(f"{self._name} is closed")
+        if not client.is_connected:
+            raise self._lost()
+        return client
+
+    @property
+    def max_payload(self) -> int:
+        """Bytes of the largest payload that the server takes."""
+        return int(self.client.max_payload)
+
+    # ----------------------------------------------------------------------------------------------------------- calls
+
+    async def ask(self, subject: str, payload: bytes = b"", headers: dict[str, str] | None = None) -> Msg:
+        """Send a message and wait for its answer. Raises :class:`MailboxConnectionError` where none comes in time."""
+        token, future = await self._start(subject, payload, headers)
+        return await self._finish(token, future)
+
+    async def ask_all(self, asks: Sequence[Ask]) -> list[Msg | MailboxError]:
+        """Send messages in one go and wait for all their answers; an error takes the place of a missing one."""
+        begun: list[tuple[int, Any] | MailboxError] = []
+        answers: list[Msg | MailboxError] = []
+        try:
+            for ask in asks:
+                try:
+                    begun.append(await self._start(*ask))
+                except MailboxError as error:
+                    begun.append(error)
+            for each in begun:
+                if isinstance(each, MailboxError):
+                    answers.append(each)
+                    continue
+                try:
+                    answers.append(await self._finish(*each))
+                except MailboxError as error:
+                    answers.append(error)
+        finally:
+            for each in begun[len(answers) :]:
+                if not isinstance(each, MailboxError):
+                    self._asked.pop(each[0], None)
+        return answers
+
+    async def api(self, subject: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Call JetStream's API. Raises :class:`ApiError` where it refuses."""
+        payload = b"" if request is None else json.dumps(request, separators=(",", ":")).encode()
+        return parse(await self.ask(f"$JS.API.{subject}", payload))
+
+    async def _start(self, subject: str, payload: bytes, headers: dict[str, str] | None) -> tuple[int, Any]:
+        client = self.client
+        self._count += 1
+        token = self._count
+        future = self.loop.create_future()
+        self._asked[token] = (future, self._now() + self.timeout)
+        if self._looking is None:
+            self._looking = self.loop.call_later(_LOOK, self._look)
+        try:
+            await client.publish(subject, payload, f"{self._inbox}{token}", headers)
+        except BaseException as error:
+            self._asked.pop(token, None)
+            raise self.failure(error) if isinstance(error, Exception) else error
+        return token, future
+
+    async def _finish(self, token: int, future: Any) -> Msg:
+        try:
+            answer = await future
+        except BaseException:
+            self._asked.pop(token, None)
+            self.ease()
+            raise
+        if type(answer) is _Lost:
+            raise type(answer.error)(*answer.error.args)
+        return answer  # type: ignore[no-any-return]
+
+    async def _on_answer(self, message: Msg) -> None:
+        found = self._asked.pop(int(message.subject[len(self._inbox) :]), None)
+        if found is not None and not found[0].done():
+            found[0].set_result(message)
+        self.ease()
+
+    def _look(self) -> None:
+        """Give up the calls that took too long: the oldest come first."""
+        self._looking = None
+        now = self._now()
+        for token, (future, until) in list(self._asked.items()):
+            if until > now:
+                break
+            del self._asked[token]
+            if not future.done():
+                late = f"{self._name}: the NATS server did not answer within {self.timeout:g} s"
+                future.set_result(_Lost(MailboxConnectionError(late)))
+        if self._asked:
+            self._looking = self.loop.call_later(_LOOK, self._look)
+        self.ease()
+
+    # ------------------------------------------------------------------------------------------------- pulls and news
+
+    async def puller(self) -> Puller:
+        """One that is free, else a new one."""
+        if self.idle:
+            return self.idle.pop()
+        puller = Puller(self)
+        await puller.open(self.client)
+        return puller
+
+    def end_pulls(self) -> None:
+        """Let every pull under way end now; what has come with one is put back."""
+        for puller in list(self.pullers):
+            puller.end()
+
+    async def listen(self, subject: str, callback: Callable[[Msg], Awaitable[None]]) -> None:
+        """Hear what is published on a subject, also after a reconnection."""
+        await self.client.subscribe(subject, cb=callback)
+
+    async def tell(self, subject: str, payload: bytes) -> None:
+        """Publish something that nobody answers and nothing stores."""
+        await self.client.publish(subject, payload)

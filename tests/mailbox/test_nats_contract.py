@@ -1,0 +1,32 @@
+"""The NATS mailbox keeps the mailbox contract, but for what it declares that it cannot do."""
+
+from __future__ import annotations
+
+import pytest
+
+from mainspring.errors import ConfigError
+from mainspring.mailbox.nats import NatsMailbox
+from mainspring.testing import mailbox_contract
+from nats_support import ON_ASYNCIO, place
+
+pytestmark = pytest.mark.anyio
+LACKING = {"front_return", "priority", "transactional_reply"}
+
+
+@pytest.mark.parametrize("anyio_backend", ON_ASYNCIO, ids=("asyncio", "uvloop"))
+async def test_the_contract(nats_url, anyio_backend):
+    async with place(nats_url) as here:
+
+        def make(name, *, body=None, reply=None):
+            return here.box(name, body=body, reply=reply)
+
+        report = await mailbox_contract.run(mailbox_contract.Backend(make, short_lease=0.4), concurrency=10)
+    assert report.ok, str(report)
+    assert set(report.skipped) == {found.name for found in mailbox_contract.behaviours() if found.needs & LACKING}
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+async def test_trio_is_refused(anyio_backend):
+    with pytest.raises(ConfigError, match="runs on asyncio only, not on trio"):
+        async with NatsMailbox("nats://127.0.0.1:1", name="jobs"):
+            pass

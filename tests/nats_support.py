@@ -1,0 +1,53 @@
+"""What the tests of the NATS mailbox share: names of their own, and the removal of what they made."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+from mainspring import entropy
+from mainspring.mailbox.nats import NatsMailbox
+from mainspring.mailbox.nats_names import encoded
+from mainspring.mailbox.nats_wire import Wire
+
+ON_ASYNCIO = [
+    ("asyncio", {"use_uvloop": False}),
+    ("asyncio", {"use_uvloop": True}),
+]
+
+
+async def remove(url, part):
+    """Delete every stream in whose name ``part`` is."""
+    wire = Wire([url], {}, 10.0, "tidying")
+    await wire.open()
+    try:
+        while True:
+            listed = (await wire.api("STREAM.NAMES")).get("streams") or []
+            found = [stream for stream in listed if part in stream]
+            for stream in found:
+                await wire.api(f"STREAM.DELETE.{stream}")
+            if not found:
+                return
+    finally:
+        await wire.close()
+
+
+class Place:
+    """A server, and mailbox names that nobody else has."""
+
+    def __init__(self, url):
+        self.url = url
+        self.prefix = f"test-{entropy.token(48)}"
+
+    def box(self, name="jobs", **options):
+        """An unopened mailbox."""
+        return NatsMailbox(self.url, name=f"{self.prefix}-{name}", **options)
+
+
+@asynccontextmanager
+async def place(url):
+    """A :class:`Place`, whose streams are gone afterwards."""
+    made = Place(url)
+    try:
+        yield made
+    finally:
+        await remove(url, encoded(made.prefix))
