@@ -1,0 +1,163 @@
+"""The PostgreSQL mailbox with real processes: workers that are killed, and a server that is."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import anyio
+import pytest
+
+from mainspring import LoopGroup, MailboxConnectionError, MainLoop
+from mainspring.mailbox.message import Counts
+from postgres_support import Place, drop_schema, new_schema
+from servers import PATIENCE, PostgresServer
+
+pytestmark = pytest.mark.anyio
+
+PROGRAM = Path(__file__).with_name("postgres_program.py")
+MESSAGES = 600
+KILLS = 8
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio", {"use_uvloop": True}
+
+
+@pytest.fixture
+def server():
+    with PostgresServer("autovacuum=off") as own:
+        yield own
+
+
+class Workers:
+    """Worker processes, each with a file for what it says."""
+
+    def __init__(self, place, folder):
+        self.place = place
+        self.folder = folder
+        self.running = []
+        self.started = 0
+
+    def start(self):
+        self.started += 1
+        with (self.folder / f"{self.started}").open("wb") as output:
+            command = [sys.executable, str(PROGRAM), self.place.url, self.place.schema]
+            self.running.append(subprocess.Popen(command, stdout=output))
+
+    def kill(self, process):
+        process.kill()
+        process.wait()
+        self.running.remove(process)
+
+    def begun(self):
+        lines = [line for path in self.folder.iterdir() for line in path.read_text().splitlines()]
+        return [int(line.split()[1]) for line in lines]
+
+
+async def test_effects_happen_once_though_workers_are_killed(postgres_url, tmp_path):
+    """Each message's effect is there exactly once, although many were begun more than once."""
+    place = Place(postgres_url, new_schema())
+    workers = Workers(place, tmp_path)
+    chance = random.Random(7)
+    try:
+        async with place.mailbox() as mailbox:
+            place.execute("CREATE TABLE SCHEMA.effects (job integer)")
+            await mailbox.send_many(range(MESSAGES))
+            for _ in range(3):
+                workers.start()
+            for kill in range(1, KILLS + 1):
+                with anyio.fail_after(60):
+                    while len(workers.begun()) < MESSAGES * kill / (KILLS + 2):
+                        await anyio.sleep(0.01)
+                workers.kill(chance.choice(workers.running))
+                workers.start()
+            with anyio.fail_after(60):
+                while (await mailbox.counts()).waiting:
+                    await anyio.sleep(0.05)
+            counts = await mailbox.counts()
+        effects = Counter(job for (job,) in place.execute("SELECT job FROM SCHEMA.effects"))
+        begun = Counter(workers.begun())
+        assert counts == Counts(settled=MESSAGES)
+        assert effects == Counter(range(MESSAGES))
+        assert sum(begun.values()) > MESSAGES, "no kill hit a handler: the test shows nothing"
+    finally:
+        for process in list(workers.running):
+            workers.kill(process)
+        drop_schema(postgres_url, place.schema)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+async def test_a_restart_loses_nothing_and_harms_no_handler(server, how):
+    """What was sent before is done after it, a handler at work goes on, and its acknowledgement is written."""
+    done: list[int] = []
+    at_work, go_on = anyio.Event(), anyio.Event()
+
+    async def handle(job: int) -> None:
+        if job == 0:
+            at_work.set()
+            await go_on.wait()
+        done.append(job)
+
+    place = Place(server.url, new_schema())
+    mailbox = place.mailbox(body=int)
+    async with LoopGroup([MainLoop(mailbox, handle, concurrency=2)], guardian=False):
+        await mailbox.send_many([0, 1])
+        await at_work.wait()
+        server.stop(how)
+        with pytest.raises(MailboxConnectionError):
+            await mailbox.send(99)
+        server.start()
+        with anyio.fail_after(PATIENCE):
+            while True:
+                try:
+                    await mailbox.send(2, dedup_key="2")
+                    break
+                except MailboxConnectionError:
+                    await anyio.sleep(0.05)
+            go_on.set()
+            while sorted(done) != [0, 1, 2] or (await mailbox.counts()).waiting:
+                await anyio.sleep(0.02)
+        assert await mailbox.counts() == Counts(settled=3)
+
+
+async def test_what_was_sent_survives_the_servers_kill(server):
+    """Every id that send returned is there after SIGKILL of the whole server, in flight or pending."""
+    place = Place(server.url, new_schema())
+    sent: list[str] = []
+    async with place.mailbox() as mailbox:
+
+        async def send():
+            try:
+                while True:
+                    sent.append(await mailbox.send("x"))
+            except MailboxConnectionError:
+                pass
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(20):
+                tasks.start_soon(send)
+            with anyio.fail_after(PATIENCE):
+                while len(sent) < 500:
+                    await anyio.sleep(0.005)
+            server.stop(signal.SIGKILL)
+        server.start()
+        found: list[str] = []
+        with anyio.fail_after(PATIENCE):
+            while True:
+                try:
+                    batch = await mailbox.receive(max_messages=1_000)
+                except MailboxConnectionError:
+                    await anyio.sleep(0.05)
+                    continue
+                if not batch:
+                    break
+                found += [message.id for message in batch]
+    assert len(sent) >= 500
+    assert set(sent) <= set(found)
+    assert len(found) == len(set(found))
