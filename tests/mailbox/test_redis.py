@@ -10,7 +10,7 @@ import sys
 import anyio
 import pytest
 
-from mainspring import MailboxFullError, open_mailbox
+from mainspring import MailboxConnectionError, MailboxFullError, open_mailbox
 from mainspring.errors import ConfigError
 from mainspring.mailbox import redis as redis_mailbox
 from mainspring.mailbox.message import Counts, Envelope
@@ -222,6 +222,9 @@ async def test_values_that_no_mailbox_wrote_are_dead_letters(here, anyio_backend
         assert {letter.message_id for letter in letters} == set(ids[:-1])
         assert all(letter.error_type == "SerializationError" for letter in letters)
         await mailbox.purge_dead_letters()
+        (message_id,) = await mailbox.send_many(["glimpsed"])
+        here.call("HSET", here.key("messages"), message_id, "rubbish")
+        assert await mailbox.receive(visibility_timeout=0) == []  # nobody holds it long enough to bury it
 
 
 async def test_a_message_that_was_deleted_by_hand_is_passed_over(here, anyio_backend):
@@ -341,6 +344,32 @@ async def test_a_connection_that_was_cut_while_idle_is_made_anew(here, monkeypat
                 here.call("CLIENT", "KILL", "ID", known["id"])
         await mailbox.send("x")
         assert (await mailbox.counts()).pending == 1
+
+
+async def test_a_claim_whose_answer_was_lost_goes_back(here, anyio_backend):
+    """The connection breaks behind it: with the next call its messages are back, uncharged, and those in hand stay so."""
+    async with here.mailbox() as mailbox, here.mailbox() as other:
+        await mailbox.send_many(["mine", "others", "lost"])
+        (mine,) = await mailbox.receive()
+        (others,) = await other.receive()
+        wire = mailbox._link._wire
+        read = type(wire).read
+
+        class Cut(type(wire)):
+            async def read(self):
+                await read(self)
+                raise anyio.EndOfStream
+
+        cut = Cut(wire._stream, wire.host)
+        cut.used_at = wire.used_at
+        mailbox._link._wire = cut
+        with pytest.raises(MailboxConnectionError):
+            await mailbox.receive(visibility_timeout=600)
+        (message,) = await mailbox.receive()
+        assert (message.body, message.delivery_count, message.attempt) == ("lost", 1, 1)
+        for held in (mine, others, message):
+            await held.acknowledge()
+        assert await mailbox.counts() == Counts(settled=3)
 
 
 async def test_the_listener_follows_the_calls_to_another_server(here, never_by_itself, anyio_backend):

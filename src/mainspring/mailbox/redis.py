@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from urllib.parse import parse_qsl, quote, urlsplit
 
@@ -14,7 +15,7 @@ from mainspring.mailbox.batching import Batcher
 from mainspring.mailbox.hooks import Capabilities
 from mainspring.mailbox.message import Ack, Dead
 from mainspring.mailbox.redis_calls import base_of, calls, keys_of
-from mainspring.mailbox.redis_records import MICRO, UNREADABLE
+from mainspring.mailbox.redis_records import MICRO, UNREADABLE, claimed_at
 from mainspring.mailbox.redis_url import parse_server
 from mainspring.periodic import Periodic
 from mainspring.values import is_number, is_whole
@@ -127,6 +128,8 @@ class RedisMailbox(Mailbox[T, R]):
         base = base_of(self.name)
         self._keys = keys_of(self.name)
         self._waiter = entropy.token(96)
+        self._heard = 0  # when the last claim was made whose answer has come
+        self._unheard = False  # whether there may be later ones
         self._now = clock.loop_clock()
         self._directory = Directory(self._server, base)
         self._link = link = Link(self._directory, self._timeout)
@@ -168,11 +171,22 @@ class RedisMailbox(Mailbox[T, R]):
     async def _execute(self, commands: list[do.Operation]) -> None:
         """Have commands executed by the script; those whose call fails have no result, and the batcher gives them its error."""
         assert self._link is not None
+        claims = [command for command in commands if type(command) is do.Claim]
+        if self._unheard:
+            commands = [do.Unheard(self._waiter, self._heard), *commands]
         leased_at = self._now()
-        for call in calls(self.name, self._keys, commands, leased_at):
-            due = call.take(await self._link.call(call.keys, call.arguments))
-            if due >= 0:
-                self._due_in(due / MICRO)
+        try:
+            for call in calls(self.name, self._keys, commands, leased_at):
+                due = call.take(await self._link.call(call.keys, call.arguments))
+                if due >= 0:
+                    self._due_in(due / MICRO)
+        except MailboxConnectionError:
+            self._unheard = self._unheard or bool(claims)
+            raise
+        self._unheard = False
+        for claim in claims:
+            for delivery in (*claim.result[-1:], *claim.unreadable[-1:]):
+                self._heard = max(self._heard, claimed_at(delivery.receipt_handle))
 
     def _undo(self, command: do.Operation) -> None:
         """A claim whose receiver is gone goes back, before anything else is done."""
@@ -216,7 +230,7 @@ class RedisMailbox(Mailbox[T, R]):
 
     async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
         if not wait_time_seconds:
-            return await self._claim_once(max_messages, visibility_timeout, "")
+            return await self._claim_once(max_messages, visibility_timeout, waits=False)
         waiters = self._waiters
         deadline = self._now() + wait_time_seconds
         self._sweeper.wake_by(self._now() + LOOK_AGAIN)
@@ -225,8 +239,7 @@ class RedisMailbox(Mailbox[T, R]):
         try:
             while True:
                 seen = waiters.signals
-                waiter = self._waiter if self._listener.live else ""
-                found = await self._claim_once(max_messages, visibility_timeout, waiter)
+                found = await self._claim_once(max_messages, visibility_timeout, waits=self._listener.live)
                 turn = False
                 if found or not self._usable:
                     turn = waiters.signals != seen  # called meanwhile: for these, or for more
@@ -241,15 +254,17 @@ class RedisMailbox(Mailbox[T, R]):
             if turn:  # it was called and has not looked
                 waiters.forsake()
 
-    async def _claim_once(self, limit: int, visibility: float, waiter: str) -> list[Delivery]:
+    async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:
         while True:
-            command = do.Claim(limit, visibility, waiter, self._waiters.parked > 0)
+            command = do.Claim(limit, visibility, self._waiter, waits, self._waiters.parked > 0)
             found: list[Delivery] = await self._batcher.call(command)
-            if command.unreadable:
-                for delivery in command.unreadable:
+            buried = 0
+            for delivery in command.unreadable:
+                with suppress(ReceiptHandleExpiredError):  # it comes again
                     await self._batcher.call(do.Bury(delivery, UNREADABLE))
-                if not found:
-                    continue
+                    buried += 1
+            if buried and not found:
+                continue
             if found and not self._usable:  # closed meanwhile
                 self._undo(command)
                 return []

@@ -9,7 +9,7 @@ from mainspring.errors import ReceiptHandleExpiredError, SerializationError
 from mainspring.mailbox.batching import Command
 from mainspring.mailbox.limits import full
 from mainspring.mailbox.message import UNKNOWN, Cancelled, CancelOutcome, Delivery
-from mainspring.mailbox.redis_records import MICRO, micro, read, reason, stored
+from mainspring.mailbox.redis_records import delivered, micro, read, reason, stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,6 +79,20 @@ class Unclaim(Operation):
 
     def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
         out += ("unclaim", len(self.receipts), *self.receipts)
+
+
+class Unheard(Operation):
+    """Take back what ``claimant`` claimed after the instant ``known``: the connection broke before it heard of it."""
+
+    __slots__ = ("claimant", "known")
+
+    def __init__(self, claimant: str, known: int) -> None:
+        super().__init__()
+        self.claimant = claimant
+        self.known = known
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        out += ("unheard", self.claimant, self.known)
 
 
 class Acknowledge(OfDelivery):
@@ -298,27 +312,30 @@ class Pass(Operation):
 class Claim(Operation):
     """Lease what is there; results in deliveries.
 
-    ``waiter`` is who waits, where nothing is there; with ``others``, more of its receives wait, whatever is there.
+    ``claimant`` marks the receipts. ``waits``: it is put on the list of waiters where nothing is there; with ``others``,
+    more of its receives wait, whatever is there.
     """
 
-    __slots__ = ("limit", "others", "unreadable", "visibility", "waiter")
+    __slots__ = ("claimant", "limit", "others", "unreadable", "visibility", "waits")
     turn = 8
 
-    def __init__(self, limit: int, visibility: float, waiter: str, others: bool) -> None:
+    def __init__(self, limit: int, visibility: float, claimant: str, waits: bool, others: bool) -> None:
         super().__init__()
         self.limit = limit
         self.visibility = visibility
-        self.waiter = waiter
+        self.claimant = claimant
+        self.waits = waits
         self.others = others
         self.unreadable: list[Delivery] = []
 
 
 def claim_alike(claims: list[Claim], leased_at: float, out: list[Argument]) -> Callable[[Any], None]:
     """Write claims of one visibility as one; what takes the result, and shares it out in the order of the calls."""
-    waiting = [claim for claim in claims if claim.waiter]
-    waiter = waiting[0].waiter if waiting else ""
+    first = claims[0]
+    waiting = [claim for claim in claims if claim.waits]
     others = len(waiting) > 1 or any(claim.others for claim in waiting)
-    out += ("claim", sum(claim.limit for claim in claims), micro(claims[0].visibility), waiter, int(others))
+    out += ("claim", sum(claim.limit for claim in claims), micro(first.visibility), first.claimant)
+    out += (first.claimant if waiting else "", int(others))
 
     def take(result: Any) -> None:
         receipts, values, extras = result
@@ -330,31 +347,11 @@ def claim_alike(claims: list[Claim], leased_at: float, out: list[Argument]) -> C
         for claim in claims:
             claim.result = []
             for number in range(start, min(start + claim.limit, len(found))):
-                _deliver(claim, *found[number], few.get(number), leased_at)
+                delivery, readable = delivered(*found[number], few.get(number), leased_at)
+                (claim.result if readable else claim.unreadable).append(delivery)
             start += claim.limit
 
     return take
-
-
-def _deliver(claim: Claim, token: bytes, value: bytes, few: dict[bytes, bytes] | None, leased_at: float) -> None:
-    receipt = token.decode()
-    claimed = int(receipt[:16]) / MICRO
-    message_id = receipt.split(".", 2)[2][16:]
-    try:
-        sent, body, reply_to, headers = read(value)
-    except SerializationError:
-        sent, body, reply_to, headers = 0.0, value, None, {}
-        claim.unreadable.append(Delivery(message_id, body, receipt, 1, 1, sent, claimed))
-        return
-    delivery = Delivery(message_id, body, receipt, 1, 1, sent, claimed, reply_to, headers, None, leased_at)
-    if few is not None:
-        if b"b" in few:
-            ended, charged, first = few[b"b"].split()
-            delivery.delivery_count, delivery.attempt = int(ended) + 1, int(charged) + 1
-            delivery.first_received_at = int(first) / MICRO
-        delivery.checkpoint = few.get(b"c")
-        delivery.history = few[b"h"].decode() if b"h" in few else None
-    claim.result.append(delivery)
 
 
 class Look(Operation):

@@ -58,6 +58,31 @@ def reason(dead: Dead) -> str:
     return json.dumps([part.encode("utf-8", "backslashreplace").decode() for part in parts])
 
 
+def delivered(token: bytes, value: bytes, few: dict[bytes, bytes] | None, leased_at: float) -> tuple[Delivery, bool]:
+    """A delivery, as the script tells it (``few``: what only some have); and whether its value can be read."""
+    receipt = token.decode()
+    claimed = claimed_at(receipt) / MICRO
+    message_id = receipt.split(".", 3)[3][16:]
+    try:
+        sent, body, reply_to, headers = read(value)
+    except SerializationError:
+        return Delivery(message_id, value, receipt, 1, 1, 0.0, claimed), False
+    delivery = Delivery(message_id, body, receipt, 1, 1, sent, claimed, reply_to, headers, None, leased_at)
+    if few is not None:
+        if b"b" in few:
+            ended, charged, first = few[b"b"].split()
+            delivery.delivery_count, delivery.attempt = int(ended) + 1, int(charged) + 1
+            delivery.first_received_at = int(first) / MICRO
+        delivery.checkpoint = few.get(b"c")
+        delivery.history = few[b"h"].decode() if b"h" in few else None
+    return delivery, True
+
+
+def claimed_at(receipt: str) -> int:
+    """When a claim was made: no two claims of a mailbox are equal, and later ones are greater."""
+    return int(receipt.partition(".")[0])
+
+
 def letter(
     message_id: bytes, value: bytes, marks: bytes, why: bytes, checkpoint: bytes | None, history: bytes | None
 ) -> tuple[Delivery, Dead, float]:

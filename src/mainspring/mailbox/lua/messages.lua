@@ -81,7 +81,7 @@ end
 
 -- Lease up to `limit` messages, first come first served; their receipts and values, and what the few have: counts,
 -- checkpoint and history.
-local function claim(box, limit, visible)
+local function claim(box, limit, visible, claimant)
   sweep(box)
   local receipts, values, extras = {}, {}, {}
   while #receipts < limit do
@@ -99,7 +99,7 @@ local function claim(box, limit, visible)
     for i, id in ipairs(ids) do
       if found[i] then -- else somebody has deleted it by hand
         box.tick = math.max(box.tick + 1, now)
-        local receipt = text(box.tick) .. '.' .. popped[2 * i] .. '.' .. popped[2 * i - 1]
+        local receipt = text(box.tick) .. '.' .. popped[2 * i] .. '.' .. claimant .. '.' .. popped[2 * i - 1]
         receipts[#receipts + 1] = receipt
         values[#values + 1] = found[i]
         held[#held + 1] = id
@@ -152,7 +152,7 @@ local function acknowledge(box, receipts)
     if ends and ends > now and not seen[receipt] then
       seen[receipt] = true
       good[#good + 1] = receipt
-      ids[#ids + 1] = string.sub(string.match(receipt, '^%d+%.%-?%d+%.(.*)$'), 17)
+      ids[#ids + 1] = string.sub(string.match(receipt, '^%d+%.%-?%d+%.%w*%.(.*)$'), 17)
     else
       refused[#refused + 1] = i - 1
     end
@@ -173,6 +173,31 @@ local function unclaim(box, receipts)
       enqueue(box, id, rank, place, 0)
     end
   end
+end
+
+-- Call `visit` with each lease. There are only as many as there are handlers.
+local function each_lease(box, visit)
+  local cursor = '0'
+  repeat
+    local scanned = redis.call('ZSCAN', box.leases, cursor, 'COUNT', 1000)
+    cursor = scanned[1]
+    for i = 1, #scanned[2], 2 do
+      visit(scanned[2][i])
+    end
+  until cursor == '0'
+end
+
+-- Take back the claims of a claimant that were made after `known`: their answer never reached it.
+local function unclaim_unheard(box, claimant, known)
+  local unheard = {}
+  each_lease(box, function(receipt)
+    local claimed, _, _, _, holder = of_receipt(receipt)
+    if holder == claimant and tonumber(claimed) > known then
+      unheard[#unheard + 1] = receipt
+    end
+  end)
+  unclaim(box, unheard)
+  return #unheard
 end
 
 local function give_back(box, receipt, delay, charged, front, history)
@@ -223,18 +248,15 @@ local function cancel(box, id)
   if not value then
     return { 0, '' }
   end
-  if not waited then -- in flight: there are only as many as there are handlers
-    local cursor = '0'
-    repeat
-      local scanned = redis.call('ZSCAN', box.leases, cursor, 'COUNT', 1000)
-      cursor = scanned[1]
-      for i = 1, #scanned[2], 2 do
-        local _, _, _, holder = of_receipt(scanned[2][i])
-        if holder == id then
-          redis.call('ZREM', box.leases, scanned[2][i])
-        end
+  if not waited then -- in flight
+    local held_by = {}
+    each_lease(box, function(receipt)
+      local _, _, _, holder = of_receipt(receipt)
+      if holder == id then
+        held_by[#held_by + 1] = receipt
       end
-    until cursor == '0'
+    end)
+    bulk('ZREM', box.leases, held_by)
     redis.call('SPUBLISH', box.base .. 'all', 'x' .. id)
   end
   forget(box, { id })

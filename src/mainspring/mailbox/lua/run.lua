@@ -83,8 +83,9 @@ local operations = {
     return keyed and ids or {}
   end,
   claim = function()
-    local limit, visible, waiter, others = next_number(), next_number(), next_argument(), next_argument() == '1'
-    local found = claim(box, limit, visible)
+    local limit, visible, claimant = next_number(), next_number(), next_argument()
+    local waiter, others = next_argument(), next_argument() == '1'
+    local found = claim(box, limit, visible, claimant)
     local got = #found[1]
     if got < limit then
       box.gained = 0 -- all that came has been taken
@@ -133,6 +134,10 @@ local operations = {
   unclaim = function()
     unclaim(box, next_list())
     return 1
+  end,
+  unheard = function()
+    local claimant = next_argument()
+    return unclaim_unheard(box, claimant, next_number())
   end,
   pass = function() -- woken for nothing: somebody else shall look
     box.gained = box.gained + next_number()

@@ -5,7 +5,7 @@
 --   messages  hash   id -> head and body. The head: place (16 digits) "|" time of sending "|" rank "|"
 --   ready     zset   place .. id -> rank (the negative priority): in the order of delivery
 --   delayed   zset   rank "." id -> when it is due
---   leases    zset   receipt -> when it ends. A receipt: time of the claim "." rank "." place id
+--   leases    zset   receipt -> when it ends. A receipt: time of the claim "." rank "." claimant "." place id
 --   state     hash   seq: the last place given; tick: the last claim's time, no two are equal; settled: how many are
 --   more      hash   what only some messages have, by a letter and the id: b: deliveries, attempts and first claim of one that
 --                    came back; c: checkpoint; h: history; k: dedup key; l: its expiry, which came while it was in flight;
@@ -125,8 +125,8 @@ local function of_head(value)
 end
 
 local function of_receipt(receipt)
-  local claimed, rank, spot = string.match(receipt, '^(%d+)%.(%-?%d+)%.(.*)$')
-  return claimed, rank, string.sub(spot, 1, 16), string.sub(spot, 17)
+  local claimed, rank, claimant, spot = string.match(receipt, '^(%d+)%.(%-?%d+)%.(%w*)%.(.*)$')
+  return claimed, rank, string.sub(spot, 1, 16), string.sub(spot, 17), claimant
 end
 
 -- Forget messages that have ended and have no place any more.
