@@ -31,7 +31,7 @@ VACUUM_TIMEOUT = 600.0
 PAUSE = 10
 """A VACUUM is followed by at least so many times its own length without one."""
 UNYIELDING = 60.0
-"""Seconds until another try, where a VACUUM could not remove what is dead: an old transaction may still see it."""
+"""The most seconds until another try, where VACUUM could not remove what is dead, as an old transaction may still see it."""
 
 
 def worth_a_vacuum(dead: int, live: int) -> bool:
@@ -48,6 +48,7 @@ class Upkeep:
         self._batches = 0
         self._not_before = 0.0
         self._stale_at = 0.0
+        self._in_vain = 0
         self.vacuums = 0
 
     async def run(self) -> None:
@@ -88,8 +89,9 @@ class Upkeep:
         ended = anyio.current_time()
         self._not_before = ended + PAUSE * (ended - began)
         left = await self._dead_rows()
-        if worth_a_vacuum(*left.get("messages", (0, 0))):
-            self._not_before = max(self._not_before, ended + UNYIELDING)
+        self._in_vain = self._in_vain + 1 if worth_a_vacuum(*left.get("messages", (0, 0))) else 0
+        if self._in_vain:
+            self._not_before = max(self._not_before, ended + min(2.0**self._in_vain, UNYIELDING))
 
     async def _dead_rows(self) -> dict[str, tuple[int, int]]:
         rows = await self._rows(

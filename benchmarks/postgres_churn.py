@@ -1,0 +1,124 @@
+"""PostgreSQL under churn: a million messages pass through one mailbox; dead rows, table size and speed over the run.
+
+``python benchmarks/postgres_churn.py [--quick] [--autovacuum-only] [URL]``. The server's own autovacuum may be on or off:
+the mailboxes look after their tables themselves, unless ``--autovacuum-only`` tells them not to, for comparison.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+
+import anyio
+import psycopg
+
+from common import BODY, Row, on_uvloop, quick, report
+from mainspring import LoopGroup, MainLoop
+from mainspring.mailbox import postgres_upkeep
+from mainspring.mailbox.postgres import PostgresMailbox
+
+URL = next((word for word in sys.argv[1:] if "://" in word), "postgresql://postgres@127.0.0.1:5432/test")
+SCHEMA = "mainspring_churn"
+MESSAGES = 100_000 if quick() else 1_000_000
+SLICES = 20
+BACKLOG = 2_000
+"""How many messages are kept waiting, so that the queue is neither empty nor growing."""
+
+
+def drop() -> None:
+    with psycopg.connect(URL, autocommit=True) as connection:
+        connection.execute("SET client_min_messages = warning")
+        connection.execute(f"DROP SCHEMA IF EXISTS {SCHEMA} CASCADE")
+
+
+def dead_rows_and_size() -> tuple[int, int]:
+    """Dead rows of the messages, as the server's statistics have them, and the bytes of the table with its indexes."""
+    with psycopg.connect(URL, autocommit=True) as connection:
+        found = connection.execute(
+            """SELECT n_dead_tup, pg_total_relation_size(relid) FROM pg_stat_all_tables
+            WHERE schemaname = %s AND relname = 'messages'""",
+            (SCHEMA,),
+        ).fetchone()
+    assert found is not None
+    return found
+
+
+async def churn() -> list[tuple[float, float, int, int]]:
+    """For each slice: messages a second, the median milliseconds of a claim, dead rows, bytes."""
+    slices = []
+    mailbox = PostgresMailbox(URL, name="churn", schema=SCHEMA, body=str)
+    done = 0
+    more = anyio.Event()
+    claims: list[float] = []
+    claim = mailbox._claim
+
+    async def timed_claim(most: int, visibility: float, wait: float) -> list:
+        began = time.perf_counter()
+        found = await claim(most, visibility, wait)
+        if found:
+            claims.append(time.perf_counter() - began)
+        return found
+
+    mailbox._claim = timed_claim
+
+    async def handle(job: str) -> None:
+        nonlocal done, more
+        done += 1
+        if done % 500 == 0:
+            more.set()
+            more = anyio.Event()
+
+    async with mailbox, LoopGroup([MainLoop(mailbox, handle, concurrency=100)], guardian=False):
+        sent = 0
+        for number in range(1, SLICES + 1):
+            began, before = time.perf_counter(), done
+            while done < MESSAGES * number // SLICES:
+                changed = more
+                while sent < MESSAGES and sent - done < BACKLOG:
+                    await mailbox.send_many([BODY] * 500)
+                    sent += 500
+                if done < MESSAGES * number // SLICES:
+                    with anyio.move_on_after(0.05):
+                        await changed.wait()
+            speed = (done - before) / (time.perf_counter() - began)
+            dead, size = await anyio.to_thread.run_sync(dead_rows_and_size)
+            slices.append((speed, statistics.median(claims) * 1_000, dead, size))
+            claims.clear()
+            print(
+                f"{done:>9,} done  {speed:>8,.0f}/s  claim {slices[-1][1]:.2f} ms  {dead:>8,} dead rows"
+                f"  {size / 2**20:>6.1f} MiB",
+                file=sys.stderr,
+            )
+        vacuums = mailbox._hub._upkeep.vacuums
+    print(f"{vacuums} VACUUMs", file=sys.stderr)
+    return slices
+
+
+def main() -> None:
+    if "--autovacuum-only" in sys.argv:
+        postgres_upkeep.FEWEST_DEAD = 10**12
+    drop()
+    try:
+        slices = on_uvloop(churn)
+    finally:
+        drop()
+    early = statistics.median(slice_[1] for slice_ in slices[1:5])
+    late = statistics.median(slice_[1] for slice_ in slices[-4:])
+    most_dead = max(slice_[2] for slice_ in slices)
+    size = max(slice_[3] for slice_ in slices)
+    speed = statistics.median(slice_[0] for slice_ in slices)
+    report(
+        Row(
+            f"PostgreSQL: claim at the end of {MESSAGES:,} messages / near the beginning", f"{late:.2f} ms",
+            f"{early:.2f} ms", late / early, 1.15, at_most=True, note=f"{speed:,.0f}/s sent, claimed and acknowledged"
+        ),
+        Row(
+            f"PostgreSQL: dead rows at most, of {2 * MESSAGES:,} that died", f"{most_dead:,}", "-",
+            most_dead / (2 * MESSAGES), None, note=f"the table was never larger than {size / 2**20:.0f} MiB"
+        ),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
