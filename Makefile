@@ -35,7 +35,7 @@ lint: $(VENV)/installed-dev
 SEEDS ?= 10000
 JOBS ?= 2
 simulate: $(VENV)/installed-dev
-	$(BIN)/mainspring simulate mainspring.testing.simulation.sample:build --seeds $(SEEDS) --jobs $(JOBS) --duration 15m --times 20
+	$(BIN)/mainspring simulate mainspring.testing.simulation.sample:build --seeds $(SEEDS) --jobs $(JOBS) --duration 5m --times 60
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/run.py
