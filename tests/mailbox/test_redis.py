@@ -81,6 +81,35 @@ async def test_a_process_that_waits_no_more_passes_the_call_on(here, never_by_it
         assert [mailbox for mailbox, _ in got] == [second]
 
 
+async def test_a_call_that_comes_behind_a_claim_is_passed_on(here, never_by_itself, anyio_backend):
+    """The claim's answer, with a message, is on its way already: the call was for another message, and another process."""
+    got: list = []
+    async with here.mailbox() as busy, here.mailbox() as idle, here.mailbox() as sender:
+        call, out, go_on = busy._link.call, anyio.Event(), anyio.Event()
+
+        async def slow(*arguments):
+            result = await call(*arguments)
+            out.set()
+            await go_on.wait()
+            return result
+
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as group:
+                await sender.send("first")
+                busy._link.call = slow
+                group.start_soon(lambda: busy.receive(wait_time_seconds=600))
+                await out.wait()
+                await park(group, idle, got)
+                waiters = here.call("ZRANGE", here.key("waiters"), 0, -1)
+                here.call("DEL", here.key("waiters"))  # so that this calls nobody
+                await sender.send("second")
+                here.call("ZADD", here.key("waiters"), 1, *waiters)
+                busy._waiters.wake(1)  # as the server does, had it been on the list
+                busy._link.call = call
+                go_on.set()
+        assert got[0][1][0].body == "second"
+
+
 async def test_a_process_that_closed_is_not_called(here, never_by_itself, anyio_backend):
     got: list = []
     async with here.mailbox() as second, here.mailbox() as sender:
