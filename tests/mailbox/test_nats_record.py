@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mainspring import open_mailbox
 from mainspring.errors import ConfigError
 from mainspring.mailbox.message import Dead, Envelope
 from mainspring.mailbox.nats_names import Names, check_stream, encoded
@@ -149,3 +150,24 @@ def test_a_stream_of_another_make_is_refused():
         check_stream(wanted, {**wanted, "retention": "limits"})
     with pytest.raises(ConfigError, match="without the subjects"):
         check_stream(wanted, {**wanted, "subjects": ["other"]})
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"ack_wait": 0}, "ack_wait must be"),
+        ({"timeout": 0}, "timeout must be"),
+        ({"replicas": 2}, "replicas must be"),
+        ({"storage": "tape"}, "storage must be"),
+        ({"size": 1}, "no option 'size'"),
+    ],
+)
+def test_bad_options(options, told):
+    with pytest.raises(ConfigError, match=told):
+        open_mailbox("nats://localhost", **options)
+
+
+def test_an_address_has_no_password():
+    box = open_mailbox("nats://me:secret@localhost?name=a b")
+    assert box.address == "nats://localhost:4222?name=a%20b"
+    assert "secret" not in repr(box)

@@ -245,6 +245,10 @@ def _headers(add: Add) -> dict[str, str] | None:
 
 
 def _added(answer: Msg) -> Added:
+    data = answer.data
+    number = data[data.rfind(b":") + 1 : -1]
+    if number.isdigit() and b'"seq":%s}' % number in data and b'"error"' not in data:  # the usual one, read quickly
+        return Added(int(number))
     try:
         found = parse(answer)
     except ApiError as error:
