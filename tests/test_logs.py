@@ -41,7 +41,7 @@ CASES = [
     (finished("acknowledged"), "DEBUG", "message m1 done (ran 0.250 s)"),
     (finished("retried", error="E: a\nb", retry_in=1.44), "WARNING", "to be tried again in 1.4 s (ran 0.250 s): E: a b"),
     (finished("retried", charged=False), "INFO", "message m1 to be tried again, not counted (ran 0.250 s)"),
-    (finished("dead_lettered", error="E: a", where="b:7"), "ERROR", "dead-lettered after attempt 2 (ran 0.250 s): E: a, at b:7"),
+    (finished("dead_lettered", error="E: a", where="b:7"), "ERROR", "after attempt 2 (ran 0.250 s): E: a, at b:7"),
     (finished("released"), "INFO", "message m1 handed back"),
     (finished("lost"), "WARNING", "message m1 lost: another worker may have it now"),
     (events.SettlementFailed("indexer", "m1", "acknowledged", "E: a"), "WARNING", "could not be acknowledged and will come"),
