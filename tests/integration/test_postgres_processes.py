@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -161,3 +162,21 @@ async def test_what_was_sent_survives_the_servers_kill(server):
     assert len(sent) >= 500
     assert set(sent) <= set(found)
     assert len(found) == len(set(found))
+
+
+async def test_the_example_of_the_how_to(postgres_url, tmp_path):
+    """The page's program, as it stands there."""
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "postgres.md"
+    program = page.read_text(encoding="utf-8").partition('```python title="orders.py"\n')[2].partition("```")[0]
+    (tmp_path / "orders.py").write_text(program)
+    schema = new_schema()
+    try:
+        ran = await anyio.run_process(
+            [sys.executable, "orders.py"],
+            cwd=tmp_path,
+            env={**os.environ, "DATABASE_URL": f"{postgres_url}?schema={schema}"},
+            check=False,
+        )
+    finally:
+        drop_schema(postgres_url, schema)
+    assert (ran.returncode, ran.stdout) == (0, b"shipped 1 times\n"), ran.stderr.decode()
