@@ -10,8 +10,8 @@ import anyio
 
 from mainspring import entropy
 from mainspring.clock import loop_clock
-from mainspring.errors import ConfigError, MailboxConnectionError, describe
-from mainspring.mailbox.redis_wire import LOST, ServerError, Wire, refused
+from mainspring.errors import ConfigError, MailboxConnectionError
+from mainspring.mailbox.redis_wire import LOST, ServerError, Wire, refused, trouble
 from mainspring.policies import backoff
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Link:
             ) from None
         except LOST as error:
             await self.close()
-            raise MailboxConnectionError(f"the Redis server at {self._place}: {describe(error)}") from error
+            raise MailboxConnectionError(f"the Redis server at {self._place}: {trouble(error)}") from error
         except BaseException as error:
             if not isinstance(error, ServerError):
                 await self.close()

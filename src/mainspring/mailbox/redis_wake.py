@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 
-from mainspring.errors import MailboxConnectionError, MainspringError, describe
+from mainspring.errors import MailboxConnectionError, MainspringError
 from mainspring.mailbox.redis_link import Gate
-from mainspring.mailbox.redis_wire import LOST
+from mainspring.mailbox.redis_wire import LOST, trouble
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -136,7 +136,7 @@ class Listener:
                 if not started:
                     if isinstance(error, MainspringError):
                         raise
-                    raise MailboxConnectionError(f"the Redis server: {describe(error)}") from error
+                    raise MailboxConnectionError(f"the Redis server: {trouble(error)}") from error
                 self._gate.failed()
                 await self._link.suspect()
             finally:

@@ -12,7 +12,7 @@ import anyio
 import hiredis
 from anyio.streams.tls import TLSStream
 
-from mainspring.errors import ConfigError, MailboxConnectionError
+from mainspring.errors import ConfigError, MailboxConnectionError, describe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +28,15 @@ _FORBIDDEN: Final = ("NOAUTH", "WRONGPASS", "NOPERM", "DENIED")
 
 LOST: Final = (OSError, anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, hiredis.ProtocolError)
 """What reading or writing raises when the connection is gone (TimeoutError is an OSError)."""
+
+
+def trouble(error: BaseException) -> str:
+    """What is wrong with a connection, for people."""
+    if isinstance(error, (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError)):
+        return "the connection was lost"
+    if isinstance(error, OSError) and isinstance(error.__cause__, OSError):  # anyio's sum of all its tries to connect
+        return str(error.__cause__)
+    return describe(error)
 
 
 class ServerError(MailboxConnectionError):
