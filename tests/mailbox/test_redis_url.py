@@ -6,6 +6,7 @@ import ssl
 
 import pytest
 
+from mainspring import open_mailbox
 from mainspring.errors import ConfigError
 from mainspring.mailbox.redis_url import parse_server
 
@@ -84,3 +85,11 @@ def test_tls_belongs_to_rediss():
 )
 def test_another_server_is_another(other):
     assert not parse_server("redis://db/0", {}).is_at(other)
+
+
+@pytest.mark.parametrize("rest", ["db/0?name=a&name=b", "db/0#jobs", "db/0?=&&"])
+def test_no_error_of_open_mailbox_shows_a_secret(rest):
+    with pytest.raises(ConfigError) as caught:
+        open_mailbox(f"redis://me:secret@{rest}")
+    assert "secret" not in str(caught.value)
+    assert "redis://db/0" in str(caught.value)

@@ -38,6 +38,7 @@ def open_mailbox(url: str, *, body: Any = None, reply: Any = None, **options: An
 
     ``memory://jobs``: a queue of this process and event loop. ``sqlite:///relative.db?name=jobs`` and
     ``sqlite:////absolute/path.db?name=jobs``: a durable queue that the processes of one machine share.
+    ``redis://localhost:6379/0?name=jobs``: a queue on a server, for any number of machines.
 
     :param body: the type of the bodies; else the handler's annotation gives it, else anything that JSON can say.
     :param reply: the type of the replies.
@@ -50,14 +51,18 @@ def open_mailbox(url: str, *, body: Any = None, reply: Any = None, **options: An
         parts = urlsplit(url)
         query = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
     except ValueError as error:
-        raise ConfigError(f"{url!r} is no mailbox URL: {error}") from None
+        raise ConfigError(f"{_shown(url)!r} is no mailbox URL: {error}") from None
     if not parts.scheme:
-        raise ConfigError(f"{url!r} is no mailbox URL; write it as in 'sqlite:///jobs.db?name=jobs'")
+        raise ConfigError(f"{_shown(url)!r} is no mailbox URL; write it as in 'sqlite:///jobs.db?name=jobs'")
     if parts.fragment:
-        raise ConfigError(f"{url!r}: a # begins what no mailbox reads; write %23 where it belongs to a name or a path")
+        raise ConfigError(
+            f"{_shown(url)!r}: a # begins what no mailbox reads; write %23 where it belongs to a name or a path"
+        )
     if parts.scheme not in _BACKENDS:
         known = ", ".join(f"{scheme}://" for scheme in _BACKENDS)
-        raise ConfigError(f"{url!r}: no mailbox backend has the scheme {parts.scheme + '://'!r}; there are {known}")
+        raise ConfigError(
+            f"{_shown(url)!r}: no mailbox backend has the scheme {parts.scheme + '://'!r}; there are {known}"
+        )
     module, name, extra = _BACKENDS[parts.scheme]
     try:
         backend = getattr(import_module(module), name)
@@ -68,9 +73,17 @@ def open_mailbox(url: str, *, body: Any = None, reply: Any = None, **options: An
     merged: dict[str, Any] = {}
     for key, value in [*query, *options.items()]:
         if key in merged:
-            raise ConfigError(f"{url!r}: the option {key!r} is given twice; leave one out")
+            raise ConfigError(f"{_shown(url)!r}: the option {key!r} is given twice; leave one out")
         merged[key] = value
     mailbox: Mailbox[Any, Any] = backend.from_url(
         url, host=unquote(parts.netloc), path=unquote(parts.path), options=merged, body=body, reply=reply
     )
     return mailbox
+
+
+def _shown(url: str) -> str:
+    """``url`` as errors show it: a server's without user and password."""
+    scheme, colon, rest = url.partition("://")
+    if not colon or scheme in {"memory", "sqlite"}:
+        return url
+    return f"{scheme}://{rest.rpartition('@')[2]}"
