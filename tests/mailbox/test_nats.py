@@ -173,6 +173,26 @@ async def test_a_delay_that_a_crash_left_in_both_places_is_one_message(here):
         assert await box.receive(wait_time_seconds=0.6) == []
 
 
+async def test_a_message_that_is_due_before_it_has_left_the_queue_is_not_lost(here):
+    """Between the two steps of a nack with a delay the delayed copy falls due: the queue's old one does not stand for it."""
+    async with here.box() as box:
+        await box.send("x")
+        held = await one(box)
+        remove = box._store.remove
+
+        async def late(stream, sequence):
+            if stream == box._names.queue:
+                await anyio.sleep(0.4)
+            return await remove(stream, sequence)
+
+        box._store.remove = late
+        await held.nack(delay=0.01)
+        del box._store.remove
+        again = await one(box, wait=10.0)
+        assert (again.body, again.attempt) == ("x", 2)
+        assert await box.counts() == Counts(in_flight=1)
+
+
 async def test_a_death_that_a_crash_left_in_both_places_is_one_dead_letter(here):
     async with here.box() as box:
         sent = await box.send("x")
@@ -246,6 +266,31 @@ async def test_no_server_is_a_connection_error_in_time(anyio_backend):
     with anyio.fail_after(5), pytest.raises(MailboxConnectionError, match="not to be had"):
         async with NatsMailbox(f"nats://127.0.0.1:{free_port()}", timeout=0.5):
             pass
+
+
+async def test_a_connection_that_the_driver_gives_up_is_made_anew(here):
+    """As where the server sends a client away with an error: the driver does not come back from that by itself."""
+    async with here.box() as box:
+        await box.send("before")
+        held = await one(box)
+        heard = []
+        box._announce_cancelled = heard.append
+        await box._wire.client.close()
+        with anyio.fail_after(10):
+            while True:
+                try:
+                    await box.send("after")
+                    break
+                except MailboxConnectionError:
+                    await anyio.sleep(0.05)
+        await held.acknowledge()
+        message = await one(box, wait=5.0)
+        assert message.body == "after"
+        assert await box.cancel(message.id) == "cancelled"
+        with anyio.fail_after(10):
+            while not heard:
+                await anyio.sleep(0.01)
+        assert heard[0] == [message.id]
 
 
 async def test_a_transient_mailbox_is_gone_when_it_is_dropped(here):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -171,3 +173,15 @@ def test_an_address_has_no_password():
     box = open_mailbox("nats://me:secret@localhost?name=a b")
     assert box.address == "nats://localhost:4222?name=a%20b"
     assert "secret" not in repr(box)
+
+
+def test_without_the_driver_one_line_names_the_extra():
+    program = (
+        "import sys; sys.modules['nats'] = None\n"
+        "import mainspring.mailbox.nats_record, mainspring.mailbox.nats_url, mainspring.mailbox.nats_names\n"
+        "from mainspring import open_mailbox, ConfigError\n"
+        "try: open_mailbox('nats://localhost?name=jobs')\n"
+        "except ConfigError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert "pip install 'mainspring[nats]'" in done.stdout

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import quote, urlsplit
 
 import anyio
+import nats  # noqa: F401 - so that a missing driver is known at once
 from typing_extensions import TypeVar
 
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError
@@ -82,8 +83,6 @@ class NatsMailbox(Mailbox[T, R]):
         credentials: str | None = None,
     ) -> None:
         super().__init__(name, body=body, reply=reply)
-        import nats  # noqa: F401 - so that a missing driver is known when the mailbox is made
-
         if not (is_number(ack_wait, 1) and ack_wait <= MAX_VISIBILITY):
             raise ConfigError(f"mailbox {name!r}: ack_wait must be 1 to {MAX_VISIBILITY:.0f} seconds, not {ack_wait!r}")
         if not (is_number(timeout, 0) and timeout > 0):
@@ -152,6 +151,7 @@ class NatsMailbox(Mailbox[T, R]):
         self._claims = Claims(store, lambda: self._usable)
         self._settlements = Settlements(store, self._claims)
         self._letters = DeadLetters(store)
+        scope.start_soon(wire.keep, name=f"mailbox {self.name} connection")
         self._timed = [Mover(store), Expirer(store, self._claims)]
         for timed, what in zip(self._timed, ("delayed messages", "expiries"), strict=True):
             scope.start_soon(timed.run, name=f"mailbox {self.name} {what}", stop=timed.stop)

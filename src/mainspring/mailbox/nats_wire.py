@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 
+from mainspring import entropy
 from mainspring.clock import loop_clock
 from mainspring.errors import (
     MailboxClosedError,
@@ -19,6 +20,7 @@ from mainspring.errors import (
 from mainspring.mailbox.limits import CLOSE_TIMEOUT
 from mainspring.mailbox.nats_errors import parse
 from mainspring.mailbox.nats_pull import Puller
+from mainspring.policies import backoff
 from mainspring.process import event_loop
 
 if TYPE_CHECKING:
@@ -71,6 +73,7 @@ class Wire:
         self.pullers: set[Puller] = set()
         self.idle: list[Puller] = []
         self._was_connected = False
+        self._heard: list[tuple[str, Callable[[Msg], Awaitable[None]]]] = []
         self._quiet: anyio.Event | None = None
 
     def __repr__(self) -> str:
@@ -80,10 +83,33 @@ class Wire:
 
     async def open(self) -> None:
         """Connect, within the timeout. Raises :class:`MailboxConnectionError`."""
-        from nats.aio.client import Client
-
         self.loop: Any = event_loop()
         self._now = loop_clock()
+        self._closed = anyio.Event()
+        await self._connect()
+
+    async def keep(self) -> None:
+        """Connect anew whenever the driver has given its connection up, as it does where the server sends it away.
+
+        A connection that is merely lost it restores by itself.
+        """
+        while True:
+            await self._closed.wait()
+            failures = 0
+            while self._closed.is_set():
+                failures += 1
+                await anyio.sleep(
+                    backoff(failures, initial=RECONNECT_WAIT, maximum=5.0, factor=2.0, jitter="full", rng=entropy.rng())
+                )
+                self._closed = anyio.Event()
+                try:
+                    await self._connect()
+                except MailboxError:
+                    self._closed.set()
+
+    async def _connect(self) -> None:
+        from nats.aio.client import Client
+
         self._client = client = Client()
         try:
             with anyio.fail_after(self.timeout):
@@ -92,7 +118,7 @@ class Wire:
                     name=self._name,
                     error_cb=self._on_error,
                     disconnected_cb=self._on_disconnect,
-                    closed_cb=self._on_disconnect,
+                    closed_cb=self._on_closed,
                     reconnect_time_wait=RECONNECT_WAIT,  # type: ignore[arg-type]
                     max_reconnect_attempts=-1,
                     connect_timeout=self.timeout,  # type: ignore[arg-type]
@@ -104,6 +130,8 @@ class Wire:
                 await client.subscribe(
                     f"{self._inbox}*", cb=self._on_answer, pending_msgs_limit=0, pending_bytes_limit=0
                 )
+                for subject, callback in self._heard:
+                    await client.subscribe(subject, cb=callback)
                 await client.flush()
         except BaseException as error:
             await self._abandon()
@@ -116,6 +144,7 @@ class Wire:
             while self._asked or self.pullers:
                 self._quiet = anyio.Event()
                 await self._quiet.wait()
+        self._was_connected = False
         await self._abandon()
 
     def ease(self) -> None:
@@ -139,6 +168,11 @@ class Wire:
 
     async def _on_disconnect(self) -> None:
         self._fail_all(self._lost())
+
+    async def _on_closed(self) -> None:
+        self._fail_all(self._lost())
+        if self._client is not None:  # the driver did it, not we
+            self._closed.set()
 
     def _lost(self) -> MailboxConnectionError:
         told = f": {self._last_error}" if self._last_error else ""
@@ -168,6 +202,7 @@ class Wire:
         for puller in list(self.pullers):
             puller.end(error)
         self.idle.clear()
+        self.ease()
 
     @property
     def driver(self) -> Client | None:
@@ -178,9 +213,9 @@ class Wire:
     def client(self) -> Client:
         """The driver's client, connected; else raises :class:`MailboxConnectionError`."""
         client = self._client
-        if client is None:
+        if client is None and not self._was_connected:
             raise MailboxClosedError(f"{self._name} is closed")
-        if not client.is_connected:
+        if client is None or not client.is_connected:
             raise self._lost()
         return client
 
@@ -290,6 +325,7 @@ class Wire:
     async def listen(self, subject: str, callback: Callable[[Msg], Awaitable[None]]) -> None:
         """Hear what is published on a subject, also after a reconnection."""
         await self.client.subscribe(subject, cb=callback)
+        self._heard.append((subject, callback))
 
     async def tell(self, subject: str, payload: bytes) -> None:
         """Publish something that nobody answers and nothing stores."""
