@@ -26,6 +26,7 @@ def test_what_another_try_can_help():
         "MailboxConnectionError",
         "HandlerStalledError",
         "HandlerTimeoutError",
+        "RequestTimeoutError",
         "TaskExitError",
     }
 

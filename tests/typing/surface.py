@@ -13,12 +13,14 @@ from typing import Any, assert_type
 import anyio
 
 from mainspring import (
+    CancelOutcome,
     Capabilities,
     Context,
     DaemonScope,
     DeadLetter,
     DeadLetterPolicy,
     Dispatcher,
+    DLQConsumer,
     Heartbeat,
     InMemoryMailbox,
     LeasePolicy,
@@ -26,6 +28,7 @@ from mainspring import (
     Mailbox,
     MainLoop,
     Message,
+    PendingReply,
     Reject,
     RestartPolicy,
     Retry,
@@ -33,6 +36,7 @@ from mainspring import (
     Runnable,
     ShutdownCoordinator,
     ShutdownReport,
+    Verdict,
     open_mailbox,
 )
 from mainspring.events import MessageFinished
@@ -60,6 +64,28 @@ async def sending(mailbox: Mailbox[Job, Result], replies: Mailbox[Result, None])
     await mailbox.send(Job(1), headers={"a": 1})  # type: ignore[dict-item]
     await mailbox.send(Job(1), retries=3)  # type: ignore[call-arg]
     await mailbox.send(Job(1), 5)  # type: ignore[call-arg]
+
+
+async def asking(mailbox: Mailbox[Job, Result]) -> None:
+    assert_type(await mailbox.request(Job(1), timeout=5, priority=1, expires_in=60), Result)
+    await mailbox.request("no job", timeout=5)  # type: ignore[arg-type]
+    await mailbox.request(Job(1))  # type: ignore[call-arg]
+    await mailbox.request(Job(1), timeout=5, dedup_key="k")  # type: ignore[call-arg]
+    pending = await mailbox.submit(Job(1))
+    assert_type(pending, PendingReply[Result])
+    assert_type(await pending.result(timeout=5), Result)
+    await pending.result()  # type: ignore[call-arg]
+    assert_type(await mailbox.cancel(pending.id), CancelOutcome)
+    assert_type(await mailbox.dead_letter(pending.id), DeadLetter | None)
+
+
+async def undertake(letter: DeadLetter, ctx: Context) -> Verdict | None:
+    assert_type(letter.history[0].attempt, int)
+    return Verdict.REPLAY if ctx.attempt == 1 else None
+
+
+def undertaker(mailbox: Mailbox[Job, Result]) -> LoopGroup:
+    return LoopGroup([DLQConsumer(mailbox, undertake, concurrency=2, look_every=30)])
 
 
 async def receiving(mailbox: Mailbox[Job, Result]) -> None:
