@@ -31,7 +31,7 @@ class Place:
         self.schema = schema
 
     def mailbox(self, name="jobs", **options):
-        return PostgresMailbox(options.pop("url", self.url), name=name, schema=self.schema, **options)
+        return PostgresMailbox(options.pop("url", self.url), name=name, **{"schema": self.schema, **options})
 
     def execute(self, statement, *values):
         """Run one statement, apart from all mailboxes; its rows. ``SCHEMA.`` stands for the schema."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
 
 import anyio
 import psycopg
 import pytest
-from postgres_support import Place, drop_schema, new_schema, pooler
 
 from mainspring import MailboxClosedError, MailboxConnectionError, open_mailbox
 from mainspring.errors import ConfigError, MailboxError
@@ -20,6 +20,7 @@ from mainspring.mailbox.postgres_arrays import Floats, Integers, Longs, Shorts, 
 from mainspring.mailbox.postgres_upkeep import Upkeep, worth_a_vacuum
 from mainspring.mailbox.postgres_values import stored_key
 from mainspring.mailbox.postgres_view import LOOK_BACK, View
+from postgres_support import Place, drop_schema, new_schema, pooler
 
 pytestmark = pytest.mark.anyio
 
@@ -67,6 +68,44 @@ async def test_without_migrate_the_schema_must_be_there(place):
     assert await place.mailbox().migrate_schema() == (schemas.SCHEMA_VERSION, schemas.SCHEMA_VERSION)
     async with place.mailbox(migrate=False) as mailbox:
         await mailbox.send("x")
+
+
+@asynccontextmanager
+async def worker_role(place):
+    """A role with the rights that the how-to names for workers, and no others; its URL."""
+    role = place.schema
+    place.execute(f"CREATE ROLE {role} LOGIN PASSWORD 'secret'")
+    for right in (
+        "USAGE ON SCHEMA {schema}", "EXECUTE ON ALL FUNCTIONS IN SCHEMA {schema}",
+        "SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {schema}", "USAGE ON ALL SEQUENCES IN SCHEMA {schema}",
+    ):  # fmt: skip
+        place.execute(f"GRANT {right.format(schema=place.schema)} TO {role}")
+    try:
+        yield (
+            urlsplit(place.url)
+            ._replace(netloc=f"{role}:secret@{place.url.rpartition('@')[2].partition('/')[0]}")
+            .geturl()
+        )
+    finally:
+        place.execute(f"DROP OWNED BY {role}")
+        place.execute(f"DROP ROLE {role}")
+
+
+async def test_a_worker_needs_few_rights(place):
+    await place.mailbox().migrate_schema()
+    async with worker_role(place) as url:
+        async with place.mailbox("new", url=url, migrate=False) as mailbox:
+            await mailbox.send("x", priority=3, dedup_key="k", delay=0.01)
+            (message,) = await mailbox.receive(wait_time_seconds=10)
+            await message.dead_letter("no")
+            assert await mailbox.replay_dead_letters() == 1
+            await mailbox._here._upkeep._vacuum(("messages",))  # left out by the server, with a warning
+            (message,) = await mailbox.receive()
+            async with mailbox.transaction(message):
+                pass
+            assert (await mailbox.counts()).settled == 1
+        with pytest.raises(ConfigError, match="refuses: permission denied"):
+            await place.mailbox(url=url, schema=f"{place.schema}_2").migrate_schema()
 
 
 async def test_a_newer_schema_is_refused(place):
@@ -326,6 +365,15 @@ async def test_a_lost_listening_connection_comes_back(place):
 
 async def test_behind_a_pooler_in_transaction_mode(place, monkeypatch):
     monkeypatch.setattr(postgres_hub, "PROBE_TIMEOUT", 0.3)
+    monkeypatch.setattr(postgres_lanes, "QUICK_LOOKS", (1_000.0,))
+    probed = []
+    arrives = postgres_hub.Hub._arrives
+
+    async def probe(self, connection):
+        probed.append(await arrives(self, connection))
+        return probed[-1]
+
+    monkeypatch.setattr(postgres_hub.Hub, "_arrives", probe)
     async with pooler(place.url) as (url, before), place.mailbox(url=url) as mailbox:
         async with anyio.create_task_group() as tasks:
             for number in range(40):
@@ -338,9 +386,9 @@ async def test_behind_a_pooler_in_transaction_mode(place, monkeypatch):
                     tasks.start_soon(message.acknowledge)
         assert len(seen) == 20
         assert before.opened >= 1
+        await until(lambda: probed == [False])
         async with place.mailbox() as direct, receiving(mailbox) as got:
-            assert not mailbox._here.listening  # so it looks ten times a second
-            await direct.send("x")
+            await direct.send("x")  # it looks ten times a second
         await got[0].acknowledge()
         assert not mailbox._here.listening
         assert (await mailbox.counts()).settled == 21

@@ -150,6 +150,7 @@ class PostgresMailbox(Mailbox[T, R]):
         hub.acquire()
         try:
             self._store = await schemas.prepare(hub.pool, self._schema, self._migrate)
+            hub.forget(self.name)  # it may have been dropped since
             self._number = await hub.number(self.name) or 0
         except BaseException:
             await hub.release()
