@@ -324,6 +324,16 @@ class KeepsTheHistoryOfTheReplayed(Broken):
         return replayed
 
 
+class KeepsTheDead(Broken):
+    async def _discard_dead(self, message_ids: list[str] | None) -> int:
+        return len(message_ids or self._store.queue.dead)
+
+
+class ReplaysNothing(Broken):
+    async def _replay(self, message_ids: list[str] | None) -> int:
+        return len(message_ids or self._store.queue.dead)
+
+
 class FindsAnyDead(Broken):
     async def _find_dead(self, message_ids: list[str]) -> Any:
         return await self._dead_letters(1, None)
@@ -372,6 +382,8 @@ KINDS: list[tuple[type[Broken], list[str]]] = [
     (ForgetsWhoAsked, ["replies_find_their_requests", "a_reply_has_the_type_of_the_replies"]),
     (KeepsNoHistory, ["a_message_remembers_its_failures", "the_history_is_bounded"]),
     (KeepsTheHistoryOfTheReplayed, ["a_replayed_message_begins_a_new_history"]),
+    (KeepsTheDead, ["a_dead_letter_is_received_and_purged_when_acknowledged"]),
+    (ReplaysNothing, ["a_dead_letter_can_be_replayed_from_a_view", "a_replayed_message_can_be_cancelled"]),
     (FindsAnyDead, ["a_dead_letter_can_be_found_by_its_id"]),
     (NewestDeathFirst, ["dead_letters_come_oldest_first_in_pages", "dead_letters_are_in_the_order_of_their_deaths"]),
 ]

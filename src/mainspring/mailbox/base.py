@@ -303,7 +303,7 @@ class Mailbox(RequestCalls[T, R], Generic[T, R]):
                 await self._settle_with_reply(delivery, dead, dead.reply)
             except ReplyNotAvailableError:
                 await self._settle(delivery, replace(dead, reply=None))
-        self._tell_of_death()
+        self._tell_of_death(delivery.message_id)
 
     async def _settle_with_reply(self, delivery: Delivery, settlement: Ack | Dead, reply: Envelope) -> None:
         """One step where the reply goes to this store, else send it while the lease is held, then settle."""

@@ -29,7 +29,7 @@ class DeadLetterCalls(Bodies):
 
     def __init__(self, name: str, body: Any, reply: Any) -> None:
         super().__init__(name, body, reply)
-        self._mourners: list[Callable[[], object]] = []
+        self._mourners: list[Callable[[str], object]] = []
 
     if TYPE_CHECKING:
 
@@ -63,14 +63,14 @@ class DeadLetterCalls(Bodies):
         self._check_open()
         return await self._discard_dead(_ids(message_ids))
 
-    def hear_deaths(self, listener: Callable[[], object]) -> Callable[[], None]:
-        """Call ``listener`` when a message was dead-lettered through this object, until the result is called."""
+    def hear_deaths(self, listener: Callable[[str], object]) -> Callable[[], None]:
+        """Call ``listener`` with the id of a message dead-lettered through this object, until the result is called."""
         self._mourners.append(listener)
         return lambda: self._mourners.remove(listener)
 
-    def _tell_of_death(self) -> None:
+    def _tell_of_death(self, message_id: str) -> None:
         for listener in tuple(self._mourners):
-            listener()
+            listener(message_id)
 
     def _dead_letter(self, delivery: Delivery, dead: Dead, at: float) -> DeadLetter:
         try:

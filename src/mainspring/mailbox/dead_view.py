@@ -80,7 +80,7 @@ class DeadLetterView(Mailbox[DeadLetter, None]):
     async def _open(self, scope: DaemonScope) -> None:
         await open_in(scope, [self.source, self._tickets])
         self._feeder = Periodic(self._feed, first=anyio.current_time())
-        self._stop_hearing = self.source.hear_deaths(lambda: self._feeder.wake_by(anyio.current_time()))
+        self._stop_hearing = self.source.hear_deaths(self._on_death)
         self._after = None
         scope.start_soon(self._feeder.run, name=f"tickets of {self.name}")
 
@@ -89,6 +89,11 @@ class DeadLetterView(Mailbox[DeadLetter, None]):
 
     def _wake_all(self) -> None:
         self._tickets._wake_all()  # noqa: SLF001 - this port's own
+
+    def _on_death(self, message_id: str) -> None:
+        if self._after is not None and self._after[0] == message_id:
+            self._after = None  # dead once more, and so behind all others, maybe at the very same instant
+        self._feeder.wake_by(anyio.current_time())
 
     async def _feed(self, overslept: float) -> float:
         """Make a ticket for each dead letter that has none."""
@@ -112,16 +117,16 @@ class DeadLetterView(Mailbox[DeadLetter, None]):
         ids = [delivery.message_id for delivery, _, _ in page]
         parked = {
             delivery.message_id: _ticket_of(delivery)
-            for delivery, _, _ in await self._tickets._find_dead(ids)  # noqa: SLF001 - this port's own
+            for delivery, _, _ in await self._tickets._find_dead(_named(ids))  # noqa: SLF001 - this port's own
         }
         wanted, stale = [], []
         for delivery, _, died_at in page:
-            ticket = (delivery.message_id, died_at)
-            if parked.get(delivery.message_id) == ticket:
-                continue
-            if delivery.message_id in parked:  # it was replayed meanwhile, and has died again
-                stale.append(delivery.message_id)
-            wanted.append(_ticket(ticket))
+            ticket = _ticket(delivery.message_id, died_at)
+            if ticket.message_id in parked:
+                if parked[ticket.message_id] == (delivery.message_id, died_at):
+                    continue
+                stale.append(ticket.message_id)  # it was replayed meanwhile, and has died again
+            wanted.append(ticket)
         if stale:
             await self._tickets._discard_dead(stale)  # noqa: SLF001 - this port's own
         if wanted:
@@ -133,12 +138,14 @@ class DeadLetterView(Mailbox[DeadLetter, None]):
         """Drop the tickets of parked dead letters that are gone."""
         after = None
         while page := await self._tickets._dead_letters(PAGE, after):  # noqa: SLF001 - this port's own
-            ids = [delivery.message_id for delivery, _, _ in page]
-            living = {delivery.message_id for delivery, _, _ in await self.source._find_dead(ids)}  # noqa: SLF001
-            gone = [message_id for message_id in ids if message_id not in living]
+            tickets = [delivery.message_id for delivery, _, _ in page]
+            ids = [ticket[0] for delivery, _, _ in page if (ticket := _ticket_of(delivery)) is not None]
+            found = await self.source._find_dead(ids)  # noqa: SLF001 - this port's own
+            living = set(_named([delivery.message_id for delivery, _, _ in found]))
+            gone = [ticket for ticket in tickets if ticket not in living]
             if gone:
                 await self._tickets._discard_dead(gone)  # noqa: SLF001 - this port's own
-            kept = [message_id for message_id in ids if message_id in living]
+            kept = [ticket for ticket in tickets if ticket in living]
             if len(page) < PAGE or not kept:
                 return
             after = kept[-1]
@@ -239,10 +246,15 @@ class DeadLetterView(Mailbox[DeadLetter, None]):
         return await self._tickets._discard_dead(message_ids)  # noqa: SLF001 - this port's own
 
 
-def _ticket(ticket: tuple[str, float]) -> Envelope:
+def _ticket(message_id: str, died_at: float) -> Envelope:
     """The message that stands for the dead letter of an id that died at that instant."""
-    message_id, died_at = ticket
-    return Envelope(message_id, to_json([message_id, died_at]), dedup_key=f"{message_id} {died_at!r}")
+    (name,) = _named([message_id])
+    return Envelope(name, to_json([message_id, died_at]), dedup_key=f"{message_id} {died_at!r}")
+
+
+def _named(message_ids: list[str]) -> list[str]:
+    """The ids of the tickets for those dead letters: a store may want ids to be its own, whatever the mailbox."""
+    return [f"{message_id}~" for message_id in message_ids]
 
 
 def _ticket_of(delivery: Delivery) -> tuple[str, float] | None:

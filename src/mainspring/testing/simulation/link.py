@@ -214,7 +214,7 @@ class LinkedMailbox(Mailbox[Any, Any]):
     """The mailbox of one simulated process: the port's own code on hooks that go through a :class:`Link` to the store."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        durable=True, cross_process=True, async_backends=frozenset({"trio"})
+        durable=True, cross_process=True, cancel=False, siblings=False, async_backends=frozenset({"trio"})
     )
 
     def __init__(self, name: str, link: Link, *, body: Any = None, reply: Any = None) -> None:
