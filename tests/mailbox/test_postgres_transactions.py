@@ -5,13 +5,13 @@ from __future__ import annotations
 import anyio
 import psycopg
 import pytest
-from postgres_support import Place, drop_schema, new_schema
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
 from mainspring import Context, InMemoryMailbox, InvalidParameterError, LoopGroup, MainLoop, MessageSettledError, Retry
 from mainspring.errors import ConfigError, ReceiptHandleExpiredError
 from mainspring.mailbox import postgres_hub, postgres_lanes
+from postgres_support import Place, drop_schema, new_schema
 
 pytestmark = pytest.mark.anyio
 
@@ -212,6 +212,23 @@ async def test_other_settlements_are_part_of_the_transaction(place, mailbox):
         assert (answer.body, answer.headers["request_id"]) == ("result", reply.id)
         counts = await mailbox.counts()
         assert (counts.settled, counts.delayed, counts.dead) == (1, 1, 1)
+
+
+async def test_a_settlement_early_in_the_block_holds_up_nobody(place, mailbox):
+    async with place.mailbox("replies") as replies:
+        await mailbox.send("x", reply_to="replies")
+        (message,) = await mailbox.receive(visibility_timeout=0.2)
+        with anyio.fail_after(10):
+            async with mailbox.transaction(message) as connection:
+                await message.reply("result")
+                await message.renew(60)
+                await mailbox.send("y")
+                assert [other.body for other in await mailbox.receive(max_messages=9)] == ["y"]
+                await anyio.sleep(0.3)  # beyond the lease
+                assert await mailbox.receive() == []
+                await connection.execute(insert(place), ("done",))
+            assert [reply.body for reply in await replies.receive()] == ["result"]
+    assert effects(place) == ["done"]
 
 
 async def test_a_cancelled_block_does_nothing(place, mailbox):

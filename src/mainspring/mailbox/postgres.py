@@ -14,7 +14,7 @@ from mainspring.mailbox import postgres_values as values
 from mainspring.mailbox.base import Mailbox
 from mainspring.mailbox.hooks import TRANSIENT, Capabilities
 from mainspring.mailbox.limits import full
-from mainspring.mailbox.message import Ack, Cancelled, CancelOutcome, Counts, Dead, Return
+from mainspring.mailbox.message import Ack, Cancelled, CancelOutcome, Dead, Return
 from mainspring.mailbox.postgres_address import (
     SCHEMA,
     address_of,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     import psycopg
 
-    from mainspring.mailbox.message import Delivery, Envelope, Message, Settlement
+    from mainspring.mailbox.message import Counts, Delivery, Envelope, Message, Settlement
     from mainspring.scope import DaemonScope
 
 T = TypeVar("T")
@@ -283,6 +283,9 @@ class PostgresMailbox(Mailbox[T, R]):
         return replace(settlement, reply=replace(reply, reply_to=None)), target
 
     async def _extend(self, delivery: Delivery, timeout: float) -> None:
+        under_way = self._transactions.get(delivery.receipt_handle)
+        if under_way is not None and under_way.settled:
+            return  # its row is locked until that commits: nobody can take it, and a renewal would wait, with all others
         await self._lanes.work.call(do.Extend(delivery, _lease(delivery), timeout))
 
     async def _save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
@@ -291,7 +294,8 @@ class PostgresMailbox(Mailbox[T, R]):
     # -------------------------------------------------------------------------------------------------- looking after
 
     async def _counts(self) -> Counts:
-        return Counts(*(await self._here.rows("counts", self._number))[0])
+        counts: Counts = await self._lanes.work.call(do.Count())
+        return counts
 
     async def _purge(self) -> int:
         return int(await self._here.value("purge", self._number))

@@ -14,7 +14,7 @@ from psycopg import AsyncRawCursor
 from psycopg.rows import tuple_row
 
 from mainspring.mailbox import postgres_commands as do
-from mainspring.mailbox.message import Delivery
+from mainspring.mailbox.message import Counts, Delivery
 from mainspring.mailbox.postgres_arrays import Floats, Integers, Longs, Shorts, blobs, numbers, register, texts
 from mainspring.mailbox.postgres_values import (
     expired,
@@ -200,6 +200,13 @@ class Calls:
         _, _, since = self._view.start(self._now)
         self._add("look", (since,), finish)
 
+    def add_count(self, counts: list[do.Count]) -> None:
+        def finish(rows: list[tuple[Any, ...]]) -> None:
+            for count in counts:
+                count.result = Counts(*rows[0])
+
+        self._add("counts", (), finish)
+
     # -------------------------------------------------------------------------------------------------------- settling
 
     def add_acknowledge(self, acks: list[do.Acknowledge]) -> None:
@@ -264,6 +271,7 @@ _IN_ORDER: tuple[tuple[type, Callable[[Calls, Any], None]], ...] = (
     (do.Put, Calls.add_put),
     (do.Claim, Calls.add_claim),
     (do.Look, Calls.add_look),
+    (do.Count, Calls.add_count),
 )
 
 

@@ -48,6 +48,12 @@ class Look(Command):
     __slots__ = ()
 
 
+class Count(Command):
+    """Results in the :class:`Counts` of the mailbox; in the order of the claims, so that one taken back is not seen."""
+
+    __slots__ = ()
+
+
 class OfDelivery(Command):
     """An operation that only the holder of the lease may do; ``lease`` is its number."""
 

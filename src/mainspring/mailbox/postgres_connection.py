@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 from contextlib import asynccontextmanager
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -89,6 +90,9 @@ class Pool:
             raise MailboxConnectionError(f"PostgreSQL did not answer within {CONNECT_TIMEOUT:g} s") from None
         except (psycopg.Error, OSError) as error:
             raise MailboxConnectionError(f"PostgreSQL cannot be reached: {one_line(error)}") from error
+        except BaseException as error:
+            clear_frames(error.__traceback__)  # else what was half open stays so for as long as somebody has the error
+            raise
         register(connection.adapters)
         self.opened += 1
         return connection
