@@ -114,3 +114,30 @@ async def test_a_waiting_receive_hears_that_the_connection_is_lost_and_the_next_
                         await anyio.sleep(0.1)
                 (message,) = await box.receive(wait_time_seconds=10)
             assert message.body == "back"
+
+
+async def test_what_a_killed_server_has_forgotten_to_remove_is_removed(anyio_backend):
+    """It has answered that a message is gone and not written it down: such a one is not pending for ever afterwards."""
+    with NatsServer() as server:
+        assert isinstance(server, NatsServer)
+        async with NatsMailbox(server.url, name="jobs", timeout=2.0, ack_wait=1.0) as box:
+            await box.send_many(range(2_000))
+            for _ in range(19):
+                messages = await box.receive(max_messages=100, visibility_timeout=1.0)
+                async with anyio.create_task_group() as group:
+                    for message in messages:
+                        group.start_soon(message.acknowledge)
+            await anyio.to_thread.run_sync(server.stop, signal.SIGKILL)
+            await anyio.to_thread.run_sync(server.start)
+            with anyio.fail_after(45):
+                while True:
+                    try:
+                        for message in await box.receive(max_messages=100, visibility_timeout=1.0):
+                            await message.acknowledge()
+                        counts = await box.counts()
+                    except MailboxConnectionError:
+                        counts = None
+                    if counts is not None and not counts.waiting:
+                        break
+                    await anyio.sleep(0.1)
+        assert counts == Counts(settled=counts.settled)

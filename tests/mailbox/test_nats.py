@@ -5,6 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
+from mainspring import clock
 from mainspring.errors import (
     InvalidParameterError,
     MailboxConnectionError,
@@ -161,7 +162,8 @@ async def test_a_delay_that_a_crash_left_in_both_places_is_one_message(here):
     async with here.box() as box:
         sent = await box.send("x")
         held = await one(box, lease=0.3)
-        record = Record(sent, b'"x"', 1.0, deliveries=1, charged=1, first_received_at=1.0, due=1.0)
+        due = clock.utc_now().timestamp()
+        record = Record(sent, b'"x"', 1.0, deliveries=1, charged=1, first_received_at=1.0, due=due)
         await box._store.add(Add(box._names.to_delayed + record.token, record.encode()))
         await box._store.moved()
         again = await one(box, wait=5.0)
@@ -171,6 +173,47 @@ async def test_a_delay_that_a_crash_left_in_both_places_is_one_message(here):
                 await anyio.sleep(0.05)
         await again.acknowledge()
         assert await box.receive(wait_time_seconds=0.6) == []
+
+
+async def test_a_delayed_message_replaces_the_older_one_that_nobody_removed(here):
+    """A server that was killed has the message again that the delayed one has come from, and knows it as done."""
+    async with here.box() as box:
+        sent = await box.send("x")
+        await one(box, lease=600)
+        record = Record(sent, b'"x"', 1.0, deliveries=1, charged=1, first_received_at=1.0, due=1.0)
+        await box._store.add(Add(box._names.to_delayed + record.token, record.encode()))
+        await box._store.moved()
+        again = await one(box, wait=10.0)
+        assert (again.id, again.attempt) == (sent, 2)
+        await again.acknowledge()
+        with anyio.fail_after(10):
+            while await box.counts() != Counts(settled=1):
+                await anyio.sleep(0.05)
+
+
+async def test_a_consumer_that_is_ahead_of_its_stream_is_made_anew(here):
+    """As after a power cut that took more of the stream than of the consumer: what is sent next is not passed over."""
+    async with here.box() as box:
+        await box.send_many(range(5))
+        for message in await box.receive(max_messages=5):
+            await message.acknowledge()
+        wire, names = box._store.wire, box._names
+        await wire.api(f"STREAM.DELETE.{names.queue}")
+        await box._store.ensure(names)
+        await box.send("first of the new")
+        states = box._tidier._states
+
+        async def ahead(stream):
+            consumer, state = await states(stream)
+            if stream == names.queue:
+                consumer["delivered"]["stream_seq"] = 5
+            return consumer, state
+
+        before = (await states(names.queue))[0]["created"]
+        box._tidier._states = ahead
+        await box._tidier.look()
+        assert (await states(names.queue))[0]["created"] > before
+        assert (await one(box, wait=5.0)).body == "first of the new"
 
 
 async def test_a_message_that_is_due_before_it_has_left_the_queue_is_not_lost(here):

@@ -22,6 +22,7 @@ from mainspring.mailbox.nats_names import Names
 from mainspring.mailbox.nats_send import Sends
 from mainspring.mailbox.nats_settle import Settlements
 from mainspring.mailbox.nats_store import Store
+from mainspring.mailbox.nats_tidy import Tidier
 from mainspring.mailbox.nats_url import SCHEMES, Server, name_in, parse_server, read_options
 from mainspring.mailbox.nats_wire import Wire
 from mainspring.values import MAX_VISIBILITY, is_number, is_whole
@@ -152,6 +153,9 @@ class NatsMailbox(Mailbox[T, R]):
         self._settlements = Settlements(store, self._claims)
         self._letters = DeadLetters(store)
         scope.start_soon(wire.keep, name=f"mailbox {self.name} connection")
+        self._tidier = tidier = Tidier(store)
+        wire.reconnected = tidier.look_soon
+        scope.start_soon(tidier.run, name=f"mailbox {self.name} tidying")
         self._timed = [Mover(store), Expirer(store, self._claims)]
         for timed, what in zip(self._timed, ("delayed messages", "expiries"), strict=True):
             scope.start_soon(timed.run, name=f"mailbox {self.name} {what}", stop=timed.stop)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from mainspring.mailbox.nats_store import Store
 
 _BATCH = 256
+LEFT_BEHIND = 10.0
+"""Seconds after which the older copy in the queue is taken for one that nobody will remove: longer than a call lasts."""
 _AGAIN = 0.25
 """Seconds until a message is looked at again whose older copy has not left the queue yet."""
 
@@ -137,7 +139,15 @@ class Mover(Timed):
                 await store.remove(names.delayed, arrival.sequence)
         elif there.record.deliveries >= arrival.record.deliveries:
             await store.remove(names.delayed, arrival.sequence)  # the queue has it: this copy was left over
-        else:  # whoever delayed it has yet to remove it from the queue; if he died, its lease ends
+        elif self._wall() - (arrival.record.due or 0.0) > LEFT_BEHIND:
+            # Whoever delayed it has died before he removed it, or the server before it wrote that: this is its successor.
+            record = replace(arrival.record, due=None)
+            async with store.gate.moving():
+                added = await store.add(Add(subject, record.encode(), there.sequence))
+                if added.sequence:
+                    await store.moved()
+                    await store.remove(names.delayed, arrival.sequence)
+        else:  # whoever delayed it has yet to remove it from the queue
             await store.wire.ask(arrival.reply, b'-NAK {"delay":%d}' % nanoseconds(_AGAIN))
 
 

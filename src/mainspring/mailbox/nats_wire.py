@@ -73,6 +73,7 @@ class Wire:
         self.pullers: set[Puller] = set()
         self.idle: list[Puller] = []
         self._was_connected = False
+        self.reconnected: Callable[[], object] = lambda: None
         self._heard: list[tuple[str, Callable[[Msg], Awaitable[None]]]] = []
         self._quiet: anyio.Event | None = None
 
@@ -106,6 +107,8 @@ class Wire:
                     await self._connect()
                 except MailboxError:
                     self._closed.set()
+                else:
+                    self.reconnected()
 
     async def _connect(self) -> None:
         from nats.aio.client import Client
@@ -119,6 +122,7 @@ class Wire:
                     error_cb=self._on_error,
                     disconnected_cb=self._on_disconnect,
                     closed_cb=self._on_closed,
+                    reconnected_cb=self._on_reconnected,
                     reconnect_time_wait=RECONNECT_WAIT,  # type: ignore[arg-type]
                     max_reconnect_attempts=-1,
                     connect_timeout=self.timeout,  # type: ignore[arg-type]
@@ -168,6 +172,9 @@ class Wire:
 
     async def _on_disconnect(self) -> None:
         self._fail_all(self._lost())
+
+    async def _on_reconnected(self) -> None:
+        self.reconnected()
 
     async def _on_closed(self) -> None:
         self._fail_all(self._lost())
