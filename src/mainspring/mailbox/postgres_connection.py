@@ -44,10 +44,10 @@ class Connection(psycopg.AsyncConnection[Any]):
     The driver does so too, but in awaits that anyio cancels again and again.
     """
 
-    async def wait(self, gen: Any, interval: float = 0.1, **more: Any) -> Any:
-        """Wait for an operation of the driver."""
+    async def wait(self, gen: Any, interval: float = 0.1, *args: Any, **keywords: Any) -> Any:
+        """Wait for an operation of the driver; the parameters are its own (its versions differ in them)."""
         try:
-            return await wait_async(gen, self.pgconn.socket, interval=interval, **more)
+            return await wait_async(gen, self.pgconn.socket, interval, *args, **keywords)
         except anyio.get_cancelled_exc_class():
             if self.pgconn.transaction_status == TransactionStatus.ACTIVE:
                 await self._leave_off(gen)

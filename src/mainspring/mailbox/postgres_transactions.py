@@ -59,7 +59,7 @@ async def put_into(connection: psycopg.AsyncConnection[Any], hub: Hub, store: st
             each.finish(await make(connection, each))
         # Whether or not somebody waits by now: by the time of the commit somebody may.
         word = f"{batch.box} {batch.gained.get(batch.box, 0)}"
-        await make(connection, Call("SELECT pg_notify($1, $2)", (hub.schema, word), list))
+        await make(connection, Call("SELECT pg_notify($1, $2)", (hub.schema, word), _nothing))
     except psycopg.Error as error:
         if error.sqlstate == WRONG_STORE:
             raise InvalidParameterError(f"send: {one_line(error)}") from None
@@ -137,3 +137,7 @@ async def joined(
             connection.row_factory = psycopg.rows.tuple_row
             if this.settled and not settled:
                 message._settled = None  # noqa: SLF001 - it was, in what was rolled back
+
+
+def _nothing(rows: list[tuple[Any, ...]]) -> None:
+    """What to make of rows that say nothing."""
