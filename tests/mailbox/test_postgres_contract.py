@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from postgres_support import Place, drop_schema, new_schema
 
 from mainspring.errors import ConfigError
 from mainspring.process import async_library
 from mainspring.testing import mailbox_contract
+from postgres_support import Place, drop_schema, new_schema
 
 pytestmark = pytest.mark.anyio
 
