@@ -25,7 +25,7 @@ test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(TESTS)
 
 lint: $(VENV)/installed-dev
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
