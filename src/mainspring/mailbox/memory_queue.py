@@ -301,8 +301,9 @@ class MemoryQueue:
         self._check_room(len(found))
         for message_id in found:
             entry = self.dead.pop(message_id)[0].anew()
-            if entry.dedup_key is not None:
-                self._keys.setdefault(entry.dedup_key, message_id)
+            key = entry.dedup_key
+            if key is not None and self._keys.setdefault(key, message_id) != message_id:
+                entry.dedup_key = None  # another's by now, and it stays so
             self._append(entry)
         return len(found)
 
