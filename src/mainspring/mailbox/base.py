@@ -7,6 +7,7 @@ The public calls check their parameters, encode and decode, and keep the life cy
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Self
 
 import anyio
@@ -116,7 +117,7 @@ class Mailbox(RequestCalls[T, R], Generic[T, R]):
 
         router = ReplyRouter(scope)
         self._routers.append(router)
-        return lambda: self._routers.remove(router)
+        return partial(self._routers.remove, router)  # which does not refer back to the mailbox
 
     async def close(self) -> None:
         """Wake the waiting receives (they return ``[]``), finish what is under way, disconnect. Idempotent.
