@@ -190,12 +190,14 @@ class Mailbox(RequestCalls[T, R], Generic[T, R]):
         check_send(delay, None, priority, headers, expires_in)
         address = reply_address(reply_to)
         delay, given = float(delay), dict(headers or {})
-        encode, new_id = (self._codec or self.codec).encode if self.serializes else self._as_it_is, self.new_id
-        envelopes = [
-            Envelope(new_id(), encode(body), delay, address, None, priority, given, expires_in) for body in bodies
-        ]
-        if not envelopes:
+        encode = (self._codec or self.codec).encode if self.serializes else self._as_it_is
+        payloads = [encode(body) for body in bodies]
+        if not payloads:
             return []
+        envelopes = [
+            Envelope(message_id, payload, delay, address, None, priority, given, expires_in)
+            for message_id, payload in zip(self.new_ids(len(payloads)), payloads, strict=True)
+        ]
         return await (self._put(envelopes) if connection is None else self._put_into(connection, envelopes))
 
     def _as_it_is(self, body: Any) -> Any:

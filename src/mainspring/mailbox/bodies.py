@@ -32,6 +32,13 @@ class Bodies(MailboxHooks):
         self._id_count += 1
         return f"{self._id_prefix}{self._id_count:08x}"
 
+    def new_ids(self, count: int) -> list[str]:
+        """As many new message ids, in order."""
+        last = self.new_id()  # which also sees to the prefix
+        first, prefix = self._id_count + 1, self._id_prefix
+        self._id_count += count - 1
+        return [last, *(f"{prefix}{number:08x}" for number in range(first, first + count - 1))]
+
     @property
     def codec(self) -> Codec:
         """Encodes and decodes this mailbox's bodies; made at first use, when the type is known."""

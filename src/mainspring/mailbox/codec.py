@@ -78,7 +78,8 @@ class Codec:
             raise SerializationError(
                 f"a body of type {type_name(type(body))} cannot be written as JSON: {reason}"
             ) from error
-        if b"null" in raw and (field := _not_finite(self._adapter.serializer.to_python(body))) is not None:
+        suspect = self._plain is None and b"null" in raw
+        if suspect and (field := _not_finite(self._adapter.serializer.to_python(body))) is not None:
             raise SerializationError(  # JSON has no such number, and it would arrive as null
                 f"a body of type {type_name(type(body))} cannot be written as JSON: {field or 'the body'} is not finite"
             )
