@@ -13,6 +13,9 @@ import threading
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import anyio
+import trio
+
 from mainspring import clock, process
 from mainspring.errors import MainspringError
 from mainspring.stacks import describe, where_thread
@@ -63,6 +66,8 @@ class Guards:
                 (socket.socket, "__init__", "opened a socket"),
                 (subprocess.Popen, "__init__", "started a process"),
                 (threading.Thread, "start", "started a thread"),
+                (anyio.to_thread, "run_sync", "started a thread"),  # also one that idles in a pool since before
+                (trio.to_thread, "run_sync", "started a thread"),
             ):
                 stack.enter_context(_replaced(owner, name, self._forbidden(what, getattr(owner, name))))
             stack.enter_context(clock.real_sleep_replaced(self._forbidden("slept in real time", clock.real_sleep())))
