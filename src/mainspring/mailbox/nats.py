@@ -153,7 +153,7 @@ class NatsMailbox(Mailbox[T, R]):
         self._settlements = Settlements(store, self._claims)
         self._letters = DeadLetters(store)
         scope.start_soon(wire.keep, name=f"mailbox {self.name} connection")
-        self._tidier = tidier = Tidier(store)
+        self._tidier = tidier = Tidier(store, self._claims)
         wire.reconnected = tidier.look_soon
         scope.start_soon(tidier.run, name=f"mailbox {self.name} tidying")
         self._timed = [Mover(store), Expirer(store, self._claims)]

@@ -160,7 +160,7 @@ class Claims:
         for arrival in map(Arrival.of, messages):
             record = arrival.record
             if arrival.deliveries > 2 or (arrival.deliveries == 2 and wall - arrival.stored_at >= young):
-                record = self._lost(record)
+                record = self.lost(record)
             moves.append((arrival, record))
         await self._move(moves)
 
@@ -174,7 +174,7 @@ class Claims:
             arrival = Arrival.of(message)
             record = arrival.record
             if arrival.deliveries > 1:
-                record = self._lost(record)
+                record = self.lost(record)
             if record.expires_at is not None and record.expires_at <= wall:
                 arrival.record = record
                 expired.append(arrival)
@@ -190,7 +190,7 @@ class Claims:
             self._left.append((self._now(), arrival.reply))
         return await self._lease(fresh, visibility, began) if fresh else []
 
-    def _lost(self, record: Record) -> Record:
+    def lost(self, record: Record) -> Record:
         """The record of a message whose lease has run out."""
         first = record.first_received_at
         received_at = self._wall() - self._store.ack_wait if first is None else first

@@ -64,6 +64,7 @@ class Stored:
     sequence: int
     payload: bytes
     stored_at: float
+    subject: str = ""
     headers: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -286,7 +287,7 @@ def _stored(answer: Msg) -> Stored | None:
         raise _refused(error) from error
     headers = _read_headers(base64.b64decode(found["hdrs"])) if "hdrs" in found else {}
     payload = base64.b64decode(found.get("data") or b"")
-    return Stored(int(found["seq"]), payload, _instant(found["time"]), headers)
+    return Stored(int(found["seq"]), payload, _instant(found["time"]), found["subject"], headers)
 
 
 def _read_headers(raw: bytes) -> dict[str, str]:

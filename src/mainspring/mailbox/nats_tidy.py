@@ -1,8 +1,11 @@
-"""What a killed NATS server leaves behind: removals that it had answered and not written, so that messages are there again.
+"""What a killed NATS server leaves behind, put right: messages that its consumers pass over.
 
-Its consumers know better: what is not above a consumer's floor is done, was given back, or has moved. It is removed again.
-Where the consumer itself is ahead of its stream (a power cut took more of the stream), it would pass over what is sent next:
-such a one is made anew, and delivers all that is there.
+A server that is killed forgets removals that it had answered, so that messages are there again; and its consumer can lose
+sight of one that had been redelivered and was still out. Either lies in the stream, was delivered, and is not out. The two
+cannot be told apart, and nothing may be lost: so both are put to the tail again. (The consumer's ack floor is no help: in
+2.9 it passes over messages that are still out.) The other way round a consumer can have out, for ever, what is not in the
+stream any more, and stumbles over it: it is told that this is done. And where a consumer is ahead of its stream (a power cut
+took more of the stream), it would pass over what is sent next: it is made anew.
 """
 
 from __future__ import annotations
@@ -13,24 +16,33 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from mainspring.errors import MailboxError
-from mainspring.mailbox.nats_errors import ApiError, parse
 from mainspring.mailbox.nats_names import CONSUMER
+from mainspring.mailbox.nats_store import Add, Added
 from mainspring.mailbox.nats_wire import Ask
 from mainspring.periodic import Periodic
 
 if TYPE_CHECKING:
-    from mainspring.mailbox.nats_store import Store
+    from mainspring.mailbox.nats_claims import Claims
+    from mainspring.mailbox.nats_store import Store, Stored
 
 EVERY = 30.0
 """Seconds between looks; after a reconnection there is one at once."""
+PATIENCE = 300.0
+"""Seconds after which what the consumer passes over goes to the tail although the consumer has something out: perhaps just
+that, but then its holder is told, and it is run once more."""
+WINDOW = 50_000
+"""How far back it is looked for messages that are gone and that a consumer still has out."""
+_AT_ONCE = 500
 
 
 class Tidier:
     """Looks after the streams that have consumers. Every open mailbox has one."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, claims: Claims) -> None:
         self._store = store
+        self._claims = claims
         self._timer = Periodic(self._step)
+        self._suspected: dict[str, tuple[float, int]] = {}
 
     async def run(self) -> None:
         """Look now and then, until cancelled."""
@@ -47,15 +59,72 @@ class Tidier:
         return anyio.current_time() + EVERY
 
     async def look(self) -> None:
-        """Remove what is done."""
+        """Put right what is not."""
         names = self._store.names
         for stream in (names.queue, names.delayed, names.expiries):
             # The consumer first: the stream is never behind what it says then.
             consumer, state = await self._states(stream)
             if consumer["delivered"]["stream_seq"] > state["last_seq"]:
                 await self._make_anew(stream)
-            elif state["messages"] and state["first_seq"] <= consumer["ack_floor"]["stream_seq"]:
-                await self._store.wire.api(f"STREAM.PURGE.{stream}", {"seq": consumer["ack_floor"]["stream_seq"] + 1})
+            elif state["messages"] > consumer["num_pending"] + consumer["num_ack_pending"]:
+                await self._look_closer(stream, consumer)
+            else:
+                self._suspected.pop(stream, None)
+
+    async def _look_closer(self, stream: str, consumer: dict[str, Any]) -> None:
+        """Count those that were delivered and are there: messages that were sent meanwhile are not meant."""
+        delivered = consumer["delivered"]["stream_seq"]
+        state = (await self._store.wire.api(f"STREAM.INFO.{stream}", {"deleted_details": True}))["state"]
+        first = state["first_seq"]
+        gone = [number for number in state.get("deleted") or () if number <= delivered]
+        there = max(0, delivered - first + 1) - len(gone)
+        out = consumer["num_ack_pending"]
+        if not out:
+            await self._send_again(stream, delivered)
+            return
+        oldest = max(1, delivered - WINDOW)
+        gone = [*range(oldest, min(first, delivered + 1)), *(number for number in gone if number >= oldest)]
+        place = f"$JS.ACK.{stream}.{CONSUMER}.1"
+        for start in range(0, len(gone), _AT_ONCE):
+            some = gone[start : start + _AT_ONCE]
+            await self._store.wire.ask_all([Ask(f"{place}.{number}.{number}.0.0", b"+ACK") for number in some])
+        if there <= out:
+            self._suspected.pop(stream, None)
+            return
+        since, limit = self._suspected.setdefault(stream, (anyio.current_time(), delivered))
+        if anyio.current_time() - since >= PATIENCE:
+            del self._suspected[stream]
+            await self._send_again(stream, limit)
+
+    async def _send_again(self, stream: str, limit: int) -> None:
+        """Put all messages up to number ``limit`` to the tail, each in one step that replaces it."""
+        store = self._store
+        prefix = {store.names.queue: store.names.to_queue, store.names.delayed: store.names.to_delayed}.get(
+            stream, store.names.to_expiries
+        )
+        number = 1
+        while True:
+            found: list[Stored] = []
+            while len(found) < _AT_ONCE:
+                stored = await store.next(stream, number, f"{prefix}*")
+                if stored is None or stored.sequence > limit:
+                    break
+                found.append(stored)
+                number = stored.sequence + 1
+            if not found:
+                return
+            await self._replace(stream, found)
+
+    async def _replace(self, stream: str, found: list[Stored]) -> None:
+        store = self._store
+        queued = stream == store.names.queue
+        payloads = [self._claims.lost(stored.record).encode() if queued else stored.payload for stored in found]
+        adds = [Add(stored.subject, payload, stored.sequence) for stored, payload in zip(found, payloads, strict=True)]
+        async with store.gate.moving():
+            results = await store.add_all(adds)
+            moved = sum(isinstance(result, Added) and result.sequence > 0 for result in results)
+            if moved and stream != store.names.expiries:
+                await store.moved(moved)
 
     async def _states(self, stream: str) -> tuple[dict[str, Any], dict[str, Any]]:
         wire = self._store.wire
@@ -63,11 +132,6 @@ class Tidier:
         return consumer, (await wire.api(f"STREAM.INFO.{stream}"))["state"]
 
     async def _make_anew(self, stream: str) -> None:
-        wire = self._store.wire
-        for answer in await wire.ask_all([Ask(f"$JS.API.CONSUMER.DELETE.{stream}.{CONSUMER}")]):
-            if not isinstance(answer, MailboxError):
-                try:
-                    parse(answer)
-                except ApiError:  # another one was quicker
-                    continue
+        # That there is none to delete means that another one was quicker.
+        await self._store.wire.ask_all([Ask(f"$JS.API.CONSUMER.DELETE.{stream}.{CONSUMER}")])
         await self._store.ensure(self._store.names)
