@@ -414,6 +414,8 @@ async def test_connections_that_the_server_ended_are_not_used(place):
             """SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE %s AND pid <> pg_backend_pid()"""
         )
         assert place.execute(end, f"%{place.schema}%")
+        left = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE %s AND pid <> pg_backend_pid()"
+        await until(lambda: place.execute(left, f"%{place.schema}%") == [(0,)])  # they have been told to end, not ended
         await mailbox.send("y")
         assert (await mailbox.counts()).pending == 2
 
