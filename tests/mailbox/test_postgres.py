@@ -410,12 +410,13 @@ async def test_the_mailboxes_of_a_process_share_connections(place):
 async def test_connections_that_the_server_ended_are_not_used(place):
     async with place.mailbox(listen=False) as mailbox:
         await mailbox.send("x")
-        end = (
-            """SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE %s AND pid <> pg_backend_pid()"""
-        )
-        assert place.execute(end, f"%{place.schema}%")
-        left = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE %s AND pid <> pg_backend_pid()"
-        await until(lambda: place.execute(left, f"%{place.schema}%") == [(0,)])  # they have been told to end, not ended
+        ours = "SELECT pid FROM pg_stat_activity WHERE query LIKE %s AND pid <> pg_backend_pid()"
+        pids = [pid for (pid,) in place.execute(ours, f"%{place.schema}%")]
+        assert pids
+        for pid in pids:
+            place.execute("SELECT pg_terminate_backend(%s)", pid)
+        left = "SELECT count(*) FROM pg_stat_activity WHERE pid = ANY(%s)"
+        await until(lambda: place.execute(left, pids) == [(0,)])  # they have been told to end, not ended
         await mailbox.send("y")
         assert (await mailbox.counts()).pending == 2
 
