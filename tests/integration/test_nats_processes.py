@@ -14,6 +14,7 @@ import pytest
 
 from mainspring import MainLoop
 from mainspring.errors import MailboxConnectionError
+from mainspring.mailbox import nats_tidy
 from mainspring.mailbox.message import Counts
 from mainspring.mailbox.nats import NatsMailbox
 from nats_support import ON_ASYNCIO, place
@@ -116,8 +117,9 @@ async def test_a_waiting_receive_hears_that_the_connection_is_lost_and_the_next_
             assert message.body == "back"
 
 
-async def test_what_a_killed_server_has_forgotten_to_remove_is_removed(anyio_backend):
+async def test_what_a_killed_server_has_forgotten_to_remove_is_removed(anyio_backend, monkeypatch):
     """It has answered that a message is gone and not written it down: such a one is not pending for ever afterwards."""
+    monkeypatch.setattr(nats_tidy, "EVERY", 2.0)
     with NatsServer() as server:
         assert isinstance(server, NatsServer)
         async with NatsMailbox(server.url, name="jobs", timeout=2.0, ack_wait=1.0) as box:

@@ -26,6 +26,7 @@ class Process:
     def __init__(self, verb: str, path: str) -> None:
         self.lines: list[str] = []
         self._said = threading.Condition()
+        self._silent = False
         self.process = subprocess.Popen(
             [sys.executable, str(PROGRAM), verb, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -38,6 +39,9 @@ class Process:
             with self._said:
                 self.lines.append(line.rstrip("\n"))
                 self._said.notify_all()
+        with self._said:
+            self._silent = True
+            self._said.notify_all()
 
     def wait_for(self, count: int, word: str = "", seconds: float = 60.0) -> None:
         """Until it has said ``count`` lines that begin with ``word``."""
@@ -46,7 +50,10 @@ class Process:
             return sum(line.startswith(word) for line in self.lines) >= count
 
         with self._said:
-            assert self._said.wait_for(enough, seconds), f"{self.lines[-5:]}, exit {self.process.poll()}"
+            self._said.wait_for(lambda: enough() or self._silent, seconds)
+            if not enough():
+                ended = f"it ended: {self.process.stderr.read()[-2000:]}" if self._silent else "it runs"
+                pytest.fail(f"said {self.lines[-5:]}; {ended}")
 
     def kill(self) -> list[str]:
         self.process.kill()
@@ -78,8 +85,7 @@ def start(path):
 
     yield starter
     for process in started:
-        if process.process.poll() is None:
-            process.kill()
+        process.kill()
 
 
 def bells(path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
@@ -55,6 +56,33 @@ async def test_another_programs_database(path, anyio_backend):
     await refused(path, ConfigError, "is the database of another program; name another file")
     connection = apsw.Connection(path)
     assert connection.execute("SELECT name FROM sqlite_schema").fetchall() == [("theirs",)]
+
+
+async def test_a_file_in_which_another_process_makes_its_tables_meanwhile(path, anyio_backend):
+    """Just when the opening one asks what is in the empty file, another one fills it."""
+    fills = []
+
+    def fill(cursor, statement, bindings):
+        if "sqlite_schema" in statement and not fills:
+            fills.append(apsw.Connection(path))
+            with contextlib.suppress(apsw.BusyError):  # then nobody can come in between
+                fills[0].execute(f"BEGIN IMMEDIATE; {sql.SCHEMA}")
+                fills[0].execute(sql.START, ("another boot",))
+                fills[0].execute("COMMIT")
+            fills[0].close()
+        return True
+
+    def watch(connection):
+        if not fills:
+            connection.exec_trace = fill
+
+    apsw.connection_hooks.append(watch)
+    try:
+        async with SQLiteMailbox(path, name="jobs") as mailbox:
+            await works(mailbox)
+    finally:
+        apsw.connection_hooks.remove(watch)
+    assert fills
 
 
 async def test_a_newer_schema(path, anyio_backend):

@@ -185,7 +185,7 @@ def a_stale_acknowledgement_is_accepted(patch: pytest.MonkeyPatch) -> Given:
     return {"store": lambda: _Lenient(Ack)}
 
 
-@planted_fault("fencing", duration=3600.0)
+@planted_fault("fencing", faults=Faults.just(freeze=40, deploy=20))
 def a_stale_return_is_accepted(patch: pytest.MonkeyPatch) -> Given:
     return {"store": lambda: _Lenient(Return)}
 

@@ -197,12 +197,19 @@ class DatabaseFile:
         return connection
 
     def _check(self, connection: apsw.Connection) -> int:
-        """The schema version of the file, 0 for an empty one; refuses what is not ours, or newer than we are."""
-        version: int = connection.pragma("user_version")
-        if connection.pragma("application_id") != sql.APPLICATION_ID:
-            if version or connection.execute("SELECT count(*) FROM sqlite_schema").fetchall()[0][0]:
-                raise ConfigError(f"{self.path} is the database of another program; name another file for the mailbox")
-            return 0
+        """The schema version of the file, 0 for an empty one; refuses what is not ours, or newer than we are.
+
+        The three questions are one transaction: in between, another process could make its tables in an empty file.
+        """
+        connection.execute("SAVEPOINT looking")
+        try:
+            version: int = connection.pragma("user_version")
+            ours = connection.pragma("application_id") == sql.APPLICATION_ID
+            empty = ours or connection.execute("SELECT count(*) FROM sqlite_schema").fetchall() == [(0,)]
+        finally:
+            connection.execute("RELEASE looking")
+        if not ours and (version or not empty):
+            raise ConfigError(f"{self.path} is the database of another program; name another file for the mailbox")
         if version > sql.SCHEMA_VERSION:
             raise ConfigError(
                 f"the mailbox file {self.path} was written by a newer Mainspring (schema {version}, this one knows"

@@ -22,6 +22,8 @@ REAL_LIMIT = 60.0
 VIRTUAL_LIMIT = 10_000_000.0
 SLACK = 0.03
 """Real seconds by which two clocks of one machine may seem to differ."""
+LATENESS = 0.07
+"""Real seconds until what is decided when somebody asks is decided, on a busy machine."""
 
 
 class ContractError(AssertionError):
@@ -42,6 +44,8 @@ class Backend:
     :param factory: makes its mailboxes.
     :param name: what reports call it (else the class of its mailboxes).
     :param short_lease: real seconds of a lease that behaviours wait out; in virtual time it is 10 s.
+    :param lateness: real seconds that the store may take, on a busy machine, to do by itself what is due: to give out a message
+        whose delay or lease has ended. The default fits a store that decides this when it is asked.
     :param corrupt: ``await corrupt(mailbox, raw)`` puts bytes into the store as they are, as a pending message. The default
         does so through the mailbox's own storing hook, past the encoding.
     """
@@ -49,6 +53,7 @@ class Backend:
     factory: Factory
     name: str = ""
     short_lease: float = 0.1
+    lateness: float = LATENESS
     corrupt: Callable[[Mailbox[Any, Any], bytes], Awaitable[object]] | None = None
 
 
@@ -73,6 +78,7 @@ class Harness:
         self.virtual = clock.virtual_clock() is not None
         self.short = (10.0 if self.virtual else backend.short_lease) + self.capabilities.lease_granularity
         self.slack = (0.0 if self.virtual else SLACK) + self.capabilities.lease_granularity
+        self._late = 0.0 if self.virtual else backend.lateness
 
     def named(self, name: str) -> str:
         """The full name of a mailbox of this behaviour's own."""
@@ -127,8 +133,12 @@ class Harness:
     # ------------------------------------------------------------------------------------------------------------ time
 
     async def pass_time(self, seconds: float) -> None:
-        """Let ``seconds`` pass, and as much as the backend's clock may differ."""
-        await anyio.sleep(seconds + self.slack)
+        """Let ``seconds`` pass, and as much as the backend's clock may differ, and its store be late."""
+        await anyio.sleep(seconds + self.slack + self._late)
+
+    async def spend(self, seconds: float) -> None:
+        """Let ``seconds`` pass within a longer time that must not end."""
+        await anyio.sleep(seconds)
 
     async def until(self, holds: Callable[[], Awaitable[bool]], what: str) -> None:
         """Wait until it holds: for what nobody can be woken by."""

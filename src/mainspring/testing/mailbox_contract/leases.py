@@ -76,14 +76,14 @@ async def a_lease_of_no_length_is_over_at_once(h: Harness) -> None:
 @behaviour()
 async def extend_lengthens_a_lease_from_now(h: Harness) -> None:
     """After extend_visibility(s) the lease lasts s seconds from that moment."""
-    first = h.short if h.virtual else 1.0
+    first = h.short if h.virtual else 2.0
     async with h.open() as box:
         await box.send("x")
         message = await h.one(box, lease=first)
         if h.virtual:
-            await h.pass_time(first / 2)
+            await h.spend(first / 2)
         await message.extend_visibility(2 * first)
-        await h.pass_time(first + first / 2)
+        await h.spend(first + first / 2)
         await h.none(box, "the lease was extended")
         await message.extend_visibility(first)
         await message.acknowledge()
@@ -108,12 +108,12 @@ async def extend_never_shortens(h: Harness) -> None:
 @behaviour()
 async def a_lease_can_be_kept_for_ever(h: Harness) -> None:
     """Extended again and again, a lease lasts; the message is delivered once."""
-    lease = h.short if h.virtual else 1.0
+    lease = h.short if h.virtual else 2.0
     async with h.open() as box:
         await box.send("x")
         message = await h.one(box, lease=lease)
         for _ in range(6):
-            await h.pass_time(lease / 3)
+            await h.spend(lease / 3)
             await message.extend_visibility(lease)
         await h.none(box, "the lease was renewed in time")
         await message.acknowledge()
