@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# How many processes run the tests and the simulations.
+JOBS ?= 2
 SOURCES := $(shell find src examples -type f -not -path '*/__pycache__/*' -not -name '.*') pyproject.toml README.md
 
 .PHONY: help demo test lint simulate bench docs clean
@@ -13,7 +15,7 @@ help:
 	@echo "make demo    index the Python files of this environment with two workers, and hurt them meanwhile"
 	@echo "make test    the tests, on the installed package"
 	@echo "make lint    ruff, mypy, import-linter and the file sizes"
-	@echo "make simulate  10,000 quarter hours of a simulated fleet in trouble"
+	@echo "make simulate  10,000 runs of a simulated fleet in trouble"
 	@echo "make bench   the benchmarks, beside those of peers"
 	@echo "make docs    the documentation as a site, in site/"
 	@echo "make clean   remove the virtual environment and what the tools left behind"
@@ -21,8 +23,9 @@ help:
 demo: $(VENV)/installed
 	$(BIN)/mainspring demo
 
+# Much of it waits for servers, processes and leases: two at a time fill two cores.
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(TESTS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check --no-cache .
@@ -31,9 +34,8 @@ lint: $(VENV)/installed-dev
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python scripts/check_sizes.py src examples benchmarks scripts
 
-# Ten thousand quarter hours of a fleet in a day's trouble each; SEEDS and JOBS say how many, and by how many processes.
+# Ten thousand times five minutes of a fleet in five hours' trouble; SEEDS says how many.
 SEEDS ?= 10000
-JOBS ?= 2
 simulate: $(VENV)/installed-dev
 	$(BIN)/mainspring simulate mainspring.testing.simulation.sample:build --seeds $(SEEDS) --jobs $(JOBS) --duration 5m --times 60
 
