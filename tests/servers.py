@@ -1,11 +1,12 @@
 """The servers that tests talk to: those the environment names, else those of this machine, else their own, else none.
 
-One context manager for each kind of server yields its URL. Without a server the test is skipped by name; where CI=true and
-MAINSPRING_REQUIRE_SERVERS=1 it fails instead.
+One context manager for each kind of server yields its URL. Without a server the test is skipped by name; where servers are
+required (:func:`required`) it fails instead.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,25 +14,43 @@ import socket
 import subprocess
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
-PATIENCE = 10.0
+PATIENCE = 30.0
 """Seconds within which a server that was started answers."""
+GLANCE = 5.0
+"""Seconds within which a server of this machine answers, if it is one for tests."""
+SYSTEM = ("/usr/local/sbin", "/usr/sbin")
+"""Where servers are too, off the path of those who are not root."""
 
 
-def missing(what: str) -> None:
+def required(environment: Mapping[str, str]) -> bool:
+    """Whether a missing server fails the test: where MAINSPRING_REQUIRE_SERVERS says so, else where CI is true."""
+    said = environment.get("MAINSPRING_REQUIRE_SERVERS") or environment.get("CI", "")
+    return said.strip().lower() not in {"", "0", "false", "no", "off"}
+
+
+def missing(what: str, variable: str, package: str) -> NoReturn:
     """There is no such server: skip, or fail where that must not be."""
-    reason = f"there is no {what} server, and none can be started"
-    if os.environ.get("CI") == "true" and os.environ.get("MAINSPRING_REQUIRE_SERVERS") == "1":
-        pytest.fail(reason)
+    reason = (
+        f"no {what} server can be started here: apt install {package}, or name one in {variable} for the tests that need"
+        " none of their own"
+    )
+    if required(os.environ):
+        pytest.fail(f"{reason}; MAINSPRING_REQUIRE_SERVERS=0 skips them")
     pytest.skip(reason)
+
+
+def find(binary: str) -> str | None:
+    """Where that program is."""
+    return shutil.which(binary, path=os.pathsep.join((os.environ.get("PATH", os.defpath), *SYSTEM)))
 
 
 def answers(port: int, host: str = "127.0.0.1") -> bool:
@@ -43,6 +62,17 @@ def answers(port: int, host: str = "127.0.0.1") -> bool:
         return False
 
 
+def first_words(port: int, said: bytes = b"") -> bytes:
+    """What a server of this machine says first, to ``said``; nothing where there is none."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=GLANCE) as wire:
+        wire.sendall(said)
+        heard = b""
+        while b"\n" not in heard and (more := wire.recv(4_096)):
+            heard += more
+        return heard
+    return b""
+
+
 def free_port() -> int:
     """A port that nobody listens on just now."""
     with socket.socket() as found:
@@ -50,18 +80,31 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+@contextmanager
+def server(variable: str, local: str, works: Callable[[], bool], own: Callable[[], Program]) -> Iterator[str]:
+    """The URL in the environment's ``variable``, else ``local`` if that ``works``, else that of a server of one's ``own``."""
+    given = os.environ.get(variable)
+    if given or works():
+        yield given or local
+        return
+    with own() as started:
+        yield started.url
+
+
 class Program:
     """A server of a test's own: a process on a free port, with its files in a directory of its own."""
 
-    def __init__(self, binary: str, what: str) -> None:
-        found = shutil.which(binary)
-        if found is None:
-            missing(what)
-        self.binary = found or binary
+    def __init__(self, what: str, binary: str | None, *, variable: str, package: str) -> None:
+        self.binary = binary or missing(what, variable, package)
         self.what = what
         self.directory = Path(tempfile.mkdtemp(prefix=f"mainspring-{what.lower()}-"))
         self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        raise NotImplementedError
 
     def command(self) -> list[str]:
         """What starts it."""
@@ -112,7 +155,12 @@ class RedisServer(Program):
     """A Redis (or Valkey) server of a test's own: by default it keeps everything, at once, as the guarantees need."""
 
     def __init__(self, *options: str) -> None:
-        super().__init__("valkey-server" if shutil.which("redis-server") is None else "redis-server", "Redis")
+        super().__init__(
+            "Redis",
+            find("redis-server") or find("valkey-server"),
+            variable="MAINSPRING_REDIS_URL",
+            package="redis-server",
+        )
         self._options = options
 
     @property
@@ -124,16 +172,15 @@ class RedisServer(Program):
         return [self.binary, "--port", str(self.port), "--bind", "127.0.0.1", *durable, *self._options]
 
 
+def _redis_works() -> bool:
+    return first_words(6379, b"PING\r\n").startswith(b"+PONG")  # one that wants a password is not for tests
+
+
 @contextmanager
 def redis() -> Iterator[str]:
     """The URL of a Redis server."""
-    given = os.environ.get("MAINSPRING_REDIS_URL")
-    if given or answers(6379):
-        yield given or "redis://127.0.0.1:6379/0"
-        return
-    with RedisServer() as own:
-        assert isinstance(own, RedisServer)
-        yield own.url
+    with server("MAINSPRING_REDIS_URL", "redis://127.0.0.1:6379/0", _redis_works, RedisServer) as url:
+        yield url
 
 
 @pytest.fixture(scope="session")
@@ -149,7 +196,12 @@ class PostgresServer(Program):
     """A PostgreSQL server of a test's own. It refuses to run as root, so then another user runs it."""
 
     def __init__(self, *settings: str) -> None:
-        super().__init__("postgres" if shutil.which("postgres") else _newest_postgres(), "PostgreSQL")
+        super().__init__(
+            "PostgreSQL",
+            find("postgres") or _newest_postgres(),
+            variable="MAINSPRING_POSTGRES_URL",
+            package="postgresql",
+        )
         self._settings = settings
         self._data = self.directory / "data"
 
@@ -166,20 +218,14 @@ class PostgresServer(Program):
         if not self._data.exists():
             if os.geteuid() == 0:
                 shutil.chown(self.directory, "nobody")
-            initdb = str(Path(self.binary).with_name("initdb"))
+            initdb = str(Path(self.binary).resolve().with_name("initdb"))
             make = [*_without_root(), initdb, "-D", str(self._data), "-U", "postgres", "-A", "trust", "-N"]
             made = subprocess.run(make, cwd=self.directory, capture_output=True, text=True, check=False)
             if made.returncode:
                 raise RuntimeError(f"initdb failed: {made.stderr[-2_000:]}")
         super().start()
-        ready = [
-            str(Path(self.binary).resolve().with_name("pg_isready")),
-            "-q",
-            "-h",
-            "127.0.0.1",
-            "-p",
-            str(self.port),
-        ]
+        pg_isready = str(Path(self.binary).resolve().with_name("pg_isready"))
+        ready = [pg_isready, "-q", "-h", "127.0.0.1", "-p", str(self.port)]
         until = time.monotonic() + PATIENCE
         while subprocess.run(ready, check=False).returncode:  # it listens before it has recovered
             if time.monotonic() > until:
@@ -190,25 +236,33 @@ class PostgresServer(Program):
         super().stop(number)  # by default a shutdown that does not wait for those who are connected
 
 
-def _newest_postgres() -> str:
+def _newest_postgres() -> str | None:
     found = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"), key=lambda path: int(path.parts[-3]))
-    return str(found[-1]) if found else "postgres"
+    return str(found[-1]) if found else None
 
 
 def _without_root() -> list[str]:
     return ["setpriv", "--reuid=nobody", "--clear-groups", "--"] if os.geteuid() == 0 else []
 
 
+_LOCAL_POSTGRES = "postgresql://postgres@127.0.0.1:5432/test"
+
+
+def _postgres_works() -> bool:
+    if not answers(5432):
+        return False
+    import psycopg
+
+    with suppress(psycopg.Error), psycopg.connect(_LOCAL_POSTGRES, connect_timeout=int(GLANCE)):
+        return True
+    return False  # a package's own cluster wants a password, and has no database for tests
+
+
 @contextmanager
 def postgres() -> Iterator[str]:
     """The URL of a PostgreSQL server's database."""
-    given = os.environ.get("MAINSPRING_POSTGRES_URL")
-    if given or answers(5432):
-        yield given or "postgresql://postgres@127.0.0.1:5432/test"
-        return
-    with PostgresServer() as own:
-        assert isinstance(own, PostgresServer)
-        yield own.url
+    with server("MAINSPRING_POSTGRES_URL", _LOCAL_POSTGRES, _postgres_works, PostgresServer) as url:
+        yield url
 
 
 @pytest.fixture(scope="session")
@@ -224,7 +278,7 @@ class NatsServer(Program):
     """A NATS server with JetStream of a test's own."""
 
     def __init__(self, *options: str) -> None:
-        super().__init__("nats-server", "NATS")
+        super().__init__("NATS", find("nats-server"), variable="MAINSPRING_NATS_URL", package="nats-server")
         self._options = options
 
     @property
@@ -236,16 +290,19 @@ class NatsServer(Program):
         return [self.binary, "-js", *where, *self._options]
 
 
+def _nats_works() -> bool:
+    kind, _, said = first_words(4222).partition(b" ")
+    if kind != b"INFO":
+        return False
+    about = json.loads(said)
+    return bool(about.get("jetstream")) and not about.get("auth_required")
+
+
 @contextmanager
 def nats() -> Iterator[str]:
     """The URL of a NATS server."""
-    given = os.environ.get("MAINSPRING_NATS_URL")
-    if given or answers(4222):
-        yield given or "nats://127.0.0.1:4222"
-        return
-    with NatsServer() as own:
-        assert isinstance(own, NatsServer)
-        yield own.url
+    with server("MAINSPRING_NATS_URL", "nats://127.0.0.1:4222", _nats_works, NatsServer) as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,123 @@
+"""Which servers the tests talk to, and when it is a failure that there is none."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+import servers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+OUTCOMES = (pytest.skip.Exception, pytest.fail.Exception)
+
+
+@pytest.mark.parametrize(
+    ("environment", "wanted"),
+    [
+        ({}, False),
+        ({"CI": ""}, False),
+        ({"CI": "false"}, False),
+        ({"CI": "true"}, True),
+        ({"CI": "1"}, True),
+        ({"CI": "True", "MAINSPRING_REQUIRE_SERVERS": ""}, True),
+        ({"MAINSPRING_REQUIRE_SERVERS": "1"}, True),
+        ({"MAINSPRING_REQUIRE_SERVERS": "1", "CI": "false"}, True),
+        ({"MAINSPRING_REQUIRE_SERVERS": "0"}, False),
+        ({"MAINSPRING_REQUIRE_SERVERS": "0", "CI": "true"}, False),
+    ],
+)
+def test_where_servers_are_required(environment: dict[str, str], wanted: bool) -> None:
+    assert servers.required(environment) is wanted
+
+
+@pytest.mark.parametrize(("said", "outcome"), [("0", pytest.skip.Exception), ("1", pytest.fail.Exception)])
+@pytest.mark.parametrize("kind", [servers.RedisServer, servers.PostgresServer, servers.NatsServer])
+def test_a_server_that_is_not_installed_skips_by_name_or_fails(
+    monkeypatch: pytest.MonkeyPatch, kind: type[servers.Program], said: str, outcome: type[Exception]
+) -> None:
+    monkeypatch.setenv("MAINSPRING_REQUIRE_SERVERS", said)
+    monkeypatch.setattr(servers, "find", lambda _: None)
+    monkeypatch.setattr(servers, "_newest_postgres", lambda: None)
+    # Caught as both: a skip that gets out of here would skip this test too.
+    with pytest.raises(OUTCOMES, match=r"apt install .*MAINSPRING_\w+_URL") as raised:
+        kind()
+    assert raised.type is outcome
+    assert kind.__name__.removesuffix("Server").lower() in str(raised.value).lower()
+
+
+class Own(servers.Program):
+    """A server of one's own that is not even started."""
+
+    url = "own://"
+
+    def __init__(self) -> None:
+        pass
+
+    def __enter__(self) -> Own:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("given", "works", "url"),
+    [
+        ("given://", True, "given://"),
+        ("given://", False, "given://"),
+        ("", True, "local://"),
+        ("", False, "own://"),
+    ],
+)
+def test_the_environments_server_goes_before_that_of_the_machine_and_that_before_ones_own(
+    monkeypatch: pytest.MonkeyPatch, given: str, works: bool, url: str
+) -> None:
+    monkeypatch.setenv("MAINSPRING_SOME_URL", given)
+    with servers.server("MAINSPRING_SOME_URL", "local://", lambda: works, Own) as chosen:
+        assert chosen == url
+
+
+@contextmanager
+def saying(words: bytes) -> Iterator[int]:
+    """A port on which a server says ``words`` to whoever comes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            wire, _ = listener.accept()
+            with wire:
+                wire.sendall(words)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listener.getsockname()[1]
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("look", "words", "works"),
+    [
+        ("_redis_works", b"+PONG\r\n", True),
+        ("_redis_works", b"-NOAUTH Authentication required.\r\n", False),
+        ("_nats_works", b'INFO {"jetstream":true}\r\n', True),
+        ("_nats_works", b'INFO {"version":"2.9.10"}\r\n', False),
+        ("_nats_works", b'INFO {"jetstream":true,"auth_required":true}\r\n', False),
+        ("_nats_works", b"SSH-2.0-OpenSSH_9.2\r\n", False),
+    ],
+)
+def test_a_server_of_the_machine_that_cannot_be_used_is_passed_by(
+    monkeypatch: pytest.MonkeyPatch, look: str, words: bytes, works: bool
+) -> None:
+    first_words = servers.first_words
+    with saying(words) as port:
+        monkeypatch.setattr(servers, "first_words", lambda _, said=b"": first_words(port, said))
+        assert getattr(servers, look)() is works
+
+
+def test_where_nobody_listens_nobody_says_anything() -> None:
+    assert servers.first_words(servers.free_port(), b"PING\r\n") == b""
