@@ -28,6 +28,7 @@ def test_what_another_try_can_help():
         "HandlerTimeoutError",
         "RequestTimeoutError",
         "TaskExitError",
+        "TicketTimeoutError",
     }
 
 

@@ -71,6 +71,15 @@ if TYPE_CHECKING:
     from mainspring.errors import (
         TaskExitError as TaskExitError,
     )
+    from mainspring.errors import (
+        TicketAbandonedError as TicketAbandonedError,
+    )
+    from mainspring.errors import (
+        TicketAlreadyCompletedError as TicketAlreadyCompletedError,
+    )
+    from mainspring.errors import (
+        TicketTimeoutError as TicketTimeoutError,
+    )
     from mainspring.events import Dispatcher as Dispatcher
     from mainspring.group import LoopGroup as LoopGroup
     from mainspring.heartbeat import Heartbeat as Heartbeat
@@ -119,6 +128,12 @@ if TYPE_CHECKING:
     from mainspring.report import ShutdownReport as ShutdownReport
     from mainspring.scope import DaemonScope as DaemonScope
     from mainspring.signals import ShutdownCoordinator as ShutdownCoordinator
+    from mainspring.ticket import (
+        Ticket as Ticket,
+    )
+    from mainspring.ticket import (
+        TicketWriter as TicketWriter,
+    )
     from mainspring.watchdog import Watchdog as Watchdog
 
 _HOMES = {
@@ -127,6 +142,7 @@ _HOMES = {
         "MailboxClosedError", "MailboxConnectionError", "MailboxError", "MailboxFullError", "MainspringError",
         "MessageSettledError", "ReceiptHandleExpiredError", "Reject", "ReplyNotAvailableError", "RequestCancelledError",
         "RequestFailedError", "RequestTimeoutError", "Retry", "SerializationError", "TaskExitError",
+        "TicketAbandonedError", "TicketAlreadyCompletedError", "TicketTimeoutError",
     ),
     "events": ("Dispatcher",),
     "group": ("LoopGroup",),
@@ -144,6 +160,7 @@ _HOMES = {
     "report": ("ShutdownReport",),
     "scope": ("DaemonScope",),
     "signals": ("ShutdownCoordinator",),
+    "ticket": ("Ticket", "TicketWriter"),
     "watchdog": ("Watchdog",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -126,6 +126,23 @@ class TaskExitError(MainspringError):
     retryable = True
 
 
+class TicketAlreadyCompletedError(MainspringError):
+    """A ticket was completed, or failed, before: it has one writer, who answers once."""
+
+
+class TicketTimeoutError(MainspringError, TimeoutError):
+    """A ticket was not completed in time; it may be later, and can be waited for again."""
+
+    fault = "environment"
+    retryable = True
+
+
+class TicketAbandonedError(MainspringError):
+    """Whoever was to complete a ticket has ended without an answer: there will be none."""
+
+    fault = "environment"
+
+
 class Retry(Exception):  # noqa: N818 - it is an instruction, not an error
     """Raised by a handler: give the message back and try it again later.
 

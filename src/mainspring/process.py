@@ -56,6 +56,15 @@ def event_loop() -> object:
     return current_token().native_token
 
 
+def in_event_loop() -> bool:
+    """Whether this thread runs an event loop just now, so that blocking it would stop everything there."""
+    try:
+        current_token()
+    except RuntimeError:  # anyio's NoEventLoopError
+        return False
+    return True
+
+
 def call_soon(loop: Any, fn: Callable[[], object]) -> None:
     """Have the event loop ``loop`` (see :func:`event_loop`) call ``fn()``, from any thread or signal handler.
 

@@ -1,0 +1,284 @@
+"""``Ticket``: one answer, one writer, one reader; whatever threads they are in, nothing hangs and nothing is answered twice."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from mainspring import (
+    ConfigError,
+    InvalidParameterError,
+    Ticket,
+    TicketAbandonedError,
+    TicketAlreadyCompletedError,
+    TicketTimeoutError,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def eager_switching():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+# -------------------------------------------------------------------------------------------------------------- answers
+
+
+async def test_an_answer_is_waited_for(anyio_backend):
+    ticket = Ticket("price")
+    answers = []
+
+    async def reader():
+        answers.append(await ticket.wait())
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(reader)
+        await anyio.wait_all_tasks_blocked()
+        assert not ticket.is_ready
+        ticket.complete(7)
+        assert ticket.is_ready
+    assert answers == [7]
+    assert await ticket.wait(timeout=0) == 7  # it stays
+
+
+async def test_an_answer_from_a_thread(anyio_backend):
+    ticket = Ticket()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(anyio.to_thread.run_sync, ticket.complete, "hello")
+        with anyio.fail_after(30):
+            assert await ticket.wait() == "hello"
+
+
+def test_an_answer_to_a_thread():
+    ticket = Ticket()
+    writer = threading.Timer(0.01, ticket.complete, ("hello",))
+    writer.start()
+    assert ticket.wait_sync(30) == "hello"
+    assert ticket.wait_sync(0) == "hello"
+    writer.join()
+
+
+async def test_an_error_is_raised_to_the_reader(anyio_backend):
+    ticket = Ticket()
+    ticket.fail(LookupError("no such row"))
+    with pytest.raises(LookupError, match="no such row"):
+        await ticket.wait()
+    with pytest.raises(LookupError, match="no such row"):
+        await anyio.to_thread.run_sync(ticket.wait_sync)
+
+
+@pytest.mark.parametrize("first", ["complete", "fail"])
+@pytest.mark.parametrize("second", ["complete", "fail"])
+async def test_a_second_answer_is_refused(anyio_backend, first, second):
+    ticket = Ticket("price")
+    getattr(ticket, first)(ValueError("one"))
+    with pytest.raises(
+        TicketAlreadyCompletedError, match=rf"ticket 'price' cannot be {second}\w+: it was {first}\w+ befo"
+    ):
+        getattr(ticket, second)(ValueError("two"))
+    assert "one" in repr(ticket._error or ticket._value)
+
+
+# ------------------------------------------------------------------------------------------------------------- in time
+
+
+async def test_a_wait_has_an_end(virtual_clock):
+    ticket = Ticket("price")
+    with pytest.raises(TicketTimeoutError, match=r"ticket 'price' was not completed within 2\.5 s"):
+        await ticket.wait(timeout=2.5)
+    assert virtual_clock.now == 2.5
+    ticket.complete(1)  # late, and still good
+    assert await ticket.wait() == 1
+
+
+def test_a_blocking_wait_has_an_end():
+    with pytest.raises(TicketTimeoutError, match=r"within 0\.01 s"):
+        Ticket().wait_sync(0.01)
+
+
+async def test_a_cancelled_reader_leaves_the_ticket_whole(anyio_backend):
+    ticket = Ticket()
+    with anyio.move_on_after(0):
+        await ticket.wait()
+    ticket.complete(3)
+    assert await ticket.wait() == 3
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), "2", True])
+async def test_a_bad_timeout(anyio_backend, timeout):
+    with pytest.raises(InvalidParameterError, match="timeout must be 0 or more seconds, or None, not"):
+        await Ticket().wait(timeout)
+    with pytest.raises(InvalidParameterError, match="timeout must be"):
+        Ticket().wait_sync(timeout)
+
+
+# -------------------------------------------------------------------------------------------------- one reader, one writer
+
+
+async def test_a_second_reader_is_refused(anyio_backend):
+    ticket = Ticket("price")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ticket.wait)
+        await anyio.wait_all_tasks_blocked()
+        with pytest.raises(ConfigError, match="ticket 'price' is waited for by somebody else"):
+            await ticket.wait()
+        with pytest.raises(ConfigError, match="waited for by somebody else"):
+            await anyio.to_thread.run_sync(ticket.wait_sync)
+        ticket.complete(1)
+
+
+async def test_a_second_writer_is_refused(anyio_backend):
+    ticket = Ticket("price")
+    with ticket.writer() as writer:
+        with pytest.raises(ConfigError, match="ticket 'price' has a writer already"):
+            ticket.writer()
+        writer.complete(1)
+
+
+async def test_a_blocking_wait_is_refused_on_the_event_loop(anyio_backend):
+    ticket = Ticket()
+    with pytest.raises(ConfigError, match="would block the event loop; use `await ticket"):
+        ticket.wait_sync(1)
+    ticket.complete(1)
+    assert ticket.wait_sync() == 1  # nothing to wait for
+
+
+async def test_an_error_must_be_one(anyio_backend):
+    with pytest.raises(InvalidParameterError, match="takes an exception, not 'no'"):
+        Ticket().fail("no")
+
+
+# -------------------------------------------------------------------------------------------------- a writer that has died
+
+
+async def test_a_writer_that_forgets_to_answer(anyio_backend):
+    ticket = Ticket("price")
+    with ticket.writer() as writer:
+        assert not writer.is_ready
+    with pytest.raises(TicketAbandonedError, match="ticket 'price': its writer has ended without an answer"):
+        await ticket.wait()
+
+
+async def test_a_writer_that_raises(anyio_backend):
+    ticket = Ticket()
+    with pytest.raises(ZeroDivisionError), ticket.writer():
+        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError):
+        await ticket.wait()
+
+
+async def test_a_writer_that_is_cancelled(anyio_backend):
+    """The cancellation is the writer's alone: the reader gets an error that it can handle."""
+    ticket = Ticket()
+
+    async def writing():
+        with ticket.writer():
+            await anyio.sleep_forever()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(writing)
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+    with pytest.raises(TicketAbandonedError, match=r"without an answer \(Cancelled"):
+        await ticket.wait()
+
+
+async def test_a_writer_that_is_dropped(anyio_backend):
+    """In a cycle of garbage, while its reader waits."""
+    ticket = Ticket()
+
+    class Holder:
+        def __init__(self):
+            self.writer = ticket.writer()
+            self.me = self
+
+    async def drop():
+        await anyio.wait_all_tasks_blocked()
+        Holder()
+        gc.collect()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(drop)
+        with pytest.raises(TicketAbandonedError), anyio.fail_after(30):
+            await ticket.wait()
+
+
+async def test_a_writer_that_has_answered_may_go(anyio_backend):
+    ticket = Ticket()
+    with ticket.writer() as writer:
+        writer.complete(5)
+    del writer
+    assert await ticket.wait() == 5
+
+
+def test_a_writer_that_is_dropped_while_its_reader_comes():
+    """The collector runs in the midst of the reader's own registration: the lock is the reader's then."""
+    ticket = Ticket()
+    writer = [ticket.writer()]
+    real = ticket._lock
+
+    class Dropping:
+        def __enter__(self):
+            real.__enter__()
+            writer.clear()
+
+        def __exit__(self, *error):
+            real.__exit__(*error)
+
+    ticket._lock = Dropping()
+    with pytest.raises(TicketAbandonedError):
+        ticket.wait_sync(30)
+
+
+# ----------------------------------------------------------------------------------------------------------------- races
+
+
+def test_of_many_writers_one_is_first(eager_switching):
+    for _ in range(10_000 // 8):
+        ticket = Ticket()
+        gate = threading.Barrier(3)
+        won = []
+
+        def write(name, ticket=ticket, gate=gate, won=won):
+            gate.wait()
+            try:
+                ticket.complete(name)
+            except TicketAlreadyCompletedError:
+                return
+            won.append(name)
+
+        writers = [threading.Thread(target=write, args=(name,)) for name in ("a", "b")]
+        for writer in writers:
+            writer.start()
+        gate.wait()
+        answer = ticket.wait_sync(30)
+        for writer in writers:
+            writer.join()
+        assert won == [answer]
+
+
+async def test_no_answer_is_missed_between_threads(anyio_backend, eager_switching):
+    """A thread answers just when the reader begins to wait, ten thousand times."""
+    tickets = [Ticket() for _ in range(10_000)]
+    turn = threading.Semaphore(0)
+
+    def write():
+        for number, ticket in enumerate(tickets):
+            turn.acquire()
+            ticket.complete(number)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(anyio.to_thread.run_sync, write)
+        with anyio.fail_after(100):
+            for number, ticket in enumerate(tickets):
+                turn.release()
+                assert await ticket.wait() == number
