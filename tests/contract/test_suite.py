@@ -56,6 +56,26 @@ def test_what_is_left_out_is_counted_and_named() -> None:
     assert "1 skipped that the capabilities do not declare" in str(report)
 
 
+class SkipsWhatIsHard(InMemoryMailbox[Any, Any]):
+    """Declares every capability of the one in memory, and skips where it finds something too hard."""
+
+    async def _purge(self) -> int:
+        raise SkipTest("purging is hard")
+
+
+def test_a_skip_that_the_capabilities_do_not_declare_is_a_failure() -> None:
+    async def main() -> mailbox_contract.Report:
+        return await mailbox_contract.run(SkipsWhatIsHard)
+
+    report = run_virtual(main)
+    assert not report.ok
+    assert "a_purge_drops_what_is_not_dead" in report.failed
+    assert "skipped (purging is hard), which the capabilities do not declare" in str(report)
+    assert report.lacking == {"durable", "cross_process", "serializes"}
+    excused = {one.name for one in mailbox_contract.behaviours() if one.needs & report.lacking}
+    assert set(report.skipped) == excused
+
+
 def test_a_run_of_nothing_is_not_ok() -> None:
     async def main() -> mailbox_contract.Report:
         return await mailbox_contract.run(memory(serialize=False), only=["a_durable_mailbox_keeps_every_part"])

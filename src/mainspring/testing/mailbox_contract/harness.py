@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 REAL_LIMIT = 60.0
 VIRTUAL_LIMIT = 10_000_000.0
+SERIALIZES = "serializes"
+"""What a behaviour needs that is no capability: that bodies are written as JSON."""
 SLACK = 0.03
 """Real seconds by which two clocks of one machine may seem to differ."""
 LATENESS = 0.07
@@ -79,6 +81,10 @@ class Harness:
         self.short = (10.0 if self.virtual else backend.short_lease) + self.capabilities.lease_granularity
         self.slack = (0.0 if self.virtual else SLACK) + self.capabilities.lease_granularity
         self._late = 0.0 if self.virtual else backend.lateness
+
+    def can(self, need: str) -> bool:
+        """Whether the backend declares what a behaviour may need."""
+        return self.serializes if need == SERIALIZES else getattr(self.capabilities, need) is True
 
     def named(self, name: str) -> str:
         """The full name of a mailbox of this behaviour's own."""
@@ -176,13 +182,19 @@ class Behaviour:
         return f"<Behaviour {self.name}>"
 
     async def __call__(self, backend: Backend | Factory) -> None:
-        """Check it: :class:`ContractError` where it does not hold, ``unittest.SkipTest`` where a capability is missing."""
+        """Check it: :class:`ContractError` where it does not hold, ``unittest.SkipTest`` where a capability is missing.
+
+        Only the capabilities excuse a backend: a ``SkipTest`` out of the backend itself is a :class:`ContractError` too.
+        """
         harness = Harness(as_backend(backend))
         reason = self.missing(harness)
         if reason is not None:
             raise SkipTest(f"{harness.name}: {reason}")
-        with anyio.fail_after(VIRTUAL_LIMIT if harness.virtual else REAL_LIMIT):
-            await self.check(harness)
+        try:
+            with anyio.fail_after(VIRTUAL_LIMIT if harness.virtual else REAL_LIMIT):
+                await self.check(harness)
+        except SkipTest as skip:
+            raise ContractError(f"skipped ({skip}), which the capabilities do not declare") from skip
 
     def missing(self, harness: Harness) -> str | None:
         """Which declared lack of the backend makes this not apply, or None where it applies."""
@@ -190,15 +202,12 @@ class Behaviour:
         if library not in harness.capabilities.async_backends:
             return f"does not run on {library}"
         for need in sorted(self.needs):
-            if need == "serializes":
-                if not harness.serializes:
-                    return "hands objects over without serialising them"
-            elif not getattr(harness.capabilities, need):
-                return f"has not the capability {need!r}"
+            if not harness.can(need):
+                return f"has not the capability {need!r}" if need != SERIALIZES else "hands objects over as they are"
         return None
 
 
-_KNOWN_NEEDS = {field.name for field in fields(Capabilities) if field.type == "bool"} | {"serializes"}
+_KNOWN_NEEDS = {field.name for field in fields(Capabilities) if field.type == "bool"} | {SERIALIZES}
 
 
 def behaviour(*needs: str) -> Callable[[Callable[[Harness], Awaitable[None]]], Behaviour]:

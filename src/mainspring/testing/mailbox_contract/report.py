@@ -26,6 +26,8 @@ class Report:
     skipped: dict[str, str] = field(default_factory=dict)
     undeclared: list[str] = field(default_factory=list)
     """Those of ``skipped`` that the backend's capabilities do not account for."""
+    lacking: frozenset[str] = frozenset()
+    """What the contract checks and the backend declares that it cannot do: names of ``Capabilities``, and "serializes"."""
     claims: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -65,7 +67,8 @@ async def run_all(
     if concurrency < 1:
         raise ConfigError(f"concurrency must be at least 1, not {concurrency}")
     harness = Harness(backend)
-    report = Report(harness.name, claims={behaviour.name: behaviour.claim for behaviour in behaviours})
+    lacking = frozenset(need for behaviour in behaviours for need in behaviour.needs if not harness.can(need))
+    report = Report(harness.name, claims={behaviour.name: behaviour.claim for behaviour in behaviours}, lacking=lacking)
     if async_library() not in harness.capabilities.async_backends:
         await _check_refusal(harness, report)
     limiter = anyio.CapacityLimiter(concurrency)
