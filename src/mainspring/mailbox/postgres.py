@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
@@ -231,28 +232,20 @@ class PostgresMailbox(Mailbox[T, R]):
     # ------------------------------------------------------------------------------------------------------ receiving
 
     async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
-        lanes, waiters = self._lanes, self._lanes.waiters
-        deadline = lanes.now() + wait_time_seconds if wait_time_seconds else 0.0
-        seen = waiters.signals
-        found = await self._claim_once(max_messages, visibility_timeout, bool(wait_time_seconds))
         if not wait_time_seconds:
-            return found
-        while not found and self._usable:
-            if waiters.signals == seen:
-                lanes.due_in(self._here.look_again)
-                await waiters.wait(deadline)
-            if waiters.signals == seen or not self._usable:
-                break  # nothing has come
-            seen = waiters.signals
-            found = await self._claim_once(max_messages, visibility_timeout, True)
-        return found
+            return await self._claim_once(max_messages, visibility_timeout, waits=False)
+        look = partial(self._claim_once, max_messages, visibility_timeout, waits=True)
+        deadline = self._lanes.now() + wait_time_seconds
+        return await self._lanes.waiters.first(look, deadline, usable=lambda: self._usable)
 
-    async def _claim_once(self, limit: int, visibility: float, waits: bool) -> list[Delivery]:
+    async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:
         command = do.Claim(limit, visibility, waits)
         found: list[Delivery] = await self._lanes.work.call(command)
         if found and not self._usable:  # closed meanwhile
             self._lanes.undo(command)
             return []
+        if waits and not found:
+            self._lanes.due_in(self._here.look_again)
         return found
 
     # ------------------------------------------------------------------------------------------------------- settling

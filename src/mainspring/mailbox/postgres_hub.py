@@ -7,7 +7,6 @@ wait look more often instead.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -15,6 +14,7 @@ import psycopg
 
 from mainspring import entropy, process
 from mainspring.errors import MailboxError
+from mainspring.mailbox import waiting
 from mainspring.mailbox.postgres_calls import Call
 from mainspring.mailbox.postgres_connection import Pool
 from mainspring.mailbox.postgres_upkeep import Upkeep
@@ -41,51 +41,26 @@ MAX_TRANSACTIONS = 10
 """How many handlers of a process may be in a transaction of their own at once, each with a connection."""
 
 
-class Waiters:
-    """The receives of one mailbox object that wait, each on its event.
+class Waiters(waiting.Waiters):
+    """The receives of one mailbox object that wait, and what looks on their behalf."""
 
-    ``signals`` is raised whenever there may be more to claim; a receive that parks compares it with what it was before its
-    last claim, so that none is missed between.
-    """
-
-    __slots__ = ("_queue", "announce", "due_in", "look", "parked", "signals")
+    __slots__ = ("announce", "due_in", "look")
 
     def __init__(
         self, look: Callable[[], None], due_in: Callable[[float], None], announce: Callable[[list[str]], None]
     ) -> None:
+        super().__init__()
         self.look = look
         self.due_in = due_in
         self.announce = announce
-        self.parked = 0
-        self.signals = 0
-        self._queue: deque[anyio.Event] = deque()
-
-    async def wait(self, deadline: float) -> None:
-        """Wait to be woken, at most until ``deadline`` (anyio's clock)."""
-        event = anyio.Event()
-        self._queue.append(event)
-        self.parked += 1
-        try:
-            with anyio.CancelScope(deadline=deadline):
-                await event.wait()
-        except BaseException:
-            if event.is_set():
-                self.wake(1)  # it was this receive's turn, and it cannot take it
-            raise
-        finally:
-            self.parked -= 1
-            if not event.is_set():
-                self._queue.remove(event)
 
     def wake(self, count: int) -> None:
-        """Let the ``count`` receives that have waited longest look again."""
         self.signals += 1
-        for _ in range(min(count, len(self._queue))):
-            self._queue.popleft().set()
+        super().wake(count)
 
     def wake_all(self) -> None:
-        """Let all look again."""
-        self.wake(len(self._queue))
+        self.signals += 1
+        super().wake_all()
 
 
 class Hub:

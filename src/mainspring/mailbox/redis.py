@@ -244,8 +244,7 @@ class RedisMailbox(Mailbox[T, R]):
                 if found or not self._usable:
                     turn = waiters.signals != seen  # called meanwhile: for these, or for more
                     return found
-                if waiters.signals == seen:
-                    await waiters.wait(deadline)
+                await waiters.wait(seen, deadline)
                 if waiters.signals == seen or not self._usable:
                     return []  # nothing has come
                 turn = True

@@ -7,12 +7,12 @@ hear, on a channel for all, of an instant that something is due at, if it is soo
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 
 from mainspring.errors import MailboxConnectionError, MainspringError
+from mainspring.mailbox import waiting
 from mainspring.mailbox.redis_link import Gate
 from mainspring.mailbox.redis_wire import LOST, trouble
 
@@ -30,45 +30,23 @@ SILENCE: Final = 10.0
 """Seconds of silence after which the listener asks whether the server is still there."""
 
 
-class Waiters:
-    """The receives of one mailbox object that wait, each on its event.
+class Waiters(waiting.Waiters):
+    """The receives of one mailbox object that wait. Those that nobody here can take are called for elsewhere.
 
-    ``active`` counts them from their first look on; ``signals`` counts the calls, so that a receive can see before it parks
-    whether one has come since its last look.
+    ``active`` counts them from their first look on.
     """
 
-    __slots__ = ("_pass_on", "_queue", "active", "signals")
+    __slots__ = ("_pass_on", "active")
 
     def __init__(self, pass_on: Callable[[int], None]) -> None:
+        super().__init__()
         self.active = 0
-        self.signals = 0
-        self._queue: deque[anyio.Event] = deque()
         self._pass_on = pass_on
 
-    @property
-    def parked(self) -> int:
-        """How many have found nothing and wait to be woken."""
-        return len(self._queue)
-
-    async def wait(self, deadline: float) -> None:
-        """Wait to be woken, at most until ``deadline`` (anyio's clock)."""
-        event = anyio.Event()
-        self._queue.append(event)
-        try:
-            with anyio.CancelScope(deadline=deadline):
-                await event.wait()
-        except BaseException:
-            if event.is_set():
-                self.forsake()
-            raise
-        finally:
-            if not event.is_set():
-                self._queue.remove(event)
-
     def forsake(self) -> None:
-        """A receive that it was the turn of cannot take it: another one shall, here or elsewhere."""
-        if self._queue:
-            self._queue.popleft().set()
+        """A receive whose turn it was cannot take it: the next one shall, here or elsewhere."""
+        if self.parked:
+            super().forsake()
         else:
             self._pass_on(1)
 
@@ -77,14 +55,11 @@ class Waiters:
         self.signals += 1
         if not self.active:
             self._pass_on(count)
-        for _ in range(min(count, len(self._queue))):
-            self._queue.popleft().set()
+        super().wake(count)
 
     def wake_all(self) -> None:
-        """Let all look again."""
         self.signals += 1
-        while self._queue:
-            self._queue.popleft().set()
+        super().wake_all()
 
 
 class Listener:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
@@ -214,22 +215,12 @@ class SQLiteMailbox(Mailbox[T, R]):
         return ids
 
     async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
-        waiters = self._waiters
         if self.name.startswith(TRANSIENT) and self._now() - self._kept_at >= TRANSIENT_LIFE / 24:
             await self._keep()
-        deadline = self._now() + wait_time_seconds if wait_time_seconds else 0.0
-        seen = waiters.signals
-        found = await self._claim_once(max_messages, visibility_timeout, bool(wait_time_seconds))
         if not wait_time_seconds:
-            return found
-        while not found and self._usable:
-            if waiters.signals == seen:
-                await waiters.wait(deadline)
-            if waiters.signals == seen or not self._usable:
-                break  # nothing has come
-            seen = waiters.signals
-            found = await self._claim_once(max_messages, visibility_timeout, True)
-        return found
+            return await self._claim_once(max_messages, visibility_timeout, waits=False)
+        look = partial(self._claim_once, max_messages, visibility_timeout, waits=True)
+        return await self._waiters.first(look, self._now() + wait_time_seconds, usable=lambda: self._usable)
 
     async def _keep(self) -> None:
         """Say that this transient mailbox is in use; one that was forgotten meanwhile (the machine slept) is made anew."""
@@ -240,7 +231,7 @@ class SQLiteMailbox(Mailbox[T, R]):
             self._waiters.mailbox = self._number
             self._writer.add_waiters(self._waiters)
 
-    async def _claim_once(self, limit: int, visibility: float, waits: bool) -> list[Delivery]:
+    async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:
         command = do.Claim(self._number, limit, visibility, waits)
         found: list[Delivery] = await self._batcher.call(command)
         if found and not self._usable:  # closed meanwhile

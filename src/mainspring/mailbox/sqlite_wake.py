@@ -12,12 +12,10 @@ import math
 import os
 import socket
 import threading
-from collections import deque
 from typing import TYPE_CHECKING
 
-import anyio
-
 from mainspring import entropy
+from mainspring.mailbox import waiting
 from mainspring.process import event_loop
 
 if TYPE_CHECKING:
@@ -39,56 +37,23 @@ def read_note(note: bytes) -> tuple[int, str] | None:
     return (int(mailbox), message_id) if mailbox.isdecimal() and message_id else None
 
 
-class Waiters:
-    """The receives of one mailbox object that wait, each on its event.
+class Waiters(waiting.Waiters):
+    """The receives of one mailbox object that wait, as the store's threads see them.
 
-    ``signals`` is raised by the store's threads whenever there may be more to claim, and ``parked`` tells them whether
-    anybody waits; ``cancelled`` is called with the ids of messages that were cancelled, also while nobody waits where
-    ``listens`` is set. A receive that parks compares the signals from before its last claim, so that none is missed between.
+    ``signals`` is raised by those threads; ``cancelled`` is called with the ids of messages that were cancelled, also while
+    nobody waits where ``listens`` is set, and ``due_in`` with the seconds until the next thing is due.
     """
 
-    __slots__ = ("_due_in", "_queue", "announced", "cancelled", "listens", "loop", "mailbox", "parked", "signals")
+    __slots__ = ("announced", "cancelled", "due_in", "listens", "loop", "mailbox")
 
     def __init__(self, mailbox: int, due_in: Callable[[float], None], cancelled: Callable[[list[str]], object]) -> None:
+        super().__init__()
         self.mailbox = mailbox
         self.loop = event_loop()
+        self.due_in = due_in
         self.cancelled = cancelled
         self.listens = False
-        self._due_in = due_in
         self.announced = math.inf
-        self.parked = 0
-        self.signals = 0
-        self._queue: deque[anyio.Event] = deque()
-
-    async def wait(self, deadline: float) -> None:
-        """Wait to be woken, at most until ``deadline`` (anyio's clock)."""
-        event = anyio.Event()
-        self._queue.append(event)
-        self.parked += 1
-        try:
-            with anyio.CancelScope(deadline=deadline):
-                await event.wait()
-        except BaseException:
-            if event.is_set():
-                self.wake(1)  # it was this receive's turn, and it cannot take it
-            raise
-        finally:
-            self.parked -= 1
-            if not event.is_set():
-                self._queue.remove(event)
-
-    def due_in(self, seconds: float) -> None:
-        """Pass on when the next thing is due."""
-        self._due_in(seconds)
-
-    def wake(self, count: int) -> None:
-        """Let the ``count`` receives that have waited longest look again."""
-        for _ in range(min(count, len(self._queue))):
-            self._queue.popleft().set()
-
-    def wake_all(self) -> None:
-        """Let all look again."""
-        self.wake(len(self._queue))
 
 
 class Bell:

@@ -234,9 +234,8 @@ class Writer:
     def _look(self) -> None:
         seen = self.file.read(look)
         if seen is None:
-            with self._lock:  # those who wait shall hear what is wrong
-                for mailbox, group in self._waiters.items():
-                    self._wake(mailbox, sum(waiters.parked for waiters in group))
+            with self._lock:
+                self._wake_all()  # those who wait shall hear what is wrong
             return
         pending, until, date = seen
         boot = clock.boot_time()
@@ -254,7 +253,7 @@ class Writer:
         self._bell.listen()
         self._watcher = threading.Thread(target=self._watch, name="mainspring sqlite bell", daemon=True)
         self._watcher.start()
-        self._signal_all()
+        self._wake_all()
 
     def _watch(self) -> None:
         wanted = clock.monotonic()
@@ -262,22 +261,26 @@ class Writer:
             rung = self._bell.wait(LOOK_AGAIN)
             now = clock.monotonic()
             with self._lock:
-                everybody = [waiters for group in self._waiters.values() for waiters in group]
-                parked = any(waiters.parked for waiters in everybody)
-                if parked or any(waiters.listens for waiters in everybody):
+                if rung:
+                    for waiters in self._everybody():
+                        waiters.signals += 1
+                parked = any(waiters.parked for waiters in self._everybody())
+                if parked or any(waiters.listens for waiters in self._everybody()):
                     wanted = now
                 if now - wanted >= LOOK_AGAIN or self._bell.interrupted:
                     self._watcher = None
                     self._bell.take_down()
-                    self._signal_all()  # one that parks just now claims again, which hangs the bell up again
+                    self._wake_all()  # one that parks just now claims again, which hangs the bell up again
                     return
-                if rung:
-                    self._signal_all()
                 self._tell_of_cancelled([told for note in rung if (told := read_note(note)) is not None])
             if parked:
                 self._inbox.put(Job((Look(0),), clock.boot_time, 0.0))
 
-    def _signal_all(self) -> None:
-        for group in self._waiters.values():
-            for waiters in group:
-                waiters.signals += 1
+    def _wake_all(self) -> None:
+        for waiters in self._everybody():
+            waiters.signals += 1
+            if waiters.parked:
+                process.call_soon(waiters.loop, waiters.wake_all)
+
+    def _everybody(self) -> list[Waiters]:
+        return [waiters for group in self._waiters.values() for waiters in group]

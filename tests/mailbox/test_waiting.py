@@ -1,0 +1,136 @@
+"""The line of receives that wait: nobody in it is forgotten, whoever leaves it."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+
+from mainspring.mailbox.waiting import Waiters
+from mainspring.testing import run_virtual
+
+
+class Queue:
+    """What the receives look for."""
+
+    def __init__(self):
+        self.waiters = Waiters()
+        self.messages = []
+        self.got = {}
+        self.usable = True
+
+    def send(self, *messages):
+        self.messages += messages
+        self.waiters.signals += 1
+        self.waiters.wake(len(messages))
+
+    async def receive(self, name, *, wait=60.0, look_takes=0.0):
+        async def look():
+            await anyio.sleep(look_takes)
+            return [self.messages.pop(0)] if self.messages else []
+
+        until = anyio.current_time() + wait
+        found = await self.waiters.first(look, until, usable=lambda: self.usable)
+        self.got[name] = (*found, anyio.current_time())
+
+
+@asynccontextmanager
+async def parked(queue, *names, **options):
+    """Receives of those names, in that order; the scopes in which they wait."""
+    scopes = {name: anyio.CancelScope() for name in names}
+
+    async def receive(name):
+        with scopes[name]:
+            await queue.receive(name, **options)
+
+    async with anyio.create_task_group() as tasks:
+        for name in names:
+            tasks.start_soon(receive, name)
+            await anyio.wait_all_tasks_blocked()
+            await anyio.sleep(2 * options.get("look_takes", 0.0))
+        yield scopes
+
+
+def test_the_one_that_has_waited_longest_is_woken() -> None:
+    async def scenario():
+        queue = Queue()
+        async with parked(queue, "one", "two"):
+            assert queue.waiters.parked == 2
+            queue.send("a")
+            await anyio.sleep(1)
+            assert queue.got == {"one": ("a", 0)}
+            queue.send("b")
+        assert queue.got["two"] == ("b", 1)
+        assert queue.waiters.parked == 0
+
+    run_virtual(scenario)
+
+
+def test_what_comes_while_one_looks_is_looked_for_again() -> None:
+    async def scenario():
+        queue = Queue()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: queue.receive("one", look_takes=2))
+            await anyio.sleep(1)
+            queue.waiters.signals += 1  # as of another thread: nobody waits yet whom it could wake
+            await anyio.sleep(1.5)
+            queue.messages.append("a")
+        assert queue.got == {"one": ("a", 4)}
+
+    run_virtual(scenario)
+
+
+def test_what_is_signalled_before_one_is_parked_lets_it_not_park() -> None:
+    async def scenario():
+        waiters = Waiters()
+        seen = waiters.signals
+        waiters.signals += 1
+        with anyio.fail_after(1):
+            await waiters.wait(seen, anyio.current_time() + 60)
+        assert waiters.parked == 0
+        assert anyio.current_time() == 0
+
+    run_virtual(scenario)
+
+
+@pytest.mark.parametrize("look_takes", [0.0, 1.0])
+def test_one_that_is_cancelled_once_woken_passes_its_turn_on(look_takes: float) -> None:
+    async def scenario():
+        queue = Queue()
+        async with parked(queue, "one", "two", look_takes=look_takes) as scopes:
+            before = anyio.current_time()
+            queue.send("a")
+            if look_takes:
+                await anyio.sleep(look_takes / 2)  # it looks
+            scopes["one"].cancel()
+        assert queue.got == {"two": ("a", before + look_takes * 1.5)}
+
+    run_virtual(scenario)
+
+
+def test_one_that_is_cancelled_unwoken_leaves_the_line() -> None:
+    async def scenario():
+        queue = Queue()
+        async with parked(queue, "one", "two") as scopes:
+            scopes["one"].cancel()
+            await anyio.wait_all_tasks_blocked()
+            assert queue.waiters.parked == 1
+            queue.send("a")
+        assert queue.got == {"two": ("a", 0)}
+
+    run_virtual(scenario)
+
+
+def test_a_wait_ends_at_its_deadline_and_at_a_close() -> None:
+    async def scenario():
+        queue = Queue()
+        async with parked(queue, "one", wait=5):
+            pass
+        async with parked(queue, "two", wait=5):
+            await anyio.sleep(1)
+            queue.usable = False
+            queue.waiters.wake_all()
+        assert queue.got == {"one": (5,), "two": (6,)}
+
+    run_virtual(scenario)
