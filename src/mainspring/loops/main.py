@@ -106,6 +106,7 @@ class MainLoop:
         self._scope: anyio.CancelScope | None = None
         self._ended: anyio.Event | None = None
         self._stop_asked = False
+        self._paused = False
         self._own: DaemonScope | None = None
 
     def __repr__(self) -> str:
@@ -179,6 +180,7 @@ class MainLoop:
             wrappers=tuple(self._wrappers),
             visibility=float(visibility),
             wait=float(wait),
+            paused=self._paused,
         )
         self._ended = anyio.Event()
         self._heartbeat.beat()
@@ -235,6 +237,32 @@ class MainLoop:
         if self._worker is not None:
             self._worker.shutting_down.set()
             self._worker.stop_intake()
+
+    def pause(self) -> None:
+        """Take no new work until :meth:`resume`; what was claimed and not begun is handed back, running handlers go on.
+
+        It may be asked before a run, and holds for the runs to come. :class:`~mainspring.loops.actor.LoopActor` pauses a
+        loop from other tasks and threads.
+        """
+        self._paused = True
+        if self._worker is not None:
+            self._worker.intake.pause()
+
+    def resume(self) -> None:
+        """Take new work again."""
+        self._paused = False
+        if self._worker is not None:
+            self._worker.intake.resume()
+
+    @property
+    def paused(self) -> bool:
+        """Whether it has been told to pause."""
+        return self._paused
+
+    async def wait_paused(self) -> None:
+        """Wait until a pause holds: no claim is out, and what nobody had begun is given back. Else it returns at once."""
+        if self._worker is not None:
+            await self._worker.intake.wait_paused()
 
     def cancel_work(self) -> None:
         """Cancel the running handlers."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -25,6 +26,7 @@ from mainspring.events import (
     Tally,
 )
 from mainspring.loops.attempt import Attempts, WorkerSettings
+from mainspring.loops.intake import Intake
 from mainspring.loops.lease import LeaseKeeper
 from mainspring.loops.outcome import LOST, RELEASED, Cause, Decision, Outcome
 from mainspring.loops.run import Phase, Run
@@ -69,9 +71,11 @@ class Worker:
         wrappers: Sequence[Wrapper] = (),
         visibility: float,
         wait: float,
+        paused: bool = False,
     ) -> None:
         self.name = name
         self.settings = settings
+        self.intake = Intake(heartbeat, paused=paused)
         self.shutting_down = anyio.Event()
         self.receiving_failed: str | None = None
         self._mailbox = mailbox
@@ -94,8 +98,7 @@ class Worker:
         self._ordered = mailbox.capabilities.ordered and capacity is None
         self._leaving = 0
         self._claiming = 0
-        self._intake = anyio.CancelScope()
-        self._stopping = False
+        self._iterations = 0
         self._ending = False
         self._lease = LeaseKeeper(name, self._runs, settings.lease, visibility, dispatcher)
         self._settler = Settler(name, dispatcher)
@@ -115,8 +118,7 @@ class Worker:
 
     def stop_intake(self) -> None:
         """Receive no more: a long poll is interrupted at once, and what nobody has begun is handed back."""
-        self._stopping = True
-        self._intake.cancel()
+        self.intake.stop()
 
     def cancel_handlers(self) -> None:
         """Cancel what is being handled; the messages go back uncharged."""
@@ -135,12 +137,11 @@ class Worker:
             scope.start_soon(self._lease.run, self._mailbox.hear_cancelled, name=f"{self.name} leases")
             async with anyio.create_task_group() as self._slots:
                 try:
-                    with self._intake:
-                        await self._receive_until_stopped(max_iterations)
+                    await self.intake.run(partial(self._receive_until_held, max_iterations), self._hand_back)
                 except Exception as error:
                     crash = error
                 except BaseException:
-                    self._stopping = True
+                    self.intake.stop()
                     raise
                 finally:
                     self._ending = True
@@ -150,12 +151,16 @@ class Worker:
         if crash is not None:
             raise crash
 
-    async def _receive_until_stopped(self, max_iterations: int | None) -> None:
-        """Receive until told to stop; raises what made that impossible.
+    async def _receive_until_held(self, max_iterations: int | None) -> None:
+        """Receive until told to stop or to pause; raises what made that impossible.
 
         Where claims keep their order behind settlements, two receives take turns: while one's round trip is out, the other
         claims for the slots that were freed meanwhile. Where receives are counted, there is one.
         """
+        if (
+            self._backlog and not self._roused
+        ):  # claimed while it was being paused, and resumed before it was handed back
+            self._rouse()
         receivers = 2 if self._ordered and max_iterations is None else 1
         try:
             async with anyio.create_task_group() as tasks:
@@ -165,15 +170,15 @@ class Worker:
             raise first_error(errors) from None
 
     async def _receiver(self, max_iterations: int | None) -> None:
-        failures = iterations = 0
-        while not self._stopping and (max_iterations is None or iterations < max_iterations):
+        failures = 0
+        while self.intake.open and (max_iterations is None or self._iterations < max_iterations):
             free = self._places()
             if free <= 0:
                 await self._until_freed()
                 continue
             if self._starved:
                 await anyio.sleep(POLL_PAUSE)
-            iterations += 1
+            self._iterations += 1
             self._claiming += free
             try:
                 await self._receive(free)
@@ -239,7 +244,7 @@ class Worker:
             self._runs[run] = None
             self._lease.track(run)
             self._backlog.append(run)
-        if messages and not self._stopping and not self._roused:
+        if messages and self.intake.open and not self._roused:
             self._rouse()
 
     async def _pause_after(self, error: Exception, failures: int) -> None:
@@ -259,7 +264,7 @@ class Worker:
 
     async def _hand_back(self) -> None:
         """Release all that was claimed and that no slot has begun, the youngest first, as each goes to the front."""
-        if not self._stopping:
+        if self.intake.open:
             return
         with self._settler.bounded():
             while self._backlog:
@@ -297,7 +302,7 @@ class Worker:
                     while (run := await self._next(fresh)) is not None:
                         fresh = False
                         run.scope = scope
-                        decision = RELEASED if self._stopping else await self._attempts.make(run, scope)
+                        decision = await self._attempts.make(run, scope) if self.intake.open else RELEASED
                         if scope.cancel_called:
                             run.decision = decision
                             break

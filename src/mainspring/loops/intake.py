@@ -1,0 +1,84 @@
+"""``Intake``: whether a worker takes work: it does, it has been told to pause, or it has been told to stop for good."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import anyio
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from mainspring.heartbeat import Heartbeat
+
+BEAT_EVERY = 10.0
+"""Seconds between the beats of a loop that is paused: it waits, and lives."""
+
+
+class Intake:
+    """Runs a worker's receiving, interrupts it for a pause, and ends it for good.
+
+    ``open`` says whether what was claimed may begin; a worker asks at every message.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, *, paused: bool = False) -> None:
+        self.open = not paused
+        self.stopped = False
+        self._heartbeat = heartbeat
+        self._paused = paused
+        self._scope = anyio.CancelScope()
+        self._changed = anyio.Event()
+        self._at_rest = anyio.Event()
+
+    def stop(self) -> None:
+        """Receive no more, paused or not: a wait for work ends at once."""
+        self.stopped = True
+        self.open = False
+        self._scope.cancel()
+        self._changed.set()
+        self._at_rest.set()
+
+    def pause(self) -> None:
+        """Receive no more until :meth:`resume`: a wait for work ends at once."""
+        if not self._paused:
+            self._paused = True
+            self.open = False
+            self._changed = anyio.Event()
+            self._at_rest = anyio.Event()
+            self._scope.cancel()
+
+    def resume(self) -> None:
+        """Receive again."""
+        if self._paused:
+            self._paused = False
+            self.open = not self.stopped
+            self._changed.set()
+            self._at_rest.set()
+
+    async def wait_paused(self) -> None:
+        """Wait until no claim is out any more and what nobody had begun is given back, or until the pause is over."""
+        if self._paused:
+            await self._at_rest.wait()
+
+    async def run(self, receive: Callable[[], Awaitable[None]], hand_back: Callable[[], Awaitable[None]]) -> None:
+        """Receive until that ends by itself or is stopped; each pause begins with ``hand_back()``."""
+        try:
+            while not self.stopped:
+                if self._paused:
+                    await hand_back()
+                    self._at_rest.set()
+                    await self._until_changed()
+                else:
+                    with anyio.CancelScope() as self._scope:
+                        await receive()
+                    if not self._scope.cancel_called:
+                        return
+        finally:
+            self._at_rest.set()
+
+    async def _until_changed(self) -> None:
+        changed = self._changed
+        while not changed.is_set():
+            self._heartbeat.beat()
+            with anyio.move_on_after(BEAT_EVERY):
+                await changed.wait()
