@@ -25,7 +25,7 @@ demo: $(VENV)/installed
 
 # Much of it waits for servers, processes and leases: two at a time fill two cores.
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(TESTS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup $(TESTS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check --no-cache .

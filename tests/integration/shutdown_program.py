@@ -11,6 +11,7 @@ import re
 import sys
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import anyio
@@ -70,6 +71,12 @@ entered = {state: threading.Event() for state in ("drain delay", "finish")}
 both = anyio.Event()
 held: set[str] = set()
 never = threading.Event()
+standing = threading.Event()
+
+
+def stand_still() -> None:
+    standing.set()
+    never.wait(600)
 
 
 def begin(kind: str) -> None:
@@ -103,8 +110,11 @@ async def misbehave() -> None:
     elif HOW == "regex":
         re.match(r"(a+)+$", "a" * 64 + "b")  # guilty: regex
     elif HOW == "abandon-early":
-        with anyio.move_on_after(0.1):
-            await anyio.to_thread.run_sync(never.wait, 600, abandon_on_cancel=True)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(anyio.to_thread.run_sync, stand_still, abandon_on_cancel=True))
+            while not standing.is_set():
+                await anyio.sleep(0.01)
+            tasks.cancel_scope.cancel()
     elif HOW == "abandon":
         await anyio.to_thread.run_sync(never.wait, 600, abandon_on_cancel=True)  # guilty: abandon
 

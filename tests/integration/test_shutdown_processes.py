@@ -21,13 +21,14 @@ import pytest
 
 from mainspring.mailbox.sqlite import SQLiteMailbox
 
+pytestmark = pytest.mark.xdist_group("shutdown processes")  # whoever has one of the tests runs all the processes
 PROGRAM = Path(__file__).with_name("shutdown_program.py")
 DOCS = Path(__file__).parents[2] / "docs" / "shutdown.md"
 LOOPS = ("asyncio", "uvloop", "trio")
 PHASES = ("running", "drain delay", "finish", "cancel")
 AT_ONCE = 10  # processes
 LIMIT = 30.0  # what hangs must not hang the suite
-SLACK = 2.0  # seconds that a loaded machine may add
+SLACK = 4.0  # seconds that a loaded machine may add; what hangs takes LIMIT
 TIMEOUT, GRACE, BLOCK, DELAY = 0.5, 1.0, 1.0, 0.3
 WITHIN = TIMEOUT + GRACE + 1 + SLACK
 KILLED = -signal.SIGKILL
