@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Envelope
     from mainspring.mailbox.nats_store import Store
 
+_GIVE_WAY = 0.05
+"""Seconds, times the tries so far, that one waits who has given way to another with its dedup key: some round trips."""
+
 
 class Sends:
     """The sends of one mailbox object."""
@@ -93,7 +96,7 @@ class Sends:
         mine, other = (names.to_queue, names.to_delayed) if record.due is None else (names.to_delayed, names.to_queue)
         my_stream, other_stream = (names.queue, names.delayed) if record.due is None else (names.delayed, names.queue)
         payload = record.encode()
-        for _ in range(20):
+        for tries in range(1, 21):
             there = await store.last(other_stream, other + record.token)
             if there is not None:
                 return there.record.message_id
@@ -104,12 +107,16 @@ class Sends:
                     return there.record.message_id
                 continue  # it was finished just now
             there = await store.last(other_stream, other + record.token)
-            if there is None:
+            if (
+                there is None or there.record.message_id == record.message_id
+            ):  # it may have been put off, or due, by now
                 return record.message_id
-            # One with this key went to the other stream meanwhile: this one goes, unless somebody has taken it already.
+            # One with this key went to the other stream meanwhile: this one goes, unless somebody has taken it already. The
+            # other one's sender may have done the same, so whether that one stayed is looked at again.
             async with store.gate.moving():
                 if not await store.remove(my_stream, added.sequence):
                     return record.message_id
                 await store.moved()
-            return there.record.message_id
+            if record.due is not None:  # of two who both did, the one who sends without a delay goes first
+                await anyio.sleep(tries * _GIVE_WAY)
         raise MailboxConnectionError(f"the messages with the dedup key {record.dedup_key!r} came and went too fast")

@@ -1,0 +1,89 @@
+"""Dedup keys on NATS, where a sender looks twice: what happens between its looks loses nothing."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from mainspring.mailbox.message import Counts
+from nats_support import ON_ASYNCIO, place
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.parametrize("anyio_backend", ON_ASYNCIO, ids=("asyncio", "uvloop")),
+]
+
+
+@pytest.fixture
+async def here(nats_url, anyio_backend):
+    async with place(nats_url) as made:
+        yield made
+
+
+async def test_what_is_put_off_while_its_sender_still_looks_is_not_taken_for_another(here, monkeypatch):
+    """The sender finds its own message among the delayed, just while the receiver has it in both places."""
+    put_off, sent, looks = anyio.Event(), anyio.Event(), 0
+    async with here.box() as sender, here.box() as receiver, anyio.create_task_group() as tasks:
+        look, remove = sender._store.last, receiver._store.remove
+
+        async def nack():
+            (message,) = await receiver.receive(wait_time_seconds=10)
+            await message.nack(delay=60)
+
+        async def look_late(stream, subject):
+            nonlocal looks
+            looks += 1
+            if looks == 2:
+                tasks.start_soon(nack)
+                await put_off.wait()
+            return await look(stream, subject)
+
+        async def remove_late(stream, sequence):
+            put_off.set()
+            await sent.wait()
+            return await remove(stream, sequence)
+
+        monkeypatch.setattr(sender._store, "last", look_late)
+        monkeypatch.setattr(receiver._store, "remove", remove_late)
+        with anyio.fail_after(30):
+            try:
+                await sender.send("x", dedup_key="k")
+            finally:
+                sent.set()
+    async with here.box() as box:
+        assert await box.counts() == Counts(delayed=1)
+
+
+async def test_of_two_senders_who_find_one_another_one_stays(here, monkeypatch):
+    """One sends with a delay, one without; each has stored its message when it sees the other's."""
+    both = anyio.Event()
+    seen = set()
+    ids = {}
+    async with here.box() as soon, here.box() as later:
+        for box in (soon, later):
+            look, looks = box._store.last, []
+
+            async def look_together(stream, subject, look=look, looks=looks, box=box):
+                looks.append(stream)
+                if len(looks) == 1:  # before either has stored anything
+                    return None
+                found = await look(stream, subject)
+                if len(looks) == 2:
+                    seen.add(box)
+                    if len(seen) == 2:
+                        both.set()
+                    await both.wait()
+                return found
+
+            monkeypatch.setattr(box._store, "last", look_together)
+
+        async def send(box, delay):
+            ids[delay] = await box.send("x", dedup_key="k", delay=delay)
+
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(send, soon, 0)
+                tasks.start_soon(send, later, 60)
+        monkeypatch.undo()
+        assert (await soon.counts()).waiting == 1
+        assert ids[0] == ids[60] == await soon.send("x", dedup_key="k")
