@@ -27,6 +27,9 @@ if TYPE_CHECKING:
         InvalidTransitionError as InvalidTransitionError,
     )
     from mainspring.errors import (
+        LoopNotRunningError as LoopNotRunningError,
+    )
+    from mainspring.errors import (
         MailboxClosedError as MailboxClosedError,
     )
     from mainspring.errors import (
@@ -125,6 +128,7 @@ if TYPE_CHECKING:
     from mainspring.policies import (
         RetryPolicy as RetryPolicy,
     )
+    from mainspring.portal import LoopThread as LoopThread
     from mainspring.report import ShutdownReport as ShutdownReport
     from mainspring.scope import DaemonScope as DaemonScope
     from mainspring.signals import ShutdownCoordinator as ShutdownCoordinator
@@ -138,9 +142,10 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "errors": (
-        "ConfigError", "HandlerStalledError", "HandlerTimeoutError", "InvalidParameterError", "InvalidTransitionError",
-        "MailboxClosedError", "MailboxConnectionError", "MailboxError", "MailboxFullError", "MainspringError",
-        "MessageSettledError", "ReceiptHandleExpiredError", "Reject", "ReplyNotAvailableError", "RequestCancelledError",
+        "ConfigError", "HandlerStalledError", "HandlerTimeoutError", "InvalidParameterError",
+        "InvalidTransitionError", "LoopNotRunningError", "MailboxClosedError", "MailboxConnectionError",
+        "MailboxError", "MailboxFullError", "MainspringError", "MessageSettledError",
+        "ReceiptHandleExpiredError", "Reject", "ReplyNotAvailableError", "RequestCancelledError",
         "RequestFailedError", "RequestTimeoutError", "Retry", "SerializationError", "TaskExitError",
         "TicketAbandonedError", "TicketAlreadyCompletedError", "TicketTimeoutError",
     ),
@@ -157,6 +162,7 @@ _HOMES = {
     "mailbox.open": ("open_mailbox",),
     "mailbox.requests": ("PendingReply",),
     "policies": ("DeadLetterPolicy", "LeasePolicy", "RestartPolicy", "RetryPolicy"),
+    "portal": ("LoopThread",),
     "report": ("ShutdownReport",),
     "scope": ("DaemonScope",),
     "signals": ("ShutdownCoordinator",),

@@ -143,6 +143,10 @@ class TicketAbandonedError(MainspringError):
     fault = "environment"
 
 
+class LoopNotRunningError(MainspringError):
+    """A LoopThread does not run (not yet, or no longer), so that nothing can be done in its event loop."""
+
+
 class Retry(Exception):  # noqa: N818 - it is an instruction, not an error
     """Raised by a handler: give the message back and try it again later.
 

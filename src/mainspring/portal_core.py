@@ -1,0 +1,359 @@
+"""What runs in the thread of a ``LoopThread``: the queue of callbacks, the submitted tasks, and the end of both."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import inspect
+import logging
+import os
+import threading
+from collections import deque
+from contextvars import Context, copy_context
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+import anyio
+import anyio.lowlevel
+
+from mainspring import clock
+from mainspring.errors import (
+    ConfigError,
+    InvalidParameterError,
+    LoopNotRunningError,
+    TaskExitError,
+    TicketAbandonedError,
+    TicketAlreadyCompletedError,
+)
+from mainspring.process import call_soon, event_loop
+from mainspring.stacks import where_thread
+from mainspring.states import LOOP_THREAD, LoopThreadState, StateMachine
+from mainspring.ticket import Ticket
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from anyio.abc import TaskGroup
+
+_log = logging.getLogger("mainspring")
+
+T = TypeVar("T")
+
+PER_TURN: Final = 256
+"""Callbacks that are called before the event loop looks at its other work again."""
+
+_IDLE, _STARTING, _RUNNING = LoopThreadState.IDLE, LoopThreadState.STARTING, LoopThreadState.RUNNING
+_STOPPING, _STOPPED = LoopThreadState.STOPPING, LoopThreadState.STOPPED
+
+
+class LoopCore:
+    """What the thread of a LoopThread knows: the queue, the event loop, and when both come to their end."""
+
+    def __init__(
+        self, name: str, backend: str, options: dict[str, Any], stop_timeout: float, cancel_grace: float
+    ) -> None:
+        self.name = name
+        self.backend = backend
+        self.options = options
+        self.stop_timeout = stop_timeout
+        self.cancel_grace = cancel_grace
+        self.machine: StateMachine[LoopThreadState] = StateMachine(LOOP_THREAD, _IDLE, name=f"loop thread {name!r}")
+        # For the moves of the machine. A signal handler may come in between and make one of its own, hence the R.
+        self._lock = threading.RLock()
+        self._pid: int | None = None
+        self._thread: threading.Thread | None = None
+        self._ready = threading.Event()
+        self._error: BaseException | None = None
+        # Each entry is a list of the one function, so that it can be taken out of it once: to be called, or to be refused.
+        self._queue: deque[list[Callable[[], object]]] = deque()
+        self._awake = False
+        self._loop: object = None
+        self._stop_told: anyio.Event | None = None
+        self._timeout: float | None = None
+        self._longest = stop_timeout
+        self.tasks: TaskGroup | None = None
+        self.running: set[Submission[Any]] = set()
+        self.clean = True
+
+    def __str__(self) -> str:
+        return f"loop thread {self.name!r}"
+
+    # ---------------------------------------------------------------------------------------------- from any thread
+
+    def is_foreign(self) -> bool:
+        """Whether another process, from which this one was forked, has started it."""
+        return self._pid is not None and self._pid != os.getpid()
+
+    def _check_process(self) -> None:
+        if self.is_foreign():  # asked before any lock is taken: the parent may have held it when it forked
+            raise ConfigError(
+                f"{self} runs in process {self._pid}, from which this one was forked; make a new LoopThread after the fork"
+            )
+
+    def _claim(self) -> None:
+        self._check_process()
+        self._pid = os.getpid()
+
+    def not_running(self) -> LoopNotRunningError:
+        """The error of what it cannot take (any more)."""
+        advice = "start() it first" if self.machine.state is _IDLE else "make a new LoopThread"
+        return LoopNotRunningError(f"{self} is {self.machine.state}; {advice}")
+
+    def _to(self, state: LoopThreadState) -> None:
+        self.machine.to(state, clock.monotonic())
+
+    def start(self) -> None:
+        self._claim()
+        with self._lock:
+            if self.machine.state is _IDLE:
+                self._to(_STARTING)
+                # A daemon, since Python waits for all others before it calls what `atexit` holds, and would wait for ever.
+                thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+                atexit.register(self._at_exit)
+                try:
+                    thread.start()
+                except BaseException as error:
+                    self._end(error)
+                    raise
+                self._thread = thread
+        self._ready.wait()
+        if self._error is not None:
+            raise self._error
+        if self.machine.state is not _RUNNING:
+            raise self.not_running()
+
+    def post(self, fn: Callable[[], object]) -> bool:
+        machine = self.machine
+        if machine.state is not _RUNNING:
+            self._check_process()
+            return False
+        if self._pid != os.getpid():
+            self._check_process()
+        entry = [fn]
+        self._queue.append(entry)
+        # No lock, so that a signal handler or a garbage collection can come in at any point, and do the same. What is in
+        # the queue before the flip is called. Where the flip came first, it is taken back, if it is still there to be taken.
+        if machine.state is not _RUNNING and _taken(entry) is not None:
+            return False
+        if not self._awake:
+            self._awake = True
+            call_soon(self._loop, self._turn)
+        return True
+
+    def stop(self, timeout: float | None) -> bool:
+        self._claim()
+        self._ask_to_stop(timeout)
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        limit = (self._longest if timeout is None else timeout) + self.cancel_grace
+        thread.join(min(limit, threading.TIMEOUT_MAX))
+        if thread.is_alive():
+            at = where_thread(thread.ident or 0)
+            _log.error("%s has not ended within %g s; it stands at %s", self, limit, at or "an unknown line")
+            return False
+        return self.clean
+
+    def _ask_to_stop(self, timeout: float | None = None) -> None:
+        with self._lock:
+            if self.machine.state is _IDLE:
+                self._to(_STOPPED)
+                self._ready.set()
+            elif self.machine.state in (_STARTING, _RUNNING):
+                self._to(_STOPPING)
+            if timeout is not None:
+                self._timeout = timeout if self._timeout is None else min(timeout, self._timeout)
+        if self._loop is not None:
+            call_soon(self._loop, self._told_to_stop)
+
+    def drop(self) -> None:
+        """The user's object is gone. This is called from wherever the garbage collector runs, and must not wait."""
+        if not self.is_foreign():
+            self._ask_to_stop()
+
+    def _at_exit(self) -> None:
+        if not self.is_foreign():
+            self.stop(None)
+
+    # ----------------------------------------------------------------------------------------------- in the own thread
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            anyio.run(self._main, backend=self.backend, backend_options=self.options)
+        except BaseException as failed:
+            error = failed
+        self._end(error)
+
+    async def _main(self) -> None:
+        self._stop_told = anyio.Event()
+        self._own = copy_context()
+        self._context = self._own.copy()
+        async with anyio.create_task_group() as self.tasks:
+            self._loop = event_loop()
+            with self._lock:
+                if self.machine.state is _STARTING:
+                    self._to(_RUNNING)
+                else:
+                    self._stop_told.set()
+            self._ready.set()
+            await self._stop_told.wait()
+            while self._queue:
+                self._turn()
+                await anyio.lowlevel.checkpoint()
+
+    def _end(self, error: BaseException | None) -> None:
+        """The event loop has ended, or could not start: let nobody wait for it."""
+        atexit.unregister(self._at_exit)
+        began = self._loop is not None
+        with self._lock:
+            if self.machine.state is _RUNNING:
+                self._to(_STOPPING)
+            self._to(_STOPPED)
+        if began and error is not None:
+            _log.critical("the event loop of %s broke", self, exc_info=error)
+        elif error is not None:
+            self._error = error
+        self._ready.set()
+        left = [fn for entry in self._queue if (fn := _taken(entry)) is not None]
+        self._queue.clear()
+        for submission in [*self.running, *(fn for fn in left if isinstance(fn, Submission))]:
+            submission.fail(self.not_running())
+        lost = sum(not isinstance(fn, Submission) for fn in left)
+        if lost:
+            _log.error("%s could not call %d callbacks that it had accepted", self, lost)
+
+    # asyncio calls what comes from other threads with their context variables, which is why these two change the context.
+
+    def _turn(self) -> None:
+        self._context.run(self._call_queued)
+
+    def _call_queued(self) -> None:
+        for _ in range(PER_TURN):
+            if not self._queue:
+                self._awake = False
+                if not self._queue:  # asked again: whoever has posted meanwhile may have believed that it is awake
+                    return
+                self._awake = True
+            fn = _taken(self._queue.popleft())
+            if fn is not None:
+                self.call(fn)
+        call_soon(self._loop, self._turn)
+
+    def call(self, fn: Callable[[], object]) -> None:
+        """Call what somebody has handed in, and let its failure harm nobody."""
+        try:
+            result = fn()
+        except BaseException:  # a SystemExit too: it must not end the event loop of everybody else
+            _log.exception("%s: a posted callback raised: %r", self, fn)
+            return
+        if inspect.iscoroutine(result):
+            result.close()
+            _log.error("%s: a posted callback returned a coroutine, which only submit() runs: %r", self, fn)
+
+    def _told_to_stop(self) -> None:
+        self._context.run(self._end_all)
+
+    def _end_all(self) -> None:
+        assert self._stop_told is not None
+        self._stop_told.set()
+        for submission in tuple(self.running):
+            submission.end_within(self._timeout)
+
+    def begin(self, submission: Submission[Any]) -> None:
+        """Start its task."""
+        assert self.tasks is not None
+        assert self._stop_told is not None
+        self.running.add(submission)
+        submission.context(self._own).run(partial(self.tasks.start_soon, submission.run, name=submission.name))
+        if self._stop_told.is_set():
+            submission.end_within(self._timeout)
+
+
+class Submission(Generic[T]):
+    """One submitted function: called in the event loop, it starts the task that completes its ticket."""
+
+    def __init__(
+        self,
+        core: LoopCore,
+        fn: Callable[..., Awaitable[T]],
+        args: tuple[Any, ...],
+        stop: Callable[[], object] | None,
+        stop_timeout: float | None,
+    ) -> None:
+        self.name: str = getattr(fn, "__qualname__", None) or repr(fn)
+        self.ticket: Ticket[T] = Ticket(self.name)
+        self.stop_timeout = core.stop_timeout if stop_timeout is None else stop_timeout
+        self._core = core
+        self._fn = fn
+        self._args = args
+        self._stop = stop
+        self._callers = copy_context()
+        self._scope: anyio.CancelScope | None = None
+
+    def __call__(self) -> None:
+        self._scope = anyio.CancelScope()
+        self._core.begin(self)
+
+    def context(self, own: Context) -> Context:
+        """The caller's variables, and those of the event loop's own (as which one it is)."""
+        context = own.copy()
+        for variable, value in self._callers.items():
+            if variable not in own:
+                context.run(variable.set, value)
+        return context
+
+    def end_within(self, timeout: float | None) -> None:
+        """Ask it to end by itself, and cancel it after so many seconds; None: after its own time."""
+        assert self._scope is not None
+        if self._stop is not None:
+            stop, self._stop = self._stop, None
+            self._core.call(stop)
+        deadline = anyio.current_time() + (self.stop_timeout if timeout is None else timeout)
+        self._scope.deadline = min(self._scope.deadline, deadline)
+
+    async def run(self) -> None:
+        assert self._scope is not None
+        try:
+            with self._scope:
+                value = await self._awaitable()
+        except Exception as error:
+            self.fail(error)
+        except (SystemExit, KeyboardInterrupt) as error:  # it must not end the event loop of everybody else
+            exit_error = TaskExitError(f"{self.name} raised {error!r} in {self._core}; to end that, call its stop()")
+            exit_error.__cause__ = error
+            self.fail(exit_error)
+        except BaseException as error:
+            self.fail(TicketAbandonedError(f"{self.name} was cancelled in {self._core} ({type(error).__name__})"))
+            raise
+        else:
+            if self._scope.cancelled_caught:
+                self._core.clean = False
+                self.fail(LoopNotRunningError(f"{self._core} has stopped and cancelled {self.name}"))
+            else:
+                self._settle(self.ticket.complete, value)
+        finally:
+            self._core.running.discard(self)
+
+    def _awaitable(self) -> Awaitable[T]:
+        result = self._fn(*self._args)
+        if not inspect.isawaitable(result):
+            raise InvalidParameterError(f"submit() takes an async function; {self.name} is none: use post() for it")
+        return result
+
+    def fail(self, error: BaseException) -> None:
+        """Let the ticket have an error, where it has no answer yet."""
+        self._settle(self.ticket.fail, error)
+
+    @staticmethod
+    def _settle(answer: Callable[[Any], None], what: object) -> None:
+        with contextlib.suppress(TicketAlreadyCompletedError):  # whoever holds the ticket can answer it as well
+            answer(what)
+
+
+def _taken(entry: list[Callable[[], object]]) -> Callable[[], object] | None:
+    """Take the function out of an entry; None where somebody has done so before."""
+    try:
+        return entry.pop()
+    except IndexError:
+        return None
