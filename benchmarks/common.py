@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -95,6 +96,7 @@ def peer(name: str, *packages: str) -> Path | None:
             subprocess.run([sys.executable, "-m", "venv", str(home)], check=True, capture_output=True)
             subprocess.run([str(python), "-m", "pip", "install", "-q", *packages], check=True, capture_output=True)
         except subprocess.CalledProcessError:
+            shutil.rmtree(home, ignore_errors=True)  # so that it is tried again
             return None
     return python
 

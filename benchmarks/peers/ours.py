@@ -1,0 +1,40 @@
+"""Mainspring, on whatever mailbox the URL means."""
+
+from __future__ import annotations
+
+import anyio
+from harness import Peer, main
+
+from mainspring import LoopGroup, MainLoop, open_mailbox
+
+
+class Ours(Peer):
+    packages = ("mainspring", "uvloop")
+    note = "MainLoop in a LoopGroup, uvloop"
+    concurrency = (100, 300, 1_000)
+
+    async def open(self) -> None:
+        self.mailbox = await open_mailbox(self.url, body=str).__aenter__()
+
+    async def close(self) -> None:
+        await self.mailbox.__aexit__(None, None, None)
+
+    async def send(self, body: str) -> None:
+        await self.mailbox.send(body)
+
+    async def send_many(self, bodies: list[str]) -> None:
+        await self.mailbox.send_many(bodies)
+
+    async def work(self, handle, concurrency: int) -> None:
+        async def handler(job: str) -> None:
+            handle(job)
+
+        async with (
+            open_mailbox(self.url, body=str) as mailbox,
+            LoopGroup([MainLoop(mailbox, handler, concurrency=concurrency)], guardian=False),
+        ):
+            await anyio.sleep_forever()
+
+
+if __name__ == "__main__":
+    main(Ours)

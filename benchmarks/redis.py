@@ -1,0 +1,94 @@
+"""Redis: sends, drain and pickup beside the queues of others, on one server of the benchmark's own without persistence."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from brokers import Comparison, Contender
+from common import Row, report
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PEERS = (
+    Contender("SAQ", "on_saq.py", "saq", ("saq[redis,hiredis]", "typing_extensions", "uvloop")),
+    Contender("FastStream", "on_faststream_redis.py", "faststream", ("faststream[redis]", "hiredis", "uvloop")),
+)
+
+
+@contextmanager
+def server() -> Iterator[int | None]:
+    """The port of a Redis server that is started for this, and has nothing but its memory; None where there is none."""
+    binary = shutil.which("redis-server")
+    if binary is None:
+        yield None
+        return
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    with tempfile.TemporaryDirectory() as home:
+        command = [
+            binary,
+            "--port",
+            str(port),
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+            "--dir",
+            home,
+            "--bind",
+            "127.0.0.1",
+        ]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            wait_for(port)
+            yield port
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def wait_for(port: int) -> None:
+    for _ in range(100):
+        with suppress(OSError):
+            say(port, "PING")
+            return
+        time.sleep(0.05)
+    raise SystemExit("the Redis server does not start")
+
+
+def say(port: int, command: str) -> str:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as wire:
+        wire.sendall(command.encode() + b"\r\n")
+        return wire.recv(65_536).decode()
+
+
+def main() -> int:
+    with server() as port:
+        if port is None:
+            report(Row("Redis: no redis-server here (apt install redis-server)", "-", "-", None, None))
+            return 0
+
+        def url(contender: Contender) -> str:
+            return f"redis://127.0.0.1:{port}/0" + ("?name=bench" if contender.home is None else "")
+
+        comparison = Comparison("Redis", url, lambda: say(port, "FLUSHALL") and None, list(PEERS))
+        comparison.choose_concurrency()
+        comparison.report_rate("drain", 3.0)
+        comparison.report_rate("send-one", 1.0)
+        comparison.report_rate("send-100", 1.0)
+        comparison.report_rate("send-bulk", 1.0)
+        comparison.report_pickup()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
