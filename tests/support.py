@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import trio.testing
 
 from mainspring.mailbox.memory import InMemoryMailbox
 
@@ -115,6 +116,17 @@ class FaultyMailbox(InMemoryMailbox[Any, Any]):
 
     async def _save_checkpoint(self, delivery: Any, state: bytes) -> None:
         await self._through("save_checkpoint", state, partial(super()._save_checkpoint, delivery, state))
+
+
+def virtually(fn: Callable[[trio.testing.MockClock], Awaitable[None]]) -> Callable[[], None]:
+    """Run the test in virtual time; it gets the clock, which starts at 0."""
+
+    def test() -> None:
+        clock = trio.testing.MockClock(autojump_threshold=0)
+        anyio.run(fn, clock, backend="trio", backend_options={"clock": clock})
+
+    test.__name__ = fn.__name__
+    return test
 
 
 def record(loop: MainLoop, *kinds: type[Any]) -> list[Any]:

@@ -6,23 +6,12 @@ import math
 
 import anyio
 import pytest
-import trio.testing
 from anyio import wait_all_tasks_blocked
 
 from mainspring.periodic import Periodic
+from support import virtually
 
 pytestmark = pytest.mark.anyio
-
-
-def virtually(fn):
-    """Run the test in virtual time; it gets the clock, which starts at 0."""
-
-    def test():
-        clock = trio.testing.MockClock(autojump_threshold=0)
-        anyio.run(fn, clock, backend="trio", backend_options={"clock": clock})
-
-    test.__name__ = fn.__name__
-    return test
 
 
 class Steps:

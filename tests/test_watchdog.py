@@ -6,7 +6,6 @@ import math
 
 import anyio
 import pytest
-import trio.testing
 from anyio import wait_all_tasks_blocked
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,21 +15,11 @@ from mainspring.errors import ConfigError, HandlerStalledError
 from mainspring.events import Dispatcher, HandlerStalled, HandlerStuck
 from mainspring.heartbeat import Heartbeat
 from mainspring.watchdog import ROUNDING, HeartbeatSubject, Limits, Pardons, Watchdog, judge
+from support import virtually
 
 pytestmark = pytest.mark.anyio
 
 LIMITS = Limits(threshold=720.0, interval=60.0, cancel_grace=5.0)
-
-
-def virtually(fn):
-    """Run the test in virtual time; it gets the clock, which starts at 0."""
-
-    def test():
-        clock = trio.testing.MockClock(autojump_threshold=0)
-        anyio.run(fn, clock, backend="trio", backend_options={"clock": clock})
-
-    test.__name__ = fn.__name__
-    return test
 
 
 class Job:

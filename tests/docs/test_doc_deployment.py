@@ -6,17 +6,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import yaml
 from doc_blocks import blocks_of
-from doc_session import Session
 from starlette.routing import Route
 
 from mainspring import InMemoryMailbox, LoopGroup, MainLoop
 from mainspring.http.app import health_app
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from doc_session import Session
 
 TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
 
@@ -24,13 +22,6 @@ TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
 def last(title: str) -> str:
     """The file of that name as the page has it at its end."""
     return [block.text for block in blocks_of(TUTORIAL) if block.title == title][-1]
-
-
-@pytest.fixture
-def session(tmp_path: Path) -> Iterator[Session]:
-    reader = Session(tmp_path)
-    yield reader
-    reader.close()
 
 
 def some_group() -> LoopGroup:

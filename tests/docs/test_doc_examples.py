@@ -8,23 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 from doc_blocks import blocks_of, pattern_of, steps_of
-from doc_session import Session
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from doc_session import Session
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-
-
-@pytest.fixture
-def session(tmp_path: Path) -> Iterator[Session]:
-    """A reader in an empty directory."""
-    reader = Session(tmp_path)
-    yield reader
-    reader.close()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

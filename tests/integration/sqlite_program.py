@@ -52,17 +52,16 @@ async def finish(message) -> None:
 async def wait(path: str) -> None:
     """One long poll after the other, which only the bell can wake in time."""
     sqlite_writer.LOOK_AGAIN = 3_600.0
-    async with SQLiteMailbox(path, name="jobs") as mailbox:
-        say("ready")
-        while True:
-            for message in await mailbox.receive(wait_time_seconds=3_600):
-                await message.acknowledge()
-                say("done", message.id)
+    await _poll(path)
 
 
 async def look(path: str) -> None:
     """One long poll after the other, without a bell."""
     sqlite_writer.Bell.listen = lambda self: self._closed.clear()
+    await _poll(path)
+
+
+async def _poll(path: str) -> None:
     async with SQLiteMailbox(path, name="jobs") as mailbox:
         say("ready")
         while True:

@@ -13,9 +13,10 @@ from pathlib import Path
 import anyio
 import pytest
 
-from mainspring import LoopGroup, MailboxConnectionError, MainLoop
+from mainspring import MailboxConnectionError
 from mainspring.mailbox.message import Counts
 from postgres_support import Place, drop_schema, new_schema
+from restarts import goes_on_after_a_restart
 from servers import PATIENCE, PostgresServer
 
 pytestmark = pytest.mark.anyio
@@ -95,36 +96,7 @@ async def test_effects_happen_once_though_workers_are_killed(postgres_url, tmp_p
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 async def test_a_restart_loses_nothing_and_harms_no_handler(server, how):
-    """What was sent before is done after it, a handler at work goes on, and its acknowledgement is written."""
-    done: list[int] = []
-    at_work, go_on = anyio.Event(), anyio.Event()
-
-    async def handle(job: int) -> None:
-        if job == 0:
-            at_work.set()
-            await go_on.wait()
-        done.append(job)
-
-    place = Place(server.url, new_schema())
-    mailbox = place.mailbox(body=int)
-    async with LoopGroup([MainLoop(mailbox, handle, concurrency=2)], guardian=False):
-        await mailbox.send_many([0, 1])
-        await at_work.wait()
-        server.stop(how)
-        with pytest.raises(MailboxConnectionError):
-            await mailbox.send(99)
-        server.start()
-        with anyio.fail_after(PATIENCE):
-            while True:
-                try:
-                    await mailbox.send(2, dedup_key="2")
-                    break
-                except MailboxConnectionError:
-                    await anyio.sleep(0.05)
-            go_on.set()
-            while sorted(done) != [0, 1, 2] or (await mailbox.counts()).waiting:
-                await anyio.sleep(0.02)
-        assert await mailbox.counts() == Counts(settled=3)
+    await goes_on_after_a_restart(server, Place(server.url, new_schema()).mailbox(body=int), how)
 
 
 async def test_what_was_sent_survives_the_servers_kill(server):

@@ -11,11 +11,12 @@ from contextlib import ExitStack, contextmanager
 import anyio
 import pytest
 
-from mainspring import LoopGroup, MailboxConnectionError, MainLoop, open_mailbox
+from mainspring import MailboxConnectionError, open_mailbox
 from mainspring.errors import ConfigError
 from mainspring.mailbox.message import Counts
 from mainspring.testing import mailbox_contract
 from redis_support import Place, place
+from restarts import goes_on_after_a_restart
 from servers import PATIENCE, RedisServer, free_port
 
 pytestmark = pytest.mark.anyio
@@ -40,41 +41,8 @@ async def until(holds, what):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 async def test_a_restart_loses_nothing_and_harms_no_handler(server, how, anyio_backend):
-    """What was sent before is done after it, a handler at work goes on, and its acknowledgement is written."""
-    done: list[int] = []
-    at_work, go_on = anyio.Event(), anyio.Event()
-
-    async def handle(job: int) -> None:
-        if job == 0:
-            at_work.set()
-            await go_on.wait()
-        done.append(job)
-
     with place(server.url) as here:
-        mailbox = here.mailbox(body=int)
-        async with LoopGroup([MainLoop(mailbox, handle, concurrency=2)], guardian=False):
-            await mailbox.send_many([0, 1])
-            await at_work.wait()
-            server.stop(how)
-            with pytest.raises(MailboxConnectionError):
-                await mailbox.send(99)
-            server.start()
-
-            async def sent() -> bool:
-                try:
-                    await mailbox.send(2, dedup_key="2")
-                except MailboxConnectionError:
-                    return False
-                return True
-
-            await until(sent, "sending after the restart")
-            go_on.set()
-
-            async def all_done() -> bool:
-                return sorted(done) == [0, 1, 2] and (await mailbox.counts()).waiting == 0
-
-            await until(all_done, "the work after the restart")
-            assert (await mailbox.counts()).settled == 3
+        await goes_on_after_a_restart(server, here.mailbox(body=int), how)
 
 
 async def test_a_waiting_receive_hears_of_a_server_that_died(server, anyio_backend):

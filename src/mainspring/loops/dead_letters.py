@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from mainspring.errors import ConfigError
 from mainspring.loops.main import MainLoop
@@ -30,6 +30,21 @@ class Verdict(StrEnum):
     """Leave it among the dead letters and do not bring it again."""
 
 
+class LoopOptions(TypedDict, total=False):
+    """What a loop of any kind can be told; :class:`MainLoop` says what it means, and what it is by default."""
+
+    name: str | None
+    concurrency: int
+    visibility_timeout: float
+    wait_time_seconds: float
+    retry: RetryPolicy | None
+    dead_letter: DeadLetterPolicy | None
+    lease: LeasePolicy | None
+    handler_timeout: float | None
+    shutdown_timeout: float | None
+    shutdown_priority: int
+
+
 class DLQConsumer(MainLoop):
     """Takes the dead letters of a mailbox, hands each to a handler as a :class:`DeadLetter`, and does what it says.
 
@@ -42,9 +57,7 @@ class DLQConsumer(MainLoop):
     :param mailbox: whose dead letters; it is opened if nobody has, and a MainLoop may work on it beside this.
     :param look_every: seconds between looks for dead letters that died in other processes, or of their age; those of the
         same mailbox object are heard of at once.
-    :param name: for logs, metrics and reports; the handler's name by default.
-
-    The others are those of :class:`MainLoop`.
+    :param options: those of :class:`MainLoop`, but ``body``.
 
     :raises ConfigError: as MainLoop, and where the mailbox's store cannot lease dead letters (``Capabilities.siblings`` and
         ``dedup``).
@@ -55,37 +68,15 @@ class DLQConsumer(MainLoop):
         mailbox: Mailbox[Any, Any],
         handler: Callable[..., Any],
         *,
-        name: str | None = None,
-        concurrency: int = 1,
-        visibility_timeout: float = 60,
-        wait_time_seconds: float = 30,
         look_every: float = 5.0,
-        retry: RetryPolicy | None = None,
-        dead_letter: DeadLetterPolicy | None = None,
-        lease: LeasePolicy | None = None,
-        handler_timeout: float | None = None,
-        shutdown_timeout: float | None = None,
-        shutdown_priority: int = 0,
+        **options: Unpack[LoopOptions],
     ) -> None:
         if not isinstance(mailbox, Mailbox):
             raise ConfigError(f"DLQConsumer: mailbox must be a Mailbox (see open_mailbox), not {mailbox!r}")
         if not (is_number(look_every, 0) and look_every):
             raise ConfigError(f"DLQConsumer: look_every must be above 0 seconds, not {look_every!r}")
-        super().__init__(
-            DeadLetterView(mailbox, look_every=float(look_every)),
-            handler,
-            name=name,
-            concurrency=concurrency,
-            visibility_timeout=visibility_timeout,
-            wait_time_seconds=wait_time_seconds,
-            retry=retry,
-            dead_letter=dead_letter,
-            lease=lease,
-            handler_timeout=handler_timeout,
-            shutdown_timeout=shutdown_timeout,
-            shutdown_priority=shutdown_priority,
-            body=DeadLetter,
-        )
+        view = DeadLetterView(mailbox, look_every=float(look_every))
+        super().__init__(view, handler, body=DeadLetter, **options)
         self.wrap(self._as_it_says)
 
     async def _as_it_says(self, message: Message[DeadLetter, None], call: Callable[[], Awaitable[Any]]) -> None:

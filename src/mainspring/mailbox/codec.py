@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import sys
 from collections.abc import Mapping
@@ -160,3 +161,14 @@ def type_name(body_type: Any) -> str:
     if isinstance(body_type, type) and not hasattr(body_type, "__origin__"):
         return body_type.__qualname__
     return str(body_type).replace("typing.", "")
+
+
+def headers_of(stored: str) -> dict[str, str] | None:
+    """Stored headers; None where they are none: another program wrote them, or the store was damaged."""
+    try:
+        headers = json.loads(stored)
+    except (ValueError, RecursionError):
+        return None
+    if not (isinstance(headers, dict) and all(isinstance(value, str) for value in headers.values())):
+        return None
+    return headers

@@ -13,6 +13,7 @@ from mainspring.mailbox import postgres_commands as do
 from mainspring.mailbox import postgres_schema as schemas
 from mainspring.mailbox import postgres_values as values
 from mainspring.mailbox.base import Mailbox
+from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.hooks import TRANSIENT, Capabilities
 from mainspring.mailbox.limits import full
 from mainspring.mailbox.message import Ack, Cancelled, CancelOutcome, Dead, Return
@@ -318,7 +319,7 @@ class PostgresMailbox(Mailbox[T, R]):
         outcome, reply_to, headers = (await self._here.rows("cancel", self._number, _known([message_id])[0]))[0]
         if outcome == CancelOutcome.CANCELLED:
             self._here.announce(self._number, [message_id])
-        return Cancelled(CancelOutcome(outcome), reply_to, values.headers_of(headers or "{}") or {})
+        return Cancelled(CancelOutcome(outcome), reply_to, headers_of(headers or "{}") or {})
 
 
 def _lease(delivery: Delivery) -> int:

@@ -14,13 +14,13 @@ from psycopg import AsyncRawCursor
 from psycopg.rows import tuple_row
 
 from mainspring.mailbox import postgres_commands as do
+from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.message import Counts, Delivery
 from mainspring.mailbox.postgres_arrays import Floats, Integers, Longs, Shorts, blobs, numbers, register, texts
 from mainspring.mailbox.postgres_values import (
     expired,
     finish_values,
     give_back_values,
-    headers_of,
     is_special,
     lease_of,
     leases,

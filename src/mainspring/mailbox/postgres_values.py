@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from mainspring.errors import ReceiptHandleExpiredError
+from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.message import Dead, Delivery, Return
 from mainspring.mailbox.postgres_arrays import Floats, Integers, Shorts, blobs, numbers, texts
 
@@ -65,17 +66,6 @@ def stored_key(key: str) -> str:
 def headers_text(envelope: Envelope) -> str | None:
     """The headers as JSON (in ASCII), or None."""
     return json.dumps(dict(envelope.headers)) if envelope.headers else None
-
-
-def headers_of(stored: str) -> dict[str, str] | None:
-    """Stored headers; None where they are none: another program wrote the row."""
-    try:
-        headers = json.loads(stored)
-    except (ValueError, RecursionError):
-        return None
-    if not (isinstance(headers, dict) and all(isinstance(value, str) for value in headers.values())):
-        return None
-    return headers
 
 
 def finish_values(commands: list[do.Finish]) -> tuple[Any, ...]:

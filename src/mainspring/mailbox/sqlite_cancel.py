@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from mainspring.mailbox import sqlite_commands as do
 from mainspring.mailbox import sqlite_schema as sql
+from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.message import UNKNOWN, Cancelled, CancelOutcome
-from mainspring.mailbox.sqlite_dead import read_headers
 
 if TYPE_CHECKING:
     from mainspring.mailbox.sqlite_work import Work
@@ -51,7 +51,7 @@ def _end(
             tally.pending -= 1
     work.execute(sql.DROP_MESSAGE, (seq,))
     tally.settled += 1
-    return Cancelled(outcome, reply_to, {} if headers is None else read_headers(headers) or {})
+    return Cancelled(outcome, reply_to, {} if headers is None else headers_of(headers) or {})
 
 
 def _leave_ready(work: Work, mailbox: int, rank: int, seq: int) -> None:

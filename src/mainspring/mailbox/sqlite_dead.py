@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mainspring.mailbox import sqlite_commands as do
 from mainspring.mailbox import sqlite_schema as sql
+from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.limits import full
 from mainspring.mailbox.message import Dead, Delivery
 
@@ -30,7 +31,7 @@ def find(work: Work, commands: list[do.FindDead]) -> None:
 
 def _dead_row(row: tuple[Any, ...]) -> tuple[Delivery, Dead, float]:
     name, body, deliveries, attempts, enqueued_at, first, reply_to, headers, checkpoint, history, *why, dead_at = row
-    known = {} if headers is None else read_headers(headers) or {}
+    known = {} if headers is None else headers_of(headers) or {}
     first = first or 0.0
     delivery = Delivery(
         name, body, "", deliveries, attempts, enqueued_at, first, reply_to, known, checkpoint, None, history
@@ -75,14 +76,3 @@ def _drop_dead(work: Work, command: do.Revive | do.Forget) -> int:
     else:
         work.execute(sql.DROP_SOME_DEAD, (command.mailbox, json.dumps(command.ids)))
     return work.changes()
-
-
-def read_headers(stored: str) -> dict[str, str] | None:
-    """Stored headers; None where they are none: another program wrote the row, or the file was damaged."""
-    try:
-        headers = json.loads(stored)
-    except (ValueError, RecursionError):
-        return None
-    if not (isinstance(headers, dict) and all(isinstance(value, str) for value in headers.values())):
-        return None
-    return headers

@@ -14,11 +14,11 @@ from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.mailbox import sqlite_commands as do
 from mainspring.mailbox import sqlite_dead as dead_letters
 from mainspring.mailbox import sqlite_schema as sql
+from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.hooks import TRANSIENT, TRANSIENT_LIFE
 from mainspring.mailbox.limits import full
 from mainspring.mailbox.message import Counts, Dead, Delivery
 from mainspring.mailbox.sqlite_cancel import cancel, drop, forget_mailbox
-from mainspring.mailbox.sqlite_dead import read_headers
 from mainspring.mailbox.sqlite_due import do_what_is_due, enqueue, expire
 from mainspring.mailbox.sqlite_inserts import Inserts
 from mainspring.mailbox.sqlite_work import Work
@@ -138,7 +138,7 @@ def _lease(work: Work, mailbox: int, limit: int, visibility: float) -> tuple[lis
         lease += 1
         if expires_at is not None:
             expiring.append((expires_at, seq))
-        known = {} if headers is None else read_headers(headers)
+        known = {} if headers is None else headers_of(headers)
         if known is None:
             unreadable.append((lease, seq))
             continue
