@@ -23,6 +23,9 @@ def test_what_another_try_can_help():
     helped = {kind.__name__ for kind in LEAVES if kind.retryable}
     assert helped == {
         "MailboxFullError",
+        "OffloadFullError",
+        "OffloadTimeoutError",
+        "OffloadWorkerDiedError",
         "MailboxConnectionError",
         "HandlerStalledError",
         "HandlerTimeoutError",

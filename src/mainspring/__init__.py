@@ -48,6 +48,24 @@ if TYPE_CHECKING:
         MessageSettledError as MessageSettledError,
     )
     from mainspring.errors import (
+        OffloadClosedError as OffloadClosedError,
+    )
+    from mainspring.errors import (
+        OffloadError as OffloadError,
+    )
+    from mainspring.errors import (
+        OffloadFullError as OffloadFullError,
+    )
+    from mainspring.errors import (
+        OffloadPickleError as OffloadPickleError,
+    )
+    from mainspring.errors import (
+        OffloadTimeoutError as OffloadTimeoutError,
+    )
+    from mainspring.errors import (
+        OffloadWorkerDiedError as OffloadWorkerDiedError,
+    )
+    from mainspring.errors import (
         ReceiptHandleExpiredError as ReceiptHandleExpiredError,
     )
     from mainspring.errors import (
@@ -116,6 +134,7 @@ if TYPE_CHECKING:
     )
     from mainspring.mailbox.open import open_mailbox as open_mailbox
     from mainspring.mailbox.requests import PendingReply as PendingReply
+    from mainspring.offload import OffloadPool as OffloadPool
     from mainspring.policies import (
         DeadLetterPolicy as DeadLetterPolicy,
     )
@@ -142,12 +161,13 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "errors": (
-        "ConfigError", "HandlerStalledError", "HandlerTimeoutError", "InvalidParameterError",
-        "InvalidTransitionError", "LoopNotRunningError", "MailboxClosedError", "MailboxConnectionError",
-        "MailboxError", "MailboxFullError", "MainspringError", "MessageSettledError",
-        "ReceiptHandleExpiredError", "Reject", "ReplyNotAvailableError", "RequestCancelledError",
-        "RequestFailedError", "RequestTimeoutError", "Retry", "SerializationError", "TaskExitError",
-        "TicketAbandonedError", "TicketAlreadyCompletedError", "TicketTimeoutError",
+        "ConfigError", "HandlerStalledError", "HandlerTimeoutError", "InvalidParameterError", "InvalidTransitionError",
+        "LoopNotRunningError", "MailboxClosedError", "MailboxConnectionError", "MailboxError", "MailboxFullError",
+        "MainspringError", "MessageSettledError", "OffloadClosedError", "OffloadError", "OffloadFullError",
+        "OffloadPickleError", "OffloadTimeoutError", "OffloadWorkerDiedError", "ReceiptHandleExpiredError", "Reject",
+        "ReplyNotAvailableError", "RequestCancelledError", "RequestFailedError", "RequestTimeoutError", "Retry",
+        "SerializationError", "TaskExitError", "TicketAbandonedError", "TicketAlreadyCompletedError",
+        "TicketTimeoutError",
     ),
     "events": ("Dispatcher",),
     "group": ("LoopGroup",),
@@ -161,6 +181,7 @@ _HOMES = {
     "mailbox.message": ("CancelOutcome", "DeadLetter", "Message"),
     "mailbox.open": ("open_mailbox",),
     "mailbox.requests": ("PendingReply",),
+    "offload": ("OffloadPool",),
     "policies": ("DeadLetterPolicy", "LeasePolicy", "RestartPolicy", "RetryPolicy"),
     "portal": ("LoopThread",),
     "report": ("ShutdownReport",),

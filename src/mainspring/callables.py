@@ -1,4 +1,4 @@
-"""What users hand over to be called: the function below its wrappings, and whether calling it gives a coroutine."""
+"""What users hand over to be called: the function below its wrappings, its name, and whether calling it gives a coroutine."""
 
 from __future__ import annotations
 
@@ -23,3 +23,10 @@ def code_of(fn: Any) -> Any:
 def is_async(fn: Any) -> bool:
     """Whether ``fn`` is an ``async def``, also under partials or as the ``__call__`` of an object."""
     return inspect.iscoroutinefunction(code_of(fn))
+
+
+def name_of(fn: Any) -> str:
+    """The name of what is called, for people to read: without where it was defined, and without wrappings."""
+    fn = innermost(fn)
+    name: str = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+    return name.rpartition("<locals>.")[2]

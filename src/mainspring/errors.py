@@ -147,6 +147,50 @@ class LoopNotRunningError(MainspringError):
     """A LoopThread does not run (not yet, or no longer), so that nothing can be done in its event loop."""
 
 
+class OffloadError(MainspringError):
+    """Base of what an offload pool raises; what the offloaded function raises comes as it is."""
+
+
+class OffloadClosedError(OffloadError):
+    """The pool is not open: not yet, no longer, or not in this process or on this event loop. Or it was closed before the
+    call had ended; whether its work was done is unknown then."""
+
+
+class OffloadFullError(OffloadError):
+    """As many calls as the pool's ``queue_limit`` allows are waiting for a worker; this one was not begun."""
+
+    fault = "environment"
+    retryable = True
+
+
+class OffloadTimeoutError(OffloadError, TimeoutError):
+    """An offloaded call did not end in time. Its effects are unknown, and in a thread they may still come."""
+
+    fault = "environment"
+    retryable = True
+
+
+class OffloadPickleError(OffloadError):
+    """A call's function, an argument, its result or its exception cannot be pickled to pass from one process to another."""
+
+
+class OffloadWorkerDiedError(OffloadError):
+    """The process (or interpreter) that did the work died of it, was killed, or could not be started. Only this call fails."""
+
+    fault = "environment"
+    retryable = True
+
+
+class ActorNotRunningError(MainspringError):
+    """A control message was told to a loop that does not run, or has ended by now: nobody is there to answer."""
+
+    fault = "environment"
+
+
+class ControlRefusedError(MainspringError):
+    """A loop does not know this control message, or cannot do what it asks; it has changed nothing."""
+
+
 class Retry(Exception):  # noqa: N818 - it is an instruction, not an error
     """Raised by a handler: give the message back and try it again later.
 
@@ -165,6 +209,9 @@ class Retry(Exception):  # noqa: N818 - it is an instruction, not an error
         super().__init__(f"retry in {delay} s" if delay is not None else "retry")
         self.delay = delay
         self.charge = charge
+
+    def __reduce__(self) -> tuple[type[Retry], tuple[float | None, bool]]:
+        return type(self), (self.delay, self.charge)
 
 
 class Reject(Exception):  # noqa: N818 - it is an instruction, not an error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import threading
 import typing
@@ -11,16 +10,12 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from anyio import to_thread
-
-from mainspring.callables import code_of, innermost, is_async
-from mainspring.clock import real_work
-from mainspring.errors import ConfigError
+from mainspring.callables import code_of, is_async, name_of
+from mainspring.errors import ConfigError, OffloadPickleError
+from mainspring.offload import OffloadPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    from anyio import CapacityLimiter
 
     from mainspring.loops.run import Run
 
@@ -39,37 +34,71 @@ class Handler:
     body_type: Any
     reply_type: Any
 
-    def caller(self, limiter: CapacityLimiter | None) -> Callable[..., Awaitable[Any]]:
-        """What the worker awaits: the coroutine function itself, or, for a plain function, ``(run, *args)`` in a thread.
+    def pool(self, offload: OffloadPool | str | None, workers: int) -> OffloadPool | None:
+        """The pool that a plain function runs in: the one given, or one of ``workers`` threads or processes.
 
-        A thread cannot be cancelled: when its handler is, the worker waits for the thread to return (it can look at
-        ``ctx.shutting_down`` or call ``anyio.from_thread.check_cancelled()``), and its lease is kept meanwhile.
+        :raises ConfigError: the handler cannot run there.
         """
         if self.is_async:
+            if offload is None:
+                return None
+            raise ConfigError(
+                f"handler {self.name} is async and runs on the event loop; leave out offload=, or make it a plain `def`"
+                " (an async handler offloads a part of its work by `await pool.run(...)`)"
+            )
+        if isinstance(offload, OffloadPool):
+            pool = offload
+        elif offload in (None, "thread", "process"):
+            kind: Any = offload or "thread"
+            pool = OffloadPool(kind, workers=workers, name=f"{kind} pool of {self.name}")
+        else:
+            raise ConfigError(
+                f"handler {self.name}: offload must be 'thread', 'process' or an OffloadPool, not {offload!r}"
+            )
+        if pool.kind != "thread":
+            self._check_leaves_the_interpreter(pool.kind)
+        return pool
+
+    def _check_leaves_the_interpreter(self, kind: str) -> None:
+        if self.wants_context:
+            raise ConfigError(
+                f"handler {self.name} takes ctx, which cannot be had in another {kind}: take (job) alone, or make it async and"
+                " `await pool.run(work, job, ctx.request_id)` with an OffloadPool"
+            )
+        from mainspring.offload_processes import pack
+
+        try:
+            pack(self.fn, ())
+        except OffloadPickleError as error:
+            raise ConfigError(f"handler {error}") from None
+
+    def caller(self, pool: OffloadPool | None) -> Callable[..., Awaitable[Any]]:
+        """What the worker awaits: the coroutine function itself, or, for a plain function, ``(run, *args)`` in the pool.
+
+        A cancelled handler's process is killed. A thread (or an interpreter) cannot be cancelled: the worker waits for it to
+        return (it can look at ``ctx.shutting_down`` or call ``anyio.from_thread.check_cancelled()``), and its lease is kept
+        meanwhile.
+        """
+        if pool is None:
             return self.fn
-        fn = self.fn
+        fn, name, run_to_the_end = self.fn, self.name, pool.run_to_the_end
 
         async def run_in_thread(run: Run, *args: Any) -> Any:
-            with real_work():
-                (result,) = await to_thread.run_sync(functools.partial(_call, fn, run), *args, limiter=limiter)
+            def handle() -> Any:
+                run.thread_id = threading.get_ident()
+                try:
+                    return fn(*args)
+                finally:
+                    run.thread_id = None
+
+            handle.__qualname__ = name
+            result = await run_to_the_end(handle)
             return await result if inspect.isawaitable(result) else result
 
-        return run_in_thread
+        async def run_elsewhere(run: Run, *args: Any) -> Any:
+            return await run_to_the_end(fn, *args)
 
-
-def _call(fn: Callable[..., Any], run: Run, *args: Any) -> tuple[Any]:
-    """Call it in the worker thread.
-
-    The result comes wrapped: trio refuses a bare awaitable. What generators speak with cannot cross a future: it would pass
-    the coroutines that wait for it.
-    """
-    run.thread_id = threading.get_ident()
-    try:
-        return (fn(*args),)
-    except (StopIteration, GeneratorExit) as error:
-        raise RuntimeError(f"the handler raised {type(error).__name__}") from error
-    finally:
-        run.thread_id = None
+        return run_in_thread if pool.kind == "thread" else run_elsewhere
 
 
 def inspect_handler(fn: Callable[..., Any], names: Mapping[str, Any], *, body: Any = None) -> Handler:
@@ -80,7 +109,7 @@ def inspect_handler(fn: Callable[..., Any], names: Mapping[str, Any], *, body: A
     """
     if not callable(fn):
         raise ConfigError(f"a handler must be callable, not {fn!r}; give an `async def` or a plain function")
-    name = _short_name(innermost(fn))
+    name = name_of(fn)
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError) as error:
@@ -101,11 +130,6 @@ def inspect_handler(fn: Callable[..., Any], names: Mapping[str, Any], *, body: A
         body_type=annotations.needed(first) if body is None else body,
         reply_type=_reply_type(annotations.known("return")),
     )
-
-
-def _short_name(fn: Any) -> str:
-    name: str = getattr(fn, "__qualname__", None) or type(fn).__qualname__
-    return name.rpartition("<locals>.")[2]
 
 
 def _parameters(name: str, signature: inspect.Signature) -> list[inspect.Parameter]:

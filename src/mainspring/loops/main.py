@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, Any, Self
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import anyio
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from mainspring.loops.attempt import Wrapper
     from mainspring.loops.capacity import Capacity
     from mainspring.loops.run import Run
+    from mainspring.offload import OffloadPool
 
 CANCEL_GRACE = 5.0
 """Seconds that cancelled handlers get to clean up, where no group says otherwise."""
@@ -51,6 +53,9 @@ class MainLoop:
     :param handler_timeout: seconds after which a handler is cancelled, as a failed attempt; None: no limit.
     :param shutdown_timeout: seconds this loop's handlers may take to finish at a shutdown; None: as long as the group allows.
     :param shutdown_priority: loops with a higher one stop later.
+    :param offload: where a plain ``def`` runs: ``"thread"`` (the default), ``"process"`` (as many as ``concurrency``; the
+        handler takes ``(job)`` alone, and a cancelled one is killed), or an :class:`OffloadPool`, which loops may share; the
+        loop opens it if nobody has.
     :param body: the type of the bodies, where the annotation does not say it.
     :raises ConfigError: a value is impossible, or the handler's type is not the mailbox's.
     """
@@ -70,6 +75,7 @@ class MainLoop:
         handler_timeout: float | None = None,
         shutdown_timeout: float | None = None,
         shutdown_priority: int = 0,
+        offload: Literal["thread", "process"] | OffloadPool | None = None,
         body: Any = None,
     ) -> None:
         if not isinstance(mailbox, Mailbox):
@@ -81,6 +87,7 @@ class MainLoop:
             self.name, concurrency, visibility_timeout, wait_time_seconds, handler_timeout, shutdown_timeout,
             shutdown_priority, retry, dead_letter, lease,
         )  # fmt: skip
+        self._pool = self._handler.pool(offload, concurrency)
         self._bind(mailbox)
         self.mailbox = mailbox
         self.concurrency = concurrency
@@ -167,11 +174,10 @@ class MainLoop:
             raise ConfigError(
                 f"loop {self.name!r}: max_iterations must be a whole number from 0, or None, not {max_iterations!r}"
             )
-        limiter = None if self._handler.is_async else anyio.CapacityLimiter(self.concurrency)
         self._worker = Worker(
             self.name,
             self.mailbox,
-            self._handler.caller(limiter),
+            self._handler.caller(self._pool),
             self._settings,
             dispatcher=self.dispatcher,
             heartbeat=self._heartbeat,
@@ -187,8 +193,9 @@ class MainLoop:
         try:
             if self._stop_asked:
                 self.stop_intake()
-            with anyio.CancelScope() as self._scope:
-                await self._worker.run(max_iterations)
+            async with self._pool or nullcontext():
+                with anyio.CancelScope() as self._scope:
+                    await self._worker.run(max_iterations)
         finally:
             self._scope = self._worker = None
             self._stop_asked = False

@@ -1,0 +1,302 @@
+"""``OffloadPool``: blocking and computing work in threads, processes or interpreters, bounded, and never left dangling."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, TypeVarTuple, Unpack
+
+import anyio
+from anyio import CapacityLimiter, to_thread
+
+from mainspring.callables import is_async
+from mainspring.clock import real_work
+from mainspring.errors import ConfigError, InvalidParameterError, OffloadClosedError
+from mainspring.offload_calls import Calls
+from mainspring.values import is_number, is_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from mainspring.offload_calls import Job
+
+Kind = Literal["thread", "process", "interpreter"]
+KINDS = ("thread", "process", "interpreter")
+MOST_THREADS = 32
+"""The default number of threads is bounded by this, as the standard library's pool of threads is."""
+CUT_WITHIN = 5.0
+"""Seconds that are waited, after the calls were cut, for killed processes to be gone."""
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
+
+_log = logging.getLogger("mainspring.offload")
+
+
+class OffloadPool:
+    """Runs plain functions beside the event loop: in threads, in processes, or in interpreters (Python 3.14 and newer).
+
+    ``async with OffloadPool("process", workers=2) as pool`` opens it, and ``await pool.run(fn, *args)`` uses it. It may be
+    entered several times (a :class:`MainLoop` does so for as long as it runs); the last one to leave closes it, and then it
+    can be opened again. Closing takes no new calls, waits for those that were accepted and for late ones, at most
+    ``shutdown_timeout`` seconds, and then cuts: callers get :class:`OffloadClosedError`, processes are killed, and threads
+    that still run are named in a warning (logger ``mainspring.offload``). Where closing is cancelled, it cuts at once.
+
+    :param kind: ``"thread"`` for calls that wait (blocking drivers, files): cheap, and arguments need not be pickled.
+        ``"process"`` for computing, and for code that may have to be killed or may crash. ``"interpreter"`` for computing
+        in pure Python without processes.
+    :param workers: how many calls run at once; by default the number of processors that this process may use, for threads
+        four more (at most 32).
+    :param queue_limit: how many calls may wait for a worker; the next one fails with :class:`OffloadFullError` at once.
+        None: no limit, as waiting callers are held up by it. 0: none waits.
+    :param name: for errors and logs.
+    :param shutdown_timeout: seconds that closing waits before it cuts.
+    :raises ConfigError: a value is impossible, or this Python has no interpreters.
+    """
+
+    def __init__(
+        self,
+        kind: Kind = "thread",
+        *,
+        workers: int | None = None,
+        queue_limit: int | None = None,
+        name: str | None = None,
+        shutdown_timeout: float = 30.0,
+    ) -> None:
+        _check(kind, workers, queue_limit, shutdown_timeout)
+        self.kind = kind
+        self.workers = _default_workers(kind) if workers is None else workers
+        self.queue_limit = queue_limit
+        self.name = name or f"{kind} pool"
+        self.shutdown_timeout = float(shutdown_timeout)
+        _backend(kind)  # says now what cannot be
+        self._backend: Backend | None = None
+        self._calls: Calls | None = None
+        self._entered = 0
+        self._closing = False
+        self._owner = (0, 0)
+
+    def __repr__(self) -> str:
+        state = "open" if self.is_open else "closed"
+        return (
+            f"<OffloadPool {self.name!r} {state} workers={self.workers} in_flight={self.in_flight} queued={self.queued}"
+            f" late={self.late}>"
+        )
+
+    # ------------------------------------------------------------------------------------------------------ life cycle
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes calls."""
+        return self._entered > 0 and not self._closing
+
+    async def __aenter__(self) -> Self:
+        if self._closing:
+            raise OffloadClosedError(f"{self.name} is being closed; open it again when that is done")
+        if self._entered:
+            self._check_owner()
+        else:
+            self._backend = _backend(self.kind)
+            self._calls = Calls(self.name, self.workers, self.queue_limit)
+            self._owner = _here()
+        self._entered += 1
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._entered > 1:
+            self._entered -= 1
+            return
+        assert self._calls is not None
+        assert self._backend is not None
+        self._closing = True
+        try:
+            await self._finish(self._calls)
+        finally:
+            try:
+                await self._cut(self._calls, self._backend)
+            finally:
+                self._entered, self._closing, self._backend = 0, False, None
+
+    async def _finish(self, calls: Calls) -> None:
+        with anyio.move_on_after(self.shutdown_timeout):
+            await calls.wait_idle()
+            await calls.wait_for_late()
+
+    async def _cut(self, calls: Calls, backend: Backend) -> None:
+        calls.cut()
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CUT_WITHIN), real_work():
+            await to_thread.run_sync(backend.close, abandon_on_cancel=True, limiter=CapacityLimiter(1))
+            await calls.wait_idle()  # the callers are told
+            if backend.kills:
+                await calls.wait_for_late()
+        if calls.late:
+            at = ", ".join(sorted(f"{call.name} ({call.where or 'about to end'})" for call in calls.late))
+            _log.warning("%s was closed, and %d calls in it have not ended: %s", self.name, len(calls.late), at)
+
+    # --------------------------------------------------------------------------------------------------------- calling
+
+    async def run(self, fn: Callable[[Unpack[Args]], T], *args: *Args, timeout: float | None = None) -> T:
+        """Call ``fn(*args)`` in a worker and return what it returns, or raise what it raises.
+
+        ``timeout`` is in seconds, from this call on; waiting for a worker counts. At the timeout, and when cancelled, the
+        caller goes on at once. Work that had not begun never does. A process is killed, and replaced. Work in a thread or an
+        interpreter cannot be stopped (in a thread ``anyio.from_thread.check_cancelled()`` raises from then on): it is *late*.
+        It keeps its worker busy until it ends; its result is then dropped, and an exception of it logged as a warning.
+
+        For processes and interpreters the function, its arguments, its result and its exceptions are pickled.
+
+        :raises OffloadTimeoutError: it did not end within ``timeout``.
+        :raises OffloadFullError: ``queue_limit`` calls are waiting for a worker.
+        :raises OffloadClosedError: the pool is not open here, or was closed before the call had ended.
+        :raises OffloadPickleError: something of it cannot be pickled.
+        :raises OffloadWorkerDiedError: the process died of it.
+        :raises InvalidParameterError: ``timeout`` is negative or not a number, or ``fn`` is not a plain function.
+        """
+        calls, backend = self._open_calls()
+        if timeout is not None and not is_number(timeout, 0, math.inf):
+            raise InvalidParameterError(f"{self.name}: timeout must be 0 or more seconds, or None, not {timeout!r}")
+        if not callable(fn) or is_async(fn):
+            raise InvalidParameterError(f"{self.name} runs plain functions, and {fn!r} is none: await it where you are")
+        result: T = await calls.run(backend.job(fn, args), timeout)
+        return result
+
+    async def run_to_the_end(self, fn: Callable[[Unpack[Args]], T], *args: *Args) -> T:
+        """As :meth:`run`, for callers that must not go on while the work does, whatever happens.
+
+        Cancelled, it kills a process and waits until that is gone; for a thread or an interpreter it waits until the work
+        ends, and then what came of it counts. ``queue_limit`` does not apply. It raises what :meth:`run` does.
+        """
+        calls, backend = self._open_calls()
+        result: T = await calls.run_to_the_end(backend.job(fn, args))
+        return result
+
+    def _open_calls(self) -> tuple[Calls, Backend]:
+        self._check_owner()
+        if self._calls is None or self._backend is None or self._closing:
+            raise OffloadClosedError(
+                f"{self.name} is {'being closed' if self._closing else 'closed'}; it takes no calls"
+            )
+        return self._calls, self._backend
+
+    def _check_owner(self) -> None:
+        if not self._entered:
+            raise OffloadClosedError(f"{self.name} is not open; use it inside `async with pool`")
+        if self._owner != (here := _here()):
+            other = "the process this one was forked from" if self._owner[0] != here[0] else "another event loop"
+            raise OffloadClosedError(f"{self.name} was opened in {other}; make and open a pool of its own here")
+
+    # --------------------------------------------------------------------------------------------------------- watching
+
+    @property
+    def in_flight(self) -> int:
+        """How many calls are being done for callers that wait for them; neither queued nor late ones."""
+        return 0 if self._calls is None else self._calls.in_flight
+
+    @property
+    def queued(self) -> int:
+        """How many calls wait for a worker."""
+        return 0 if self._calls is None else self._calls.queued
+
+    @property
+    def late(self) -> int:
+        """How many calls still run although their callers have gone on; they keep their workers busy."""
+        return 0 if self._calls is None else len(self._calls.late)
+
+    @property
+    def ended_late(self) -> int:
+        """How many calls have ended late since the pool was opened."""
+        return 0 if self._calls is None else self._calls.ended_late_count
+
+    async def wait_idle(self) -> None:
+        """Wait until no call is queued or in flight; late ones do not count. Put a limit of your own around it."""
+        if self._calls is not None:
+            await self._calls.wait_idle()
+
+    async def wait_for_late(self) -> None:
+        """Wait until no late call runs any more. One that never ends is waited for: put a limit of your own around it."""
+        if self._calls is not None:
+            await self._calls.wait_for_late()
+
+
+class Backend(Protocol):
+    """What does the work of one opening of a pool. ``kills``: work that is given up ends."""
+
+    kills: bool
+
+    def job(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Job:
+        """A call, in the form it is done in."""
+
+    def close(self) -> None:
+        """End what it has started; blocks, and takes a bounded time."""
+
+
+class Threads:
+    """Work in the threads of anyio, which belong to the event loop."""
+
+    kills = False
+
+    def job(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> ThreadJob:
+        """A call for a thread."""
+        return ThreadJob(fn, args)
+
+    def close(self) -> None:
+        """Nothing: idle threads end by themselves."""
+
+
+class ThreadJob:
+    """One call for a thread."""
+
+    __slots__ = ("_args", "fn")
+    killable = False
+    where = ""
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.fn = fn
+        self._args = args
+
+    def perform(self) -> Any:
+        """Call it."""
+        return self.fn(*self._args)
+
+    def give_up(self) -> None:
+        """Nothing: a thread cannot be stopped from outside."""
+
+
+def _backend(kind: str) -> Backend:
+    if kind == "process":
+        from mainspring.offload_processes import Processes
+
+        return Processes()
+    if kind == "interpreter":
+        from mainspring.offload_interpreters import Interpreters
+
+        return Interpreters()
+    return Threads()
+
+
+def _here() -> tuple[int, int]:
+    """The process and the thread; an event loop is the one thing in its thread."""
+    return os.getpid(), threading.get_ident()
+
+
+def _default_workers(kind: str) -> int:
+    processors = len(os.sched_getaffinity(0))
+    return min(MOST_THREADS, processors + 4) if kind == "thread" else processors
+
+
+def _check(kind: object, workers: object, queue_limit: object, shutdown_timeout: object) -> None:
+    if kind not in KINDS:
+        raise ConfigError(f"OffloadPool: kind must be one of {', '.join(map(repr, KINDS))}, not {kind!r}")
+    if workers is not None and not is_whole(workers, 1):
+        raise ConfigError(f"OffloadPool: workers must be a whole number from 1, or None, not {workers!r}")
+    if queue_limit is not None and not is_whole(queue_limit, 0):
+        raise ConfigError(f"OffloadPool: queue_limit must be a whole number from 0, or None, not {queue_limit!r}")
+    if not is_number(shutdown_timeout, 0):
+        raise ConfigError(
+            f"OffloadPool: shutdown_timeout must be 0 or more seconds and finite, not {shutdown_timeout!r}"
+        )

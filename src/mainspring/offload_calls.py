@@ -1,0 +1,313 @@
+"""The calls of an offload pool from one opening to its closing: which wait for a worker, which run, which are late.
+
+All of it belongs to one event loop, but for :meth:`Call.execute`, which runs in a thread. A call has a *place* (there are as
+many as workers) from its begin to the real end of its work, so that work nobody waits for any more still counts as a worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import weakref
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+import anyio
+from anyio import CapacityLimiter, to_thread
+
+from mainspring.callables import name_of
+from mainspring.clock import real_work
+from mainspring.errors import (
+    OffloadClosedError,
+    OffloadFullError,
+    OffloadTimeoutError,
+    TaskExitError,
+    describe,
+)
+from mainspring.process import call_soon, event_loop
+from mainspring.stacks import where_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_log = logging.getLogger("mainspring.offload")
+
+
+class Job(Protocol):
+    """One call, in the form that its kind of pool needs. ``killable``: giving it up ends it."""
+
+    fn: Callable[..., Any]
+
+    @property
+    def killable(self) -> bool: ...
+
+    @property
+    def where(self) -> str:
+        """Where it is being done, if not in the thread that performs it."""
+
+    def perform(self) -> Any:
+        """Do it, blocking this thread."""
+
+    def give_up(self) -> None:
+        """Nobody waits for it any more; called on the event loop."""
+
+
+class Progress(IntEnum):
+    """How far a call is. Its thread and the event loop both move it on, under the call's lock."""
+
+    WAITING = 0
+    RUNNING = 1
+    ENDED = 2
+    ABANDONED = 3
+
+
+class Call:
+    """One call, between the task that waits for it and the thread that performs it."""
+
+    __slots__ = ("_calls", "_lock", "_progress", "error", "gone", "job", "result", "scope", "thread_id")
+
+    def __init__(self, calls: Calls, job: Job) -> None:
+        self._calls = calls.itself  # weakly: the thread may outlive the pool and its event loop
+        self._lock = threading.Lock()
+        self._progress = Progress.WAITING
+        self.job = job
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.scope: anyio.CancelScope | None = None
+        self.gone: anyio.Event | None = None
+        self.thread_id: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What is called."""
+        return name_of(self.job.fn)
+
+    @property
+    def where(self) -> str:
+        """The line its thread is at, or the process that does it; an empty string where neither is known."""
+        return self.job.where or ("" if self.thread_id is None else where_thread(self.thread_id))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its work has ended before it was abandoned."""
+        return self._progress is Progress.ENDED
+
+    def execute(self) -> tuple[Any]:
+        """Perform the job in this thread, unless it was abandoned before it began.
+
+        The result comes wrapped: trio refuses a bare awaitable.
+        """
+        with self._lock:
+            if self._progress is not Progress.WAITING:
+                return (None,)
+            self._progress = Progress.RUNNING
+        self.thread_id = threading.get_ident()
+        result, error = None, None
+        try:
+            result = self.job.perform()
+        except BaseException as raised:
+            error = _bearable(raised, self.name)
+        self.thread_id = None
+        with self._lock:
+            late = self._progress is Progress.ABANDONED
+            if not late:
+                self._progress, self.result, self.error = Progress.ENDED, result, error
+        try:
+            if late:
+                self._end_late(error)
+            elif error is not None:
+                raise error
+            return (result,)
+        finally:
+            del result, error  # the traceback refers to this frame: no cycle is left
+
+    def abandon(self) -> Progress:
+        """Nobody waits for it any more: how far it was. What has not begun never will."""
+        with self._lock:
+            before = self._progress
+            if before is not Progress.ENDED:
+                self._progress = Progress.ABANDONED
+        if before is Progress.RUNNING:
+            self.job.give_up()
+        return before
+
+    def _end_late(self, error: BaseException | None) -> None:
+        if not self.job.killable:  # else it was killed, which is no news
+            self.log_dropped(error)
+        calls = self._calls()
+        if calls is not None:
+            call_soon(calls.loop, self._tell_late)
+
+    def _tell_late(self) -> None:
+        calls = self._calls()
+        if calls is not None:
+            calls.ended_late(self)
+
+    def log_dropped(self, error: BaseException | None) -> None:
+        """Say what nobody will be told any more. A cancellation that the work noticed is what was asked for."""
+        if isinstance(error, Exception):
+            _log.warning("%s raised when nobody waited for it any more: %s", self.name, describe(error), exc_info=error)
+
+
+class Calls:
+    """Places for ``workers`` calls at once, and a queue of at most ``queue_limit`` others before them."""
+
+    def __init__(self, name: str, workers: int, queue_limit: int | None) -> None:
+        self.loop = event_loop()
+        self.itself = weakref.ref(self)
+        self.queued = 0
+        self.late: dict[Call, None] = {}
+        self.ended_late_count = 0
+        self._name = name
+        self._queue_limit = queue_limit
+        self._places = CapacityLimiter(workers)
+        self._threads = CapacityLimiter(math.inf)  # the places are the bound
+        self._scoped: dict[Call, None] = {}
+        self._running = 0
+        self._is_cut = False
+        self._news: anyio.Event | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """How many are being performed for somebody who waits."""
+        return self._running
+
+    # --------------------------------------------------------------------------------------------------------- calling
+
+    async def run(self, job: Job, timeout: float | None) -> Any:
+        """Perform a job; abandon it when cancelled, at the timeout, or when the pool closes."""
+        call = Call(self, job)
+        deadline = math.inf if timeout is None else anyio.current_time() + timeout
+        with anyio.CancelScope(deadline=deadline) as call.scope:
+            self._scoped[call] = None
+            try:
+                await self._take_place(call, self._queue_limit)
+                return await self._execute(call, abandon=True)
+            except anyio.get_cancelled_exc_class():
+                call.log_dropped(call.error)  # it had ended, and nobody was told yet
+                raise
+            finally:
+                del self._scoped[call]
+        if self._is_cut:
+            raise OffloadClosedError(f"{self._name} was closed before {call.name} had ended; its effects are unknown")
+        raise OffloadTimeoutError(f"{call.name} did not end within {timeout:g} s")
+
+    async def run_to_the_end(self, job: Job) -> Any:
+        """Perform a job; when cancelled kill it, where that can be, and return or raise only when it has really ended.
+
+        What ended in spite of a cancellation counts. The queue's limit does not, for who calls this has one of its own.
+        """
+        call = Call(self, job)
+        await self._take_place(call, None)
+        if not job.killable:
+            return await self._execute(call, abandon=False)
+        try:
+            return await self._execute(call, abandon=True)
+        except anyio.get_cancelled_exc_class():
+            if call in self.late:
+                call.gone = anyio.Event()
+                with anyio.CancelScope(shield=True), real_work():
+                    await call.gone.wait()
+            if not call.has_ended:
+                raise
+            if call.error is not None:
+                raise call.error from None
+            return call.result
+
+    async def _take_place(self, call: Call, limit: int | None) -> None:
+        try:
+            self._places.acquire_on_behalf_of_nowait(call)
+        except anyio.WouldBlock:
+            pass
+        else:
+            return
+        if limit is not None and self.queued >= limit:
+            raise OffloadFullError(
+                f"{self._name}: {self.queued} calls wait for one of {self._places.total_tokens} workers, and queue_limit is"
+                f" {limit}; try again later, or raise it"
+            )
+        self.queued += 1
+        try:
+            await self._places.acquire_on_behalf_of(call)
+        finally:
+            self.queued -= 1
+            self._tell()
+
+    async def _execute(self, call: Call, *, abandon: bool) -> Any:
+        self._running += 1
+        try:
+            with real_work():
+                (result,) = await to_thread.run_sync(call.execute, abandon_on_cancel=abandon, limiter=self._threads)
+            return result
+        except BaseException as error:
+            if error is call.error:
+                call.error = None  # it is told; and its traceback refers to the call
+            raise
+        finally:
+            self._running -= 1
+            self._part_with(call)
+            self._tell()
+
+    def _part_with(self, call: Call) -> None:
+        """The task goes on: free the place, unless the work does too."""
+        if call.abandon() is Progress.RUNNING:
+            self.late[call] = None
+        else:
+            self._places.release_on_behalf_of(call)
+
+    def ended_late(self, call: Call) -> None:
+        """The work of an abandoned call is over."""
+        del self.late[call]
+        self.ended_late_count += 1
+        self._places.release_on_behalf_of(call)
+        if call.gone is not None:
+            call.gone.set()
+        self._tell()
+
+    # --------------------------------------------------------------------------------------------------------- waiting
+
+    async def wait_idle(self) -> None:
+        """Wait until nobody waits for anything."""
+        while self._running or self.queued:
+            await self._next_news()
+        await anyio.lowlevel.checkpoint()
+
+    async def wait_for_late(self) -> None:
+        """Wait until the late ones have ended."""
+        while self.late:
+            with real_work():
+                await self._next_news()
+        await anyio.lowlevel.checkpoint()
+
+    async def _next_news(self) -> None:
+        if self._news is None:
+            self._news = anyio.Event()
+        await self._news.wait()
+
+    def _tell(self) -> None:
+        if self._news is not None:
+            self._news.set()
+            self._news = None
+
+    def cut(self) -> None:
+        """Abandon all that is queued or runs: the callers' calls fail, with :class:`OffloadClosedError`."""
+        self._is_cut = True
+        for call in self._scoped:
+            if call.scope is not None:
+                call.scope.cancel()
+
+
+def _bearable(error: BaseException, name: str) -> BaseException:
+    """The exception that the caller gets: one that would end its event loop, or confuse it, becomes an error.
+
+    What generators speak with cannot cross a future: it would pass the coroutines that wait for it.
+    """
+    if isinstance(error, StopIteration | GeneratorExit):
+        changed: Exception = RuntimeError(f"{name} raised {type(error).__name__}")
+    elif isinstance(error, SystemExit | KeyboardInterrupt):
+        changed = TaskExitError(f"{name} raised {error!r}; to end the program, call its group's shutdown()")
+    else:
+        return error
+    changed.__cause__ = error
+    return changed

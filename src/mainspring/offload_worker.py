@@ -1,0 +1,97 @@
+"""The program of a worker process, and what it does with a job: standard library only, so that it starts quickly.
+
+A job comes as bytes and its answer goes back as bytes, in pickle: both ends are this program and the one that started it, on
+one machine and of one installation, and nothing of it is ever stored. An interpreter runs :func:`perform` alone.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle  # noqa: TID251 - between this process and its own child, as in the standard library's pools
+import select
+import signal
+import sys
+import threading
+import traceback
+from multiprocessing import spawn
+from multiprocessing.connection import Connection
+from typing import Any
+
+READY = b"ready"
+BEGUN = b"begun"
+LEAVE = b""
+"""What passes beside jobs and answers: the worker can take jobs, it has taken one, it is to end."""
+
+
+def perform(job: bytes) -> bytes:
+    """Do a pickled ``(function, arguments)``, and pickle how it went; raises nothing.
+
+    The answer is ``(how, what, text)``: ``("returned", pickled result, "")``, ``("raised", pickled exception, traceback)``,
+    ``("lost", "what of it cannot be pickled", traceback)``.
+    """
+    try:
+        fn, args = pickle.loads(job)  # noqa: S301 - from the process that started this one
+    except BaseException as error:
+        return _lost("the function or an argument cannot be unpickled there", error)
+    try:
+        result = fn(*args)
+    except BaseException as error:
+        trace = error.__traceback__
+        text = "".join(traceback.format_exception(error.with_traceback(trace and trace.tb_next)))  # without this frame
+        try:
+            pickled = pickle.dumps(error, pickle.HIGHEST_PROTOCOL)
+            pickle.loads(pickled)  # noqa: S301 - many an exception can be pickled, but not unpickled
+        except BaseException:
+            return _lost("it raised an exception that cannot be pickled", error, text)
+        return _answer("raised", pickled, text)
+    try:
+        return _answer("returned", pickle.dumps(result, pickle.HIGHEST_PROTOCOL), "")
+    except BaseException as error:
+        return _lost(f"its result of type {type(result).__qualname__} cannot be pickled", error)
+
+
+def _answer(how: str, what: bytes | str, text: str) -> bytes:
+    return pickle.dumps((how, what, text), pickle.HIGHEST_PROTOCOL)
+
+
+def _lost(what: str, error: BaseException, text: str = "") -> bytes:
+    try:
+        said = str(error)
+    except Exception:
+        said = "it cannot be printed"
+    return _answer("lost", f"{what} ({type(error).__qualname__}: {said})", text)
+
+
+def main(descriptor: int) -> None:
+    """Take jobs until told to leave. Whoever started this process is at the other end of the connection ``descriptor``."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        # The owner decides when a worker ends: a service manager signals all of a service's processes at once, and a job in
+        # hand is to be finished. A handler, unlike SIG_IGN, is not passed on to programs that a job starts.
+        signal.signal(signum, _leave_it_to_the_owner)
+    connection = Connection(descriptor)
+    try:
+        spawn.prepare(pickle.loads(connection.recv_bytes()))  # noqa: S301 - sys.path, __main__ and the like
+        threading.Thread(target=_die_with_the_owner, args=(descriptor,), name="owner", daemon=True).start()
+        connection.send_bytes(READY)
+        while (job := connection.recv_bytes()) != LEAVE:
+            connection.send_bytes(BEGUN)
+            connection.send_bytes(perform(job))
+    except (EOFError, OSError):
+        return  # the owner is gone
+
+
+def _leave_it_to_the_owner(signum: int, frame: Any) -> None:
+    """Do nothing."""
+
+
+def _die_with_the_owner(descriptor: int) -> None:
+    """Wait for the other end to be closed, which the owner's death does, and leave at once, whatever job is in hand."""
+    poll = select.poll()
+    poll.register(descriptor, 0)  # a hang-up is reported unasked
+    while not poll.poll():
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
