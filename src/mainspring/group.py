@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
     from mainspring.loops.base import Runnable, Steerable
     from mainspring.mailbox.base import Mailbox
     from mainspring.policies import RestartPolicy
+    from mainspring.portal import LoopThread
     from mainspring.report import ShutdownReport
     from mainspring.supervision.member import Member
+    from mainspring.ticket import Ticket
 
 
 class LoopGroup:
@@ -148,6 +151,11 @@ class LoopGroup:
             ready=lambda: None,
         )
 
+    def start_in(self, thread: LoopThread) -> Ticket[ShutdownReport]:
+        """Run in a LoopThread, without signals; the ticket gets the report. The thread's ``stop()`` shuts the group down."""
+        run = partial(self.run, install_signals=False)
+        return thread.submit(run, stop=self.request_shutdown, stop_timeout=self.settings.stop_within)
+
     async def _run(
         self, *, owner: bool, keywords: dict[str, Any], until_empty: bool, ready: Callable[[], object]
     ) -> ShutdownReport:
@@ -187,7 +195,6 @@ class LoopGroup:
         """Start everything, without signals. Leaving the block shuts down; a crash of a loop is raised there.
 
         Where the block is cancelled from outside, handlers are cancelled and their messages given back, as by :meth:`run`.
-
         After a shutdown that was asked for before, nothing starts: the block runs with a group that has ended.
         """
         if self._own is not None or self._lifetime is not None:

@@ -99,10 +99,10 @@ class LoopThread:
         :raises InvalidParameterError: ``fn`` is async (see :meth:`submit`), or cannot be called.
         """
         code = getattr(fn, "__code__", None)
+        if code is None and not callable(fn):
+            raise InvalidParameterError(f"{self._core}: post() takes a function, not {fn!r}")
         if code.co_flags & inspect.CO_COROUTINE if code is not None else is_async(fn):
             raise InvalidParameterError(f"{self._core}: post() takes a plain function; use submit() for {fn!r}")
-        if not callable(fn):
-            raise InvalidParameterError(f"{self._core}: post() takes a function, not {fn!r}")
         return self._core.post(fn)
 
     def submit(

@@ -17,6 +17,7 @@ import anyio
 import anyio.lowlevel
 
 from mainspring import clock
+from mainspring.callables import innermost
 from mainspring.errors import (
     ConfigError,
     InvalidParameterError,
@@ -26,7 +27,7 @@ from mainspring.errors import (
     TicketAlreadyCompletedError,
 )
 from mainspring.process import call_soon, event_loop
-from mainspring.stacks import where_thread
+from mainspring.stacks import where, where_thread
 from mainspring.states import LOOP_THREAD, LoopThreadState, StateMachine
 from mainspring.ticket import Ticket
 
@@ -137,7 +138,11 @@ class LoopCore:
             return False
         if not self._awake:
             self._awake = True
-            call_soon(self._loop, self._turn)
+            try:
+                call_soon(self._loop, self._turn)
+            except BaseException:  # a KeyboardInterrupt in between: others believe by now that it is awake
+                call_soon(self._loop, self._turn)
+                raise
         return True
 
     def stop(self, timeout: float | None) -> bool:
@@ -146,13 +151,22 @@ class LoopCore:
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return True
-        limit = (self._longest if timeout is None else timeout) + self.cancel_grace
-        thread.join(min(limit, threading.TIMEOUT_MAX))
+        began = clock.monotonic()
+        while thread.is_alive() and (left := began + self._stop_within(timeout) - clock.monotonic()) > 0:
+            thread.join(min(left, threading.TIMEOUT_MAX))
         if thread.is_alive():
-            at = where_thread(thread.ident or 0)
-            _log.error("%s has not ended within %g s; it stands at %s", self, limit, at or "an unknown line")
+            _log.error("%s has not ended within %g s: %s", self, self._stop_within(timeout), self._what_holds_it())
             return False
         return self.clean
+
+    def _stop_within(self, timeout: float | None) -> float:
+        return (self._longest if timeout is None else timeout) + self.cancel_grace
+
+    def _what_holds_it(self) -> str:
+        tasks = [f"task {submission.name} at {submission.where}" for submission in tuple(self.running)]
+        thread = self._thread
+        at = where_thread(thread.ident) if thread is not None and thread.ident is not None else ""
+        return "; ".join([f"it stands at {at}", *tasks])
 
     def _ask_to_stop(self, timeout: float | None = None) -> None:
         with self._lock:
@@ -265,6 +279,7 @@ class LoopCore:
         assert self.tasks is not None
         assert self._stop_told is not None
         self.running.add(submission)
+        self._longest = max(self._longest, submission.stop_timeout)
         submission.context(self._own).run(partial(self.tasks.start_soon, submission.run, name=submission.name))
         if self._stop_told.is_set():
             submission.end_within(self._timeout)
@@ -281,7 +296,7 @@ class Submission(Generic[T]):
         stop: Callable[[], object] | None,
         stop_timeout: float | None,
     ) -> None:
-        self.name: str = getattr(fn, "__qualname__", None) or repr(fn)
+        self.name: str = getattr(innermost(fn), "__qualname__", None) or repr(fn)
         self.ticket: Ticket[T] = Ticket(self.name)
         self.stop_timeout = core.stop_timeout if stop_timeout is None else stop_timeout
         self._core = core
@@ -290,6 +305,12 @@ class Submission(Generic[T]):
         self._stop = stop
         self._callers = copy_context()
         self._scope: anyio.CancelScope | None = None
+        self._awaitable: Awaitable[T] | None = None
+
+    @property
+    def where(self) -> str:
+        """The line it waits on."""
+        return where(self._awaitable)
 
     def __call__(self) -> None:
         self._scope = anyio.CancelScope()
@@ -313,19 +334,19 @@ class Submission(Generic[T]):
         self._scope.deadline = min(self._scope.deadline, deadline)
 
     async def run(self) -> None:
+        """Run it, and answer the ticket."""
         assert self._scope is not None
         try:
             with self._scope:
-                value = await self._awaitable()
+                value = await self._begun()
         except Exception as error:
             self.fail(error)
         except (SystemExit, KeyboardInterrupt) as error:  # it must not end the event loop of everybody else
-            exit_error = TaskExitError(f"{self.name} raised {error!r} in {self._core}; to end that, call its stop()")
-            exit_error.__cause__ = error
-            self.fail(exit_error)
-        except BaseException as error:
+            what = TaskExitError(f"{self.name} raised {error!r} in {self._core}; to end that, call its stop()")
+            what.__cause__ = error
+            self.fail(what)
+        except BaseException as error:  # goes no further: a CancelledError of its own would cancel everybody else on asyncio
             self.fail(TicketAbandonedError(f"{self.name} was cancelled in {self._core} ({type(error).__name__})"))
-            raise
         else:
             if self._scope.cancelled_caught:
                 self._core.clean = False
@@ -333,13 +354,14 @@ class Submission(Generic[T]):
             else:
                 self._settle(self.ticket.complete, value)
         finally:
+            self._awaitable = None
             self._core.running.discard(self)
 
-    def _awaitable(self) -> Awaitable[T]:
-        result = self._fn(*self._args)
-        if not inspect.isawaitable(result):
-            raise InvalidParameterError(f"submit() takes an async function; {self.name} is none: use post() for it")
-        return result
+    def _begun(self) -> Awaitable[T]:
+        self._awaitable = self._fn(*self._args)
+        if not inspect.isawaitable(self._awaitable):
+            raise InvalidParameterError(f"submit() takes an async function, and {self.name} is none; post() takes such")
+        return self._awaitable
 
     def fail(self, error: BaseException) -> None:
         """Let the ticket have an error, where it has no answer yet."""

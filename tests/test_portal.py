@@ -1,0 +1,671 @@
+"""``LoopThread``: what is accepted is done, what is refused never is, and every way to its end has one."""
+
+from __future__ import annotations
+
+import contextvars
+import gc
+import logging
+import signal
+import threading
+from functools import partial
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from mainspring import (
+    ConfigError,
+    Heartbeat,
+    InvalidParameterError,
+    LoopGroup,
+    LoopNotRunningError,
+    LoopThread,
+    MainLoop,
+    TaskExitError,
+    Ticket,
+    TicketAbandonedError,
+    open_mailbox,
+)
+from mainspring.portal_core import PER_TURN
+from mainspring.process import async_library, in_event_loop
+from mainspring.states import LoopThreadState
+
+PATIENCE = 60
+
+variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
+
+
+@pytest.fixture
+def make(anyio_backend):
+    """LoopThreads on one of the three event loops."""
+    backend, options = anyio_backend
+    made = []
+
+    def new(**keywords):
+        made.append(LoopThread(**{"backend": backend, "backend_options": options, **keywords}))
+        return made[-1]
+
+    yield new
+    for thread in made:
+        thread.stop(timeout=0)
+
+
+@pytest.fixture
+def thread(make):
+    thread = make(name="own")
+    thread.start()
+    return thread
+
+
+def flush(thread):
+    """Wait until all that was posted before has been called."""
+    done = threading.Event()
+    assert thread.post(done.set)
+    assert done.wait(PATIENCE)
+
+
+async def add(left, right=1):
+    await anyio.lowlevel.checkpoint()
+    return left + right
+
+
+# --------------------------------------------------------------------------------------------------------------- states
+
+
+def test_its_life(make):
+    thread = make(name="own")
+    assert thread.state is LoopThreadState.IDLE
+    assert not thread.post(pytest.fail)
+    thread.start()
+    assert thread.state is LoopThreadState.RUNNING
+    assert repr(thread) == "<LoopThread 'own' running>"
+    seen = []
+    thread.post(lambda: seen.extend((threading.current_thread().name, in_event_loop())))
+    assert thread.stop() is True
+    assert thread.state is LoopThreadState.STOPPED
+    assert seen == ["own", True]
+    assert not thread.post(pytest.fail)
+    assert thread.stop() is True  # idempotent
+
+
+def test_a_block_starts_and_stops_it(make):
+    with make() as thread:
+        assert thread.submit(add, 2).wait_sync(PATIENCE) == 3
+    assert thread.state is LoopThreadState.STOPPED
+
+
+def test_a_running_one_is_not_started_twice(thread):
+    before = threading.active_count()
+    thread.start()
+    assert threading.active_count() == before
+
+
+def test_it_lives_once(thread):
+    thread.stop()
+    with pytest.raises(LoopNotRunningError, match="loop thread 'own' is stopped; make a new LoopThread"):
+        thread.start()
+
+
+def test_stopped_before_it_was_started_it_stays_so(make):
+    thread = make()
+    assert thread.stop() is True
+    with pytest.raises(LoopNotRunningError, match="is stopped"):
+        thread.start()
+
+
+def test_the_start_raises_what_went_wrong():
+    thread = LoopThread(backend_options={"loop_factory": lambda: 1 / 0, "use_uvloop": False})
+    with pytest.raises(ZeroDivisionError):
+        thread.start()
+    assert thread.state is LoopThreadState.STOPPED
+    assert thread.stop() is True
+    assert not thread.post(pytest.fail)
+
+
+def test_a_thread_that_cannot_be_had_is_an_error_of_the_start(make, monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    thread = make()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        thread.start()
+    assert thread.state is LoopThreadState.STOPPED
+
+
+def test_a_stop_while_it_starts(make):
+    """The loop is held as it begins: the stop comes in between, and both it and the start come to their end."""
+    began, go = threading.Event(), threading.Event()
+    thread = make()
+    core = thread._core
+    main = core._main
+
+    async def held():
+        began.set()
+        go.wait(PATIENCE)
+        await main()
+
+    core._main = held
+    errors = []
+
+    def start():
+        try:
+            thread.start()
+        except LoopNotRunningError as error:
+            errors.append(error)
+
+    starter = threading.Thread(target=start)
+    starter.start()
+    assert began.wait(PATIENCE)
+    assert thread.state is LoopThreadState.STARTING
+    assert not thread.post(pytest.fail)
+    stopper = threading.Thread(target=thread.stop)
+    stopper.start()
+    while thread.state is LoopThreadState.STARTING:
+        pass
+    assert thread.state is LoopThreadState.STOPPING
+    go.set()
+    for waiting in (starter, stopper):
+        waiting.join(PATIENCE)
+        assert not waiting.is_alive()
+    assert thread.state is LoopThreadState.STOPPED
+    assert len(errors) == 1
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"name": ""}, "name must be text"),
+        ({"name": 3}, "name must be text"),
+        ({"backend": "curio"}, 'backend must be "asyncio" or "trio"'),
+        ({"stop_timeout": -1}, "stop_timeout must be 0 or more seconds"),
+        ({"stop_timeout": float("inf")}, "stop_timeout must be 0 or more seconds"),
+        ({"cancel_grace": None}, "cancel_grace must be 0 or more seconds"),
+    ],
+)
+def test_impossible_values(keywords, message):
+    with pytest.raises(ConfigError, match=message):
+        LoopThread(**keywords)
+
+
+def test_trio_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr("mainspring.portal.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'mainspring\[trio\]'"):
+        LoopThread(backend="trio")
+
+
+def test_uvloop_is_taken_where_it_is_installed(monkeypatch):
+    def kind(thread):
+        async def module():
+            return type(anyio.lowlevel.current_token().native_token).__module__
+
+        with thread:
+            return thread.submit(module).wait_sync(PATIENCE)
+
+    assert kind(LoopThread()).startswith("uvloop")
+    monkeypatch.setattr("mainspring.portal.find_spec", lambda name: None)
+    assert kind(LoopThread()).startswith("asyncio")
+
+
+# ------------------------------------------------------------------------------------------------------------- callbacks
+
+
+def test_callbacks_are_called_in_order(thread):
+    called = []
+    for number in range(3 * PER_TURN):
+        assert thread.post(partial(called.append, number))
+    flush(thread)
+    assert called == list(range(3 * PER_TURN))
+
+
+def test_posts_share_a_wake_up(thread, monkeypatch):
+    """While the queue has not been emptied, nobody wakes the event loop again."""
+    from mainspring import portal_core
+
+    wakes = []
+    real = portal_core.call_soon
+    monkeypatch.setattr(portal_core, "call_soon", lambda loop, fn: (wakes.append(1), real(loop, fn)))
+    release = threading.Event()
+    thread.post(lambda: release.wait(PATIENCE))
+    called = []
+    for number in range(PER_TURN // 2):
+        thread.post(partial(called.append, number))
+    assert len(wakes) == 1
+    release.set()
+    flush(thread)
+    assert len(called) == PER_TURN // 2
+    assert len(wakes) <= 2
+
+
+def test_a_flood_of_callbacks_lets_tasks_run(thread):
+    """A callback that posts the next one for ever takes turns with everything else."""
+    over = False
+
+    def again():
+        if not over:
+            thread.post(again)
+
+    for _ in range(PER_TURN):
+        thread.post(again)
+    assert thread.submit(add, 1).wait_sync(PATIENCE) == 2
+    over = True
+    flush(thread)
+
+
+def test_a_callback_that_raises_harms_nobody(thread, caplog):
+    for error in (ValueError("bad"), SystemExit(3), KeyboardInterrupt()):
+        assert thread.post(partial(raise_, error))
+    called = []
+    thread.post(partial(called.append, 1))
+    flush(thread)
+    assert called == [1]
+    records = [record for record in caplog.records if record.name == "mainspring"]
+    assert [type(record.exc_info[1]) for record in records] == [ValueError, SystemExit, KeyboardInterrupt]
+    assert all("loop thread 'own': a posted callback raised" in record.getMessage() for record in records)
+
+
+def raise_(error):
+    raise error
+
+
+@pytest.mark.parametrize("fn", [add, partial(add, 1), None, 3])
+def test_what_post_refuses(thread, fn):
+    with pytest.raises(InvalidParameterError, match="post\\(\\) takes a"):
+        thread.post(fn)
+
+
+def test_a_coroutine_that_comes_out_of_a_callback_is_told(thread, caplog):
+    thread.post(lambda: add(1))
+    flush(thread)
+    assert "returned a coroutine, which only submit() runs" in caplog.text
+
+
+def test_callbacks_see_the_threads_variables(thread):
+    variable.set("the caller's")
+    seen = []
+    thread.post(lambda: seen.append(variable.get()))
+    flush(thread)
+    assert seen == ["unset"]
+
+
+def test_a_callback_may_post(thread):
+    called = []
+    thread.post(lambda: thread.post(partial(called.append, 1)))
+    flush(thread)
+    flush(thread)
+    assert called == [1]
+
+
+def test_a_signal_handler_may_post(thread):
+    done = threading.Event()
+    before = signal.signal(signal.SIGUSR1, lambda *_: thread.post(done.set))
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert done.wait(PATIENCE)
+
+
+def test_an_interrupt_on_the_way_to_the_loop_keeps_nobody_waiting(thread, monkeypatch):
+    from mainspring import portal_core
+
+    real = portal_core.call_soon
+    errors = [KeyboardInterrupt()]
+
+    def interrupted(loop, fn):
+        if errors:
+            raise errors.pop()
+        real(loop, fn)
+
+    monkeypatch.setattr(portal_core, "call_soon", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        thread.post(lambda: None)
+    flush(thread)
+
+
+# ----------------------------------------------------------------------------------------------------------------- tasks
+
+
+def test_a_task_gives_its_result(thread):
+    ticket = thread.submit(add, 2, 3)
+    assert isinstance(ticket, Ticket)
+    assert ticket.wait_sync(PATIENCE) == 5
+
+
+@pytest.mark.anyio
+async def test_a_result_is_awaited_in_another_event_loop(anyio_backend):
+    for backend in ("asyncio", "trio"):
+        thread = LoopThread(backend=backend)
+        thread.start()
+        with anyio.fail_after(PATIENCE):
+            assert await thread.submit(add, 2).wait() == 3
+        assert await anyio.to_thread.run_sync(thread.stop)
+
+
+def test_a_task_that_raises(thread):
+    async def bad():
+        raise LookupError("no such row")
+
+    with pytest.raises(LookupError, match="no such row"):
+        thread.submit(bad).wait_sync(PATIENCE)
+    assert thread.submit(add, 1).wait_sync(PATIENCE) == 2
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_a_task_cannot_end_the_loop(thread, error):
+    async def leave():
+        raise error
+
+    with pytest.raises(TaskExitError, match="to end that, call its stop") as raised:
+        thread.submit(leave).wait_sync(PATIENCE)
+    assert raised.value.__cause__ is error
+    assert thread.submit(add, 1).wait_sync(PATIENCE) == 2
+
+
+def test_a_task_that_cancels_itself(make):
+    import asyncio
+
+    thread = make(backend="asyncio", backend_options={})
+    thread.start()
+
+    async def cancelled():
+        raise asyncio.CancelledError
+
+    with pytest.raises(TicketAbandonedError, match=r"cancelled was cancelled in loop thread .* \(CancelledError\)"):
+        thread.submit(cancelled).wait_sync(PATIENCE)
+    assert thread.submit(add, 1).wait_sync(PATIENCE) == 2
+
+
+def test_what_submit_refuses(thread):
+    with pytest.raises(InvalidParameterError, match="takes an async function and its arguments, not <coroutine"):
+        thread.submit(add(1))
+    with pytest.raises(InvalidParameterError, match="post\\(\\) takes such"):
+        thread.submit(lambda: None).wait_sync(PATIENCE)
+    with pytest.raises(InvalidParameterError, match="stop_timeout must be 0 or more seconds"):
+        thread.submit(add, 1, stop_timeout=-1)
+    with pytest.raises(InvalidParameterError, match="timeout must be 0 or more seconds, or None"):
+        thread.stop(timeout=float("nan"))
+
+
+@pytest.mark.anyio
+async def test_a_task_sees_the_callers_variables_and_its_own_event_loop(anyio_backend):
+    async def look():
+        return variable.get(), async_library(), anyio.current_time() > 0
+
+    variable.set("the caller's")
+    for backend in ("asyncio", "trio"):
+        thread = LoopThread(backend=backend)
+        thread.start()
+        assert await thread.submit(look).wait(PATIENCE) == ("the caller's", backend, True)
+        await anyio.to_thread.run_sync(thread.stop)
+
+
+def test_a_ticket_that_somebody_else_answers(thread):
+    go = threading.Event()
+
+    async def slow():
+        await anyio.to_thread.run_sync(go.wait)
+
+    ticket = thread.submit(slow)
+    ticket.complete(None)
+    go.set()
+    assert thread.stop() is True
+
+
+def test_without_a_loop_a_ticket_fails_at_once(make):
+    thread = make(name="own")
+    with pytest.raises(LoopNotRunningError, match="loop thread 'own' is idle; start\\(\\) it first"):
+        thread.submit(add, 1).wait_sync(0)
+    thread.start()
+    thread.stop()
+    with pytest.raises(LoopNotRunningError, match="loop thread 'own' is stopped; make a new LoopThread"):
+        thread.submit(add, 1).wait_sync(0)
+
+
+# ------------------------------------------------------------------------------------------------------------------ ends
+
+
+def test_what_was_accepted_is_done_before_the_end(thread):
+    release = threading.Event()
+    thread.post(lambda: release.wait(PATIENCE))
+    called = []
+    for number in range(2 * PER_TURN):
+        thread.post(partial(called.append, number))
+    ticket = thread.submit(add, 1)
+    stopper = threading.Thread(target=thread.stop)
+    stopper.start()
+    while thread.state is LoopThreadState.RUNNING:
+        pass
+    assert not thread.post(pytest.fail)
+    release.set()
+    stopper.join(PATIENCE)
+    assert called == list(range(2 * PER_TURN))
+    assert ticket.wait_sync(0) == 2
+
+
+def test_a_stop_gives_tasks_their_time_and_then_cancels_them(thread):
+    cleaned = []
+
+    async def forever():
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(0.01)
+            cleaned.append(True)
+
+    ticket = thread.submit(forever)
+    assert thread.stop(timeout=0.01) is False
+    assert cleaned == [True]
+    with pytest.raises(LoopNotRunningError, match=r"loop thread 'own' has stopped and cancelled .*forever"):
+        ticket.wait_sync(0)
+
+
+def test_a_stop_waits_for_tasks_that_end_in_time(thread):
+    asked = threading.Event()
+
+    async def run():
+        while not asked.is_set():
+            await anyio.sleep(0.005)
+        return "in time"
+
+    ticket = thread.submit(run, stop=asked.set)
+    assert thread.stop() is True
+    assert ticket.wait_sync(0) == "in time"
+
+
+def test_a_task_may_have_more_time_than_the_thread(make):
+    thread = make(stop_timeout=0, cancel_grace=0)
+    thread.start()
+    begun = threading.Event()
+
+    async def run():
+        begun.set()
+        await anyio.sleep(0.2)
+        return "in time"
+
+    ticket = thread.submit(run, stop_timeout=PATIENCE)
+    assert begun.wait(PATIENCE)
+    assert thread.stop() is True
+    assert ticket.wait_sync(0) == "in time"
+
+
+def test_a_second_stop_can_make_it_shorter(thread):
+    thread.submit(anyio.sleep_forever, stop_timeout=10 * PATIENCE)
+    patient = threading.Thread(target=thread.stop)
+    patient.start()
+    while thread.state is LoopThreadState.RUNNING:
+        pass
+    assert thread.stop(timeout=0) is False
+    patient.join(PATIENCE)
+    assert not patient.is_alive()
+
+
+def test_a_stop_in_a_callback_does_not_wait_for_itself(thread):
+    answers = []
+    thread.post(lambda: answers.append(thread.stop()))
+    assert thread.stop() is True  # whoever comes from outside waits for the same end
+    assert thread.state is LoopThreadState.STOPPED
+    assert answers in ([True], [])
+    assert not thread._core._thread.is_alive()
+
+
+def test_a_stop_in_a_task_does_not_wait_for_itself(thread):
+    async def leave():
+        return thread.stop()
+
+    assert thread.submit(leave).wait_sync(PATIENCE) is True
+    assert thread.stop() is True
+
+
+def test_many_stop_it_at_once(thread):
+    called = []
+    for number in range(100):
+        thread.post(partial(called.append, number))
+    stoppers = [threading.Thread(target=lambda: (thread.stop(), called.append("over"))) for _ in range(8)]
+    for stopper in stoppers:
+        stopper.start()
+    for stopper in stoppers:
+        stopper.join(PATIENCE)
+        assert not stopper.is_alive()
+    assert called == [*range(100), *["over"] * 8]
+
+
+def test_a_signal_handler_may_stop_it(thread):
+    before = signal.signal(signal.SIGUSR1, lambda *_: thread.stop())
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert thread.state is LoopThreadState.STOPPED
+
+
+def test_a_callback_that_blocks_is_named_and_no_wait_for_ever(make, caplog):
+    thread = make(stop_timeout=0, cancel_grace=0.1)
+    thread.start()
+    release = threading.Event()
+    called = []
+    thread.post(lambda: release.wait(PATIENCE))
+    thread.post(partial(called.append, 1))
+    with caplog.at_level(logging.ERROR, "mainspring"):
+        assert thread.stop() is False
+    assert "has not ended within 0.1 s" in caplog.text
+    assert "test_portal.py" in caplog.text
+    assert thread.state is LoopThreadState.STOPPING
+    release.set()  # what was accepted is done all the same
+    assert thread.stop(timeout=PATIENCE) is True
+    assert called == [1]
+
+
+def test_a_task_that_swallows_its_cancellation_is_named(make, caplog):
+    thread = make(cancel_grace=0.1)
+    thread.start()
+    over = threading.Event()
+    begun = threading.Event()
+
+    async def stubborn():
+        begun.set()
+        while not over.is_set():
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(0.005)
+
+    thread.submit(stubborn)
+    assert begun.wait(PATIENCE)
+    assert thread.stop(timeout=0) is False
+    assert "task test_a_task_that_swallows_its_cancellation_is_named.<locals>.stubborn at " in caplog.text
+    assert "await anyio.sleep(0.005)" in caplog.text
+    over.set()
+
+
+def test_a_stop_callable_that_raises_is_logged(thread, caplog):
+    thread.submit(anyio.sleep, 0.05, stop=partial(raise_, ValueError("bad")))
+    thread.stop()
+    assert "a posted callback raised" in caplog.text
+
+
+def test_an_object_that_is_dropped_stops(make, anyio_backend):
+    backend, options = anyio_backend
+    thread = LoopThread(backend=backend, backend_options=options)
+    thread.start()
+    running = thread._core._thread
+    called = []
+    for number in range(10):
+        thread.post(partial(called.append, number))
+    del thread
+    gc.collect()
+    running.join(PATIENCE)
+    assert not running.is_alive()
+    assert called == list(range(10))
+
+
+def test_a_loop_that_breaks_lets_nobody_wait(make, caplog):
+    """Somebody stops asyncio's loop from inside: what was accepted and cannot be done any more is told."""
+    import asyncio
+
+    thread = make(backend="asyncio", backend_options={"use_uvloop": False})
+    thread.start()
+    begun = threading.Event()
+
+    async def forever():
+        begun.set()
+        await anyio.sleep_forever()
+
+    running = thread.submit(forever)
+    assert begun.wait(PATIENCE)
+    thread.post(lambda: asyncio.get_running_loop().stop())
+    with pytest.raises((TicketAbandonedError, LoopNotRunningError)):
+        running.wait_sync(PATIENCE)
+    assert thread.stop() is True
+    assert "the event loop of loop thread" in caplog.text
+    assert not thread.post(pytest.fail)
+    with pytest.raises(LoopNotRunningError):
+        thread.submit(add, 1).wait_sync(0)
+
+
+# ----------------------------------------------------------------------------------------------------------------- group
+
+
+def test_a_group_runs_in_it_and_shuts_down_within_its_own_time(make):
+    thread = make(stop_timeout=0)
+    thread.start()
+    begun, finish = threading.Event(), threading.Event()
+    handled = []
+
+    async def handle(number: int) -> None:
+        begun.set()
+        while not finish.is_set():
+            await anyio.sleep(0.005)
+        handled.append(number)
+
+    mailbox = open_mailbox("memory://portal-group")
+    group = LoopGroup([MainLoop(mailbox, handle)], guardian=False)
+    ticket = group.start_in(thread)
+    thread.submit(mailbox.send, 7).wait_sync(PATIENCE)
+    assert begun.wait(PATIENCE)
+    stopper = threading.Thread(target=thread.stop)
+    stopper.start()
+    while thread.state is LoopThreadState.RUNNING:
+        pass
+    finish.set()
+    stopper.join(PATIENCE)
+    assert handled == [7]
+    assert ticket.wait_sync(0).clean
+
+
+def test_a_group_in_it_that_crashes(make):
+    thread = make()
+    thread.start()
+
+    class Crashing:
+        name = "crashing"
+        running = False
+        heartbeat = Heartbeat()
+
+        async def run(self):
+            raise RuntimeError("broken")
+
+        async def shutdown(self, *, timeout=30.0):
+            return True
+
+    with pytest.raises(RuntimeError, match="broken"):
+        LoopGroup([Crashing()], guardian=False).start_in(thread).wait_sync(PATIENCE)
