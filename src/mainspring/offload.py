@@ -136,7 +136,7 @@ class OffloadPool:
                 await calls.wait_for_late()
         if calls.late:
             at = ", ".join(sorted(f"{call.name} ({call.where or 'about to end'})" for call in calls.late))
-            _log.warning("%s was closed, and %d calls in it have not ended: %s", self.name, len(calls.late), at)
+            _log.warning("%s was closed, and %d call(s) in it have not ended: %s", self.name, len(calls.late), at)
 
     # --------------------------------------------------------------------------------------------------------- calling
 

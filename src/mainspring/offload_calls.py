@@ -224,7 +224,7 @@ class Calls:
             return
         if limit is not None and self.queued >= limit:
             raise OffloadFullError(
-                f"{self._name}: {self.queued} calls wait for one of {self._places.total_tokens} workers, and queue_limit is"
+                f"{self._name}: {self.queued} call(s) wait for one of {self._places.total_tokens} workers, and queue_limit is"
                 f" {limit}; try again later, or raise it"
             )
         self.queued += 1

@@ -1,0 +1,525 @@
+"""OffloadPool: what holds for every kind, on threads."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+import weakref
+
+import anyio
+import pytest
+from anyio import from_thread
+
+import mainspring
+from mainspring import OffloadPool
+from mainspring.errors import (
+    ConfigError,
+    InvalidParameterError,
+    OffloadClosedError,
+    OffloadFullError,
+    OffloadTimeoutError,
+    TaskExitError,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+class Gate:
+    """Work that ends when it is told to."""
+
+    def __init__(self):
+        self.entered = threading.Event()
+        self.open = threading.Event()
+        self.seen = []
+
+    def pass_through(self, value=None):
+        self.entered.set()
+        assert self.open.wait(30)
+        self.seen.append(value)
+        return value
+
+    async def is_entered(self):
+        with anyio.fail_after(30):
+            while not self.entered.is_set():
+                await anyio.sleep(0.001)
+
+
+@pytest.fixture
+def gate():
+    gate = Gate()
+    yield gate
+    gate.open.set()
+
+
+# -------------------------------------------------------------------------------------------------------------- results
+
+
+async def test_a_call_gives_its_result_and_leaves_the_event_loop_free(gate):
+    async with OffloadPool(workers=1) as pool:
+        results = []
+
+        async def call():
+            results.append(await pool.run(gate.pass_through, "done"))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call)
+            await gate.is_entered()
+            assert (pool.in_flight, pool.queued, pool.late) == (1, 0, 0)
+            gate.open.set()
+        assert results == ["done"]
+        assert (pool.in_flight, pool.queued, pool.late) == (0, 0, 0)
+
+
+async def test_an_exception_comes_as_it_is():
+    error = KeyError("as it is")
+
+    def fail():
+        raise error
+
+    async with OffloadPool() as pool:
+        with pytest.raises(KeyError) as caught:
+            await pool.run(fail)
+        assert caught.value is error
+
+
+@pytest.mark.parametrize("kind", [StopIteration, GeneratorExit])
+async def test_what_generators_speak_with_becomes_an_error(kind):
+    def fail():
+        raise kind
+
+    async with OffloadPool() as pool:
+        with pytest.raises(RuntimeError, match=f"fail raised {kind.__name__}"):
+            await pool.run(fail)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+async def test_an_exit_does_not_end_the_program(error):
+    def fail():
+        raise error
+
+    async with OffloadPool() as pool:
+        with pytest.raises(TaskExitError, match="fail raised"):
+            await pool.run(fail)
+
+
+async def test_a_call_may_return_an_awaitable_of_its_own():
+    async def later():
+        return 5
+
+    async with OffloadPool() as pool:
+        assert await (await pool.run(lambda: later())) == 5
+
+
+# --------------------------------------------------------------------------------------------------------------- bounds
+
+
+async def test_no_more_run_at_once_than_there_are_workers(gate):
+    at_once, most, lock = 0, 0, threading.Lock()
+
+    def work():
+        nonlocal at_once, most
+        with lock:
+            at_once += 1
+            most = max(most, at_once)
+        gate.open.wait(0.005)
+        with lock:
+            at_once -= 1
+
+    async with OffloadPool(workers=3) as pool, anyio.create_task_group() as tasks:
+        for _ in range(20):
+            tasks.start_soon(pool.run, work)
+    assert most == 3
+
+
+async def test_waiting_callers_are_served_in_their_order(gate):
+    order = []
+    async with OffloadPool(workers=1) as pool, anyio.create_task_group() as tasks:
+        tasks.start_soon(pool.run, gate.pass_through)
+        await gate.is_entered()
+        for number in range(5):
+            tasks.start_soon(pool.run, order.append, number)
+            while pool.queued <= number:
+                await anyio.sleep(0)
+        gate.open.set()
+    assert order == list(range(5))
+
+
+async def test_a_full_queue_refuses_at_once(gate):
+    async with OffloadPool(workers=1, queue_limit=1, name="small") as pool, anyio.create_task_group() as tasks:
+        tasks.start_soon(pool.run, gate.pass_through)
+        await gate.is_entered()
+        tasks.start_soon(pool.run, gate.pass_through)
+        while not pool.queued:
+            await anyio.sleep(0)
+        with pytest.raises(
+            OffloadFullError, match=r"small: 1 call\(s\) wait for one of 1 workers, and queue_limit is 1"
+        ):
+            await pool.run(gate.pass_through)
+        gate.open.set()
+        await pool.wait_idle()
+        assert len(gate.seen) == 2
+
+
+async def test_without_a_queue_only_workers_take_calls(gate):
+    async with OffloadPool(workers=1, queue_limit=0) as pool, anyio.create_task_group() as tasks:
+        tasks.start_soon(pool.run, gate.pass_through)
+        await gate.is_entered()
+        with pytest.raises(OffloadFullError):
+            await pool.run(print)
+        gate.open.set()
+
+
+async def test_a_timeout_in_the_queue_means_that_it_never_runs(gate):
+    ran = []
+    async with OffloadPool(workers=1) as pool, anyio.create_task_group() as tasks:
+        tasks.start_soon(pool.run, gate.pass_through)
+        await gate.is_entered()
+        with pytest.raises(OffloadTimeoutError):
+            await pool.run(ran.append, 1, timeout=0.01)
+        assert (pool.queued, pool.late) == (0, 0)
+        gate.open.set()
+        await pool.wait_idle()
+        assert await pool.run(lambda: ran) == []
+
+
+# -------------------------------------------------------------------------------------------------------- late and idle
+
+
+async def test_at_the_timeout_the_caller_goes_on_and_the_work_is_counted_until_it_ends(gate):
+    async with OffloadPool(workers=1) as pool:
+        with pytest.raises(OffloadTimeoutError, match=r"pass_through did not end within 0\.05 s") as caught:
+            await pool.run(gate.pass_through, timeout=0.05)
+        assert isinstance(caught.value, TimeoutError)
+        assert (pool.in_flight, pool.late, pool.ended_late) == (0, 1, 0)
+        await pool.wait_idle()
+        gate.open.set()
+        await pool.wait_for_late()
+        assert (pool.late, pool.ended_late) == (0, 1)
+
+
+async def test_a_cancelled_call_in_a_thread_is_late(gate):
+    async with OffloadPool(workers=1) as pool:
+        with anyio.move_on_after(0.05) as scope:
+            await pool.run(gate.pass_through)
+        assert scope.cancelled_caught
+        assert (pool.in_flight, pool.late) == (0, 1)
+        gate.open.set()
+        await pool.wait_for_late()
+
+
+async def test_late_work_keeps_its_worker_busy(gate):
+    """On asyncio an abandoned thread gives its limiter's token back at once: then there would be ever more threads."""
+    async with OffloadPool(workers=1) as pool:
+        for _ in range(3):
+            with pytest.raises(OffloadTimeoutError):
+                await pool.run(gate.pass_through, timeout=0.02)
+        assert pool.late == 1
+        gate.open.set()
+        assert await pool.run(len, "four") == 4
+        assert len(gate.seen) == 1
+
+
+async def test_a_cancelled_call_that_has_not_begun_never_does():
+    ran = []
+    async with OffloadPool(workers=1) as pool:
+        for _ in range(50):
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                await pool.run(ran.append, 1)
+        assert (pool.in_flight, pool.late) == (0, 0)
+        await pool.run(ran.append, 2)
+    assert ran == [2]
+
+
+async def test_the_exception_of_late_work_is_logged_and_raised_nowhere(gate, caplog):
+    def fail():
+        gate.pass_through()
+        raise KeyError("too late")
+
+    async with OffloadPool(workers=1) as pool:
+        with pytest.raises(OffloadTimeoutError):
+            await pool.run(fail, timeout=0.02)
+        with caplog.at_level(logging.WARNING, "mainspring.offload"):
+            gate.open.set()
+            await pool.wait_for_late()
+    (record,) = caplog.records
+    assert record.getMessage() == "fail raised when nobody waited for it any more: KeyError: 'too late'"
+    assert record.exc_info[0] is KeyError
+
+
+async def test_late_work_can_notice_and_ends_without_a_word(gate, caplog):
+    def look():
+        gate.pass_through()
+        while True:
+            from_thread.check_cancelled()
+
+    async with OffloadPool(workers=1) as pool:
+        with pytest.raises(OffloadTimeoutError):
+            await pool.run(look, timeout=0.02)
+        gate.open.set()
+        with anyio.fail_after(30):
+            await pool.wait_for_late()
+    assert not caplog.records
+
+
+async def test_waiting_for_idle_with_nothing_to_wait_for():
+    pool = OffloadPool()
+    await pool.wait_idle()
+    await pool.wait_for_late()
+    async with pool:
+        await pool.wait_idle()
+        await pool.wait_for_late()
+
+
+async def test_no_reference_is_left_of_a_call():
+    class Thing:
+        pass
+
+    async with OffloadPool(workers=1) as pool:
+        given, made = Thing(), []
+
+        def work(thing):
+            result = Thing()
+            made.append(weakref.ref(result))
+            return result
+
+        seen = weakref.ref(given)
+        result = await pool.run(work, given)
+        del result, given
+        with pytest.raises(ZeroDivisionError):
+            await pool.run(lambda: 1 / 0)
+        await pool.run(len, "")  # a thread of trio forgets its last job when it has another
+        gc.collect()
+        assert (seen(), made[0]()) == (None, None)
+
+
+def test_nothing_dangles_when_the_event_loop_is_gone(anyio_backend, gate):
+    """Work that outlives ``anyio.run`` keeps what it was given, and nothing else; when it ends, not even that."""
+
+    class Thing:
+        pass
+
+    refs = {}
+
+    def work(thing):
+        result = Thing()
+        refs["result"] = weakref.ref(result)
+        gate.pass_through()
+        return result
+
+    async def main():
+        pool = OffloadPool(workers=1, shutdown_timeout=0)
+        refs["pool"] = weakref.ref(pool)
+        thing = Thing()
+        refs["argument"] = weakref.ref(thing)
+        async with pool:
+            with pytest.raises(OffloadTimeoutError):
+                await pool.run(work, thing, timeout=0.05)
+        refs["thread"] = weakref.ref(
+            next(t for t in threading.enumerate() if "rio thread" in t.name or "AnyIO" in t.name)
+        )
+
+    anyio.run(main, backend=anyio_backend[0], backend_options=anyio_backend[1])
+    gc.collect()
+    assert refs["pool"]() is None
+    assert refs["argument"]() is not None
+    gate.open.set()
+    for _ in range(3000):
+        gc.collect()
+        if refs["argument"]() is None and refs["result"]() is None:
+            break
+        threading.Event().wait(0.01)
+    assert (refs["argument"](), refs["result"]()) == (None, None)
+
+
+# -------------------------------------------------------------------------------------------------------------- closing
+
+
+async def test_closing_waits_for_what_was_accepted(gate):
+    async with anyio.create_task_group() as tasks:
+        async with OffloadPool(workers=1) as pool:
+            tasks.start_soon(pool.run, gate.pass_through, "first")
+            await gate.is_entered()
+            tasks.start_soon(pool.run, gate.pass_through, "queued")
+            while not pool.queued:
+                await anyio.sleep(0)
+            tasks.start_soon(open_later, gate, pool)
+        assert gate.seen == ["first", "queued"]
+
+
+async def open_later(gate, pool):
+    while pool.is_open:
+        await anyio.sleep(0.001)
+    with pytest.raises(OffloadClosedError, match="thread pool is being closed; it takes no calls"):
+        await pool.run(print)
+    with pytest.raises(OffloadClosedError, match="is being closed"):
+        await pool.__aenter__()
+    gate.open.set()
+
+
+async def test_closing_cuts_at_its_limit_and_names_the_threads(gate, caplog):
+    errors = []
+
+    async def call(pool):
+        try:
+            await pool.run(gate.pass_through)
+        except OffloadClosedError as error:
+            errors.append(str(error))
+
+    async with anyio.create_task_group() as tasks:
+        async with OffloadPool(workers=1, name="cut one", shutdown_timeout=0.05) as pool:
+            tasks.start_soon(call, pool)
+            await gate.is_entered()
+            tasks.start_soon(call, pool)
+            while not pool.queued:
+                await anyio.sleep(0)
+    assert errors == ["cut one was closed before Gate.pass_through had ended; its effects are unknown"] * 2
+    (record,) = caplog.records
+    assert "cut one was closed, and 1 call(s) in it have not ended: " in record.getMessage()
+    assert "pass_through" in record.getMessage()
+    assert "test_offload.py" in record.getMessage(), "the line it is at"
+    assert pool.late == 1
+    gate.open.set()
+    with anyio.fail_after(30):
+        await pool.wait_for_late()
+    assert gate.seen == [None], "what was queued has not begun"
+
+
+async def test_a_cancelled_close_does_not_wait(gate):
+    async with anyio.create_task_group() as tasks:
+        with anyio.fail_after(30), anyio.CancelScope() as scope:
+            async with OffloadPool(workers=1, shutdown_timeout=1000) as pool:
+                tasks.start_soon(expect_closed, pool, gate)
+                await gate.is_entered()
+                scope.cancel()
+        assert not pool.is_open
+
+
+async def expect_closed(pool, gate):
+    with pytest.raises(OffloadClosedError):
+        await pool.run(gate.pass_through)
+
+
+async def test_a_pool_may_be_entered_several_times_and_opened_again():
+    pool = OffloadPool(workers=1)
+    for _ in range(2):
+        async with pool:
+            async with pool:
+                assert pool.is_open
+            assert await pool.run(len, "two") == 3
+        assert not pool.is_open
+        with pytest.raises(OffloadClosedError):
+            await pool.run(len, "two")
+
+
+async def test_it_is_to_be_opened_first():
+    with pytest.raises(OffloadClosedError, match="thread pool is not open; use it inside `async with pool`"):
+        await OffloadPool().run(print)
+
+
+async def test_another_event_loop_must_have_a_pool_of_its_own():
+    async with OffloadPool() as pool:
+        caught = []
+
+        async def elsewhere():
+            with pytest.raises(OffloadClosedError, match="another event loop"):
+                await pool.run(print)
+            with pytest.raises(OffloadClosedError, match="another event loop"):
+                await pool.__aenter__()
+            caught.append(True)
+
+        await anyio.to_thread.run_sync(anyio.run, elsewhere)
+    assert caught == [True]
+
+
+async def test_a_forked_child_must_have_a_pool_of_its_own():
+    async with OffloadPool() as pool:
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                coroutine = pool.run(print)
+                coroutine.send(None)
+            except OffloadClosedError as error:
+                status = 0 if "the process this one was forked from" in str(error) else 2
+            finally:
+                os._exit(status)
+        _, status = await anyio.to_thread.run_sync(os.waitpid, child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+# --------------------------------------------------------------------------------------------------------- virtual time
+
+
+async def test_work_holds_the_virtual_clock(virtual_clock, gate):
+    async with OffloadPool(workers=1) as pool, anyio.create_task_group() as tasks:
+        tasks.start_soon(open_after_a_while, gate)
+        assert await pool.run(gate.pass_through, "real", timeout=5) == "real"
+        assert virtual_clock.now == 0
+
+
+async def open_after_a_while(gate):
+    await anyio.to_thread.run_sync(gate.open.wait, 0.05)
+    gate.open.set()
+
+
+async def test_late_work_does_not_hold_the_virtual_clock_until_it_is_waited_for(virtual_clock, gate):
+    async with OffloadPool(workers=1) as pool:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(time_out, pool, gate)
+            while not gate.entered.is_set():
+                await anyio.lowlevel.checkpoint()
+            virtual_clock.advance(5)
+        await anyio.sleep(100)
+        assert virtual_clock.now == 105
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(open_after_a_while, gate)
+            await pool.wait_for_late()
+        assert virtual_clock.now == 105
+
+
+async def time_out(pool, gate):
+    with pytest.raises(OffloadTimeoutError):
+        await pool.run(gate.pass_through, timeout=5)
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"kind": "fibre"}, "kind must be one of 'thread', 'process', 'interpreter', not 'fibre'"),
+        ({"workers": 0}, "workers must be a whole number from 1, or None, not 0"),
+        ({"workers": True}, "workers must be a whole number"),
+        ({"queue_limit": -1}, "queue_limit must be a whole number from 0, or None, not -1"),
+        ({"shutdown_timeout": float("inf")}, "shutdown_timeout must be 0 or more seconds and finite, not inf"),
+        ({"shutdown_timeout": -1}, "shutdown_timeout must be 0 or more"),
+    ],
+)
+def test_impossible_settings_are_refused(options, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        OffloadPool(**options)
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), "5"])
+async def test_an_impossible_timeout_is_refused(timeout):
+    async with OffloadPool() as pool:
+        with pytest.raises(InvalidParameterError, match="timeout must be 0 or more seconds"):
+            await pool.run(print, timeout=timeout)
+
+
+async def test_what_is_no_plain_function_is_refused():
+    async with OffloadPool() as pool:
+        for fn in (anyio.sleep, 5):
+            with pytest.raises(InvalidParameterError, match="runs plain functions"):
+                await pool.run(fn)
+
+
+def test_what_it_shows_of_itself():
+    assert repr(OffloadPool(workers=2)) == "<OffloadPool 'thread pool' closed workers=2 in_flight=0 queued=0 late=0>"
+    assert OffloadPool().workers == min(32, len(os.sched_getaffinity(0)) + 4)
+    assert OffloadPool("process").workers == len(os.sched_getaffinity(0))
+    assert mainspring.OffloadPool is OffloadPool

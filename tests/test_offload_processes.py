@@ -1,0 +1,362 @@
+"""OffloadPool with worker processes: real ones, which die in every way that processes do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from contextlib import suppress
+from pathlib import Path
+
+import anyio
+import pytest
+
+import offload_work
+from mainspring import OffloadPool
+from mainspring.errors import (
+    OffloadClosedError,
+    OffloadPickleError,
+    OffloadTimeoutError,
+    OffloadWorkerDiedError,
+    Retry,
+    TaskExitError,
+)
+from mainspring.offload_processes import Processes, WorkerProcess
+
+pytestmark = pytest.mark.anyio
+
+
+async def ended(pid: int) -> None:
+    """Wait until there is no such process any more (or nothing but its exit status)."""
+    with anyio.fail_after(30):
+        while is_there(pid):
+            await anyio.sleep(0.005)
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def told(path: Path) -> list[int]:
+    """The numbers that a job has written into a file."""
+    with anyio.fail_after(30):
+        while not (path.exists() and (words := path.read_text().split())):
+            await anyio.sleep(0.005)
+    return [int(word) for word in words]
+
+
+# -------------------------------------------------------------------------------------------------------------- results
+
+
+async def test_it_is_done_in_another_process_which_is_used_again():
+    async with OffloadPool("process", workers=2) as pool:
+        first = await pool.run(offload_work.pid)
+        assert first != os.getpid()
+        assert await pool.run(offload_work.pid) == first
+        assert await pool.run(offload_work.add, "a" * 1_000_000, "b") == "a" * 1_000_000 + "b"
+    assert not is_there(first)
+
+
+async def test_several_work_at_once(tmp_path):
+    async with OffloadPool("process", workers=2) as pool, anyio.create_task_group() as tasks:
+        paths = [tmp_path / "one", tmp_path / "two"]
+        for path in paths:
+            tasks.start_soon(pool.run, offload_work.sleep_in, str(path))
+        pids = [pid for path in paths for pid in await told(path)]
+        assert len(set(pids)) == 2
+        tasks.cancel_scope.cancel()
+
+
+async def test_an_exception_comes_with_where_it_was_raised():
+    async with OffloadPool("process", workers=1) as pool:
+        with pytest.raises(KeyError, match="key") as caught:
+            await pool.run(offload_work.raise_it, KeyError, "key")
+        (note,) = caught.value.__notes__
+        assert "raise kind(*args)" in note
+        assert "offload_worker.py" not in note
+        with pytest.raises(TaskExitError, match=r"leave raised SystemExit\(3\)"):
+            await pool.run(offload_work.leave, 3)
+        with pytest.raises(Retry) as retried:
+            await pool.run(offload_work.raise_retry)
+        assert (retried.value.delay, retried.value.charge) == (5, False)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "complaint"),
+    [
+        (lambda: None, (), r"<lambda> cannot be offloaded to a process or an interpreter: it or an argument cannot be"),
+        (print, (open,), None),
+        (len, (sys,), r"len cannot be offloaded .*; give a function of a module, and plain data"),
+        (offload_work.a_lambda, (), r"a_lambda: its result of type function cannot be pickled"),
+        (
+            offload_work.raise_it,
+            (offload_work.TwoWords, 1, 2),
+            r"raise_it: it raised an exception that cannot be pickled",
+        ),
+        (offload_work.raise_it, (offload_work.Unpicklable,), r"cannot be pickled \(Unpicklable: with a lock in it\)"),
+        (offload_work.raise_it, (offload_work.PrankError,), r"the exception it raised comes back as str"),
+    ],
+)
+async def test_what_cannot_be_pickled_is_said_in_one_line(fn, args, complaint):
+    async with OffloadPool("process", workers=1) as pool:
+        if complaint is None:
+            assert await pool.run(fn, *args) is None
+            return
+        with pytest.raises(OffloadPickleError, match=complaint) as caught:
+            await pool.run(fn, *args)
+        assert "\n" not in str(caught.value)
+        assert await pool.run(offload_work.add, 1, 2) == 3, "the worker is as good as before"
+
+
+async def test_what_a_job_prints_does_not_disturb():
+    async with OffloadPool("process", workers=1) as pool:
+        assert await pool.run(offload_work.write_to_every_stream) == ""
+        assert await pool.run(offload_work.add, 1, 2) == 3
+
+
+# --------------------------------------------------------------------------------------------------------------- deaths
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "how"),
+    [
+        (offload_work.kill_oneself, (), "was killed by SIGKILL"),
+        (offload_work.segfault, (), "was killed by SIGSEGV"),
+        (offload_work.leave_at_once, (5,), "ended with status 5"),
+        (offload_work.leave_at_once, (0,), "ended with status 0"),
+    ],
+)
+async def test_a_death_fails_its_own_call_only_and_the_worker_is_replaced(fn, args, how, tmp_path):
+    async with OffloadPool("process", workers=2) as pool, anyio.create_task_group() as tasks:
+        results = []
+
+        async def neighbour():
+            results.append(await pool.run(offload_work.sleep, 0.3))
+
+        tasks.start_soon(neighbour)
+        with pytest.raises(OffloadWorkerDiedError, match=f"the worker process of {fn.__name__} {how}"):
+            await pool.run(fn, *args)
+        for _ in range(3):
+            assert await pool.run(offload_work.add, 1, 2) == 3
+    assert results == [None]
+
+
+async def test_a_worker_that_dies_idle_is_not_noticed_by_the_next_call():
+    async with OffloadPool("process", workers=1) as pool:
+        first = await pool.run(offload_work.end_after, 0.05)
+        await ended(first)
+        assert await pool.run(offload_work.pid) != first
+        second = await pool.run(offload_work.pid)
+        os.kill(second, signal.SIGKILL)
+        assert await pool.run(offload_work.pid) != second
+
+
+async def test_at_the_timeout_the_process_is_killed_with_what_it_started_and_replaced(tmp_path):
+    async with OffloadPool("process", workers=1) as pool:
+        await pool.run(offload_work.pid)
+        scope = anyio.CancelScope()
+
+        async def call():
+            with scope:
+                await pool.run(offload_work.start_child, str(tmp_path / "pids"))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call)
+            pids = await told(tmp_path / "pids")
+            scope.cancel()
+        assert pool.in_flight == 0
+        await pool.wait_for_late()
+        for pid in pids:
+            await ended(pid)
+        with pytest.raises(OffloadTimeoutError):
+            await pool.run(offload_work.sleep, 60, timeout=0.05)
+        assert await pool.run(offload_work.pid) not in pids
+
+
+async def test_a_worker_whose_start_was_not_waited_for_is_kept():
+    """Were it killed, calls with a timeout shorter than a start would never get anywhere."""
+    async with OffloadPool("process", workers=1) as pool:
+        with pytest.raises(OffloadTimeoutError):
+            await pool.run(offload_work.pid, timeout=0.001)
+        await pool.wait_for_late()
+        assert len(pool._backend._idle) == 1
+        assert await pool.run(offload_work.pid) == pool._backend._idle[0].pid
+
+
+async def test_the_signals_of_a_terminal_and_of_a_service_manager_are_the_owners_to_obey():
+    async with OffloadPool("process", workers=1) as pool:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            assert await pool.run(offload_work.signal_oneself, signum) == "still here"
+        worker = await pool.run(offload_work.pid)
+        assert os.getsid(worker) == worker != os.getsid(0)
+
+
+async def test_a_worker_that_cannot_start_is_said(monkeypatch, capfd):
+    monkeypatch.setattr("mainspring.offload_worker.__file__", "/nowhere/worker.py")
+    async with OffloadPool("process", workers=1) as pool:
+        with pytest.raises(OffloadWorkerDiedError, match=r"could not be started: it ended with status 2"):
+            await pool.run(offload_work.pid)
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    async with OffloadPool("process", workers=1) as pool:
+        with pytest.raises(OffloadWorkerDiedError, match="could not be started:.*No such file"):
+            await pool.run(offload_work.pid)
+
+
+async def test_a_worker_that_hangs_as_it_starts_is_killed(monkeypatch, tmp_path):
+    program = tmp_path / "hang.py"
+    program.write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setattr("mainspring.offload_worker.__file__", str(program))
+    monkeypatch.setattr("mainspring.offload_processes.START_WITHIN", 0.2)
+    async with OffloadPool("process", workers=1) as pool:
+        with pytest.raises(OffloadWorkerDiedError, match="it was killed by SIGKILL"):
+            await pool.run(offload_work.pid)
+
+
+# -------------------------------------------------------------------------------------------------------------- closing
+
+
+async def test_closing_waits_and_then_kills(tmp_path):
+    path, results = tmp_path / "pid", []
+
+    async def call(pool):
+        try:
+            await pool.run(offload_work.sleep_in, str(path))
+        except OffloadClosedError as error:
+            results.append(error)
+
+    async with anyio.create_task_group() as tasks:
+        async with OffloadPool("process", workers=2, shutdown_timeout=0.1) as pool:
+            tasks.start_soon(call, pool)
+            (busy,) = await told(path)
+            idle = await pool.run(offload_work.pid)
+        assert (len(results), pool.late) == (1, 0)
+        assert not is_there(busy)
+        assert not is_there(idle)
+
+
+async def test_an_idle_worker_that_does_not_leave_is_killed(monkeypatch):
+    monkeypatch.setattr("mainspring.offload_processes.LEAVE_WITHIN", 0.1)
+    async with OffloadPool("process", workers=1) as pool:
+        worker = await pool.run(offload_work.pid)
+        os.kill(worker, signal.SIGSTOP)
+    assert not is_there(worker)
+
+
+async def test_a_closed_pool_of_processes_takes_none_in():
+    processes = Processes()
+    worker = processes.take()
+    processes.close()
+    processes.give_back(worker)
+    assert not is_there(worker.pid)
+    with pytest.raises(OffloadClosedError):
+        processes.take()
+
+
+def test_no_descriptor_and_no_process_is_left(anyio_backend):
+    async def main():
+        async with OffloadPool("process", workers=2) as pool:
+            await pool.run(offload_work.add, 1, 2)
+            with suppress(OffloadTimeoutError):
+                await pool.run(offload_work.sleep, 60, timeout=0.05)
+            with suppress(OffloadWorkerDiedError):
+                await pool.run(offload_work.kill_oneself)
+
+    def run():
+        anyio.run(main, backend=anyio_backend[0], backend_options=anyio_backend[1])
+
+    run()
+    before = sorted(os.listdir("/proc/self/fd"))
+    run()
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert not list(children())
+
+
+def children():
+    for task in Path("/proc/self/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            if b"offload_worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                yield int(pid)
+
+
+async def test_the_death_of_the_owner_ends_a_busy_worker(tmp_path):
+    program = tmp_path / "owner.py"
+    program.write_text(
+        textwrap.dedent(
+            """
+            import sys, time
+            from pathlib import Path
+            import anyio
+            from mainspring import OffloadPool
+
+            def work(path):  # of __main__
+                import os
+                Path(path).write_text(str(os.getpid()))
+                time.sleep(60)
+
+            async def main():
+                async with OffloadPool("process", workers=1) as pool:
+                    await pool.run(work, sys.argv[1])
+
+            if __name__ == "__main__":
+                anyio.run(main)
+            """
+        )
+    )
+    owner = subprocess.Popen([sys.executable, str(program), str(tmp_path / "pid")])
+    try:
+        (worker,) = await told(tmp_path / "pid")
+        assert is_there(worker)
+    finally:
+        owner.kill()
+        owner.wait()
+    await ended(worker)
+
+
+async def test_a_script_without_a_guard_is_told_of_it(tmp_path):
+    program = tmp_path / "unguarded.py"
+    program.write_text(
+        textwrap.dedent(
+            """
+            import anyio
+            from mainspring import OffloadPool
+
+            def work(): ...
+
+            async def main():
+                async with OffloadPool("process", workers=1) as pool:
+                    await pool.run(work)
+
+            anyio.run(main)
+            """
+        )
+    )
+    done = await anyio.run_process([sys.executable, str(program)], check=False)
+    assert done.returncode == 1
+    last = done.stderr.decode().rstrip().rpartition("\n")[2]
+    assert last.startswith("mainspring.errors.OffloadWorkerDiedError: a worker process could not be started")
+    assert 'if __name__ == "__main__":' in last
+
+
+# --------------------------------------------------------------------------------------------------------- virtual time
+
+
+async def test_work_in_a_process_holds_the_virtual_clock(virtual_clock):
+    async with OffloadPool("process", workers=1) as pool:
+        assert await pool.run(offload_work.add, 1, 2, timeout=1) == 3
+        assert await pool.run(offload_work.add, 1, 2, timeout=1) == 3
+    assert virtual_clock.now == 0
+
+
+def test_a_worker_can_be_killed_and_reaped_twice():
+    worker = WorkerProcess()
+    worker.get_ready()
+    assert worker.ask(b"no pickle").startswith(b"\x80")
+    for _ in range(2):
+        worker.kill()
+        worker.reap()
+    assert not is_there(worker.pid)
