@@ -29,6 +29,8 @@ def test_what_another_try_can_help():
         "MailboxConnectionError",
         "HandlerStalledError",
         "HandlerTimeoutError",
+        "JournalLockedError",
+        "OverrideLockedError",
         "RequestTimeoutError",
         "TaskExitError",
         "TicketTimeoutError",

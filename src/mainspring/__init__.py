@@ -12,7 +12,13 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from mainspring.errors import (
+        BudgetExceededError as BudgetExceededError,
+    )
+    from mainspring.errors import (
         ConfigError as ConfigError,
+    )
+    from mainspring.errors import (
+        DeadlineExceededError as DeadlineExceededError,
     )
     from mainspring.errors import (
         HandlerStalledError as HandlerStalledError,
@@ -25,6 +31,15 @@ if TYPE_CHECKING:
     )
     from mainspring.errors import (
         InvalidTransitionError as InvalidTransitionError,
+    )
+    from mainspring.errors import (
+        JournalDamagedError as JournalDamagedError,
+    )
+    from mainspring.errors import (
+        JournalError as JournalError,
+    )
+    from mainspring.errors import (
+        JournalLockedError as JournalLockedError,
     )
     from mainspring.errors import (
         LoopNotRunningError as LoopNotRunningError,
@@ -66,7 +81,16 @@ if TYPE_CHECKING:
         OffloadWorkerDiedError as OffloadWorkerDiedError,
     )
     from mainspring.errors import (
+        OverrideDamagedError as OverrideDamagedError,
+    )
+    from mainspring.errors import (
+        OverrideLockedError as OverrideLockedError,
+    )
+    from mainspring.errors import (
         ReceiptHandleExpiredError as ReceiptHandleExpiredError,
+    )
+    from mainspring.errors import (
+        ReducerError as ReducerError,
     )
     from mainspring.errors import (
         Reject as Reject,
@@ -90,6 +114,12 @@ if TYPE_CHECKING:
         SerializationError as SerializationError,
     )
     from mainspring.errors import (
+        SessionClosedError as SessionClosedError,
+    )
+    from mainspring.errors import (
+        SessionError as SessionError,
+    )
+    from mainspring.errors import (
         TaskExitError as TaskExitError,
     )
     from mainspring.errors import (
@@ -100,6 +130,12 @@ if TYPE_CHECKING:
     )
     from mainspring.errors import (
         TicketTimeoutError as TicketTimeoutError,
+    )
+    from mainspring.errors import (
+        UnknownEventError as UnknownEventError,
+    )
+    from mainspring.errors import (
+        UnknownVersionError as UnknownVersionError,
     )
     from mainspring.events import Dispatcher as Dispatcher
     from mainspring.group import LoopGroup as LoopGroup
@@ -150,6 +186,12 @@ if TYPE_CHECKING:
     from mainspring.portal import LoopThread as LoopThread
     from mainspring.report import ShutdownReport as ShutdownReport
     from mainspring.scope import DaemonScope as DaemonScope
+    from mainspring.session.session import (
+        Session as Session,
+    )
+    from mainspring.session.snapshot import (
+        Snapshot as Snapshot,
+    )
     from mainspring.signals import ShutdownCoordinator as ShutdownCoordinator
     from mainspring.ticket import (
         Ticket as Ticket,
@@ -168,6 +210,9 @@ _HOMES = {
         "ReplyNotAvailableError", "RequestCancelledError", "RequestFailedError", "RequestTimeoutError", "Retry",
         "SerializationError", "TaskExitError", "TicketAbandonedError", "TicketAlreadyCompletedError",
         "TicketTimeoutError",
+        "BudgetExceededError", "DeadlineExceededError", "JournalDamagedError", "JournalError", "JournalLockedError",
+        "OverrideDamagedError", "OverrideLockedError", "ReducerError", "SessionClosedError",
+        "SessionError", "UnknownEventError", "UnknownVersionError",
     ),
     "events": ("Dispatcher",),
     "group": ("LoopGroup",),
@@ -186,6 +231,8 @@ _HOMES = {
     "portal": ("LoopThread",),
     "report": ("ShutdownReport",),
     "scope": ("DaemonScope",),
+    "session.session": ("Session",),
+    "session.snapshot": ("Snapshot",),
     "signals": ("ShutdownCoordinator",),
     "ticket": ("Ticket", "TicketWriter"),
     "watchdog": ("Watchdog",),

@@ -7,7 +7,7 @@ constructor values), ``"environment"`` (a server, a disk, a network), ``"handler
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from mainspring.values import MAX_DELAY, is_number
 
@@ -141,6 +141,82 @@ class TicketAbandonedError(MainspringError):
     """Whoever was to complete a ticket has ended without an answer: there will be none."""
 
     fault = "environment"
+
+
+class BudgetExceededError(MainspringError):
+    """More was spent than a budget allows. ``limit`` names the limit; ``allowed``, ``used`` and ``over`` are its figures."""
+
+    fault = "handler"
+
+    def __init__(
+        self, message: str, *, limit: str = "", allowed: Any = None, used: Any = None, over: Any = None
+    ) -> None:
+        super().__init__(message)
+        self.limit = limit
+        self.allowed = allowed
+        self.used = used
+        self.over = over
+
+
+class DeadlineExceededError(MainspringError, TimeoutError):
+    """A deadline has passed. It is an instant, not a span: another try would come too late as well."""
+
+    fault = "environment"
+
+
+class SessionError(MainspringError):
+    """Base of what a session raises."""
+
+
+class SessionClosedError(SessionError):
+    """The session has a journal and is not open: it takes no events."""
+
+
+class ReducerError(SessionError):
+    """A reducer raised, or returned what no slice can be; the state is as it was before. ``__cause__`` is what it raised."""
+
+    fault = "handler"
+
+
+class UnknownEventError(SessionError):
+    """A journal holds an event of a type that the session does not know, or an event of such a type was to be written."""
+
+    fault = "config"
+
+
+class UnknownVersionError(SessionError):
+    """Stored state is of a version that this code cannot read: a newer one, or an old one without an upcaster."""
+
+    fault = "config"
+
+
+class JournalError(SessionError):
+    """A session's journal could not be written or read just now; the events that were to be written are not applied."""
+
+    fault = "environment"
+
+
+class JournalLockedError(JournalError):
+    """Another session, of this process or another, has the journal open: it has one writer."""
+
+    retryable = True
+
+
+class JournalDamagedError(JournalError):
+    """A journal holds what was never written to it. The message says where."""
+
+
+class OverrideDamagedError(MainspringError):
+    """A stored override is not what was written: its text does not fit its hash, or its index cannot be read."""
+
+    fault = "environment"
+
+
+class OverrideLockedError(MainspringError):
+    """Another process has held the lock of an override for too long; nothing was written."""
+
+    fault = "environment"
+    retryable = True
 
 
 class LoopNotRunningError(MainspringError):

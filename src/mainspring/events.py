@@ -191,10 +191,22 @@ E = TypeVar("E")
 
 @dataclass(frozen=True, slots=True)
 class DispatchResult:
-    """How one dispatch went: how many subscribers heard it, and the errors of those that raised."""
+    """How one dispatch went: how many subscribers heard it, and the errors of those that raised.
+
+    A session's says also which slices ``changed``, and by ``seq`` which event of the session it was. Where a reducer raised,
+    its :class:`~mainspring.errors.ReducerError` is the one error, nothing changed, and nobody was told. In a transaction it
+    comes before the subscribers are told, which the transaction's end does.
+    """
 
     delivered: int = 0
     errors: tuple[BaseException, ...] = ()
+    changed: tuple[str, ...] = ()
+    seq: int | None = None
+
+    @property
+    def applied(self) -> bool:
+        """Whether the event became part of a session's state."""
+        return self.seq is not None
 
 
 @dataclass(slots=True, eq=False)
@@ -249,7 +261,7 @@ class Dispatcher:
             try:
                 subscriber(event)
             except (Exception, SystemExit) as error:
-                _log.exception("a subscriber to %s raised", type(event).__name__)
+                log_error("a subscriber to %s raised", type(event).__name__, error)
                 errors.append(error)
         return DispatchResult(len(subscribers) - len(errors), tuple(errors))
 
@@ -266,6 +278,11 @@ class Dispatcher:
             found = (*own, *passed_on)
             self._by_type[event_type] = found
         return found
+
+
+def log_error(text: str, what: str, error: BaseException) -> None:
+    """Log an error that is reported and not raised, with its traceback."""
+    _log.error(text, what, exc_info=error)
 
 
 class Tally(defaultdict[str, int]):

@@ -1,0 +1,136 @@
+"""A journal in a SQLite file: an entry a row, appended in one transaction."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING, Any
+
+import apsw
+
+from mainspring.errors import ConfigError, JournalDamagedError, JournalError, JournalLockedError
+from mainspring.mailbox.sqlite_file import check_sqlite
+from mainspring.session.journal import Journal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+APPLICATION_ID = 0x4D53_504A  # "MSPJ"
+SCHEMA_VERSION = 1
+SCHEMA = "CREATE TABLE entries (place INTEGER PRIMARY KEY, entry BLOB NOT NULL) STRICT"
+ROWS_AT_ONCE = 1_000
+
+
+class SQLiteJournal(Journal):
+    """A SQLite file of its own (a mailbox needs another one). Appending commits with ``synchronous=FULL``.
+
+    The file is locked for others while it is open; the lock goes with the process.
+
+    :param path: made where there is none; its directory must exist.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.path.abspath(os.fspath(path))
+        self.name = f"the journal {self.path}"
+        self._connection: apsw.Connection | None = None
+
+    def open(self) -> None:
+        """See :meth:`Journal.open`."""
+        check_sqlite(apsw.sqlite_lib_version())
+        directory = os.path.dirname(self.path)
+        if not os.path.isdir(directory):
+            raise ConfigError(f"{self.name} has no directory: make {directory} first")
+        try:
+            self._connection = connection = apsw.Connection(self.path)
+            # Before the first read: then the log needs no shared memory, and a second opening is refused.
+            connection.execute("PRAGMA locking_mode = EXCLUSIVE").fetchall()
+            connection.execute("PRAGMA mmap_size = 0").fetchall()
+            self._check(connection)
+            connection.execute("PRAGMA journal_mode = WAL").fetchall()
+            connection.execute("PRAGMA synchronous = FULL")
+            connection.execute("BEGIN IMMEDIATE")
+            if not self._check(connection):
+                connection.execute(SCHEMA)
+                connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            connection.execute("COMMIT")
+        except apsw.NotADBError:
+            self.close()
+            raise ConfigError(f"{self.name} is no SQLite database; name another file") from None
+        except apsw.Error as error:
+            self.close()
+            raise self._explained(error) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _check(self, connection: apsw.Connection) -> int:
+        """The schema version of the file, 0 for an empty one; refuses what is not ours, or newer than we are."""
+        version: int = connection.pragma("user_version")
+        ours = connection.pragma("application_id") == APPLICATION_ID
+        if not ours and (version or connection.execute("SELECT count(*) FROM sqlite_schema").fetchall() != [(0,)]):
+            raise ConfigError(f"{self.path} is the database of another program; name another file for the journal")
+        if version > SCHEMA_VERSION:
+            raise ConfigError(
+                f"{self.name} was written by a newer Mainspring (schema {version}, this one knows {SCHEMA_VERSION}); upgrade"
+                " mainspring here, or name another file"
+            )
+        return version
+
+    def entries(self) -> Iterator[bytes]:
+        """See :meth:`Journal.entries`."""
+        place = 0
+        while True:
+            try:
+                rows = self._opened().execute(
+                    "SELECT place, entry FROM entries WHERE place > ? ORDER BY place LIMIT ?", (place, ROWS_AT_ONCE)
+                )
+                found: list[Any] = rows.fetchall()
+            except apsw.Error as error:
+                raise self._explained(error) from error
+            if not found:
+                return
+            place = found[-1][0]
+            for _, entry in found:
+                yield entry
+
+    def append(self, entries: Sequence[bytes]) -> None:
+        """See :meth:`Journal.append`."""
+        self._transact(entries, "")
+
+    def rewrite(self, entries: Sequence[bytes]) -> None:
+        """See :meth:`Journal.rewrite`."""
+        self._transact(entries, "DELETE FROM entries")
+
+    def _transact(self, entries: Sequence[bytes], before: str) -> None:
+        connection = self._opened()
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            if before:
+                connection.execute(before)
+            connection.executemany("INSERT INTO entries (entry) VALUES (?)", ((entry,) for entry in entries))
+            connection.execute("COMMIT")
+        except apsw.Error as error:
+            if connection.in_transaction:
+                with contextlib.suppress(apsw.Error):
+                    connection.execute("ROLLBACK")
+            raise self._explained(error) from error
+
+    def _opened(self) -> apsw.Connection:
+        if self._connection is None:
+            raise JournalError(f"{self.name} is not open")
+        return self._connection
+
+    def _explained(self, error: apsw.Error) -> JournalError:
+        if isinstance(error, apsw.BusyError | apsw.LockedError):
+            return JournalLockedError(f"{self.name} is open in another session; it has one writer at a time")
+        if isinstance(error, apsw.CorruptError):
+            return JournalDamagedError(f"{self.name} is damaged: {error}; restore it from a copy")
+        return JournalError(f"{self.name} cannot be used: {error}")
+
+    def close(self) -> None:
+        """See :meth:`Journal.close`."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(apsw.Error):
+                connection.close()

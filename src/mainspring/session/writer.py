@@ -1,0 +1,369 @@
+"""The single writer of a session and its children: who changes the slices when, and in which order.
+
+Without a journal an event is applied and told in one step. With one, it is reduced when its turn comes, on the *tip* (the
+slices after all that was accepted), and waits in the queue of the journal's task; once it is durable, its slices become the
+ones that everybody sees, and its subscribers are told. Where the journal fails, all that waits for it fails, and the tip goes
+back.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import anyio
+from anyio import CapacityLimiter, to_thread
+
+from mainspring.clock import real_work
+from mainspring.errors import (
+    ConfigError,
+    JournalError,
+    MainspringError,
+    ReducerError,
+    SessionClosedError,
+    SessionError,
+    describe,
+)
+from mainspring.events import DispatchResult, log_error
+from mainspring.session.record import entry_of_events
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mainspring.events import Dispatcher
+    from mainspring.session.journal import Journal
+    from mainspring.session.record import EventCodecs
+    from mainspring.session.slices import Slices, Values
+    from mainspring.session.transaction import Transaction
+    from mainspring.ticket import Ticket
+
+AT_ONCE = 10_000
+"""The most entries of one write."""
+CLOSE_TIMEOUT = 10.0
+"""Seconds that a journal may take for the last entries before they are given up."""
+
+
+class Cell:
+    """What the writer changes: the slices of one session. ``values`` are those that are seen."""
+
+    __slots__ = ("codecs", "dispatcher", "name", "path", "slices", "tip", "values")
+
+    def __init__(self, name: str, path: str, slices: Slices, dispatcher: Dispatcher) -> None:
+        self.name = name
+        self.path = path
+        self.slices = slices
+        self.dispatcher = dispatcher
+        self.codecs: EventCodecs | None = None
+        self.values: Values = dict(slices.initial)
+        self.tip: Values = self.values
+
+
+class Step(NamedTuple):
+    """One event in its place. ``told`` is False for what is no event to anybody: a restored snapshot."""
+
+    cell: Cell
+    event: Any
+    values: Values
+    changed: tuple[str, ...]
+    seq: int | None
+    told: bool = True
+
+
+class Change:
+    """What becomes durable at once: one event, or a transaction. ``entry`` is None where nothing is to be written."""
+
+    __slots__ = ("after", "entry", "steps", "ticket")
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        entry: bytes | None,
+        ticket: Ticket[Any],
+        after: Callable[[], object] | None = None,
+    ) -> None:
+        self.steps = steps
+        self.entry = entry
+        self.ticket = ticket
+        self.after = after
+
+
+class Held(NamedTuple):
+    """An event that waits for its turn."""
+
+    cell: Cell
+    event: Any
+    ticket: Ticket[DispatchResult]
+
+
+class Writer:
+    """One for a session with all its children. All of it belongs to the thread that uses it first."""
+
+    def __init__(self, name: str, journal: Journal | None) -> None:
+        self.name = name
+        self.journal = journal
+        self.is_open = journal is None
+        self.seq = 0
+        self.direct = journal is None
+        """Whether an event that comes now can be applied at once."""
+        self.cells: list[Cell] = []
+        self.transaction: Transaction | None = None
+        self._durable_seq = 0
+        self._thread: int | None = None
+        self._held: deque[Held | Transaction] = deque()
+        self._pending: deque[Change] = deque()
+        self._reducing = False
+        self._telling = False
+        self._advancing = False
+        self._stopping = False
+        self._wake: anyio.Event | None = None
+        self._scope: anyio.CancelScope | None = None
+        self.gave_up = False
+
+    # ------------------------------------------------------------------------------------------------- events come in
+
+    def check(self) -> None:
+        """Raise where no event can be taken: from another thread, while closed, or by a reducer."""
+        thread = threading.get_ident()
+        if self._thread is None:
+            self._thread = thread
+        elif thread != self._thread:
+            raise ConfigError(
+                f"session {self.name!r} is written in one thread, that of its event loop; from a worker thread use"
+                " `anyio.from_thread.run(session.dispatch, event)`"
+            )
+        if not self.is_open:
+            raise SessionClosedError(f"session {self.name!r} has a journal and is not open; use it inside `async with`")
+        if self._reducing:
+            raise SessionError(
+                f"session {self.name!r}: a reducer only computes the next slice; let a subscriber dispatch further events"
+            )
+
+    def apply(self, cell: Cell, event: Any) -> DispatchResult:
+        """Apply an event at once, and tell of it; only where ``direct``."""
+        self.check()
+        result = self._do(cell, event)
+        if self._held:
+            self.advance()
+        return result
+
+    def submit(self, cell: Cell, event: Any, ticket: Ticket[DispatchResult]) -> Held:
+        """Take an event in its turn; ``ticket`` is completed when it is applied, durable and told."""
+        self.check()
+        held = Held(cell, event, ticket)
+        transaction = self.transaction
+        if transaction is not None and transaction.is_inside():
+            ticket.complete(transaction.take(cell, event))
+        elif self.journal is not None and transaction is None and not self._held:
+            self._accept(held)
+        else:
+            self._held.append(held)
+            self.advance()
+        return held
+
+    def withdraw(self, what: Held | Transaction) -> None:
+        """Forget what has not had its turn."""
+        if what in self._held:
+            self._held.remove(what)
+        self.advance()
+
+    def queue(self, transaction: Transaction) -> None:
+        """Let a transaction begin in its turn."""
+        self.check()
+        self._held.append(transaction)
+        self.advance()
+
+    def end(self, transaction: Transaction) -> None:
+        """The transaction is over: whoever waits gets a turn."""
+        if self.transaction is transaction:
+            self.transaction = None
+        self.advance()
+
+    def advance(self) -> None:
+        """Give turns to those who wait, in their order. A transaction begins when all before it is durable."""
+        if self._advancing:
+            return
+        self._advancing = True
+        self.direct = False
+        try:
+            while self._held and self.transaction is None and not self._telling:
+                first = self._held[0]
+                if isinstance(first, Held):
+                    self._held.popleft()
+                    self._accept(first)
+                elif self._pending:
+                    return
+                else:
+                    self._held.popleft()
+                    self.transaction = first
+                    first.begin()
+        finally:
+            self._advancing = False
+            self._look_up()
+
+    def _look_up(self) -> None:
+        self.direct = self.journal is None and self.transaction is None and not self._held and not self._telling
+
+    # ----------------------------------------------------------------------------------------------- events are applied
+
+    def reduce(self, cell: Cell, event: Any) -> tuple[Values, tuple[str, ...]]:
+        """The tip of ``cell`` after the event, with the names of what changed; raises :class:`ReducerError`."""
+        direct, self.direct, self._reducing = self.direct, False, True
+        try:
+            return cell.slices.reduce(cell.tip, event)
+        finally:
+            self.direct, self._reducing = direct, False
+
+    def refused(self, event: Any, error: ReducerError) -> DispatchResult:
+        """What to say of an event that a reducer failed on."""
+        log_error("a reducer of %s raised", type(event).__name__, error)
+        return DispatchResult(errors=(error,))
+
+    def _do(self, cell: Cell, event: Any) -> DispatchResult:
+        """Apply and tell, without a journal."""
+        try:
+            values, changed = self.reduce(cell, event)
+        except ReducerError as error:
+            return self.refused(event, error)
+        seq = None
+        if changed:
+            self.seq = seq = self.seq + 1
+            cell.values = cell.tip = values
+        if not cell.dispatcher.wants(type(event)):
+            return DispatchResult(0, (), changed, seq)
+        return self._tell(cell, event, changed, seq)
+
+    def _tell(self, cell: Cell, event: Any, changed: tuple[str, ...], seq: int | None) -> DispatchResult:
+        self._telling, self.direct = True, False
+        try:
+            told = cell.dispatcher.dispatch(event)
+        finally:
+            self._telling = False
+            self._look_up()
+        return DispatchResult(told.delivered, told.errors, changed, seq)
+
+    def _accept(self, held: Held) -> None:
+        cell, event, ticket = held
+        try:
+            if self.journal is None:
+                ticket.complete(self._do(cell, event))
+                return
+            values, changed = self.reduce(cell, event)
+            entry = None
+            if changed:
+                entry = entry_of_events(self.seq + 1, [self.encoded(cell, event)])
+        except ReducerError as error:
+            ticket.complete(self.refused(event, error))
+        except MainspringError as error:
+            ticket.fail(error)
+        except BaseException as error:
+            ticket.fail(error)
+            raise
+        else:
+            seq = None
+            if changed:
+                self.seq = seq = self.seq + 1
+                cell.tip = values
+            self.hand_over(Change([Step(cell, event, values, changed, seq)], entry, ticket))
+
+    def encoded(self, cell: Cell, event: Any) -> bytes:
+        """The event for the journal."""
+        assert cell.codecs is not None
+        return cell.codecs.encode(event)
+
+    def show(self, change: Change) -> list[DispatchResult]:
+        """Let everybody see it, and tell of it in order."""
+        for step in change.steps:
+            if step.changed:
+                step.cell.values = step.values
+        if change.after is not None:
+            change.after()
+        return [
+            self._tell(step.cell, step.event, step.changed, step.seq)
+            if step.told and step.cell.dispatcher.wants(type(step.event))
+            else DispatchResult(0, (), step.changed, step.seq)
+            for step in change.steps
+        ]
+
+    # --------------------------------------------------------------------------------------------------- with a journal
+
+    def hand_over(self, change: Change) -> None:
+        """Have it written, and then shown."""
+        self._pending.append(change)
+        self._rouse()
+
+    def _rouse(self) -> None:
+        if self._wake is not None:
+            self._wake.set()
+
+    def opened(self, seq: int) -> None:
+        """The journal is read: events can be taken on this event loop."""
+        self.seq = self._durable_seq = seq
+        self._thread = threading.get_ident()
+        self._stopping = self.gave_up = False
+        self.is_open = True
+
+    def stop(self) -> None:
+        """Take no more events, write what there is, and end."""
+        self.is_open = False
+        self._stopping = True
+        if self._scope is not None:
+            self._scope.deadline = anyio.current_time() + CLOSE_TIMEOUT
+        self._rouse()
+
+    async def run(self) -> None:
+        """Write until told to stop: whatever has come by the time the last write has ended becomes one write."""
+        limiter = CapacityLimiter(1)
+        self._scope = anyio.CancelScope(shield=True)  # until told to stop, which closing the session does in every case
+        try:
+            with self._scope:
+                while self._pending or not self._stopping:
+                    if self._pending:
+                        await self._write(limiter)
+                    else:
+                        self._wake = wake = anyio.Event()
+                        await wake.wait()
+        finally:
+            self.gave_up = bool(self._pending)
+            self._fail(JournalError(f"session {self.name!r}: its journal has not answered within {CLOSE_TIMEOUT:g} s"))
+            closed = SessionClosedError(f"session {self.name!r} was closed before the event's turn came")
+            while self._held:
+                first = self._held.popleft()
+                if isinstance(first, Held):
+                    first.ticket.fail(copy.copy(closed))
+                else:
+                    first.refuse(copy.copy(closed))
+
+    async def _write(self, limiter: CapacityLimiter) -> None:
+        assert self.journal is not None
+        batch = [self._pending[place] for place in range(min(len(self._pending), AT_ONCE))]
+        entries = [change.entry for change in batch if change.entry is not None]
+        try:
+            if entries:
+                with real_work():
+                    await to_thread.run_sync(self.journal.append, entries, abandon_on_cancel=True, limiter=limiter)
+        except Exception as error:
+            failed = (
+                error if isinstance(error, JournalError) else JournalError(f"{self.journal.name}: {describe(error)}")
+            )
+            failed.__cause__ = None if failed is error else error
+            self._fail(failed)
+        else:
+            for change in batch:
+                self._pending.popleft()
+                self._durable_seq = next((step.seq for step in reversed(change.steps) if step.seq), self._durable_seq)
+                results = self.show(change)
+                change.ticket.complete(results[0] if results else DispatchResult())
+        self.advance()
+
+    def _fail(self, error: JournalError) -> None:
+        """Nothing of what waits for the journal has happened."""
+        if not self._pending:
+            return
+        failed, self._pending = self._pending, deque()
+        self.seq = self._durable_seq
+        for cell in self.cells:
+            cell.tip = cell.values
+        for change in failed:
+            change.ticket.fail(copy.copy(error))
