@@ -52,6 +52,8 @@ CASES = [
     (events.HandlerStalled("indexer", "m1", 720.5, "a.py:3 in f"), "ERROR", "720.5 s; its handler is cancelled, at a.py:3"),
     (events.HandlerStuck("indexer", "m1", 725.5, "a.py:3 in f"), "CRITICAL", "the process will be killed, at a.py:3 in f"),
     (events.ShutdownRequested("shop", "SIGTERM"), "INFO", "shop: shutdown requested: SIGTERM"),
+    (events.GroupPaused("shop", "pause()"), "WARNING", "shop: paused, it takes no new work: pause()"),
+    (events.GroupResumed("shop", "resume()"), "INFO", "shop: resumed: resume()"),
     (events.GroupStateChanged("shop", GroupState.RUNNING, GroupState.FINISH, 60.0), "INFO", "finish (running for 60.000 s)"),
     (events.GroupStopped("shop", 0, "shutdown: clean\n  part: ok"), "INFO", "exit status 0: shutdown: clean | part: ok"),
     (events.GroupStopped("shop", 70, "shutdown: not clean"), "ERROR", "exit status 70: shutdown: not clean"),

@@ -11,11 +11,38 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from mainspring.control import (
+        ControlMessage as ControlMessage,
+    )
+    from mainspring.control import (
+        DrainRequest as DrainRequest,
+    )
+    from mainspring.control import (
+        HealthCheckRequest as HealthCheckRequest,
+    )
+    from mainspring.control import (
+        HealthStatus as HealthStatus,
+    )
+    from mainspring.control import (
+        PauseRequest as PauseRequest,
+    )
+    from mainspring.control import (
+        PingRequest as PingRequest,
+    )
+    from mainspring.control import (
+        ResumeRequest as ResumeRequest,
+    )
+    from mainspring.control import (
+        ShutdownRequest as ShutdownRequest,
+    )
     from mainspring.errors import (
         BudgetExceededError as BudgetExceededError,
     )
     from mainspring.errors import (
         ConfigError as ConfigError,
+    )
+    from mainspring.errors import (
+        ControlRefusedError as ControlRefusedError,
     )
     from mainspring.errors import (
         DeadlineExceededError as DeadlineExceededError,
@@ -140,6 +167,12 @@ if TYPE_CHECKING:
     from mainspring.events import Dispatcher as Dispatcher
     from mainspring.group import LoopGroup as LoopGroup
     from mainspring.heartbeat import Heartbeat as Heartbeat
+    from mainspring.loops.actor import (
+        LoopActor as LoopActor,
+    )
+    from mainspring.loops.actor import (
+        check_health as check_health,
+    )
     from mainspring.loops.base import Runnable as Runnable
     from mainspring.loops.context import Context as Context
     from mainspring.loops.dead_letters import (
@@ -202,10 +235,15 @@ if TYPE_CHECKING:
     from mainspring.watchdog import Watchdog as Watchdog
 
 _HOMES = {
+    "control": (
+        "ControlMessage", "DrainRequest", "HealthCheckRequest", "HealthStatus", "PauseRequest", "PingRequest",
+        "ResumeRequest", "ShutdownRequest",
+    ),
     "errors": (
-        "ConfigError", "HandlerStalledError", "HandlerTimeoutError", "InvalidParameterError", "InvalidTransitionError",
-        "LoopNotRunningError", "MailboxClosedError", "MailboxConnectionError", "MailboxError", "MailboxFullError",
-        "MainspringError", "MessageSettledError", "OffloadClosedError", "OffloadError", "OffloadFullError",
+        "ConfigError", "ControlRefusedError", "HandlerStalledError", "HandlerTimeoutError", "InvalidParameterError",
+        "InvalidTransitionError", "LoopNotRunningError", "MailboxClosedError", "MailboxConnectionError",
+        "MailboxError", "MailboxFullError", "MainspringError", "MessageSettledError", "OffloadClosedError",
+        "OffloadError", "OffloadFullError",
         "OffloadPickleError", "OffloadTimeoutError", "OffloadWorkerDiedError", "ReceiptHandleExpiredError", "Reject",
         "ReplyNotAvailableError", "RequestCancelledError", "RequestFailedError", "RequestTimeoutError", "Retry",
         "SerializationError", "TaskExitError", "TicketAbandonedError", "TicketAlreadyCompletedError",
@@ -217,6 +255,7 @@ _HOMES = {
     "events": ("Dispatcher",),
     "group": ("LoopGroup",),
     "heartbeat": ("Heartbeat",),
+    "loops.actor": ("LoopActor", "check_health"),
     "loops.base": ("Runnable",),
     "loops.context": ("Context",),
     "loops.dead_letters": ("DLQConsumer", "DeadLetterConsumer", "Verdict"),

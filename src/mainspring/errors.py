@@ -220,7 +220,8 @@ class OverrideLockedError(MainspringError):
 
 
 class LoopNotRunningError(MainspringError):
-    """A LoopThread does not run (not yet, or no longer), so that nothing can be done in its event loop."""
+    """A LoopThread does not run (not yet, or no longer), so that nothing can be done in its event loop; or the loop of a
+    LoopActor or a group does not, so that nobody is there to answer a control message."""
 
 
 class OffloadError(MainspringError):
@@ -255,12 +256,6 @@ class OffloadWorkerDiedError(OffloadError):
 
     fault = "environment"
     retryable = True
-
-
-class ActorNotRunningError(MainspringError):
-    """A control message was told to a loop that does not run, or has ended by now: nobody is there to answer."""
-
-    fault = "environment"
 
 
 class ControlRefusedError(MainspringError):

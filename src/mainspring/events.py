@@ -151,6 +151,22 @@ class ShutdownRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupPaused:
+    """The loops of a group take no new work until it is resumed; ``reason`` says who asked for it."""
+
+    group: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupResumed:
+    """The loops of a group take new work again."""
+
+    group: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class GroupStateChanged:
     """A group moved on: start, running, each phase of its shutdown; ``seconds`` is how long the old one lasted."""
 

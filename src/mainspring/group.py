@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from contextlib import asynccontextmanager
 from functools import partial
@@ -12,15 +11,16 @@ import anyio
 
 from mainspring import logs, process
 from mainspring.calibration import all_rules
-from mainspring.errors import ConfigError
+from mainspring.errors import LoopNotRunningError, ConfigError
 from mainspring.events import Dispatcher
+from mainspring.loops.actor import check_health
 from mainspring.loops.main import MainLoop
 from mainspring.loops.worker import inside
 from mainspring.scope import DaemonScope
-from mainspring.states import GroupState, ServiceState
-from mainspring.status import GroupStatus, LoopStatus
-from mainspring.supervision.foreign import steerable
+from mainspring.states import GroupState
+from mainspring.supervision.actors import actors_of
 from mainspring.supervision.lifetime import Lifetime
+from mainspring.supervision.picture import picture, picture_at_rest
 from mainspring.supervision.settings import GroupSettings, OnCrash
 from mainspring.values import is_number
 
@@ -29,12 +29,14 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from mainspring.calibration import Timeouts
+    from mainspring.control import HealthStatus
+    from mainspring.loops.actor import LoopActor
     from mainspring.loops.base import Runnable, Steerable
     from mainspring.mailbox.base import Mailbox
     from mainspring.policies import RestartPolicy
     from mainspring.portal import LoopThread
     from mainspring.report import ShutdownReport
-    from mainspring.supervision.member import Member
+    from mainspring.status import GroupStatus
     from mainspring.ticket import Ticket
 
 
@@ -105,7 +107,9 @@ class LoopGroup:
             guardian=guardian,
             on_crash=on_crash,
         )
-        self.loops: Sequence[Steerable] = steerable(loops)
+        self.actors: Sequence[LoopActor] = actors_of(loops)
+        """Its loops as actors, which serve control messages while the group runs."""
+        self.loops: Sequence[Steerable] = [actor.loop for actor in self.actors]
         self.dispatcher = Dispatcher()
         self._lifetime: Lifetime | None = None
         self._report: ShutdownReport | None = None
@@ -165,7 +169,7 @@ class LoopGroup:
         ends.append(logs.subscribe(self.dispatcher))
         lifetime = Lifetime(
             self.name,
-            self.loops,
+            self.actors,
             self.settings,
             self.dispatcher,
             owner=owner,
@@ -302,6 +306,29 @@ class LoopGroup:
         else:
             self._asked = (reason, timeout)
 
+    # ------------------------------------------------------------------------------------------------------- pausing
+
+    async def pause(self, reason: str = "pause()", *, timeout: float | None = None) -> None:
+        """Take no new work until :meth:`resume`, and wait until that holds: what was claimed and not begun is given back.
+
+        Running handlers go on and keep their leases, restarted loops stay paused, and readiness says so. A shutdown ends the
+        pause. Where ``timeout`` seconds pass before every loop has answered, they pause all the same.
+
+        :raises LoopNotRunningError: the group does not run, is starting or is shutting down.
+        :raises ControlRefusedError: one of its loops cannot be paused; none is then.
+        :raises TicketTimeoutError: ``timeout`` has passed.
+        """
+        await self._running("pause").pause(reason, timeout)
+
+    async def resume(self, reason: str = "resume()", *, timeout: float | None = None) -> None:
+        """Take new work again; raises as :meth:`pause` does."""
+        await self._running("resume").resume(reason, timeout)
+
+    def _running(self, what: str) -> Lifetime:
+        if self._lifetime is None:
+            raise LoopNotRunningError(f"group {self.name!r} cannot {what}: it is not running")
+        return self._lifetime
+
     # -------------------------------------------------------------------------------------------------------- status
 
     @property
@@ -330,63 +357,13 @@ class LoopGroup:
 
     def status(self) -> GroupStatus:
         """The present picture of the group and its loops."""
-        lifetime = self._lifetime
-        if lifetime is None:
-            crash = self._crash
-            why = "not running" if crash is None else f"not running: it crashed with {type(crash).__name__}: {crash}"
-            return GroupStatus(
-                self.name, GroupState.IDLE, started=False, ready=False, live=crash is None, reasons=(why,), uptime=0.0,
-                pid=os.getpid(),
-            )  # fmt: skip
-        now = anyio.current_time()
-        loops = tuple(self._loop_status(member) for member in lifetime.members)
-        reasons = [f"loop {loop.name!r}: {loop.reason}" for loop in loops if loop.reason is not None]
-        reasons += [f"check {name!r}: {error}" for name, error in lifetime.checks.results.items() if error is not None]
-        if lifetime.shutdown.requested.is_set():
-            reasons.insert(0, f"shutting down: {lifetime.shutdown.reason}")
-        elif not lifetime.started:
-            reasons.insert(0, "starting")
-        return GroupStatus(
-            name=self.name,
-            state=lifetime.machine.state,
-            started=lifetime.started,
-            ready=not reasons,
-            live=lifetime.crash is None,
-            reasons=tuple(reasons),
-            uptime=now - lifetime.began,
-            pid=os.getpid(),
-            loops=loops,
-            checks=dict(lifetime.checks.results),
-            state_seconds=now - lifetime.machine.since,
-            shutdown_reason=lifetime.shutdown.reason or None,
-            phases=dict(lifetime.phases),
-            watchdog_threshold=self.settings.watchdog_threshold,
-        )
+        if self._lifetime is None:
+            return picture_at_rest(self.name, self._crash)
+        return picture(self._lifetime)
 
-    def _loop_status(self, member: Member) -> LoopStatus:
-        loop = member.loop
-        oldest = max((run.beat_age() for run in loop.runs), default=0.0)
-        threshold = self.settings.watchdog_threshold
-        reason = None
-        if member.state is not ServiceState.RUNNING:
-            reason = loop.trouble or str(member.state)
-        elif threshold is not None and oldest > threshold / 2:
-            reason = f"no sign of life for {oldest:.0f} s (stalled at {threshold:g} s)"
-        mailbox = getattr(loop, "mailbox", None)
-        return LoopStatus(
-            name=member.name,
-            state=member.state,
-            ready=reason is None,
-            reason=reason,
-            heartbeat_age=loop.heartbeat.elapsed(),
-            in_flight=loop.in_flight,
-            concurrency=getattr(loop, "concurrency", 1),
-            mailbox=getattr(mailbox, "name", None),
-            restarts=member.restarts,
-            oldest_beat_age=oldest,
-            outcomes=dict(getattr(loop, "outcomes", {})),
-            progress={run.message_id: made for run in loop.runs if (made := getattr(run, "progress_made", None))},
-        )
+    async def check_health(self, timeout: float = 5.0) -> list[HealthStatus]:
+        """How its loops are, each by its own answer; see :func:`~mainspring.loops.actor.check_health`."""
+        return await check_health(self.actors, timeout)
 
     def timeouts(self) -> list[Timeouts]:
         """The timeouts that its loops run under, for the calibration rules."""

@@ -65,6 +65,8 @@ def subscribe(dispatcher: events.Dispatcher) -> Callable[[], None]:
         events.HandlerStalled: _stalled,
         events.HandlerStuck: _stuck,
         events.ShutdownRequested: _shutdown_requested,
+        events.GroupPaused: _paused,
+        events.GroupResumed: _resumed,
         events.GroupStateChanged: _group_state,
         events.GroupStopped: _group_stopped,
         events.CheckChanged: _check,
@@ -199,6 +201,14 @@ def _receive_recovered(event: events.ReceiveRecovered) -> None:
 
 def _shutdown_requested(event: events.ShutdownRequested) -> None:
     _say(_group, logging.INFO, event, f"{event.group}: shutdown requested: {event.reason}")
+
+
+def _paused(event: events.GroupPaused) -> None:
+    _say(_group, logging.WARNING, event, f"{event.group}: paused, it takes no new work: {event.reason}")
+
+
+def _resumed(event: events.GroupResumed) -> None:
+    _say(_group, logging.INFO, event, f"{event.group}: resumed: {event.reason}")
 
 
 def _group_state(event: events.GroupStateChanged) -> None:

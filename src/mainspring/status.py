@@ -30,6 +30,8 @@ class LoopStatus:
     """How many deliveries ended in which way since the start."""
     progress: Mapping[str, tuple[float, float | None]] = field(default_factory=dict)
     """How far messages in flight are, where their handlers say so: done and total, by the message's id."""
+    paused: bool = False
+    """Whether it has been told to take no new work until it is resumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class GroupStatus:
     """Seconds that each ended phase of the shutdown took, by the phase's name (a ``GroupState``)."""
     watchdog_threshold: float | None = None
     """Seconds without a beat after which a message counts as stalled; ages are judged against it."""
+    paused: bool = False
+    """Whether all of its loops that have not ended are paused."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,9 @@ class FakeGroup:
         self.boxes = boxes
         self.changes = changes
         self.drains: list[str] = []
+        self.switches: list[str] = []
+        self.refuses: Exception | None = None
+        """What a pause or a resume raises."""
         self.on_refresh: dict[str, Any] = {}
         """What the status says once the checks were asked again."""
 
@@ -72,6 +75,18 @@ class FakeGroup:
 
     def request_drain(self, reason: str) -> None:
         self.drains.append(reason)
+
+    async def pause(self, reason: str, *, timeout: float) -> None:
+        await self._switch(reason, timeout)
+
+    resume = pause
+
+    async def _switch(self, reason: str, timeout: float) -> None:
+        assert timeout > 0
+        self.switches.append(reason)
+        if self.refuses is not None:
+            raise self.refuses
+        await anyio.lowlevel.checkpoint()
 
     def mailboxes(self) -> tuple[FakeMailbox, ...]:
         return self.boxes

@@ -13,7 +13,7 @@ import pytest
 from http_fakes import FakeGroup, FakeMailbox, loop_status
 
 import mainspring
-from mainspring.errors import MailboxConnectionError
+from mainspring.errors import ControlRefusedError, LoopNotRunningError, MailboxConnectionError, TicketTimeoutError
 from mainspring.http.app import ADMIN_TOKEN, health_app
 from mainspring.http.depths import DepthReader
 from mainspring.http.metrics import GroupMetrics
@@ -194,6 +194,37 @@ async def test_the_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPa
         assert (await client.post("/drain", headers={"authorization": "Bearer from-env"})).status_code == 202
 
 
+@pytest.mark.parametrize(("act", "done"), [("pause", "paused"), ("resume", "resumed")])
+async def test_pause_and_resume_answer_once_they_hold_and_need_the_token(act: str, done: str) -> None:
+    source = FakeGroup()
+    async with client_of(source, admin_token="s3cret", loopback=False) as client:
+        assert (await client.post(f"/{act}")).status_code == 401
+        assert source.switches == []
+        response = await client.post(f"/{act}", headers={"authorization": "Bearer s3cret"})
+        assert (await client.get(f"/{act}")).status_code == 405
+    assert (response.status_code, response.json()["status"]) == (200, done)
+    assert source.switches == [f"{act} requested over HTTP"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (ControlRefusedError("loop 'poller' cannot be paused"), 409, "loop 'poller' cannot be paused"),
+        (LoopNotRunningError("it is shutting down"), 409, "it is shutting down"),
+        (TicketTimeoutError("late"), 202, "pause is under way"),
+    ],
+)
+async def test_a_pause_that_cannot_be_says_why_and_one_that_takes_long_that_it_does(
+    error: Exception, status: int, words: str
+) -> None:
+    source = FakeGroup()
+    source.refuses = error
+    async with client_of(source) as client:
+        response = await client.post("/pause")
+    assert response.status_code == status
+    assert words in response.text
+
+
 HERE = "127.0.0.1:8080"
 
 
@@ -220,5 +251,6 @@ async def test_on_loopback_a_page_of_another_site_cannot_make_a_browser_drain(
     source = FakeGroup()
     async with client_of(source) as client:
         response = await client.post("/drain", headers=headers)
+        assert ((await client.post("/pause", headers=headers)).status_code == 200) == allowed
     assert response.status_code == (202 if allowed else 403)
-    assert len(source.drains) == allowed
+    assert (len(source.drains), len(source.switches)) == (allowed, allowed)

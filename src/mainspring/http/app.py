@@ -1,4 +1,4 @@
-"""The Starlette app of a group: probes, status, metrics, drain and the dashboard."""
+"""The Starlette app of a group: probes, status, metrics, acts (drain, pause, resume) and the dashboard."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from starlette.routing import Route
 
 import mainspring
 from mainspring import clock
+from mainspring.errors import ControlRefusedError, LoopNotRunningError, TicketTimeoutError
 from mainspring.http.dashboard import page as dashboard_page
 from mainspring.http.depths import DepthReader
 from mainspring.status import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 ADMIN_TOKEN = "MAINSPRING_ADMIN_TOKEN"  # noqa: S105 - the name of a variable
 _MAX_REASON = 500
+_ACT_TIMEOUT = 10.0
+"""Seconds that an act may take before the answer says that it is under way: a pause waits for claims that are out."""
 
 
 class Source(Protocol):
@@ -41,6 +44,12 @@ class Source(Protocol):
 
     def request_drain(self, reason: str) -> None:
         """Ask for a drain: no new work, finish, end. Returns at once; asking again changes nothing."""
+
+    async def pause(self, reason: str, *, timeout: float) -> None:
+        """Take no new work, and wait until that holds; see :meth:`LoopGroup.pause` for what it raises."""
+
+    async def resume(self, reason: str, *, timeout: float) -> None:
+        """Take new work again."""
 
     def mailboxes(self) -> Sequence[Countable]:
         """The mailboxes whose depth is of interest."""
@@ -59,8 +68,8 @@ def health_app(
     """The app that answers for ``source``: stand-alone on a listener of its own, or mounted in another app.
 
     :param metrics: what ``/metrics`` renders; without it that route answers 404.
-    :param admin_token: the bearer token that acts (``POST /drain``) need; None reads ``MAINSPRING_ADMIN_TOKEN``. Without a
-        token, acts are refused unless ``loopback``.
+    :param admin_token: the bearer token that acts (``POST /drain``, ``/pause``, ``/resume``) need; None reads
+        ``MAINSPRING_ADMIN_TOKEN``. Without a token, acts are refused unless ``loopback``.
     :param loopback: whether only this machine can reach the listener (a loopback address, a Unix socket); acts then need no
         token. Say False when you mount the app in one that others can reach.
 
@@ -74,7 +83,9 @@ def health_app(
         Route("/health/startup", views.startup),
         Route("/metrics", views.metrics),
         Route("/status", views.status),
-        Route("/drain", views.drain, methods=["POST"]),
+        Route("/drain", views.act(views.drain), methods=["POST"]),
+        Route("/pause", views.act(views.pause), methods=["POST"]),
+        Route("/resume", views.act(views.resume), methods=["POST"]),
         Route("/", views.dashboard),
     ]
     app = Starlette(routes=routes)
@@ -123,13 +134,36 @@ class _Views:
         await self._source.refresh_checks()
         return await self._depths.read()
 
-    async def drain(self, request: Request) -> Response:
-        refused = refusal(request, self._token, loopback=self._loopback)
-        if refused is not None:
-            return refused
+    def act(self, act: Callable[[], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """The endpoint of an act: it is done for those who may."""
+
+        async def endpoint(request: Request) -> Response:
+            return refusal(request, self._token, loopback=self._loopback) or await act()
+
+        return endpoint
+
+    async def drain(self) -> Response:
         self._source.request_drain("drain requested over HTTP")
+        return self._done("draining", 202)
+
+    async def pause(self) -> Response:
+        return await self._switch(self._source.pause, "pause")
+
+    async def resume(self) -> Response:
+        return await self._switch(self._source.resume, "resume")
+
+    async def _switch(self, switch: Callable[..., Awaitable[None]], what: str) -> Response:
+        try:
+            await switch(f"{what} requested over HTTP", timeout=_ACT_TIMEOUT)
+        except (LoopNotRunningError, ControlRefusedError) as error:
+            return _line(str(error), 409)
+        except TicketTimeoutError:
+            return self._done(f"{what} is under way", 202)
+        return self._done(f"{what}d", 200)
+
+    def _done(self, what: str, code: int) -> Response:
         status = self._source.status()
-        return JSONResponse({"status": "draining", "group": status.name, "state": str(status.state)}, 202)
+        return JSONResponse({"status": what, "group": status.name, "state": str(status.state)}, code)
 
     async def dashboard(self, _: Request) -> Response:
         page = dashboard_page()

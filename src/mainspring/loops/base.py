@@ -1,8 +1,10 @@
-"""``Runnable``: all that a group asks of a loop."""
+"""``Runnable``: all that a group asks of a loop; and how every loop is stopped within a time."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import anyio
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,11 +38,25 @@ class Runnable(Protocol):
 
 @runtime_checkable
 class Steerable(Runnable, Protocol):
-    """A loop that a group can stop in steps, as MainLoop is; one that cannot is stopped by ``shutdown`` alone."""
+    """A loop that can be paused, and stopped in steps, as MainLoop can; one that cannot is stopped by ``shutdown`` alone."""
 
     name: str
     shutdown_timeout: float | None
     shutdown_priority: int
+    pausable: bool
+
+    def pause(self) -> None:
+        """Take no new work until :meth:`resume`."""
+
+    def resume(self) -> None:
+        """Take new work again."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether it has been told to pause."""
+
+    async def wait_paused(self) -> None:
+        """Wait until no work is being taken any more, or the pause is over."""
 
     def announce_shutdown(self) -> None:
         """Tell the work in hand that the end is near."""
@@ -65,3 +81,29 @@ class Steerable(Runnable, Protocol):
     @property
     def trouble(self) -> str | None:
         """Why it cannot take work just now, or None."""
+
+
+class Stoppable(Protocol):
+    """What ends by itself, by having its work cancelled, or by having its run cancelled."""
+
+    def cancel_work(self) -> None:
+        """Cancel the work in hand."""
+
+    def abort(self) -> None:
+        """Cancel the whole run."""
+
+
+async def stop_in_time(loop: Stoppable, ended: anyio.Event, *, timeout: float, cancel_grace: float) -> bool:
+    """Give a loop that was told to stop ``timeout`` seconds, and its cancelled work ``cancel_grace`` more, before its run is
+    cancelled as a whole. Returns when ``ended`` is set: whether it ended by itself."""
+    with anyio.move_on_after(timeout):
+        await ended.wait()
+    if ended.is_set():
+        return True
+    loop.cancel_work()
+    with anyio.move_on_after(cancel_grace):
+        await ended.wait()
+    if not ended.is_set():
+        loop.abort()
+        await ended.wait()
+    return False

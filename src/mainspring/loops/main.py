@@ -13,6 +13,7 @@ from mainspring.errors import ConfigError
 from mainspring.events import Dispatcher, Tally
 from mainspring.heartbeat import Heartbeat
 from mainspring.loops.attempt import WorkerSettings
+from mainspring.loops.base import stop_in_time
 from mainspring.loops.handler import inspect_handler
 from mainspring.loops.worker import Worker, inside
 from mainspring.mailbox.base import Mailbox
@@ -59,6 +60,8 @@ class MainLoop:
     :param body: the type of the bodies, where the annotation does not say it.
     :raises ConfigError: a value is impossible, or the handler's type is not the mailbox's.
     """
+
+    pausable = True
 
     def __init__(
         self,
@@ -215,17 +218,7 @@ class MainLoop:
         worker, ended = self._worker, self._ended
         if worker is None or ended is None or inside() is worker:
             return True
-        with anyio.move_on_after(timeout):
-            await ended.wait()
-        if ended.is_set():
-            return True
-        self.cancel_work()
-        with anyio.move_on_after(CANCEL_GRACE):
-            await ended.wait()
-        if not ended.is_set():
-            self.abort()
-            await ended.wait()
-        return False
+        return await stop_in_time(self, ended, timeout=timeout, cancel_grace=CANCEL_GRACE)
 
     def request_shutdown(self) -> None:
         """Ask for a shutdown and return: everything :meth:`shutdown` does before it waits."""

@@ -12,9 +12,20 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from mainspring import clock
-from mainspring.events import CalibrationWarning, GroupStateChanged, GroupStopped, ShutdownRequested
+from mainspring.control import PauseRequest, ResumeRequest
+from mainspring.errors import LoopNotRunningError, ControlRefusedError
+from mainspring.events import (
+    CalibrationWarning,
+    GroupPaused,
+    GroupResumed,
+    GroupStateChanged,
+    GroupStopped,
+    ShutdownRequested,
+)
 from mainspring.guardian import BlockWatch
+from mainspring.loops.actor import ask_all
 from mainspring.loops.capacity import Capacity
+from mainspring.loops.foreign import ForeignLoop
 from mainspring.loops.main import MainLoop
 from mainspring.mailbox.base import Mailbox
 from mainspring.mailbox.keeper import open_in
@@ -24,7 +35,6 @@ from mainspring.signals import ShutdownCoordinator
 from mainspring.states import BEFORE_SHUTDOWN, GROUP, GroupState, StateMachine, Transition
 from mainspring.supervision.burst import UntilEmpty
 from mainspring.supervision.checks import Checks
-from mainspring.supervision.foreign import ForeignLoop
 from mainspring.supervision.leftovers import Leftovers
 from mainspring.supervision.member import Member
 from mainspring.supervision.shutdown import Shutdown
@@ -34,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from mainspring.events import Dispatcher
-    from mainspring.loops.base import Steerable
+    from mainspring.loops.actor import LoopActor
     from mainspring.supervision.settings import GroupSettings
 
 
@@ -48,7 +58,7 @@ class Lifetime:
     def __init__(
         self,
         name: str,
-        loops: Sequence[Steerable],
+        actors: Sequence[LoopActor],
         settings: GroupSettings,
         dispatcher: Dispatcher,
         *,
@@ -81,10 +91,10 @@ class Lifetime:
         self._starting = anyio.CancelScope()
         self._watch: BlockWatch | None = None
         self._scopes: list[DaemonScope] = []
-        self._loops = loops
+        self._loops = [actor.loop for actor in actors]
         self.members = [
-            Member(loop, dispatcher=dispatcher, restart=settings.restart, changed=self._member_changed)
-            for loop in loops
+            Member(actor, dispatcher=dispatcher, restart=settings.restart, changed=self._member_changed)
+            for actor in actors
         ]
         self.shutdown = Shutdown(
             self.members,
@@ -218,6 +228,35 @@ class Lifetime:
             self.force(signum)
         else:
             os._exit(EXIT_BY_SIGNAL + signum)
+
+    async def pause(self, reason: str, timeout: float | None) -> None:
+        """Have every loop that runs take no new work; see :meth:`LoopGroup.pause`."""
+        running = self._steered("pause")
+        stubborn = [repr(member.name) for member in running if not member.loop.pausable]
+        if stubborn:
+            raise ControlRefusedError(
+                f"group {self.name!r} cannot be paused: {', '.join(stubborn)} has no plain methods pause() and resume()"
+            )
+        self._dispatcher.dispatch(GroupPaused(self.name, reason))
+        await self._ask(running, PauseRequest, timeout)
+
+    async def resume(self, reason: str, timeout: float | None) -> None:
+        """Have every loop that is paused take new work again; see :meth:`LoopGroup.resume`."""
+        paused = [member for member in self._steered("resume") if member.loop.paused]
+        if paused:
+            self._dispatcher.dispatch(GroupResumed(self.name, reason))
+            await self._ask(paused, ResumeRequest, timeout)
+
+    def _steered(self, what: str) -> list[Member]:
+        why = "it is shutting down" if self.shutdown.requested.is_set() else None if self.started else "it is starting"
+        if why is not None:
+            raise LoopNotRunningError(f"group {self.name!r} cannot {what}: {why}")
+        return [member for member in self.members if member.begun.is_set() and not member.ended.is_set()]
+
+    async def _ask(self, members: Sequence[Member], make: Callable[[], Any], timeout: float | None) -> None:
+        for answer in await ask_all([member.actor for member in members], make, timeout):
+            if isinstance(answer, Exception) and not isinstance(answer, LoopNotRunningError):  # it has ended meanwhile
+                raise answer
 
     def _arm_exit(self, deadline: float) -> None:
         """A process that owns itself leaves by force some time after the finish deadline, whatever its handlers do."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from mainspring import entropy
+from mainspring.control import DrainRequest, ShutdownRequest
 from mainspring.errors import TaskExitError
 from mainspring.events import Dispatcher, LoopCrashed, LoopStateChanged, ReceiveFailed, ReceiveRecovered
 from mainspring.report import Ending, PartReport
@@ -17,35 +19,35 @@ from mainspring.states import SERVICE, ServiceState, StateMachine, Transition
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mainspring.loops.base import Steerable
+    from mainspring.loops.actor import LoopActor
     from mainspring.policies import RestartPolicy
 
 
 class Member:
-    """Runs a loop, restarts it after a crash as the policy says, and keeps its state machine."""
+    """Runs a loop, restarts it after a crash as the policy says, and keeps its state machine. It steers it by messages to its
+    actor, which serves them from the first run to the end of the last."""
 
     def __init__(
         self,
-        loop: Steerable,
+        actor: LoopActor,
         *,
         dispatcher: Dispatcher,
         restart: RestartPolicy | None,
         changed: Callable[[], None],
     ) -> None:
-        self.loop = loop
-        self.name = loop.name
+        self.actor = actor
+        self.loop = actor.loop
+        self.name = actor.name
         self.begun = anyio.Event()
         self.ended = anyio.Event()
         self.error: Exception | None = None
         self.restarts = 0
         self.stop_began: float | None = None
         self.ended_at: float | None = None
-        self.cancelled_at: tuple[str, ...] | None = None
+        self._cancelled = False
         self._dispatcher = dispatcher
         self._restart = restart
         self._changed = changed
-        self._pause: anyio.CancelScope | None = None
-        self._at_work = False
         self._machine: StateMachine[ServiceState] = StateMachine(
             SERVICE,
             ServiceState.INITIALIZING,
@@ -65,22 +67,14 @@ class Member:
 
     @property
     def stopping(self) -> bool:
-        """Whether it was told to stop."""
-        return self.stop_began is not None
+        """Whether it was told to stop: with the group, or alone."""
+        return self.stop_began is not None or self.actor.stop_began is not None
 
     async def run(self, keywords: dict[str, Any]) -> None:
         """Run the loop until it ends for good. Its last error is kept, not raised: the group decides what it means."""
         try:
-            self._to(ServiceState.STARTING)
-            while not self.stopping:
-                self._to(ServiceState.RUNNING)
-                self.begun.set()
-                began = anyio.current_time()
-                error = await self._run_once(keywords)
-                if error is None:
-                    break
-                if not await self._restart_after(error, anyio.current_time() - began):
-                    break
+            async with self.actor.serving():
+                await self._run_until_told(keywords)
         finally:
             for unsubscribe in self._unsubscribe:
                 unsubscribe()
@@ -91,10 +85,19 @@ class Member:
             self.ended.set()
             self._changed()
 
+    async def _run_until_told(self, keywords: dict[str, Any]) -> None:
+        self._to(ServiceState.STARTING)
+        while not self.stopping:
+            self._to(ServiceState.RUNNING)
+            self.begun.set()
+            began = anyio.current_time()
+            error = await self._run_once(keywords)
+            if error is None or not await self._restart_after(error, anyio.current_time() - began):
+                break
+
     async def _run_once(self, keywords: dict[str, Any]) -> Exception | None:
-        self._at_work = True
         try:
-            await self.loop.run(**keywords)
+            await self.actor.run_loop(**keywords)
         except (Exception, BaseExceptionGroup, SystemExit, KeyboardInterrupt) as raised:
             error = lone_error(raised)
             if isinstance(error, Exception):
@@ -104,8 +107,6 @@ class Member:
             exit_error = TaskExitError(f"loop {self.name!r} raised {error!r}; to end the program, call shutdown()")
             exit_error.__cause__ = error
             return exit_error
-        finally:
-            self._at_work = False
         return None
 
     async def _restart_after(self, error: Exception, ran_for: float) -> bool:
@@ -118,9 +119,8 @@ class Member:
             self.error = error
             return False
         self._to(ServiceState.RESTARTING)
-        with anyio.CancelScope() as self._pause:
-            await anyio.sleep(delay)
-        self._pause = None
+        with anyio.move_on_after(delay):
+            await self.actor.stopped.wait()
         if self.stopping:
             return False
         self._to(ServiceState.STARTING)
@@ -129,41 +129,34 @@ class Member:
     # ------------------------------------------------------------------------------------------------------ stopping
 
     def stop_intake(self, now: float) -> None:
-        """Tell it to take no new work."""
+        """Tell it to take no new work; once."""
         if self.stop_began is None:
             self.stop_began = now
-            if self._pause is not None:
-                self._pause.cancel()
-            if self._at_work:  # else the loop would remember it, and its next run would end before it began
-                self.loop.stop_intake()
+            self.actor.tell(DrainRequest())
 
     def cancel_work(self) -> None:
-        """Cancel its work, remembering the lines that it stood on; once."""
-        if not self.ended.is_set() and self.cancelled_at is None:
-            self.cancelled_at = self.where()
-            self.loop.cancel_work()
+        """Tell it to cancel its work; once."""
+        if not self._cancelled:
+            self._cancelled = True
+            self.actor.tell(ShutdownRequest(timeout=0, cancel_grace=math.inf))
 
     def abort(self) -> None:
-        """Cancel its run, settlements included, where cancelling the work was not enough; remembers the lines again."""
-        if not self.ended.is_set():
-            self.cancelled_at = tuple(dict.fromkeys((*(self.cancelled_at or ()), *self.where())))
-            self.loop.abort()
-
-    def where(self) -> tuple[str, ...]:
-        """The lines its work waits on."""
-        return tuple(sorted({line for run in self.loop.runs if (line := run.where())}))
+        """Tell it to cancel its run, settlements included, where cancelling the work was not enough."""
+        self.actor.tell(ShutdownRequest(timeout=0, cancel_grace=0))
 
     def report(self, now: float) -> PartReport:
         """How it ended, or how it stands."""
         until = now if self.ended_at is None else self.ended_at
-        seconds = 0.0 if self.stop_began is None else max(0.0, until - self.stop_began)
+        began = self.actor.stop_began if self.stop_began is None else self.stop_began
+        seconds = 0.0 if began is None else max(0.0, until - began)
+        cancelled_at = self.actor.cancelled_at
         if not self.ended.is_set():
             # The remembered lines first: this may be called on another thread, for which a task that spins has no line.
-            return PartReport(self.name, Ending.STUCK, seconds, self.cancelled_at or self.where())
+            return PartReport(self.name, Ending.STUCK, seconds, cancelled_at or self.actor.where())
         if self.error is not None:
             return PartReport(self.name, Ending.CRASHED, seconds)
-        if self.cancelled_at is not None:
-            return PartReport(self.name, Ending.CANCELLED, seconds, self.cancelled_at)
+        if cancelled_at is not None:
+            return PartReport(self.name, Ending.CANCELLED, seconds, cancelled_at)
         return PartReport(self.name, Ending.FINISHED, seconds)
 
     # -------------------------------------------------------------------------------------------------------- states

@@ -1,16 +1,14 @@
-"""Loops as a group steers them; one of foreign make by the little that ``Runnable`` promises."""
+"""``ForeignLoop``: a loop of foreign make, steered by the little that ``Runnable`` promises."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from mainspring.errors import ConfigError
-from mainspring.loops.base import Runnable, Steerable
+from mainspring.callables import is_async
 from mainspring.stacks import where
 from mainspring.values import MAX_DELAY
 
@@ -19,17 +17,21 @@ if TYPE_CHECKING:
 
     from mainspring.errors import HandlerStalledError
     from mainspring.heartbeat import Heartbeat
+    from mainspring.loops.base import Runnable
 
 
 class ForeignLoop:
-    """Adapts a ``Runnable`` to what a group steers by: intake stops by its ``shutdown``, work is cancelled with its run.
+    """Adapts a ``Runnable`` to what an actor steers by: intake stops by its ``shutdown``, work is cancelled with its run, and
+    it is paused by plain methods ``pause`` and ``resume``, where it has them.
 
     For the watchdog it is one piece: its heartbeat counts, and a stall ends its run with the error, as a crash.
     """
 
-    def __init__(self, loop: Runnable, name: str) -> None:
+    def __init__(self, loop: Runnable) -> None:
         self.loop = loop
-        self.name = name
+        self.name = str(getattr(loop, "name", None) or type(loop).__name__)
+        self.pausable: bool = all(_is_plain(getattr(loop, name, None)) for name in ("pause", "resume"))
+        self.paused = False
         self.shutdown_timeout: float | None = _option(loop, "shutdown_timeout", None)
         self.shutdown_priority: int = _option(loop, "shutdown_priority", 0)
         self._scope: anyio.CancelScope | None = None
@@ -86,6 +88,22 @@ class ForeignLoop:
         """Have its ``shutdown`` called."""
         self._stop.set()
 
+    def pause(self) -> None:
+        """Call its ``pause``."""
+        self._switch("pause")
+        self.paused = True
+
+    def resume(self) -> None:
+        """Call its ``resume``."""
+        self._switch("resume")
+        self.paused = False
+
+    async def wait_paused(self) -> None:
+        """It is paused when its ``pause`` has returned."""
+
+    def _switch(self, name: str) -> None:
+        getattr(self.loop, name)()
+
     def cancel_work(self) -> None:
         """Cancel its run."""
         if self._scope is not None:
@@ -137,38 +155,13 @@ class _ForeignRun:
         self._scope.cancel()
 
 
-def steerable(loops: Iterable[Runnable]) -> list[Steerable]:
-    """The loops as the group steers them, each with a name of its own."""
-    if isinstance(loops, Runnable) or not isinstance(loops, Iterable):
-        raise ConfigError(f"LoopGroup: its first argument is a list of loops, not {loops!r}")
-    found: list[Steerable] = []
-    names: set[str] = set()
-    for loop in loops:
-        if not isinstance(loop, Runnable):
-            raise ConfigError(
-                f"LoopGroup: {loop!r} is no loop; it needs run(), shutdown(), running and heartbeat (see Runnable)"
-            )
-        if loop in found or any(isinstance(other, ForeignLoop) and other.loop is loop for other in found):
-            raise ConfigError(f"LoopGroup: {loop!r} stands in it twice")
-        name = str(getattr(loop, "name", None) or type(loop).__name__)
-        unique, count = name, 1
-        while unique in names:
-            count += 1
-            unique = f"{name}-{count}"
-        names.add(unique)
-        if isinstance(loop, Steerable):
-            loop.name = unique
-            found.append(loop)
-        else:
-            found.append(ForeignLoop(loop, unique))
-    if not found:
-        raise ConfigError("LoopGroup: it needs at least one loop")
-    return found
-
-
 def _option(loop: object, name: str, default: Any) -> Any:
     value = getattr(loop, name, default)
     return default if callable(value) or (isinstance(value, float) and math.isnan(value)) else value
+
+
+def _is_plain(fn: object) -> bool:
+    return callable(fn) and not is_async(fn)
 
 
 def _accepted(fn: Any, keywords: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,339 @@
+"""``LoopActor``: a loop with a control channel beside its mailbox, served while it works and while it waits."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import anyio
+
+from mainspring.control import (
+    ControlMessage,
+    DrainRequest,
+    HealthCheckRequest,
+    HealthStatus,
+    PauseRequest,
+    PingRequest,
+    ResumeRequest,
+    ShutdownRequest,
+)
+from mainspring.errors import (
+    LoopNotRunningError,
+    ConfigError,
+    ControlRefusedError,
+    InvalidParameterError,
+    TicketAlreadyCompletedError,
+    describe,
+)
+from mainspring.loops.base import Runnable, Steerable, stop_in_time
+from mainspring.loops.foreign import ForeignLoop
+from mainspring.process import call_soon, event_loop
+from mainspring.scope import DaemonScope
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable
+
+    from mainspring.heartbeat import Heartbeat
+    from mainspring.ticket import TicketWriter
+
+T = TypeVar("T")
+
+
+class LoopActor:
+    """A loop that can be asked and told things while it runs, from any task or thread.
+
+    It runs ``loop`` and, beside it, serves control messages in the order in which they came, also while every handler is
+    busy or the loop waits for work. A LoopGroup makes one of each of its loops (``group.actors``), and steers them by these
+    messages alone; one that you made may be given to a group as a loop, or run by :meth:`run`.
+
+    :param loop: a MainLoop, or any ``Runnable``. One of foreign make can be paused where it has plain methods ``pause()``
+        and ``resume()``.
+    :raises ConfigError: it is no loop, or is an actor already.
+    """
+
+    def __init__(self, loop: Runnable) -> None:
+        if isinstance(loop, LoopActor):
+            raise ConfigError(f"LoopActor: {loop!r} is an actor already; use it as it is")
+        if not isinstance(loop, Runnable):
+            raise ConfigError(
+                f"LoopActor: {loop!r} is no loop; it needs run(), shutdown(), running and heartbeat (see Runnable)"
+            )
+        self.loop: Steerable = loop if isinstance(loop, Steerable) else ForeignLoop(loop)
+        self.stop_began: float | None = None
+        """When it was told to stop (anyio's clock), or None."""
+        self.stopped = anyio.Event()
+        """Set once it is told to stop."""
+        self.cancelled_at: tuple[str, ...] | None = None
+        """The lines its work stood on when that was cancelled, or None."""
+        self._lock = threading.Lock()
+        self._inbox: deque[tuple[ControlMessage[Any], TicketWriter[Any]]] = deque()
+        self._event_loop: object | None = None  # while it serves; None refuses messages
+        self._wake = anyio.Event()
+        self._ended = anyio.Event()
+        self._scope = DaemonScope("control")
+        self._stops: list[TicketWriter[bool]] = []
+        self._at_work = False
+        self._crashed = False
+
+    def __repr__(self) -> str:
+        return f"<LoopActor {self.name!r} {'running' if self.running else 'idle'}>"
+
+    @property
+    def name(self) -> str:
+        """The loop's name."""
+        return self.loop.name
+
+    # ------------------------------------------------------------------------------------------------------ messages
+
+    def tell(self, message: ControlMessage[Any]) -> None:
+        """Hand ``message`` over and return; the answer comes on its ticket. Callable from any task or thread.
+
+        The ticket fails at once with :class:`LoopNotRunningError` where the actor does not run, or has ended; when it ends
+        before it came to the message; and with :class:`ControlRefusedError` where it does not know such a message, or its
+        loop cannot do that.
+
+        :raises InvalidParameterError: it is no :class:`ControlMessage`.
+        :raises ConfigError: it has been told before; make a new one.
+        """
+        if not isinstance(message, ControlMessage):
+            raise InvalidParameterError(f"{self!r} takes control messages such as PauseRequest(), not {message!r}")
+        answer = message.ticket.writer()
+        with self._lock:
+            loop = self._event_loop
+            if loop is not None:
+                self._inbox.append((message, answer))
+        if loop is None:
+            answer.fail(self._not_running(message))
+        else:
+            call_soon(loop, self._rouse)
+
+    async def ask(self, message: ControlMessage[T], timeout: float | None = None) -> T:
+        """:meth:`tell`, and wait for the answer, at most ``timeout`` seconds (None: for as long as the actor runs).
+
+        From a thread without an event loop: ``actor.tell(message)``, then ``message.ticket.wait_sync(timeout)``. A handler of
+        the loop itself may tell it to stop, and must not wait for that.
+
+        :raises TicketTimeoutError: no answer came in time; the message is served all the same.
+        :raises LoopNotRunningError: as :meth:`tell` has it, and likewise :class:`ControlRefusedError`.
+        """
+        self.tell(message)
+        return await message.ticket.wait(timeout)
+
+    def _rouse(self) -> None:
+        self._wake.set()
+
+    async def _serve(self) -> None:
+        while True:
+            self._wake = anyio.Event()
+            while self._inbox:
+                message, answer = self._inbox.popleft()
+                try:
+                    self._act(message, answer)
+                except Exception as error:  # a loop of foreign make may raise anything: it is the asker's to know
+                    _answer(answer.fail, error)
+            await self._wake.wait()
+
+    def _act(self, message: ControlMessage[Any], answer: TicketWriter[Any]) -> None:
+        match message:
+            case HealthCheckRequest():
+                _answer(answer.complete, self.health())
+            case PingRequest():
+                _answer(answer.complete, message.made.elapsed())
+            case PauseRequest() | ResumeRequest() if not self.loop.pausable:
+                what = "it has no plain methods pause() and resume()"
+                answer.fail(ControlRefusedError(f"loop {self.name!r} cannot be paused: {what}"))
+            case PauseRequest():
+                self.loop.pause()
+                self._scope.start_soon(self._answer_when_paused, answer, name=f"{self.name} pauses")
+            case ResumeRequest():
+                self.loop.resume()
+                _answer(answer.complete, None)
+            case DrainRequest():
+                self._stop(answer)
+            case ShutdownRequest():
+                self._stop(answer)
+                self._scope.start_soon(self._stop_in_time, message, name=f"{self.name} stops")
+            case _:
+                known = "health check, ping, pause, resume, drain and shutdown"
+                what = f"loop {self.name!r} knows no {type(message).__qualname__}: it is asked for {known}"
+                answer.fail(ControlRefusedError(what))
+
+    async def _answer_when_paused(self, answer: TicketWriter[None]) -> None:
+        with answer:
+            await self.loop.wait_paused()
+            _answer(answer.complete, None)
+
+    def _stop(self, answer: TicketWriter[bool]) -> None:
+        self._stops.append(answer)
+        if self.stop_began is None:
+            self.stop_began = anyio.current_time()
+            self.stopped.set()
+            if self._at_work:  # else the loop would remember it, and its next run would end before it began
+                self.loop.stop_intake()
+
+    async def _stop_in_time(self, message: ShutdownRequest) -> None:
+        await stop_in_time(self, self._ended, timeout=message.timeout, cancel_grace=message.cancel_grace)
+
+    # ---------------------------------------------------------------------------------------------------- life cycle
+
+    async def run(self, **keywords: Any) -> None:
+        """Run the loop, and serve control messages until it has ended; ``keywords`` are those of its own ``run``.
+
+        A pause ends with it. :raises ConfigError: it is running already.
+        """
+        async with self.serving():
+            if self.stop_began is None:
+                await self.run_loop(**keywords)
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Serve control messages while the block runs, in which :meth:`run_loop` may be called, and be called again."""
+        if self._event_loop is not None:
+            raise ConfigError(f"{self!r} is already running")
+        self.stop_began = self.cancelled_at = None
+        self.stopped, self._ended, self._wake = anyio.Event(), anyio.Event(), anyio.Event()
+        self._crashed = False
+        async with DaemonScope(f"control of {self.name}") as self._scope:
+            self._scope.start_soon(self._serve, name=f"control of {self.name}")
+            with self._lock:
+                self._event_loop = event_loop()
+            try:
+                yield
+            finally:
+                self._end()
+
+    async def run_loop(self, **keywords: Any) -> None:
+        """One run of the loop, while control messages are served."""
+        self._at_work = True
+        try:
+            await self.loop.run(**keywords)
+        except BaseException:
+            self._crashed = True
+            raise
+        finally:
+            self._at_work = False
+
+    def _end(self) -> None:
+        with self._lock:
+            self._event_loop = None
+            left = [*self._inbox]
+            self._inbox.clear()
+        self._ended.set()
+        for message, answer in left:
+            answer.fail(self._not_running(message))
+        stops, self._stops = self._stops, []
+        for answer in stops:
+            _answer(answer.complete, self.cancelled_at is None and not self._crashed)
+        if self.loop.paused:
+            self.loop.resume()
+
+    def _not_running(self, message: ControlMessage[Any]) -> LoopNotRunningError:
+        return LoopNotRunningError(f"loop {self.name!r} is not running: nobody is there for the {_called(message)}")
+
+    async def shutdown(self, *, timeout: float = 30.0) -> bool:
+        """As the loop's own; of a running one, by a :class:`ShutdownRequest`."""
+        if self._event_loop is None:
+            return await self.loop.shutdown(timeout=timeout)
+        return await self.ask(ShutdownRequest(timeout=timeout))
+
+    @property
+    def running(self) -> bool:
+        """Whether it runs, and serves control messages."""
+        return self._event_loop is not None
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """The loop's own."""
+        return self.loop.heartbeat
+
+    # ------------------------------------------------------------------------- what the messages come down to
+
+    def cancel_work(self) -> None:
+        """Cancel its work, remembering the lines that it stood on; once."""
+        if not self._ended.is_set() and self.cancelled_at is None:
+            self.cancelled_at = self.where()
+            self.loop.cancel_work()
+
+    def abort(self) -> None:
+        """Cancel its run, settlements included, where cancelling the work was not enough; remembers the lines again."""
+        if not self._ended.is_set():
+            self.cancelled_at = tuple(dict.fromkeys((*(self.cancelled_at or ()), *self.where())))
+            self.loop.abort()
+
+    def where(self) -> tuple[str, ...]:
+        """The lines its work waits on."""
+        return tuple(sorted({line for run in self.loop.runs if (line := run.where())}))
+
+    def health(self) -> HealthStatus:
+        """What a :class:`HealthCheckRequest` is answered with; call it on the loop's own event loop."""
+        loop = self.loop
+        reason = None
+        if not self.running:
+            reason = "not running"
+        elif self.stop_began is not None:
+            reason = "stopping"
+        elif loop.trouble is not None:
+            reason = loop.trouble
+        elif loop.paused:
+            reason = "paused"
+        elif not self._at_work:
+            reason = "to be restarted"
+        return HealthStatus(
+            name=self.name,
+            healthy=reason is None,
+            reason=reason,
+            paused=loop.paused,
+            stopping=self.stop_began is not None,
+            in_flight=loop.in_flight,
+            oldest_beat_age=max((run.beat_age() for run in loop.runs), default=0.0),
+            heartbeat_age=loop.heartbeat.elapsed(),
+        )
+
+
+async def check_health(actors: Iterable[LoopActor], timeout: float = 5.0) -> list[HealthStatus]:
+    """How the actors are, in their order: all are asked at once, and have ``timeout`` seconds together.
+
+    One that does not answer in time, or does not run, is reported as that (``answered`` is False).
+
+    :raises InvalidParameterError: ``timeout`` is no number of seconds.
+    """
+    asked = list(actors)
+    answers = await ask_all(asked, HealthCheckRequest, timeout)
+    return [
+        HealthStatus(actor.name, False, describe(answer), answered=False, heartbeat_age=actor.heartbeat.elapsed())
+        if isinstance(answer, Exception)
+        else answer
+        for actor, answer in zip(asked, answers, strict=True)
+    ]
+
+
+async def ask_all(
+    actors: Iterable[LoopActor], make: Callable[[], ControlMessage[T]], timeout: float | None = None
+) -> list[T | Exception]:
+    """Ask all at once, with one deadline: each one's answer, or the error in its place."""
+    asked = list(actors)
+    messages = [make() for _ in asked]
+    for actor, message in zip(asked, messages, strict=True):
+        actor.tell(message)
+    end = math.inf if timeout is None else anyio.current_time() + timeout
+    answers: list[T | Exception] = []
+    for message in messages:
+        left = None if timeout is None else max(0.0, end - anyio.current_time())
+        try:
+            answers.append(await message.ticket.wait(left))
+        except Exception as error:
+            answers.append(error)
+    return answers
+
+
+def _answer(give: Callable[[Any], None], value: Any) -> None:
+    """Answer, unless somebody has completed the ticket behind the actor's back."""
+    with suppress(TicketAlreadyCompletedError):
+        give(value)
+
+
+def _called(message: ControlMessage[Any]) -> str:
+    return type(message).__qualname__
