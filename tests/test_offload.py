@@ -368,13 +368,15 @@ async def test_closing_cuts_at_its_limit_and_names_the_threads(gate, caplog):
         except OffloadClosedError as error:
             errors.append(str(error))
 
-    async with anyio.create_task_group() as tasks:
-        async with OffloadPool(workers=1, name="cut one", shutdown_timeout=0.05) as pool:
-            tasks.start_soon(call, pool)
-            await gate.is_entered()
-            tasks.start_soon(call, pool)
-            while not pool.queued:
-                await anyio.sleep(0)
+    async with (
+        anyio.create_task_group() as tasks,
+        OffloadPool(workers=1, name="cut one", shutdown_timeout=0.05) as pool,
+    ):
+        tasks.start_soon(call, pool)
+        await gate.is_entered()
+        tasks.start_soon(call, pool)
+        while not pool.queued:
+            await anyio.sleep(0)
     assert errors == ["cut one was closed before Gate.pass_through had ended; its effects are unknown"] * 2
     (record,) = caplog.records
     assert "cut one was closed, and 1 call(s) in it have not ended: " in record.getMessage()

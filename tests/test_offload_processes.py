@@ -203,7 +203,7 @@ async def test_a_worker_that_cannot_start_is_said(monkeypatch, capfd):
             await pool.run(offload_work.pid)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     async with OffloadPool("process", workers=1) as pool:
-        with pytest.raises(OffloadWorkerDiedError, match="could not be started:.*No such file"):
+        with pytest.raises(OffloadWorkerDiedError, match=r"could not be started:.*No such file"):
             await pool.run(offload_work.pid)
 
 
