@@ -17,9 +17,18 @@ from common import Row, report
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+_DRIVER = ("hiredis", "uvloop")
 PEERS = (
-    Contender("SAQ", "on_saq.py", "saq", ("saq[redis,hiredis]", "typing_extensions", "uvloop")),
-    Contender("FastStream", "on_faststream_redis.py", "faststream", ("faststream[redis]", "hiredis", "uvloop")),
+    Contender("SAQ", "on_saq.py", "redis-saq", ("saq[redis,hiredis]", "typing_extensions", *_DRIVER)),
+    Contender("arq", "on_arq.py", "redis-arq", ("arq", *_DRIVER)),
+    Contender("streaQ", "on_streaq.py", "redis-streaq", ("streaq", *_DRIVER)),
+    Contender("taskiq list", "on_taskiq_list.py", "redis-taskiq", ("taskiq-redis", *_DRIVER)),
+    Contender("taskiq stream", "on_taskiq_stream.py", "redis-taskiq", ("taskiq-redis", *_DRIVER)),
+    Contender("FastStream", "on_faststream_redis.py", "redis-faststream", ("faststream[redis]", *_DRIVER)),
+    Contender("docket", "on_docket.py", "redis-docket", ("pydocket", *_DRIVER)),
+    Contender("dramatiq", "on_dramatiq.py", "redis-dramatiq", ("dramatiq[redis]", *_DRIVER)),
+    Contender("Celery", "on_celery.py", "redis-celery", ("celery[redis]", *_DRIVER)),
+    Contender("huey", "on_huey.py", "redis-huey", ("huey", "redis", *_DRIVER)),
 )
 
 

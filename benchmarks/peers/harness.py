@@ -75,6 +75,9 @@ class Blocking:
     def __init__(self, url: str) -> None:
         self.url = url
 
+    def open(self) -> None:
+        """Get ready to send."""
+
     def send(self, body: str) -> None:
         raise NotImplementedError
 
@@ -198,6 +201,7 @@ class BlockingSide:
             time.sleep(rng.uniform(*APART))
 
     def run(self, what: str, *args):
+        self.peer.open()
         return getattr(self, what)(*args)
 
 
