@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections import deque
-from contextvars import Context, copy_context
+from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
@@ -26,7 +26,7 @@ from mainspring.errors import (
     TicketAbandonedError,
     TicketAlreadyCompletedError,
 )
-from mainspring.process import call_soon, event_loop
+from mainspring.process import call_soon, carried_context, event_loop
 from mainspring.stacks import where, where_thread
 from mainspring.states import LOOP_THREAD, LoopThreadState, StateMachine
 from mainspring.ticket import Ticket
@@ -201,8 +201,7 @@ class LoopCore:
 
     async def _main(self) -> None:
         self._stop_told = anyio.Event()
-        self._own = copy_context()
-        self._context = self._own.copy()
+        self._context = copy_context()
         async with anyio.create_task_group() as self.tasks:
             self._loop = event_loop()
             with self._lock:
@@ -280,7 +279,7 @@ class LoopCore:
         assert self._stop_told is not None
         self.running.add(submission)
         self._longest = max(self._longest, submission.stop_timeout)
-        submission.context(self._own).run(partial(self.tasks.start_soon, submission.run, name=submission.name))
+        submission.context.run(partial(self.tasks.start_soon, submission.run, name=submission.name))
         if self._stop_told.is_set():
             submission.end_within(self._timeout)
 
@@ -303,7 +302,7 @@ class Submission(Generic[T]):
         self._fn = fn
         self._args = args
         self._stop = stop
-        self._callers = copy_context()
+        self.context = carried_context(core.backend)
         self._scope: anyio.CancelScope | None = None
         self._awaitable: Awaitable[T] | None = None
 
@@ -315,14 +314,6 @@ class Submission(Generic[T]):
     def __call__(self) -> None:
         self._scope = anyio.CancelScope()
         self._core.begin(self)
-
-    def context(self, own: Context) -> Context:
-        """The caller's variables, and those of the event loop's own (as which one it is)."""
-        context = own.copy()
-        for variable, value in self._callers.items():
-            if variable not in own:
-                context.run(variable.set, value)
-        return context
 
     def end_within(self, timeout: float | None) -> None:
         """Ask it to end by itself, and cancel it after so many seconds; None: after its own time."""
@@ -345,7 +336,9 @@ class Submission(Generic[T]):
             what = TaskExitError(f"{self.name} raised {error!r} in {self._core}; to end that, call its stop()")
             what.__cause__ = error
             self.fail(what)
-        except BaseException as error:  # goes no further: a CancelledError of its own would cancel everybody else on asyncio
+        except (
+            BaseException
+        ) as error:  # goes no further: a CancelledError of its own would cancel everybody else on asyncio
             self.fail(TicketAbandonedError(f"{self.name} was cancelled in {self._core} ({type(error).__name__})"))
         else:
             if self._scope.cancelled_caught:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
+from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -73,6 +75,15 @@ def call_soon(loop: Any, fn: Callable[[], object]) -> None:
     call = getattr(loop, "call_soon_threadsafe", None) or loop.run_sync_soon
     with contextlib.suppress(RuntimeError):  # trio.RunFinishedError, or asyncio's "Event loop is closed"
         call(fn)
+
+
+def carried_context(library: str) -> Context:
+    """The caller's context variables, for a task that runs elsewhere, on ``"asyncio"`` or ``"trio"``."""
+    context = copy_context()
+    sniffio = sys.modules.get("sniffio")  # whose variable says on what its code runs; anyio and others ask it
+    if sniffio is not None:
+        context.run(sniffio.current_async_library_cvar.set, library)
+    return context
 
 
 def in_main_thread() -> bool:

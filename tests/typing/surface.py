@@ -25,6 +25,7 @@ from mainspring import (
     InMemoryMailbox,
     LeasePolicy,
     LoopGroup,
+    LoopThread,
     Mailbox,
     MainLoop,
     Message,
@@ -36,6 +37,7 @@ from mainspring import (
     Runnable,
     ShutdownCoordinator,
     ShutdownReport,
+    Ticket,
     Verdict,
     open_mailbox,
 )
@@ -125,6 +127,19 @@ async def memory() -> None:
     assert_type(open_mailbox("memory://any"), Mailbox[Any, Any])
     emails = InMemoryMailbox("emails", body=str)  # an editor need not be told what a mailbox holds
     await emails.send("a")
+
+
+def blocking(mailbox: Mailbox[Job, Result]) -> None:
+    with mailbox.sync as jobs:
+        assert_type(jobs.send(Job(1), priority=3), str)
+        assert_type(jobs.request(Job(1), timeout=5), Result)
+        (message,) = jobs.receive(wait_time_seconds=1)
+        assert_type(message.body, Job)
+        assert_type(jobs.call(message.nack, delay=5), None)
+        assert_type(jobs.cancel("id"), CancelOutcome)
+        jobs.send(7)  # type: ignore[arg-type]
+        jobs.send(Job(1), later=3)  # type: ignore[call-arg]
+        jobs.call(message.nack, later=5)  # type: ignore[call-arg]
 
 
 # ----------------------------------------------------------------------------------------------------------------- loops
@@ -260,6 +275,20 @@ def program(group: LoopGroup) -> int:
     report = anyio.run(group.run)
     assert_type(report, ShutdownReport)
     return report.exit_status
+
+
+# ---------------------------------------------------------------------------------------------------------------- threads
+
+
+async def in_loop_threads(group: LoopGroup, mailbox: Mailbox[Job, Result]) -> None:
+    with LoopThread(backend="trio") as thread:
+        assert_type(thread.post(lambda: None), bool)
+        assert_type(thread.submit(mailbox.send, Job(1)), Ticket[str])
+        assert_type(thread.submit(mailbox.counts).wait_sync(5).dead, int)
+        assert_type(group.start_in(thread), Ticket[ShutdownReport])
+        assert_type(thread.stop(timeout=3), bool)
+        thread.submit(mailbox.send, 7)  # type: ignore[arg-type]
+        thread.submit(mailbox.send)  # type: ignore[arg-type]
 
 
 # -------------------------------------------------------------------------------------------------------------- lifecycle

@@ -32,6 +32,7 @@ from mainspring.mailbox.limits import (
 )
 from mainspring.mailbox.message import Ack, Counts, Dead, Delivery, Envelope, Message, Settlement
 from mainspring.mailbox.requests import RequestCalls
+from mainspring.mailbox.sync import SyncCalls
 from mainspring.process import async_library
 from mainspring.scope import DaemonScope
 from mainspring.states import MAILBOX, MailboxState, StateMachine
@@ -49,11 +50,11 @@ T = TypeVar("T", default=Any)
 R = TypeVar("R", default=Any)
 
 
-class Mailbox(RequestCalls[T, R], Generic[T, R]):
+class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
     """A queue of messages with leases: at-least-once, fenced, first in first out among equal priorities.
 
     A new mailbox is unopened; ``async with mailbox`` opens it, and a LoopGroup opens what is not open. A closed mailbox can
-    be opened again. All its calls belong to the event loop it was opened on.
+    be opened again. All its calls belong to the event loop it was opened on; :attr:`sync` has those for other threads.
     """
 
     def __init__(self, name: str, *, body: Any = None, reply: Any = None) -> None:
@@ -115,7 +116,7 @@ class Mailbox(RequestCalls[T, R], Generic[T, R]):
         """Let replies to other stores go out through daemons of ``scope``, until the function that this returns is called."""
         from mainspring.mailbox.replies import ReplyRouter
 
-        router = ReplyRouter(scope)
+        router = ReplyRouter(self.name, scope)
         self._routers.append(router)
         return partial(self._routers.remove, router)  # which does not refer back to the mailbox
 

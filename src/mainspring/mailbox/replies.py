@@ -9,6 +9,7 @@ import anyio
 from mainspring.errors import ConfigError, MailboxError, ReplyNotAvailableError
 from mainspring.mailbox.open import open_mailbox
 from mainspring.mailbox.requests import Requester
+from mainspring.mailbox.sync import Home
 
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 class ReplyRouter:
     """Keeps the mailboxes that replies go to, other than on the own store, open as long as its scope is."""
 
-    def __init__(self, scope: DaemonScope) -> None:
+    def __init__(self, name: str, scope: DaemonScope) -> None:
+        self.home = Home(name, scope)
         self._scope = scope
         self._open: dict[str, Mailbox[Any, Any]] = {}
         self._lock = anyio.Lock()

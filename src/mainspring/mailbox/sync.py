@@ -1,0 +1,254 @@
+"""``mailbox.sync``: a mailbox for code that is not async: the same calls, which block their thread until they are done."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, cast
+
+import anyio
+
+from mainspring.errors import ConfigError, MailboxClosedError, TicketAbandonedError
+from mainspring.portal import LoopThread
+from mainspring.process import async_library, call_soon, carried_context, event_loop, in_event_loop, shared
+from mainspring.ticket import Ticket
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from types import TracebackType
+
+    from mainspring.mailbox.base import Mailbox
+    from mainspring.scope import Daemon, DaemonScope
+    from mainspring.ticket import TicketWriter
+
+T = TypeVar("T")
+R = TypeVar("R")
+X = TypeVar("X")
+P = ParamSpec("P")
+
+
+class SyncCalls(Generic[T, R]):
+    """The part of a mailbox that is for callers who are not async."""
+
+    @property
+    def sync(self) -> SyncMailbox[T, R]:
+        """Its calls for other threads, which block: ``mailbox.sync.send(body)``."""
+        made: SyncMailbox[T, R] | None = self.__dict__.get("_sync")
+        if made is None:  # in one step, as two threads may ask at once
+            made = self.__dict__.setdefault("_sync", SyncMailbox(cast("Mailbox[T, R]", self)))
+        return made
+
+
+class SyncMailbox(Generic[T, R]):
+    """The calls of a mailbox for threads that are not async, each under its own name and with its own parameters.
+
+    They run in the event loop in which the mailbox is open, under a LoopGroup or an ``async with`` of any thread, and block
+    the calling thread until they are done. Where nobody has opened it, ``with mailbox.sync:`` does, in an event loop of the
+    process that all mailboxes opened so share; it is there from the first to the last of them.
+
+    ``send``, ``send_many``, ``receive``, ``request``, ``submit``, ``cancel``, ``counts``, ``approximate_count``, ``purge``,
+    ``dead_letters``, ``dead_letter``, ``replay_dead_letters`` and ``purge_dead_letters`` are those of :class:`Mailbox`, and
+    :meth:`call` makes every other call of what they return.
+
+    :raises ConfigError: the caller's thread runs an event loop, which would stand still; or this process was forked from the
+        one in which the mailbox is open.
+    :raises MailboxClosedError: the mailbox is not open, or was closed before the call was done.
+    """
+
+    def __init__(self, mailbox: Mailbox[T, R]) -> None:
+        self._mailbox = mailbox
+        self._lock = threading.Lock()
+        self._users = 0
+        self._opening: _Opening | None = None
+        self._pid: int | None = None
+        self.send = self._blocking(mailbox.send)
+        self.send_many = self._blocking(mailbox.send_many)
+        self.receive = self._blocking(mailbox.receive)
+        self.request = self._blocking(mailbox.request)
+        self.submit = self._blocking(mailbox.submit)
+        self.cancel = self._blocking(mailbox.cancel)
+        self.counts = self._blocking(mailbox.counts)
+        self.approximate_count = self._blocking(mailbox.approximate_count)
+        self.purge = self._blocking(mailbox.purge)
+        self.dead_letters = self._blocking(mailbox.dead_letters)
+        self.dead_letter = self._blocking(mailbox.dead_letter)
+        self.replay_dead_letters = self._blocking(mailbox.replay_dead_letters)
+        self.purge_dead_letters = self._blocking(mailbox.purge_dead_letters)
+
+    def __repr__(self) -> str:
+        return f"<sync of {self._mailbox!r}>"
+
+    def _blocking(self, method: Callable[P, Awaitable[X]]) -> Callable[P, X]:
+        @wraps(method)
+        def call(*args: P.args, **keywords: P.kwargs) -> X:
+            return self.call(method, *args, **keywords)
+
+        return call
+
+    def call(self, method: Callable[P, Awaitable[X]], /, *args: P.args, **keywords: P.kwargs) -> X:
+        """Run any async function where the mailbox lives, and return its result: ``mailbox.sync.call(message.acknowledge)``.
+
+        What interrupts the wait, as Ctrl-C does, cancels the call.
+        """
+        name = getattr(method, "__name__", repr(method))
+        self._check_thread(name)
+        routers = self._mailbox._routers  # noqa: SLF001 - this port's own
+        if not routers:
+            raise MailboxClosedError(
+                f"mailbox {self._mailbox.name!r} is {self._mailbox.state}; open it with `with mailbox.sync:`, or run a"
+                " LoopGroup on it"
+            )
+        return routers[-1].home.call(partial(method, *args, **keywords), f"{name}() of mailbox {self._mailbox.name}")
+
+    # --------------------------------------------------------------------------------------------------- life cycle
+
+    def open(self) -> None:
+        """Open it, in the event loop that the mailboxes of the process share, until as many :meth:`close`.
+
+        :raises ConfigError: it is open already, in another way; then it needs no opening here.
+        """
+        self._check_thread("open")
+        _check_process(self._mailbox.name, self._pid)
+        self._pid = os.getpid()  # before the lock, which a fork in between would leave locked in the child for ever
+        with self._lock:
+            if self._opening is None:
+                self._opening = _Opening(self._mailbox)
+            self._users += 1
+
+    def close(self) -> None:
+        """Give up what :meth:`open` gave; the last one closes the mailbox."""
+        self._check_thread("close")
+        _check_process(self._mailbox.name, self._pid)
+        with self._lock:
+            self._users = max(0, self._users - 1)
+            if self._users or self._opening is None:
+                return
+            opening, self._opening = self._opening, None
+            self._pid = None
+            opening.close()
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pid == os.getpid():  # a forked child that leaves the block has nothing to close
+            self.close()
+
+    def _check_thread(self, name: str) -> None:
+        if in_event_loop():
+            raise ConfigError(
+                f"mailbox {self._mailbox.name!r}: sync.{name}() would block the event loop of this thread; await the"
+                f" async {name}() instead"
+            )
+
+
+class Home:
+    """Where a mailbox is open: the scope that its tasks belong to, and the event loop of that, for other threads."""
+
+    def __init__(self, name: str, scope: DaemonScope) -> None:
+        self._name = name
+        self._scope = scope
+        self._loop = event_loop()
+        self._library = async_library()
+        self._pid = os.getpid()
+
+    def call(self, fn: Callable[[], Awaitable[X]], name: str) -> X:
+        """Run ``fn()`` as a task of the scope, and wait for its result."""
+        _check_process(self._name, self._pid)
+        ticket: Ticket[X] = Ticket(name)
+        task: list[Daemon] = []
+        # Nobody else holds the writer: an event loop that has gone drops it, and the ticket fails.
+        begin = partial(self._begin, fn, ticket.writer(), name, task)
+        call_soon(self._loop, partial(carried_context(self._library).run, begin))
+        del begin
+        try:
+            return ticket.wait_sync()
+        except TicketAbandonedError:
+            raise MailboxClosedError(f"mailbox {self._name!r} was closed before the end of {name}") from None
+        except BaseException:
+            if not ticket.is_ready:
+                call_soon(self._loop, lambda: task[0].cancel() if task else None)
+            raise
+
+    def _begin(self, fn: Callable[[], Awaitable[X]], answer: TicketWriter[X], name: str, task: list[Daemon]) -> None:
+        with contextlib.suppress(RuntimeError):  # the scope has been left: the writer is dropped, and tells
+            task.append(self._scope.start_soon(_answer, fn, answer, name=name))
+
+
+async def _answer(fn: Callable[[], Awaitable[X]], answer: TicketWriter[X]) -> None:
+    # The writer gives the reader each error but a cancellation, which goes its way. None must end the mailbox.
+    with contextlib.suppress(Exception, SystemExit, KeyboardInterrupt), answer:
+        answer.complete(await fn())
+
+
+class _Loop:
+    """The process's one event loop for mailboxes that plain code has opened: there while one of them is open."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._thread: LoopThread | None = None
+
+    def take(self) -> LoopThread:
+        with self._lock:
+            if self._thread is None:
+                thread = LoopThread(name="mainspring mailboxes")
+                thread.start()
+                self._thread = thread
+            self._users += 1
+            return self._thread
+
+    def give_back(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users or self._thread is None:
+                return
+            thread, self._thread = self._thread, None
+        thread.stop()
+
+
+class _Opening:
+    """One mailbox, open in the shared event loop from here to :meth:`close`."""
+
+    def __init__(self, mailbox: Mailbox[Any, Any]) -> None:
+        self._told = anyio.Event()
+        self._shared = shared("event loop", "mailboxes", _Loop)
+        self._thread = self._shared.take()
+        opened: Ticket[None] = Ticket(f"opening of mailbox {mailbox.name}")
+        self._end = self._thread.submit(self._keep, mailbox, opened.writer(), stop=self._told.set)
+        try:
+            opened.wait_sync()
+        except BaseException as error:
+            self._thread.post(self._told.set)
+            try:
+                if isinstance(error, TicketAbandonedError):
+                    self._end.wait_sync()  # which says why
+            finally:
+                self._shared.give_back()
+            raise
+
+    async def _keep(self, mailbox: Mailbox[Any, Any], opened: TicketWriter[None]) -> None:
+        with opened:
+            async with mailbox:
+                opened.complete(None)
+                await self._told.wait()
+
+    def close(self) -> None:
+        """Close it and wait for that; raises what has ended the mailbox before its time."""
+        try:
+            self._thread.post(self._told.set)
+            self._end.wait_sync()
+        finally:
+            self._shared.give_back()
+
+
+def _check_process(name: str, pid: int | None) -> None:
+    if pid is not None and pid != os.getpid():
+        raise ConfigError(
+            f"mailbox {name!r} is open in process {pid}, from which this one was forked; open one of its own after the fork"
+        )
