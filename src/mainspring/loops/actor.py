@@ -71,6 +71,7 @@ class LoopActor:
         self._lock = threading.Lock()
         self._inbox: deque[tuple[ControlMessage[Any], TicketWriter[Any]]] = deque()
         self._event_loop: object | None = None  # while it serves; None refuses messages
+        self._thread = 0
         self._wake = anyio.Event()
         self._ended = anyio.Event()
         self._scope = DaemonScope("control")
@@ -107,6 +108,8 @@ class LoopActor:
                 self._inbox.append((message, answer))
         if loop is None:
             answer.fail(self._not_running(message))
+        elif threading.get_ident() == self._thread:
+            self._rouse()
         else:
             call_soon(loop, self._rouse)
 
@@ -199,6 +202,7 @@ class LoopActor:
         async with DaemonScope(f"control of {self.name}") as self._scope:
             self._scope.start_soon(self._serve, name=f"control of {self.name}")
             with self._lock:
+                self._thread = threading.get_ident()
                 self._event_loop = event_loop()
             try:
                 yield

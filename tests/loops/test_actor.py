@@ -1,0 +1,556 @@
+"""A loop with a control channel: what it serves, while it works and while it waits, from tasks and threads, and to the end."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+import anyio
+import pytest
+
+from mainspring import (
+    ConfigError,
+    ControlMessage,
+    ControlRefusedError,
+    DrainRequest,
+    HealthCheckRequest,
+    Heartbeat,
+    InMemoryMailbox,
+    InvalidParameterError,
+    LoopActor,
+    LoopNotRunningError,
+    MailboxConnectionError,
+    MainLoop,
+    PauseRequest,
+    PingRequest,
+    ResumeRequest,
+    ShutdownRequest,
+    Ticket,
+    TicketAbandonedError,
+    TicketTimeoutError,
+    check_health,
+)
+from support import FaultyMailbox, fail, hang, settled
+
+pytestmark = pytest.mark.anyio
+
+
+class Work:
+    """A handler that waits to be let go, and who is inside of it."""
+
+    def __init__(self, *, shielded: float = 0) -> None:
+        self.begun: list[int] = []
+        self.done: list[int] = []
+        self.go = anyio.Event()
+        self.shielded = shielded
+
+    async def __call__(self, job: int) -> None:
+        self.begun.append(job)
+        try:
+            await self.go.wait()
+        finally:
+            if self.shielded:
+                with anyio.CancelScope(shield=True):
+                    await anyio.sleep(self.shielded)
+        self.done.append(job)
+
+
+class Poller:
+    """A loop of foreign make."""
+
+    name = "poller"
+
+    def __init__(self) -> None:
+        self.heartbeat = Heartbeat()
+        self.running = False
+        self.stop = anyio.Event()
+
+    async def run(self) -> None:
+        self.stop = anyio.Event()
+        self.running = True
+        try:
+            await self.stop.wait()
+        finally:
+            self.running = False
+
+    async def shutdown(self, *, timeout: float = 30.0) -> bool:
+        self.stop.set()
+        return True
+
+
+class PausablePoller(Poller):
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def pause(self) -> None:
+        self.told.append("pause")
+
+    def resume(self) -> None:
+        self.told.append("resume")
+
+
+@asynccontextmanager
+async def acting(actor: LoopActor):
+    """The actor, running."""
+    with anyio.fail_after(1_000_000):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(actor.run)
+            while not actor.running:
+                await anyio.lowlevel.checkpoint()
+            yield actor
+            if actor.running:
+                await actor.shutdown(timeout=10)
+
+
+def one(work=None, *, mailbox=None, **options):
+    mailbox = InMemoryMailbox() if mailbox is None else mailbox
+    return LoopActor(MainLoop(mailbox, work or Work(), body=int, name="worker", **options)), mailbox
+
+
+# ------------------------------------------------------------------------------------------------------------- questions
+
+
+async def test_a_busy_loop_and_a_waiting_one_answer():
+    work = Work()
+    actor, mailbox = one(work)
+    async with acting(actor):
+        waiting = await actor.ask(HealthCheckRequest(), timeout=5)
+        assert (waiting.name, waiting.healthy, waiting.reason, waiting.in_flight) == ("worker", True, None, 0)
+        await mailbox.send(1)
+        while not work.begun:
+            await anyio.lowlevel.checkpoint()
+        busy = await actor.ask(HealthCheckRequest(), timeout=5)
+        assert (busy.healthy, busy.in_flight, busy.answered, busy.stopping) == (True, 1, True, False)
+        assert 0 <= await actor.ask(PingRequest(), timeout=5) < 5
+        work.go.set()
+
+
+async def test_health_says_what_is_wrong(virtual_clock):
+    store = FaultyMailbox()
+    store.always("claim", fail(MailboxConnectionError("away")))
+    actor, _ = one(mailbox=store)
+    async with acting(actor):
+        await anyio.sleep(100)
+        health = await actor.ask(HealthCheckRequest())
+        assert (health.healthy, health.reason) == (False, "MailboxConnectionError: away")
+
+
+async def test_health_gives_ages(virtual_clock):
+    work = Work()
+    actor, mailbox = one(work)
+    async with acting(actor):
+        await mailbox.send(1)
+        await anyio.sleep(42)
+        health = await actor.ask(HealthCheckRequest())
+        assert (health.oldest_beat_age, health.heartbeat_age) == (42, 42)
+        work.go.set()
+
+
+async def test_a_ping_says_how_long_it_was_under_way(virtual_clock):
+    actor, _ = one()
+    async with acting(actor):
+        ping = PingRequest()
+        await anyio.sleep(3)
+        assert await actor.ask(ping) == 3
+
+
+async def test_threads_ask_too():
+    actor, _ = one()
+    healths, errors = [], []
+
+    def ask() -> None:
+        try:
+            for _ in range(50):
+                question = HealthCheckRequest()
+                actor.tell(question)
+                healths.append(question.ticket.wait_sync(timeout=30))
+        except Exception as error:
+            errors.append(error)
+
+    async with acting(actor):
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            await anyio.to_thread.run_sync(thread.join)
+    assert errors == []
+    assert len(healths) == 200
+    assert all(health.healthy for health in healths)
+
+
+async def test_messages_of_one_sender_are_served_in_their_order():
+    actor, _ = one()
+    async with acting(actor):
+        paused = []
+        for _ in range(10):
+            actor.tell(PauseRequest())
+            actor.tell(first := HealthCheckRequest())
+            actor.tell(ResumeRequest())
+            actor.tell(second := HealthCheckRequest())
+            paused += [(await first.ticket.wait(5)).paused, (await second.ticket.wait(5)).paused]
+        assert paused == [True, False] * 10
+
+
+# ---------------------------------------------------------------------------------------------------------- pause, resume
+
+
+async def test_pause_and_resume_while_every_handler_is_busy():
+    work = Work()
+    actor, mailbox = one(work)
+    async with acting(actor):
+        await mailbox.send(1)
+        while not work.begun:
+            await anyio.lowlevel.checkpoint()
+        await actor.ask(PauseRequest(), timeout=5)
+        health = await actor.ask(HealthCheckRequest(), timeout=5)
+        assert (health.healthy, health.reason, health.paused, health.in_flight) == (False, "paused", True, 1)
+        await mailbox.send(2)
+        work.go.set()
+        while not work.done:
+            await anyio.lowlevel.checkpoint()
+        for _ in range(20):
+            await anyio.lowlevel.checkpoint()
+        assert work.begun == [1]
+        await actor.ask(ResumeRequest(), timeout=5)
+        await settled(mailbox)
+    assert work.done == [1, 2]
+
+
+async def test_a_pause_that_waits_for_its_store_holds_up_no_other_message(virtual_clock):
+    store = FaultyMailbox()
+    claims = []
+
+    async def slow_shielded_claim(*args):
+        claims.append(args)
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep(20)
+            return []
+
+    store._claim = slow_shielded_claim
+    actor, _ = one(mailbox=store)
+    async with acting(actor):
+        await anyio.sleep(1)
+        pause = PauseRequest()
+        actor.tell(pause)
+        assert (await actor.ask(HealthCheckRequest())).paused
+        assert virtual_clock.now == 1
+        await pause.ticket.wait()
+        assert virtual_clock.now == 20
+
+
+async def test_a_pause_ends_with_the_actor():
+    actor, _ = one()
+    async with acting(actor):
+        await actor.ask(PauseRequest(), timeout=5)
+    assert not actor.loop.paused
+
+
+async def test_a_foreign_loop_is_paused_by_its_own_methods_or_says_that_it_cannot():
+    poller = PausablePoller()
+    async with acting(LoopActor(poller)) as actor:
+        await actor.ask(PauseRequest(), timeout=5)
+        assert (await actor.ask(HealthCheckRequest(), timeout=5)).paused
+        await actor.ask(ResumeRequest(), timeout=5)
+    assert poller.told == ["pause", "resume"]
+    async with acting(LoopActor(Poller())) as actor:
+        with pytest.raises(ControlRefusedError, match=r"loop 'poller' cannot be paused: .*pause\(\) and resume\(\)"):
+            await actor.ask(PauseRequest(), timeout=5)
+        assert (await actor.ask(HealthCheckRequest(), timeout=5)).healthy
+
+
+async def test_what_a_foreign_loop_raises_is_the_askers_and_ends_nothing():
+    class Broken(PausablePoller):
+        def pause(self) -> None:
+            raise RuntimeError("no")
+
+    async with acting(LoopActor(Broken())) as actor:
+        with pytest.raises(RuntimeError, match="no"):
+            await actor.ask(PauseRequest(), timeout=5)
+        assert (await actor.ask(HealthCheckRequest(), timeout=5)).healthy
+
+
+# --------------------------------------------------------------------------------------------------------------- the end
+
+
+async def test_a_drain_lets_work_finish_however_long_it_takes(virtual_clock):
+    work = Work()
+    actor, mailbox = one(work)
+    async with acting(actor):
+        await mailbox.send_many([1, 2])
+        await anyio.sleep(1)
+        drain = DrainRequest()
+        actor.tell(drain)
+        await anyio.sleep(1_000)
+        assert (await actor.ask(HealthCheckRequest())).reason == "stopping"
+        assert not drain.ticket.is_ready
+        work.go.set()
+        assert await drain.ticket.wait(5) is True
+    assert work.done == [1]
+    assert (await mailbox.counts()).pending == 1
+
+
+@pytest.mark.parametrize(("shielded", "ends"), [(0, 21), (3, 24), (9, 30)])
+async def test_a_shutdown_cancels_when_its_time_is_over(virtual_clock, shielded, ends):
+    actor, mailbox = one(Work(shielded=shielded))
+    async with acting(actor):
+        await mailbox.send(1)
+        await anyio.sleep(1)
+        assert await actor.ask(ShutdownRequest(timeout=20)) is False
+        assert virtual_clock.now == ends
+    assert (await mailbox.counts()).pending == 1
+
+
+async def test_a_settlement_that_hangs_is_cut_off_after_the_grace(virtual_clock):
+    store = FaultyMailbox()
+    store.always("settle", hang)
+    work = Work()
+    work.go.set()
+    actor, _ = one(work, mailbox=store)
+    async with acting(actor):
+        await store.send(1)
+        await anyio.sleep(1)
+        assert await actor.ask(ShutdownRequest(timeout=2, cancel_grace=1)) is False
+        assert virtual_clock.now == 4
+
+
+async def test_of_two_shutdowns_the_sooner_counts_and_both_are_answered(virtual_clock):
+    actor, mailbox = one()
+    async with acting(actor):
+        await mailbox.send(1)
+        await anyio.sleep(1)
+        requests = DrainRequest(), ShutdownRequest(timeout=100), ShutdownRequest(timeout=7), ShutdownRequest(timeout=50)
+        for request in requests:
+            actor.tell(request)
+        assert [await request.ticket.wait() for request in requests] == [False] * 4
+        assert virtual_clock.now == 8
+
+
+async def test_a_clean_shutdown_says_so_and_a_paused_loop_is_shut_down_at_once(virtual_clock):
+    actor, _ = one()
+    async with acting(actor):
+        await actor.ask(PauseRequest())
+        assert await actor.ask(ShutdownRequest()) is True
+        assert virtual_clock.now == 0
+
+
+async def test_an_actor_runs_again():
+    work = Work()
+    work.go.set()
+    actor, mailbox = one(work)
+    for job in range(3):
+        async with acting(actor):
+            await mailbox.send(job)
+            await settled(mailbox)
+            assert await actor.ask(ShutdownRequest(), timeout=5) is True
+    assert work.done == [0, 1, 2]
+
+
+async def test_a_handler_may_tell_its_own_loop_to_stop():
+    mailbox = InMemoryMailbox()
+
+    async def handle(job: int) -> None:
+        actor.tell(ShutdownRequest())
+
+    actor = LoopActor(MainLoop(mailbox, handle))
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(actor.run)
+            await mailbox.send(1)
+    assert (await mailbox.counts()).settled == 1
+
+
+async def test_a_crash_comes_out_of_the_run_and_answers_who_waits():
+    class Crashing(Poller):
+        async def run(self) -> None:
+            await self.stop.wait()
+            raise ValueError("broken")
+
+    poller = Crashing()
+    actor = LoopActor(poller)
+    drain = DrainRequest()
+    with pytest.raises(ValueError, match="broken"), anyio.fail_after(10):  # noqa: PT012
+        async with anyio.create_task_group() as tasks:
+
+            async def tell() -> None:
+                while not actor.running:
+                    await anyio.lowlevel.checkpoint()
+                actor.tell(drain)
+
+            tasks.start_soon(tell)
+            try:
+                await actor.run()
+            except ValueError as error:
+                raised = error
+        raise raised
+    assert await drain.ticket.wait(0) is False
+
+
+async def test_cancelled_it_answers_who_waits():
+    actor, mailbox = one(Work(shielded=0.01))
+    drain, pause = DrainRequest(), PauseRequest()
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(actor.run)
+            while not actor.running:
+                await anyio.lowlevel.checkpoint()
+            actor.tell(drain)
+            await mailbox.send(1)
+            tasks.cancel_scope.cancel()
+            actor.tell(pause)
+    with pytest.raises((LoopNotRunningError, TicketAbandonedError)):
+        await pause.ticket.wait(0)
+    with suppress(LoopNotRunningError):  # it was cancelled before it came to the message
+        assert await drain.ticket.wait(0) is False
+
+
+# --------------------------------------------------------------------------------------------------------- never a hang
+
+
+async def test_nobody_is_there_before_the_start_and_after_the_end():
+    actor, _ = one()
+    kinds = (HealthCheckRequest, PingRequest, PauseRequest, ResumeRequest, DrainRequest, ShutdownRequest)
+    for kind in kinds:
+        with pytest.raises(
+            LoopNotRunningError, match=f"loop 'worker' is not running: nobody is there for .*{kind.__name__}"
+        ):
+            await actor.ask(kind())
+    async with acting(actor):
+        pass
+    for kind in kinds:
+        message = kind()
+        actor.tell(message)
+        assert message.ticket.is_ready
+        with pytest.raises(LoopNotRunningError):
+            await message.ticket.wait()
+
+
+async def test_threads_that_tell_an_actor_as_it_ends_all_get_an_answer():
+    actor, _ = one()
+    go, tickets = threading.Event(), []
+
+    def tell() -> None:
+        go.wait(30)
+        for _ in range(300):
+            message = HealthCheckRequest()
+            actor.tell(message)
+            tickets.append(message.ticket)
+
+    threads = [threading.Thread(target=tell) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    async with acting(actor):
+        go.set()
+        while not tickets:
+            await anyio.sleep(0.001)
+        await actor.ask(ShutdownRequest(), timeout=30)
+    for thread in threads:
+        await anyio.to_thread.run_sync(thread.join)
+    assert len(tickets) == 900
+    assert all(ticket.is_ready for ticket in tickets)
+
+
+@dataclass(frozen=True)
+class Frobnicate(ControlMessage[int]):
+    ticket: Ticket[int] = field(default_factory=Ticket)
+
+
+async def test_an_unknown_message_is_refused_by_its_name():
+    actor, _ = one()
+    async with acting(actor):
+        with pytest.raises(
+            ControlRefusedError, match="loop 'worker' knows no Frobnicate: it is asked for health check"
+        ):
+            await actor.ask(Frobnicate(), timeout=5)
+        with pytest.raises(
+            InvalidParameterError, match=r"takes control messages such as PauseRequest\(\), not 'pause'"
+        ):
+            actor.tell("pause")
+        with pytest.raises(InvalidParameterError, match="takes control messages"):
+            actor.tell(PauseRequest)
+
+
+async def test_a_message_is_told_once():
+    actor, _ = one()
+    async with acting(actor):
+        message = PingRequest()
+        await actor.ask(message, timeout=5)
+        with pytest.raises(ConfigError, match="has a writer already"):
+            actor.tell(message)
+
+
+@pytest.mark.parametrize("values", [{"timeout": -1}, {"timeout": "soon"}, {"cancel_grace": float("nan")}])
+async def test_bad_times_are_refused_where_they_are_given(values):
+    [name] = values
+    with pytest.raises(InvalidParameterError, match=f"ShutdownRequest: {name} must be 0 or more seconds"):
+        ShutdownRequest(**values)
+
+
+async def test_what_is_no_loop_is_no_actor():
+    with pytest.raises(ConfigError, match=r"is no loop; it needs run\(\)"):
+        LoopActor(object())
+    actor, _ = one()
+    with pytest.raises(ConfigError, match="is an actor already"):
+        LoopActor(actor)
+    async with acting(actor):
+        with pytest.raises(ConfigError, match="already running"):
+            await actor.run()
+        assert (await actor.ask(HealthCheckRequest(), timeout=5)).healthy
+
+
+# ------------------------------------------------------------------------------------------------------- all of them
+
+
+async def test_all_are_asked_at_once_with_one_deadline(virtual_clock):
+    actors = [one()[0] for _ in range(5)]
+
+    class Deaf(LoopActor):
+        async def _serve(self) -> None:
+            await anyio.sleep_forever()
+
+    deaf = [Deaf(Poller()) for _ in range(3)]
+    ended, _ = one()
+    async with anyio.create_task_group() as tasks:
+        for actor in (*actors, *deaf):
+            tasks.start_soon(actor.run)
+        await anyio.sleep(1)
+        healths = await check_health([deaf[0], *actors, ended, *deaf[1:]], timeout=2)
+        assert virtual_clock.now == 3
+        tasks.cancel_scope.cancel()
+    assert [health.healthy for health in healths] == [False, *[True] * 5, False, False, False]
+    assert [health.answered for health in healths] == [False, *[True] * 5, False, False, False]
+    assert "not completed within 2 s" in healths[0].reason
+    assert "loop 'worker' is not running" in healths[6].reason
+    assert (healths[0].name, healths[0].heartbeat_age) == ("poller", 3)
+
+
+async def test_a_loop_whose_thread_is_blocked_does_not_answer_in_time():
+    blocked, go = threading.Event(), threading.Event()
+    mailbox = InMemoryMailbox("blocked")
+
+    async def handle(job: int) -> None:
+        blocked.set()
+        go.wait(60)
+
+    actor = LoopActor(MainLoop(mailbox, handle))
+
+    async def main() -> None:
+        await mailbox.send(1)
+        await actor.run()
+
+    thread = threading.Thread(target=anyio.run, args=[main])
+    thread.start()
+    try:
+        assert await anyio.to_thread.run_sync(blocked.wait, 30)
+        [health] = await check_health([actor], timeout=0.1)
+        assert (health.healthy, health.answered) == (False, False)
+        question = PingRequest()
+        with pytest.raises(TicketTimeoutError):
+            await actor.ask(question, timeout=0.1)
+        go.set()
+        assert await question.ticket.wait(30) >= 0.1  # late, and not lost
+        assert await actor.ask(ShutdownRequest(), timeout=30) is True
+    finally:
+        go.set()
+        await anyio.to_thread.run_sync(thread.join, 30)
