@@ -9,13 +9,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 JOBS ?= 2
 SOURCES := $(shell find src examples -type f -not -path '*/__pycache__/*' -not -name '.*') pyproject.toml README.md
 
-.PHONY: help demo test lint simulate bench docs clean
+.PHONY: help demo test lint simulate chaos bench docs clean
 
 help:
 	@echo "make demo    index the Python files of this environment with two workers, and hurt them meanwhile"
 	@echo "make test    the tests, on the installed package"
 	@echo "make lint    ruff, mypy, import-linter and the file sizes"
 	@echo "make simulate  10,000 runs of a simulated fleet in trouble"
+	@echo "make chaos   100,000 messages on each kind of server, with everything killed, frozen and cut off (BACKENDS= MESSAGES= SEED=)"
 	@echo "make bench   the benchmarks, beside those of peers"
 	@echo "make docs    the documentation as a site, in site/"
 	@echo "make clean   remove the virtual environment and what the tools left behind"
@@ -38,6 +39,13 @@ lint: $(VENV)/installed-dev
 SEEDS ?= 10000
 simulate: $(VENV)/installed-dev
 	$(BIN)/mainspring simulate mainspring.testing.simulation.sample:build --seeds $(SEEDS) --jobs $(JOBS) --duration 5m --times 60
+
+# Minutes on each backend whose server is installed. BACKENDS names some (sqlite,redis,postgres,nats), SEED repeats a run.
+BACKENDS ?=
+MESSAGES ?= 100000
+SEED ?=
+chaos: $(VENV)/installed-dev
+	$(BIN)/python tests/chaos --messages $(MESSAGES) $(if $(BACKENDS),--backends $(BACKENDS)) $(if $(SEED),--seed $(SEED))
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/run.py

@@ -1,0 +1,128 @@
+"""What a run of chaos does, decided before it begins: the settings, the job of each message, and the faults. Nothing here acts.
+
+The same seed gives the same jobs and the same faults at the same points of the progress. What it meets there is up to the real
+processes, so a run is repeated in kind, not to the letter.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Any
+
+
+class Kind(StrEnum):
+    """What is done to whom."""
+
+    KILL = "worker SIGKILL"
+    TERM = "worker SIGTERM"
+    FREEZE = "worker SIGSTOP"
+    SENDER = "sender SIGKILL"
+    SERVER = "server SIGKILL"
+    CUT = "cut"
+    STALL = "stall"
+
+
+OF_PROCESSES = (Kind.KILL, Kind.TERM, Kind.FREEZE, Kind.SENDER)
+OF_SERVERS = (Kind.SERVER, Kind.CUT, Kind.STALL)
+
+
+class Fate(StrEnum):
+    """How the handler of a message ends when nothing disturbs it."""
+
+    DONE = "done"
+    SECOND = "fails once"
+    REJECTED = "rejected"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A run on one backend. All times are seconds."""
+
+    messages: int
+    seed: int
+    each: int
+    """How many faults of each kind there are."""
+    lease: float = 2.0
+    workers: int = 4
+    concurrency: int = 16
+    senders: int = 2
+    takes: float = 0.02
+    """How long a handler takes on average."""
+    call_timeout: float = 3.0
+    """What one call to the server may take."""
+    shutdown_timeout: float = 4.0
+    cancel_grace: float = 2.0
+    quiet: float = 90.0
+    """How long nothing at all may be done before that counts as a hang."""
+    ahead: int = 2_000
+    """How many messages may wait before the senders pause."""
+
+    @property
+    def shutdown_budget(self) -> float:
+        """From SIGTERM to the end of a process, by force at the latest."""
+        return self.shutdown_timeout + self.cancel_grace + 1
+
+    @property
+    def deadline(self) -> float:
+        """What the whole may take: many times what it takes where nothing is wrong."""
+        return 120 + self.messages / 25 + 40 * self.each
+
+    def as_json(self) -> dict[str, Any]:
+        """For the processes."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A message's body."""
+
+    number: int
+    fate: Fate
+    takes: float
+
+
+def job(settings: Settings, number: int) -> tuple[Job, float]:
+    """The job of a number, and the delay it is sent with."""
+    chance = random.Random(f"{settings.seed}/{number}")
+    fate = chance.choices(list(Fate), (0.985, 0.0125, 0.0025))[0]
+    # A few take longer than a lease: they live by its renewal.
+    takes = 1.25 * settings.lease if chance.random() < 0.003 else chance.expovariate(1 / settings.takes)
+    delay = chance.uniform(0.05, 0.5) if chance.random() < 0.02 else 0.0
+    return Job(number, fate, min(takes, 1.25 * settings.lease)), delay
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault: at which part of the work done (0 to 1), how long, and how many of the connections (0 to 1)."""
+
+    at: float
+    kind: Kind
+    seconds: float
+    share: float
+
+
+def faults(settings: Settings, kinds: tuple[Kind, ...]) -> list[Fault]:
+    """The faults of a run, in the order in which they come."""
+    chance = random.Random(settings.seed)
+    found = []
+    for kind in kinds:
+        for place in range(settings.each):
+            at = 0.02 + 0.93 * (place + chance.random()) / settings.each
+            share = chance.choice((0.3, 0.6, 1.0))
+            found.append(Fault(at, kind, _seconds(kind, settings, chance), share))
+    return sorted(found, key=lambda fault: fault.at)
+
+
+def _seconds(kind: Kind, settings: Settings, chance: random.Random) -> float:
+    if kind is Kind.FREEZE:
+        return settings.lease * chance.uniform(1.2, 1.8)  # it wakes up without its leases
+    if kind is Kind.STALL:
+        return settings.call_timeout * chance.uniform(0.2, 1.4)  # some calls hang, some end at their timeout
+    if kind is Kind.SERVER:
+        return chance.uniform(0.1, 1.0)
+    return 0.0

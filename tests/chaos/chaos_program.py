@@ -1,0 +1,198 @@
+"""One worker or one sender of a chaotic run: ``python chaos_program.py work|send SETUP NAME``.
+
+``SETUP`` is a file of JSON: ``url``, ``options``, ``settings``, ``table`` (of the effects, where there are transactions),
+``directory`` (of the journals). ``NAME`` is the journal's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from chaos_journal import Journal, Reader
+from chaos_plan import Fate, Job, Settings, job
+
+from mainspring import (
+    Context,
+    DeadLetterPolicy,
+    LoopGroup,
+    MailboxConnectionError,
+    MainLoop,
+    Reject,
+    RetryPolicy,
+    open_mailbox,
+)
+from mainspring.events import GroupStateChanged, MessageFinished
+from mainspring.states import GroupState
+
+if TYPE_CHECKING:
+    from mainspring import Mailbox
+
+ATTEMPTS = 25
+"""More than a message can lose to faults: the dead letters are those that were rejected."""
+AT_ONCE = 16
+"""Sends of a sender that are out at the same time."""
+
+
+class Setup:
+    """What a process was told."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        given = json.loads(path.read_text())
+        self.settings = Settings(**given["settings"])
+        self.table: str | None = given["table"]
+        self.journal_path = Path(given["directory"]) / f"{name}.jsonl"
+        self.given = given
+
+    def mailbox(self) -> Mailbox[Job, None]:
+        return open_mailbox(self.given["url"], body=Job, **self.given["options"])
+
+
+class Handler:
+    """Writes down each run of its: what it began with, how it ended, and its effect."""
+
+    def __init__(self, journal: Journal, table: str | None) -> None:
+        self._journal = journal
+        self._table = table
+        self._ahead = time.monotonic() - anyio.current_time()  # of the event loop's clock, as leases are told by it
+
+    async def handle(self, job: Job, ctx: Context) -> None:
+        message = ctx.message
+        leased = None if message.leased_at is None else message.leased_at + self._ahead
+        self._journal.note("begun", id=message.id, run=ctx.run_id, delivery=message.delivery_count, leased=leased)
+        how = "cancelled"
+        try:
+            await self._work(job, ctx)
+            how = "done"
+        except Exception as error:
+            how = f"failed: {type(error).__name__}"
+            raise
+        finally:
+            self._journal.note("ended", run=ctx.run_id, how=how)
+
+    async def _work(self, job: Job, ctx: Context) -> None:
+        if job.fate is Fate.REJECTED:
+            raise Reject("as it is meant to be")
+        if job.fate is Fate.SECOND and ctx.message.delivery_count == 1:
+            raise ValueError("as it is meant to be")
+        if self._table is None:
+            await anyio.sleep(job.takes)
+            self._journal.note("effect", run=ctx.run_id)
+            await self._journal.secure()
+        else:
+            await anyio.sleep(job.takes / 2)
+            async with ctx.transaction() as connection:
+                await connection.execute(f"INSERT INTO {self._table} VALUES (%s, %s)", (ctx.request_id, ctx.run_id))
+                await anyio.sleep(job.takes / 2)
+            self._journal.note("effect", run=ctx.run_id)
+
+
+async def work(setup: Setup) -> int:
+    """Work until a signal; the exit status."""
+    settings, journal = setup.settings, Journal(setup.journal_path)
+    ready = False
+
+    async def handle(job: Job, ctx: Context) -> None:
+        await handler.handle(job, ctx)
+
+    def finished(event: MessageFinished) -> None:
+        journal.note("outcome", run=event.run_id, outcome=event.outcome)
+
+    def moved(event: GroupStateChanged) -> None:
+        nonlocal ready
+        if event.new is GroupState.RUNNING:
+            journal.note("ready")
+            ready = True
+
+    handler = Handler(journal, setup.table)
+    loop = MainLoop(
+        setup.mailbox(),
+        handle,
+        concurrency=settings.concurrency,
+        visibility_timeout=settings.lease,
+        wait_time_seconds=5,
+        retry=RetryPolicy(initial_delay=0.05, max_delay=1.0),
+        dead_letter=DeadLetterPolicy(max_attempts=ATTEMPTS),
+    )
+    group = LoopGroup([loop], shutdown_timeout=settings.shutdown_timeout, cancel_grace=settings.cancel_grace)
+    group.dispatcher.subscribe(MessageFinished, finished)
+    group.dispatcher.subscribe(GroupStateChanged, moved)
+    try:
+        report = await group.run()
+    except MailboxConnectionError as error:
+        if ready:
+            raise
+        sys.stderr.write(f"the mailbox cannot be opened: {error}\n")
+        return os.EX_TEMPFAIL  # a supervisor starts it again
+    journal.note("stopped", report=str(report))
+    return report.exit_status
+
+
+class Sender:
+    """Sends its share of the numbers, each until it is accepted; what its journal says is accepted it does not send again."""
+
+    def __init__(self, setup: Setup, numbers: range) -> None:
+        known = {line["number"] for line in Reader(setup.journal_path).lines() if line["what"] == "accepted"}
+        self._settings = setup.settings
+        self._journal = Journal(setup.journal_path)
+        self._numbers = iter([number for number in numbers if number not in known])
+
+    async def run(self, mailbox: Mailbox[Job, None]) -> None:
+        """Send all."""
+        self._journal.note("ready")
+        async with anyio.create_task_group() as tasks:
+            for _ in range(AT_ONCE):
+                tasks.start_soon(self._send_some, mailbox)
+
+    async def _send_some(self, mailbox: Mailbox[Job, None]) -> None:
+        for number in self._numbers:
+            body, delay = job(self._settings, number)
+            send = partial(mailbox.send, body, delay=delay, dedup_key=str(number))
+            message_id = await self._until_it_works(send)
+            self._journal.note("accepted", number=number, id=message_id)
+            if number % 200 < self._settings.senders:
+                while await self._until_it_works(mailbox.approximate_count) > self._settings.ahead:
+                    await anyio.sleep(0.05)
+
+    async def _until_it_works(self, call: Any) -> Any:
+        while True:
+            try:
+                return await call()
+            except MailboxConnectionError as error:
+                self._journal.note("refused", error=str(error))
+                await anyio.sleep(0.1)
+
+
+async def send(setup: Setup, name: str) -> int:
+    """Send this sender's share."""
+    settings = setup.settings
+    sender = Sender(setup, range(int(name.rpartition("-")[2]), settings.messages, settings.senders))
+    while True:
+        mailbox = setup.mailbox()
+        try:
+            await mailbox.__aenter__()
+        except MailboxConnectionError:
+            await anyio.sleep(0.1)
+            continue
+        try:
+            await sender.run(mailbox)
+        finally:
+            await mailbox.__aexit__(None, None, None)
+        return 0
+
+
+def main(verb: str, path: str, name: str) -> int:
+    setup = Setup(Path(path), name)
+    call = partial(work, setup) if verb == "work" else partial(send, setup, name)
+    backend, options = setup.given["loops"][int(name.rpartition("-")[2]) % len(setup.given["loops"])]
+    return anyio.run(call, backend=backend, backend_options=options)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,58 @@
+"""The table of a run, and what it says of broken promises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from chaos_plan import Kind
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from chaos_judge import History, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One backend's run and its judgement."""
+
+    backend: str
+    history: History
+    verdict: Verdict
+    faults: dict[Kind, int]
+    seconds: float
+
+
+def table(outcomes: list[Outcome]) -> Table:
+    """One column a backend."""
+    shown = Table(title="Chaos", title_justify="left")
+    shown.add_column("")
+    for outcome in outcomes:
+        shown.add_column(outcome.backend, justify="right")
+    for name, *cells in rows(outcomes):
+        shown.add_row(name, *cells)
+    return shown
+
+
+def rows(outcomes: list[Outcome]) -> list[list[str]]:
+    """The lines of the table, a cell for each backend."""
+
+    def line(name: str, cell: object) -> list[str]:
+        return [name, *(str(cell(outcome)) for outcome in outcomes)]  # type: ignore[operator]
+
+    reasons = sorted({why for outcome in outcomes for why in outcome.verdict.again})
+    return [
+        line("messages accepted", lambda o: f"{len(o.history.accepted):,}"),
+        line("handler runs", lambda o: f"{len(o.history.runs):,}"),
+        *(line(kind, lambda o, kind=kind: o.faults.get(kind, "-")) for kind in Kind),
+        line("lost", lambda o: o.verdict.lost),
+        line("twice in transactions", lambda o: "-" if o.verdict.twice is None else o.verdict.twice),
+        line("runs again", lambda o: o.verdict.again.total()),
+        *(line(f"  {why}", lambda o, why=why: o.verdict.again[why]) for why in reasons),
+        line("  effect done before", lambda o: "-" if o.verdict.twice is not None else o.verdict.doubled),
+        line("dead letters, all meant", lambda o: len(o.history.dead)),
+        line("longest gap", lambda o: f"{o.verdict.gap:.1f} s"),
+        line("time", lambda o: f"{o.seconds:.0f} s"),
+        line("messages a second", lambda o: f"{len(o.history.accepted) / o.seconds:,.0f}" if o.seconds else "-"),
+        line("promises broken", lambda o: len(o.verdict.broken)),
+    ]
