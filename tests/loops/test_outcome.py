@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mainspring.errors import HandlerTimeoutError, Reject, Retry, TaskExitError
 from mainspring.loops.outcome import Outcome, after_failure, before_start
+from mainspring.mailbox.history import read_history, remember, silences
 from mainspring.mailbox.message import Dead, Return
 from mainspring.policies import DeadLetterPolicy, RetryPolicy
 
@@ -106,17 +107,34 @@ def test_exactly_max_attempts_charged_runs(most):
     while decide(ValueError(), attempt=attempt, max_attempts=most).outcome is Outcome.RETRIED:
         attempt += 1
         runs += 1
-        assert before_start(attempt, DeadLetterPolicy(max_attempts=most)) is None
+        assert before_start(attempt, DeadLetterPolicy(max_attempts=most), lambda: None) is None
     assert runs == most
 
 
 def test_attempts_used_up_by_lost_leases_are_the_end_unrun():
     policy = DeadLetterPolicy(max_attempts=5)
-    assert before_start(5, policy) is None
-    given_up = before_start(6, policy)
+    assert before_start(5, policy, lambda: silences(None, 5)) is None
+    given_up = before_start(6, policy, lambda: silences(None, 6))
     assert given_up.outcome is Outcome.DEAD_LETTERED
     assert given_up.settlement.error_type == "LeaseExpired"
-    assert "5 attempts" in given_up.settlement.error
+    assert "5 attempts are used up (max_attempts is 5): the leases ran out" in given_up.settlement.error
+    assert [failure.attempt for failure in read_history(given_up.settlement.history)] == [1, 2, 3, 4, 5]
+
+
+def test_attempts_used_up_otherwise_say_what_the_last_one_came_to():
+    history = silences(remember(None, 2, "the disk is full", "OSError", 0.0), 3)
+    dead = before_start(3, DeadLetterPolicy(max_attempts=2), lambda: history).settlement
+    assert (dead.error_type, dead.error) == (
+        "OSError",
+        "2 attempts are used up (max_attempts is 2), the last one by: the disk is full",
+    )
+
+
+def test_where_nothing_is_remembered_no_more_is_said_than_is_known():
+    dead = before_start(3, DeadLetterPolicy(max_attempts=2), lambda: None).settlement
+    assert dead.error_type == "AttemptsUsedUp"
+    assert "leases ran out, or it was given back" in dead.error
+    assert dead.history is None
 
 
 def test_a_lone_error_of_a_group_means_what_it_is():

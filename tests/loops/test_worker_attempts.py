@@ -475,8 +475,30 @@ async def test_attempts_that_lost_leases_used_up_end_the_message_unrun(virtual_c
         await anyio.sleep(1)
         (dead,) = await mailbox.dead_letters()
         assert dead.error_type == "LeaseExpired"
-        assert "the leases of 5 attempts ran out" in dead.error
+        assert "5 attempts are used up (max_attempts is 5): the leases ran out" in dead.error
     assert runs == []
+
+
+async def test_attempts_that_were_given_back_end_the_message_unrun_and_are_told_as_that(virtual_clock):
+    async def handle(job: int) -> None:
+        raise AssertionError
+
+    mailbox = InMemoryMailbox()
+    await mailbox.send(1)
+    for _ in range(4):
+        (message,) = await mailbox.receive()
+        await message.nack()
+    (message,) = await mailbox.receive()
+    await message.nack(error="no more ideas")
+    async with background(MainLoop(mailbox, handle)):
+        await anyio.sleep(1)
+        (dead,) = await mailbox.dead_letters()
+    assert (dead.error_type, dead.error) == (
+        "Reject",
+        "5 attempts are used up (max_attempts is 5), the last one by: no more ideas",
+    )
+    told = [(failure.attempt, failure.error_type) for failure in dead.history]
+    assert told == [(1, "Nack"), (2, "Nack"), (3, "Nack"), (4, "Nack"), (5, "Reject")]
 
 
 async def test_four_lost_leases_leave_one_run(virtual_clock):

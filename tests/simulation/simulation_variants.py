@@ -140,7 +140,7 @@ def a_shutdown_charges_an_attempt(patch: pytest.MonkeyPatch) -> Given:
 @planted_fault("attempts")
 def attempts_never_run_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DeadLetterPolicy, "is_dead", lambda self, attempt, error: False)
-    patch.setattr(attempt, "before_start", lambda attempt, policy: None)
+    patch.setattr(attempt, "before_start", lambda *_: None)
 
 
 @planted_fault("no crash")

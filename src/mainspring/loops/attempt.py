@@ -82,10 +82,10 @@ class Attempts:
         if run.lost or now >= run.trusted_until:  # this process stood still meanwhile (SIGSTOP, a suspended machine)
             run.phase = Phase.ENDED
             return run.fate
-        given_up = before_start(message.attempt, self._settings.dead_letter)
+        given_up = before_start(message.attempt, self._settings.dead_letter, message.history_until)
         if given_up is not None:
             run.phase = Phase.ENDED
-            return _with_history(given_up, message.history_until())
+            return given_up
         if self._dispatcher.wants(MessageStarted):
             self._dispatcher.dispatch(
                 MessageStarted(self._name, message.id, message.receipt_handle, message.delivery_count, message.attempt)

@@ -7,10 +7,12 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from mainspring.errors import Reject, Retry
+from mainspring.mailbox.history import LEASE_EXPIRED, read_history
 from mainspring.mailbox.message import Ack, Dead, Return, Settlement
 from mainspring.scope import lone_error
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from random import Random
 
     from mainspring.policies import DeadLetterPolicy, RetryPolicy
@@ -96,19 +98,29 @@ def as_settled(settlement: Settlement) -> Decision:
     return Decision(Outcome.RELEASED if settlement.front else Outcome.RETRIED, settlement)
 
 
-def before_start(attempt: int, dead_letter: DeadLetterPolicy) -> Decision | None:
-    """Whether a message is given up unrun: its attempts are used up by leases that ran out, as of workers that died.
+def before_start(
+    attempt: int, dead_letter: DeadLetterPolicy, history_until: Callable[[], str | None]
+) -> Decision | None:
+    """Whether a message is given up unrun, because its attempts are used up before this one; its history says by what.
 
-    Failures and stalls end a message when they happen; so more attempts than allowed can only come from lost leases.
+    A failure ends a message when it happens. So these were leases that ran out, as of workers that died, or it was given back
+    by ``nack()``, or it failed where more attempts are allowed. ``history_until`` gives the history up to this attempt, or
+    None where the store keeps none.
     """
-    if attempt <= dead_letter.max_attempts:
+    most = dead_letter.max_attempts
+    if attempt <= most:
         return None
-    used = attempt - 1
-    dead = Dead(
-        f"the leases of {used} attempts ran out: their workers died or lost the store (max_attempts is"
-        f" {dead_letter.max_attempts})",
-        "LeaseExpired",
-    )
+    history = history_until()
+    failures = read_history(history)
+    used = f"{attempt - 1} attempts are used up (max_attempts is {most})"
+    if not failures:
+        dead = Dead(f"{used}: leases ran out, or it was given back by nack()", "AttemptsUsedUp", history=history)
+    elif all(failure.error_type == LEASE_EXPIRED for failure in failures):
+        reason = "the leases ran out, as of workers that died or lost the store"
+        dead = Dead(f"{used}: {reason}", LEASE_EXPIRED, history=history)
+    else:
+        last = failures[-1]
+        dead = Dead(f"{used}, the last one by: {last.error}", last.error_type, history=history)
     return Decision(Outcome.DEAD_LETTERED, dead)
 
 

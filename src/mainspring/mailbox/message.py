@@ -314,11 +314,11 @@ class Message(Generic[T, R]):
         """What went wrong in its earlier charged attempts, oldest first; at most the last 10."""
         return read_history(self._delivery.history)
 
-    def history_with(self, error: BaseException | str) -> str | None:
+    def history_with(self, error: BaseException | str | None) -> str | None:
         """Its history and ``error`` as that of this attempt, for :attr:`Return.history`; None where none is kept."""
         if not self._mailbox.capabilities.history:
             return None
-        delivery, dead = self._delivery, Dead.of(error)
+        delivery, dead = self._delivery, _GIVEN_BACK if error is None else Dead.of(error)
         now = clock.utc_now().timestamp()
         return remember(delivery.history, delivery.attempt, dead.error, dead.error_type, now)
 
@@ -335,11 +335,11 @@ class Message(Generic[T, R]):
     async def nack(self, *, delay: float = 0, charge: bool = True, error: BaseException | str | None = None) -> None:
         """Give it back to be tried again after ``delay`` seconds (0 to 366 days), at the tail of the queue.
 
-        ``charge=False`` does not count the attempt. ``error`` says what went wrong, for the message's history.
+        ``charge=False`` does not count the attempt. ``error`` says what went wrong, for the message's history, which else
+        says that nothing was said.
         """
         check_seconds("nack: delay", delay, MAX_DELAY)
-        history = None if error is None or not charge else self.history_with(error)
-        await self.settle(Return(float(delay), charge, history=history))
+        await self.settle(Return(float(delay), charge, history=self.history_with(error) if charge else None))
 
     async def release(self) -> None:
         """Hand it back as if it had not been delivered: to the front of the queue, and not charged."""
@@ -394,3 +394,4 @@ class Message(Generic[T, R]):
 
 _ACK = Ack()
 _RELEASE = Return(charge=False, front=True)
+_GIVEN_BACK = Dead("given back by nack(), without an error", "Nack")

@@ -26,10 +26,15 @@ async def a_message_remembers_its_failures(h: Harness) -> None:
         second = await h.one(box)
         equal(_told(second.history), [(1, "LookupError", "not there")], "history at the second attempt")
         await second.nack(error="still not")
-        third = await h.one(box)
-        await third.dead_letter(ValueError("enough"))
+        await (await h.one(box)).nack()
+        await (await h.one(box)).dead_letter(ValueError("enough"))
         (letter,) = await box.dead_letters()
-    expected = [(1, "LookupError", "not there"), (2, "Reject", "still not"), (3, "ValueError", "enough")]
+    expected = [
+        (1, "LookupError", "not there"),
+        (2, "Reject", "still not"),
+        (3, "Nack", "given back by nack(), without an error"),
+        (4, "ValueError", "enough"),
+    ]
     equal(_told(letter.history), expected, "history of the dead letter")
     times: list[Any] = [failure.at for failure in letter.history]
     check(None not in times and times == sorted(times), f"the times are {times}")
