@@ -28,6 +28,11 @@ TRIAL = 1_000
 MOST = 200_000
 PICKUPS = 100 if quick() else 500
 PATIENCE = 180.0
+LONG = 900.0
+"""Seconds that a run may take, and one over a million messages."""
+TAKEN = 2_000 if quick() else 20_000
+PENDING = 20_000 if quick() else 1_000_000
+MEMORY = 20_000 if quick() else 1_000_000
 
 WHAT = {
     "send-one": "sends, one by one",
@@ -93,19 +98,28 @@ class Comparison:
         report(Row(f"{self.server}: {contender.name} takes no part", "-", why, None, None))
         return False
 
-    def run(self, contender: Contender, verb: str, count: int, *, concurrency: int | None = None) -> Any:
+    def run(
+        self,
+        contender: Contender,
+        verb: str,
+        count: int,
+        *,
+        concurrency: int | None = None,
+        behind: int = 0,
+        patience: float = PATIENCE,
+    ) -> Any:
         """One run on the emptied server; what the script says, or None where it failed."""
         self.reset()
         command = [str(contender.python), str(HERE / "peers" / contender.script), verb, self.url(contender), str(count)]
-        command.append(str(concurrency or contender.concurrency or 1))
+        command += [str(concurrency or contender.concurrency or 1), str(behind)]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
         try:
-            out, trouble = process.communicate(timeout=PATIENCE)
+            out, trouble = process.communicate(timeout=patience)
         except subprocess.TimeoutExpired:
             kill_session(process)
-            out, trouble = "", f"{verb} did not end within {PATIENCE:g} s"
+            out, trouble = "", f"{verb} did not end within {patience:g} s"
         line = next((line for line in reversed(out.splitlines()) if line.startswith("{")), None)
         if line is None:
             self.failures[contender.name] = (trouble.strip().splitlines() or ["no result"])[-1][:120]
@@ -183,6 +197,42 @@ class Comparison:
                        _ms(median(values[best])), paired_ratio(mine, values[best]), 1.0, at_most=True,
                        note=f"a send every 20 ms; others: {others}"))  # fmt: skip
 
+    def report_bare(self, bare: Contender, goal: float, what: str) -> None:
+        """The row of our drain beside a loop that does nothing but claim and acknowledge."""
+        if not self._ready(bare):
+            return
+        mine, theirs = [], []
+        for _ in range(ROUNDS):
+            for contender, rates in ((self.ours, mine), (bare, theirs)):
+                result = self.run(contender, "drain", 10_000 if quick() else 100_000)
+                if result is not None:
+                    rates.append(result["rate"])
+        if len(mine) == len(theirs) == ROUNDS:
+            note = f"{bare.about['note']}; ours: {self._settings(self.ours.name, 'drain')}"
+            report(Row(f"{self.server}: drain / {what}", per_second(median(mine)), per_second(median(theirs)),
+                       paired_ratio(mine, theirs), goal, note=note))  # fmt: skip
+
+    def report_flatness(self, goal: float) -> None:
+        """The same messages taken from the front of a short queue and of a long one."""
+        small, large = [], []
+        for _ in range(1 if quick() else 3):
+            for behind, rates in ((1_000, small), (PENDING, large)):
+                result = self.run(self.ours, "drain", TAKEN, behind=behind, patience=LONG)
+                if result is not None:
+                    rates.append(result["rate"])
+        if small and len(small) == len(large):
+            report(Row(f"{self.server}: cost per message at {PENDING:,} pending / at 1,000", per_second(median(large)),
+                       per_second(median(small)), paired_ratio(small, large), goal, at_most=True,
+                       note=f"{TAKEN:,} messages drained"))  # fmt: skip
+
+    def report_memory(self, goal: float) -> None:
+        """The resident memory of a worker, early and late."""
+        result = self.run(self.ours, "memory", MEMORY, patience=LONG)
+        if result is not None:
+            early, late = result["early"], result["late"]
+            report(Row(f"{self.server}: memory of a worker after {MEMORY:,} messages / after a tenth of them", _mib(late),
+                       _mib(early), late / early, goal, at_most=True))  # fmt: skip
+
     def _tell_failures(self, verb: str, field_: list[Contender], results: dict[str, Any]) -> None:
         for contender in field_:
             if not results.get(contender.name):
@@ -201,6 +251,10 @@ class Comparison:
 def _count(verb: str, speed: float) -> int:
     """How many messages take about ``SECONDS``, in whole thousands."""
     return max(TRIAL, min(int(speed * SECONDS) // TRIAL * TRIAL, MOST))
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
 
 
 def _ms(seconds: float) -> str:

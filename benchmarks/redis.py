@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from brokers import Comparison, Contender
 from common import Row, report
+from redelivery import report_redelivery
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,6 +97,11 @@ def main() -> int:
         comparison.report_rate("send-100", 1.0)
         comparison.report_rate("send-bulk", 1.0)
         comparison.report_pickup()
+        bare = Contender("bare loop", "bare_redis.py")
+        comparison.report_bare(bare, 0.4, "a bare pipelined loop of claims and acknowledgements of 100")
+        comparison.report_flatness(1.15)
+        comparison.report_memory(1.05)
+        report_redelivery("Redis", url(comparison.ours))
         return 0
 
 

@@ -1,12 +1,13 @@
 """What every script of this directory runs on: the verbs, measured alike for all of them.
 
-``python NAME.py VERB URL COUNT [CONCURRENCY]`` prints one line of JSON. The verbs:
+``python NAME.py VERB URL COUNT [CONCURRENCY [BEHIND]]`` prints one line of JSON. The verbs:
 
 about      versions, notes, the verbs it has and the concurrencies worth trying; URL and COUNT do not matter
 send-one   sends, one awaited after the other
 send-100   the sends of 100 concurrent senders
 send-bulk  sends by 1,000 in the documented bulk way
-drain      COUNT pending messages through one worker process: from the first to the last handler run
+drain      COUNT pending messages through one worker process, with BEHIND more pending behind them: from the first to the last
+           handler run
 pickup     COUNT sends to an idle worker in another process, one about every 20 ms: from the send to the handler
 memory     as drain; the resident memory of the worker after a tenth of the messages and after all
 
@@ -296,10 +297,10 @@ def work(peer, verb: str, count: int, concurrency: int) -> None:
         on_loop(peer, peer.work(handle, concurrency))
 
 
-def beside_a_worker(side, verb: str, url: str, count: int, concurrency: int) -> str:
+def beside_a_worker(side, verb: str, url: str, count: int, concurrency: int, behind: int) -> str:
     """Have a worker process do it; the line of its result."""
     if verb != "pickup":
-        side.run("fill", count)
+        side.run("fill", count + behind)
     command = [sys.executable, sys.argv[0], f"work-{verb}", url, str(count), str(concurrency)]
     worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     ready = threading.Event()
@@ -334,6 +335,7 @@ def main(kind: type) -> None:
     """The script of the peer ``kind``."""
     verb, url, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
     concurrency = int(sys.argv[4]) if len(sys.argv) > 4 else kind.concurrency[0]
+    behind = int(sys.argv[5]) if len(sys.argv) > 5 else 0
     if verb == "about":
         versions = {package: importlib.metadata.version(package) for package in kind.packages}
         result = {"versions": versions, "note": kind.note, "concurrency": kind.concurrency, "verbs": verbs_of(kind)}
@@ -348,4 +350,4 @@ def main(kind: type) -> None:
         what = {"send-one": "one", "send-100": "hundred", "send-bulk": "bulk"}[verb]
         print(json.dumps({"rate": side.run(what, count)}))
     else:
-        print(beside_a_worker(side, verb, url, count, concurrency), end="")
+        print(beside_a_worker(side, verb, url, count, concurrency, behind), end="")

@@ -1,0 +1,60 @@
+"""No queue at all: claims and acknowledgements by the hundred in a bare loop, over the client that Mainspring uses too.
+
+The server does the same work for it, by the same script. Two calls are out at a time, so that server and loop work at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from urllib.parse import urlsplit
+
+import anyio
+import hiredis
+from harness import Peer, main
+
+from mainspring import open_mailbox
+from mainspring.mailbox.redis_calls import keys_of
+from mainspring.mailbox.redis_link import script
+
+NAME = "bench"
+LEASE = 60_000_000
+
+
+class Bare(Peer):
+    packages = ("hiredis",)
+    note = "EVALSHA of the same script, hiredis over anyio, two calls out, uvloop"
+    concurrency = (100,)
+
+    async def open(self) -> None:
+        self.mailbox = await open_mailbox(self.url, body=str).__aenter__()
+
+    async def close(self) -> None:
+        await self.mailbox.__aexit__(None, None, None)
+
+    async def send_many(self, bodies: list[str]) -> None:
+        await self.mailbox.send_many(bodies)
+
+    async def work(self, handle, concurrency: int) -> None:
+        where = urlsplit(self.url)
+        stream = await anyio.connect_tcp(where.hostname, where.port)
+        reader = hiredis.Reader(notEnoughData=self)
+        sha, keys = hashlib.sha1(script()).hexdigest(), keys_of(NAME)
+
+        async def call(receipts: list[bytes]) -> None:
+            acks = ("ack", len(receipts), *receipts) if receipts else ()
+            claim = ("claim", concurrency, LEASE, "bare", "", 0)
+            await stream.send(hiredis.pack_command(("EVALSHA", sha, len(keys), *keys, *acks, *claim)))
+
+        await call([])
+        await call([])
+        while True:
+            while (reply := reader.gets()) is self:
+                reader.feed(await stream.receive(262_144))
+            receipts, values, _ = reply[-2]
+            await call(receipts)
+            for value in values:
+                handle(value)
+
+
+if __name__ == "__main__":
+    main(Bare)
