@@ -213,13 +213,18 @@ class Claims:
 
     async def _lease(self, fresh: list[Arrival], visibility: float, began: float) -> list[Delivery]:
         store = self._store
-        if visibility != store.ack_wait or self._now() - began > TRUST * visibility:
+        waited = self._now() - began
+        if visibility != store.ack_wait or waited > TRUST * visibility:
             began = self._now()
             # A nak with a delay leaves the message with us and says when it is to be delivered again.
             order = _nak(visibility)
             for answer in await store.wire.ask_all([Ask(arrival.reply, order) for arrival in fresh]):
                 if isinstance(answer, MailboxError):
                     raise answer
+        if (
+            waited >= store.ack_wait
+        ):  # this process stood still, or its connection did: another one may have had them since
+            fresh = await self._still_there(fresh)
         checkpoints = await self._checkpoints([arrival.record for arrival in fresh if arrival.record.kept])
         until = began + visibility
         wall = self._wall()
@@ -238,6 +243,17 @@ class Claims:
         if len(leases) > self._prune_at:
             self._prune()
         return deliveries
+
+    async def _still_there(self, arrivals: list[Arrival]) -> list[Arrival]:
+        """Those that nobody has put to the tail since they came."""
+        found = await self._store.last_all(self._store.names.queue, [arrival.subject for arrival in arrivals])
+        there = []
+        for arrival, stored in zip(arrivals, found, strict=True):
+            if isinstance(stored, MailboxError):
+                raise stored
+            if stored is not None and stored.sequence == arrival.sequence:
+                there.append(arrival)
+        return there
 
     async def _checkpoints(self, records: list[Record]) -> dict[str, bytes]:
         if not records:
