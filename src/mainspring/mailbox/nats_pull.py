@@ -73,7 +73,7 @@ class Puller:
         timer = loop.call_later(lasts + wire.timeout, self.end, late)
         ended: Any = _UNFINISHED
         try:
-            await wire.client.publish(subject, request, self._subject)
+            await wire.publish(subject, request, self._subject)
             ended = await self._ended
         finally:
             timer.cancel()

@@ -268,7 +268,7 @@ class Wire:
         return parse(await self.ask(f"$JS.API.{subject}", payload))
 
     async def _start(self, subject: str, payload: bytes, headers: dict[str, str] | None) -> tuple[int, Any]:
-        client = self.client
+        _ = self.client  # none: nothing is begun
         self._count += 1
         token = self._count
         future = self.loop.create_future()
@@ -276,11 +276,21 @@ class Wire:
         if self._looking is None:
             self._looking = self.loop.call_later(_LOOK, self._look)
         try:
-            await client.publish(subject, payload, f"{self._inbox}{token}", headers)
-        except BaseException as error:
+            await self.publish(subject, payload, f"{self._inbox}{token}", headers)
+        except BaseException:
             self._asked.pop(token, None)
-            raise self.failure(error) if isinstance(error, Exception) else error
+            raise
         return token, future
+
+    async def publish(
+        self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None
+    ) -> None:
+        """Send a message. Raises :class:`MailboxConnectionError`, whatever the driver or its transport make of it."""
+        client = self.client
+        try:
+            await client.publish(subject, payload, reply, headers)
+        except Exception as error:  # also what uvloop says of a connection that was closed just now: a RuntimeError
+            raise self.failure(error) from error
 
     async def _finish(self, token: int, future: Any) -> Msg:
         try:
@@ -336,4 +346,4 @@ class Wire:
 
     async def tell(self, subject: str, payload: bytes) -> None:
         """Publish something that nobody answers and nothing stores."""
-        await self.client.publish(subject, payload)
+        await self.publish(subject, payload)
