@@ -104,12 +104,13 @@ async def test_an_exit_does_not_end_the_program(error):
             await pool.run(fail)
 
 
-async def test_a_call_may_return_an_awaitable_of_its_own():
-    async def later():
-        return 5
+async def test_a_call_may_return_an_awaitable_that_is_no_coroutine():
+    class Later:
+        def __await__(self):
+            return anyio.sleep(0).__await__()
 
     async with OffloadPool() as pool:
-        assert await (await pool.run(lambda: later())) == 5
+        assert isinstance(await pool.run(Later), Later)
 
 
 # --------------------------------------------------------------------------------------------------------------- bounds
@@ -513,11 +514,15 @@ async def test_an_impossible_timeout_is_refused(timeout):
             await pool.run(print, timeout=timeout)
 
 
-async def test_what_is_no_plain_function_is_refused():
+async def test_an_async_function_is_refused():
     async with OffloadPool() as pool:
-        for fn in (anyio.sleep, 5):
-            with pytest.raises(InvalidParameterError, match="runs plain functions"):
-                await pool.run(fn)
+        for fn in (anyio.sleep, lambda seconds: anyio.sleep(seconds)):
+            with pytest.raises(
+                InvalidParameterError, match=r"calls plain functions, and .* is async: await it where you"
+            ):
+                await pool.run(fn, 0)
+        with pytest.raises(TypeError):
+            await pool.run(5)
 
 
 def test_what_it_shows_of_itself():

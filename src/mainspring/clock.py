@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -136,19 +136,17 @@ def loop_clock() -> Callable[[], float]:
     return trio.current_time
 
 
-@contextmanager
-def real_work() -> Iterator[None]:
+def real_work() -> AbstractContextManager[None]:
     """Hold a virtual clock while something real (a thread, a process) is out, so that time does not jump past it.
 
     Trio's ``MockClock`` moves on when every task is blocked, and a task that waits for a thread is. Outside a virtual
     run this does nothing. Holds nest, and those of several tasks may overlap: the clock goes on when the last one ends.
     """
     clock = virtual_clock()
-    if clock is None:
-        yield
-        return
-    with hold(clock):
-        yield
+    return _NOTHING if clock is None else hold(clock)
+
+
+_NOTHING = nullcontext()
 
 
 @contextmanager

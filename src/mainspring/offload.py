@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, TypeVarTuple, Unpack
+from threading import get_ident
+from types import CoroutineType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, TypeVarTuple, Unpack, cast
 
 import anyio
 from anyio import CapacityLimiter, to_thread
 
-from mainspring.callables import is_async
 from mainspring.clock import real_work
 from mainspring.errors import ConfigError, InvalidParameterError, OffloadClosedError
 from mainspring.offload_calls import Calls
+from mainspring.process import identity
 from mainspring.values import is_number, is_whole
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ class OffloadPool:
         self._calls: Calls | None = None
         self._entered = 0
         self._closing = False
-        self._owner = (0, 0)
+        self._process: object = None
+        self._thread = 0
 
     def __repr__(self) -> str:
         state = "open" if self.is_open else "closed"
@@ -101,7 +103,8 @@ class OffloadPool:
         else:
             self._backend = _backend(self.kind)
             self._calls = Calls(self.name, self.workers, self.queue_limit)
-            self._owner = _here()
+            # An event loop is the one thing in its thread, so these two tell one from any other.
+            self._process, self._thread = identity(), get_ident()
         self._entered += 1
         return self
 
@@ -120,7 +123,7 @@ class OffloadPool:
             try:
                 await self._cut(self._calls, self._backend)
             finally:
-                self._entered, self._closing, self._backend = 0, False, None
+                self._entered, self._closing, self._backend, self._thread = 0, False, None, 0
 
     async def _finish(self, calls: Calls) -> None:
         with anyio.move_on_after(self.shutdown_timeout):
@@ -155,14 +158,18 @@ class OffloadPool:
         :raises OffloadClosedError: the pool is not open here, or was closed before the call had ended.
         :raises OffloadPickleError: something of it cannot be pickled.
         :raises OffloadWorkerDiedError: the process died of it.
-        :raises InvalidParameterError: ``timeout`` is negative or not a number, or ``fn`` is not a plain function.
+        :raises InvalidParameterError: ``timeout`` is negative or not a number, or ``fn`` is async.
         """
-        calls, backend = self._open_calls()
+        backend = self._ready()
         if timeout is not None and not is_number(timeout, 0, math.inf):
             raise InvalidParameterError(f"{self.name}: timeout must be 0 or more seconds, or None, not {timeout!r}")
-        if not callable(fn) or is_async(fn):
-            raise InvalidParameterError(f"{self.name} runs plain functions, and {fn!r} is none: await it where you are")
-        result: T = await calls.run(backend.job(fn, args), timeout)
+        assert self._calls is not None
+        result: Any = await self._calls.run(backend.job(fn, args), timeout)
+        if type(result) is CoroutineType:
+            result.close()
+            raise InvalidParameterError(
+                f"{self.name} calls plain functions, and {fn!r} is async: await it where you are"
+            )
         return result
 
     async def run_to_the_end(self, fn: Callable[[Unpack[Args]], T], *args: *Args) -> T:
@@ -171,23 +178,25 @@ class OffloadPool:
         Cancelled, it kills a process and waits until that is gone; for a thread or an interpreter it waits until the work
         ends, and then what came of it counts. ``queue_limit`` does not apply. It raises what :meth:`run` does.
         """
-        calls, backend = self._open_calls()
-        result: T = await calls.run_to_the_end(backend.job(fn, args))
+        backend = self._ready()
+        assert self._calls is not None
+        result: T = await self._calls.run_to_the_end(backend.job(fn, args))
         return result
 
-    def _open_calls(self) -> tuple[Calls, Backend]:
-        self._check_owner()
-        if self._calls is None or self._backend is None or self._closing:
-            raise OffloadClosedError(
-                f"{self.name} is {'being closed' if self._closing else 'closed'}; it takes no calls"
-            )
-        return self._calls, self._backend
+    def _ready(self) -> Backend:
+        """What does the work; raises where the pool takes no calls, or not here."""
+        if self._thread != get_ident() or self._process is not identity() or self._closing:
+            self._check_owner()
+            raise OffloadClosedError(f"{self.name} is being closed; it takes no calls")
+        assert self._backend is not None
+        return self._backend
 
     def _check_owner(self) -> None:
         if not self._entered:
             raise OffloadClosedError(f"{self.name} is not open; use it inside `async with pool`")
-        if self._owner != (here := _here()):
-            other = "the process this one was forked from" if self._owner[0] != here[0] else "another event loop"
+        forked = self._process is not identity()
+        if forked or self._thread != get_ident():
+            other = "the process this one was forked from" if forked else "another event loop"
             raise OffloadClosedError(f"{self.name} was opened in {other}; make and open a pool of its own here")
 
     # --------------------------------------------------------------------------------------------------------- watching
@@ -277,11 +286,6 @@ def _backend(kind: str) -> Backend:
 
         return Interpreters()
     return Threads()
-
-
-def _here() -> tuple[int, int]:
-    """The process and the thread; an event loop is the one thing in its thread."""
-    return os.getpid(), threading.get_ident()
 
 
 def _default_workers(kind: str) -> int:

@@ -165,6 +165,7 @@ class Calls:
         self._threads = CapacityLimiter(math.inf)  # the places are the bound
         self._scoped: dict[Call, None] = {}
         self._running = 0
+        self._scope = type(anyio.CancelScope())  # asking anyio which kind it is takes as long as all of the rest of one
         self._is_cut = False
         self._news: anyio.Event | None = None
 
@@ -179,10 +180,11 @@ class Calls:
         """Perform a job; abandon it when cancelled, at the timeout, or when the pool closes."""
         call = Call(self, job)
         deadline = math.inf if timeout is None else anyio.current_time() + timeout
-        with anyio.CancelScope(deadline=deadline) as call.scope:
+        with self._scope(deadline=deadline) as call.scope:
             self._scoped[call] = None
             try:
-                await self._take_place(call, self._queue_limit)
+                if not self._take_place(call):
+                    await self._queue(call, self._queue_limit)
                 return await self._execute(call, abandon=True)
             except anyio.get_cancelled_exc_class():
                 call.log_dropped(call.error)  # it had ended, and nobody was told yet
@@ -199,7 +201,8 @@ class Calls:
         What ended in spite of a cancellation counts. The queue's limit does not, for who calls this has one of its own.
         """
         call = Call(self, job)
-        await self._take_place(call, None)
+        if not self._take_place(call):
+            await self._queue(call, None)
         if not job.killable:
             return await self._execute(call, abandon=False)
         try:
@@ -215,13 +218,15 @@ class Calls:
                 raise call.error from None
             return call.result
 
-    async def _take_place(self, call: Call, limit: int | None) -> None:
+    def _take_place(self, call: Call) -> bool:
+        """Take a free place, if there is one."""
         try:
             self._places.acquire_on_behalf_of_nowait(call)
         except anyio.WouldBlock:
-            pass
-        else:
-            return
+            return False
+        return True
+
+    async def _queue(self, call: Call, limit: int | None) -> None:
         if limit is not None and self.queued >= limit:
             raise OffloadFullError(
                 f"{self._name}: {self.queued} call(s) wait for one of {self._places.total_tokens} workers, and queue_limit is"
@@ -239,22 +244,25 @@ class Calls:
         try:
             with real_work():
                 (result,) = await to_thread.run_sync(call.execute, abandon_on_cancel=abandon, limiter=self._threads)
-            return result
         except BaseException as error:
-            if error is call.error:
-                call.error = None  # it is told; and its traceback refers to the call
+            self._part_with(call, error)
             raise
-        finally:
-            self._running -= 1
-            self._part_with(call)
-            self._tell()
-
-    def _part_with(self, call: Call) -> None:
-        """The task goes on: free the place, unless the work does too."""
-        if call.abandon() is Progress.RUNNING:
-            self.late[call] = None
         else:
             self._places.release_on_behalf_of(call)
+            return result
+        finally:
+            self._running -= 1
+            if self._news is not None:
+                self._tell()
+
+    def _part_with(self, call: Call, error: BaseException) -> None:
+        """The task goes on with an error: free the place, unless the work goes on too."""
+        if error is call.error:
+            call.error = None  # it is told; and its traceback refers to the call
+        elif call.abandon() is Progress.RUNNING:
+            self.late[call] = None
+            return
+        self._places.release_on_behalf_of(call)
 
     def ended_late(self, call: Call) -> None:
         """The work of an abandoned call is over."""
