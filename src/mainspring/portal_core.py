@@ -40,8 +40,8 @@ _log = logging.getLogger("mainspring")
 
 T = TypeVar("T")
 
-PER_TURN: Final = 256
-"""Callbacks that are called before the event loop looks at its other work again."""
+TURN: Final = 0.005
+"""Seconds for which callbacks are called before the event loop looks at its other work: as long as Python lets a thread run."""
 
 _IDLE, _STARTING, _RUNNING = LoopThreadState.IDLE, LoopThreadState.STARTING, LoopThreadState.RUNNING
 _STOPPING, _STOPPED = LoopThreadState.STOPPING, LoopThreadState.STOPPED
@@ -242,15 +242,17 @@ class LoopCore:
         self._context.run(self._call_queued)
 
     def _call_queued(self) -> None:
-        for _ in range(PER_TURN):
-            if not self._queue:
-                self._awake = False
-                if not self._queue:  # asked again: whoever has posted meanwhile may have believed that it is awake
-                    return
-                self._awake = True
+        if not self._queue:
+            self._awake = False
+            if not self._queue:  # asked again: whoever has posted meanwhile may have believed that it is awake
+                return
+            self._awake = True
+        end = clock.monotonic() + TURN
+        while self._queue and clock.monotonic() < end:
             fn = _taken(self._queue.popleft())
             if fn is not None:
                 self.call(fn)
+        # In every case: callbacks rarely come alone, and one look too many costs less than waking the loop for each.
         call_soon(self._loop, self._turn)
 
     def call(self, fn: Callable[[], object]) -> None:
