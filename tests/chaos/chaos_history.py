@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
 
 from chaos_journal import Reader
 from chaos_judge import Run
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from chaos_judge import Life
@@ -44,23 +46,30 @@ class Progress:
 
 def read_runs(directory: Path) -> list[Run]:
     """All runs of handlers, by the workers' journals."""
-    found = []
-    for path in directory.glob("worker-*.jsonl"):
-        runs: dict[str, Run] = {}
-        for line in Reader(path).lines():
-            if line["what"] == "begun":
-                run = Run(line["id"], line["run"], path.stem, line["at"], line["leased"])
+    return [run for path in directory.glob("worker-*.jsonl") for run in runs_of(path.stem, Reader(path).lines())]
+
+
+def runs_of(process: str, lines: Iterable[dict[str, Any]]) -> list[Run]:
+    """The runs of one worker.
+
+    An outcome is told by the receipt of the delivery. A server that forgot can have given the same one twice: then it is the
+    first run's that has ended and of which no outcome is known.
+    """
+    runs: dict[int, Run] = {}
+    unsettled: defaultdict[str, list[Run]] = defaultdict(list)
+    for line in lines:
+        match line["what"]:
+            case "begun":
+                run = Run(line["id"], line["receipt"], process, line["at"], line["leased"])
                 runs[line["run"]] = run
-                continue
-            run = runs.get(line.get("run"))
-            if run is None:  # it was given back, or given up, before its handler began
-                continue
-            match line["what"]:
-                case "effect":
-                    run.effect = line["at"]
-                case "ended":
-                    run.ended, run.how = line["at"], line["how"]
-                case "outcome":
+                unsettled[run.receipt].append(run)
+            case "effect":
+                runs[line["run"]].effect = line["at"]
+            case "ended":
+                runs[line["run"]].ended, runs[line["run"]].how = line["at"], line["how"]
+            case "outcome":
+                run = next((each for each in unsettled[line["receipt"]] if each.ended is not None), None)
+                if run is not None:  # else it was given back, or given up, before its handler began
                     run.settled, run.outcome = line["at"], line["outcome"]
-        found += runs.values()
-    return found
+                    unsettled[run.receipt].remove(run)
+    return list(runs.values())

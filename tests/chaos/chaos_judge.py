@@ -32,7 +32,7 @@ class Run:
     """One run of a handler. Instants are of the machine's one clock; None: it did not come to that."""
 
     message: str
-    run: str
+    receipt: str
     process: str
     begun: float
     leased: float | None = None

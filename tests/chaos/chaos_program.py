@@ -60,37 +60,40 @@ class Handler:
     def __init__(self, journal: Journal, table: str | None) -> None:
         self._journal = journal
         self._table = table
+        self._runs = 0
         self._ahead = time.monotonic() - anyio.current_time()  # of the event loop's clock, as leases are told by it
 
     async def handle(self, job: Job, ctx: Context) -> None:
         message = ctx.message
         leased = None if message.leased_at is None else message.leased_at + self._ahead
-        self._journal.note("begun", id=message.id, run=ctx.run_id, delivery=message.delivery_count, leased=leased)
+        self._runs = run = self._runs + 1
+        facts = {"id": message.id, "receipt": ctx.run_id, "delivery": message.delivery_count, "leased": leased}
+        self._journal.note("begun", run=run, **facts)
         how = "cancelled"
         try:
-            await self._work(job, ctx)
+            await self._work(job, ctx, run)
             how = "done"
         except Exception as error:
             how = f"failed: {type(error).__name__}"
             raise
         finally:
-            self._journal.note("ended", run=ctx.run_id, how=how)
+            self._journal.note("ended", run=run, how=how)
 
-    async def _work(self, job: Job, ctx: Context) -> None:
+    async def _work(self, job: Job, ctx: Context, run: int) -> None:
         if job.fate is Fate.REJECTED:
             raise Reject("as it is meant to be")
         if job.fate is Fate.SECOND and ctx.message.delivery_count == 1:
             raise ValueError("as it is meant to be")
         if self._table is None:
             await anyio.sleep(job.takes)
-            self._journal.note("effect", run=ctx.run_id)
+            self._journal.note("effect", run=run)
             await self._journal.secure()
         else:
             await anyio.sleep(job.takes / 2)
             async with ctx.transaction() as connection:
                 await connection.execute(f"INSERT INTO {self._table} VALUES (%s, %s)", (ctx.request_id, ctx.run_id))
                 await anyio.sleep(job.takes / 2)
-            self._journal.note("effect", run=ctx.run_id)
+            self._journal.note("effect", run=run)
 
 
 async def work(setup: Setup) -> int:
@@ -102,7 +105,7 @@ async def work(setup: Setup) -> int:
         await handler.handle(job, ctx)
 
     def finished(event: MessageFinished) -> None:
-        journal.note("outcome", run=event.run_id, outcome=event.outcome)
+        journal.note("outcome", receipt=event.run_id, outcome=event.outcome)
 
     def moved(event: GroupStateChanged) -> None:
         nonlocal ready

@@ -11,7 +11,7 @@ from chaos_judge import UNOPENED, History, Life, Run, Trouble, judge
 LEASE = 2.0
 
 
-def done(message, begun, *, run="", process="worker-1-0", **known):
+def done(message, begun, *, receipt="", process="worker-1-0", **known):
     """A run that did its work and was acknowledged."""
     facts = {
         "leased": begun - 0.01,
@@ -21,7 +21,7 @@ def done(message, begun, *, run="", process="worker-1-0", **known):
         "settled": begun + 0.12,
         "outcome": "acknowledged",
     }
-    return Run(message, run or f"{message}@{begun}", process, begun, **{**facts, **known})
+    return Run(message, receipt or f"{message}@{begun}", process, begun, **{**facts, **known})
 
 
 def cut_short(message, begun, **known):

@@ -1,0 +1,65 @@
+"""What the judgement is told, from the lines of a worker's journal."""
+
+from __future__ import annotations
+
+import pytest
+from chaos_history import Progress, runs_of
+from chaos_journal import Journal, Reader
+from chaos_judge import Life
+
+
+def begun(at, run, receipt="r"):
+    return {"what": "begun", "at": at, "run": run, "id": "a", "receipt": receipt, "delivery": 1, "leased": at - 0.1}
+
+
+def test_a_run_is_put_together():
+    lines = [
+        begun(1.0, 1),
+        {"what": "effect", "at": 2.0, "run": 1},
+        {"what": "ended", "at": 3.0, "run": 1, "how": "done"},
+        {"what": "outcome", "at": 4.0, "receipt": "r", "outcome": "acknowledged"},
+    ]
+    (run,) = runs_of("worker", lines)
+    assert (run.message, run.receipt, run.process) == ("a", "r", "worker")
+    assert (run.leased, run.begun, run.effect, run.ended, run.settled) == (0.9, 1.0, 2.0, 3.0, 4.0)
+    assert (run.how, run.outcome) == ("done", "acknowledged")
+    (cut_short,) = runs_of("worker", lines[:2])
+    assert (cut_short.ended, cut_short.how, cut_short.settled, cut_short.outcome) == (None, None, None, None)
+
+
+def test_two_runs_with_one_receipt_are_two():
+    lines = [
+        begun(1.0, 1),
+        begun(2.0, 2),
+        {"what": "ended", "at": 3.0, "run": 2, "how": "done"},
+        {"what": "outcome", "at": 4.0, "receipt": "r", "outcome": "acknowledged"},
+        {"what": "ended", "at": 5.0, "run": 1, "how": "done"},
+        {"what": "outcome", "at": 6.0, "receipt": "r", "outcome": "lost"},
+    ]
+    first, second = runs_of("worker", lines)
+    assert (first.outcome, second.outcome) == ("lost", "acknowledged")
+
+
+def test_the_outcome_of_what_was_never_begun_is_nobodys():
+    assert runs_of("worker", [{"what": "outcome", "at": 1.0, "receipt": "r", "outcome": "released"}]) == []
+
+
+@pytest.mark.anyio
+async def test_a_journal_is_followed_while_it_grows(tmp_path, anyio_backend):
+    progress, life = Progress(tmp_path), Life("worker", 0.0)
+    progress.follow("worker", life)
+    assert progress.look() == 0  # it is not there yet
+    journal = Journal(tmp_path / "worker.jsonl")
+    journal.note("ready")
+    journal.note("effect", run=1)
+    await journal.secure()
+    assert progress.look() == 1
+    assert life.ready is not None
+    journal.note("effect", run=2)
+    with (tmp_path / "worker.jsonl").open("ab") as file:
+        file.write(b'{"what":"eff')  # a line that is not whole yet
+    assert progress.look() == 2
+    with (tmp_path / "worker.jsonl").open("ab") as file:
+        file.write(b'ect","at":1,"run":3}\n')
+    assert progress.look() == 3
+    assert [line["what"] for line in Reader(tmp_path / "worker.jsonl").lines()] == ["ready", *["effect"] * 3]
