@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
 
 import anyio
@@ -198,13 +199,21 @@ async def test_a_checkpoint_outlives_the_worker(virtual_clock):
     assert restored == [None, [1], [1, 2]]
 
 
-async def test_what_is_no_json_is_refused_and_the_earlier_checkpoint_stands():
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (object(), "a checkpoint of type object is no JSON"),
+        (json.loads("[" * 201 + "1" + "]" * 201), "a checkpoint must not be nested more than 200 deep"),
+    ],
+    ids=["no JSON", "too deep"],
+)
+async def test_what_is_no_json_is_refused_and_the_earlier_checkpoint_stands(state, said):
     seen = []
 
     async def handle(job: int, ctx: Context) -> None:
         await ctx.checkpoint({"done": 1})
         try:
-            await ctx.checkpoint(object())
+            await ctx.checkpoint(state)
         except SerializationError as error:
             seen.append((str(error), ctx.restored))
 
@@ -213,7 +222,7 @@ async def test_what_is_no_json_is_refused_and_the_earlier_checkpoint_stands():
         await mailbox.send(1)
         await settled(mailbox)
     ((text, restored),) = seen
-    assert "a checkpoint of type object is no JSON" in text
+    assert text.startswith(said)
     assert restored == {"done": 1}
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import AfterValidator, BaseModel
 
 from mainspring.errors import ConfigError, SerializationError
-from mainspring.mailbox.codec import Codec, NotJsonError, type_name
+from mainspring.mailbox.codec import MAX_DEPTH, Codec, NotJsonError, type_name
 
 
 @dataclass
@@ -120,6 +120,32 @@ def test_a_wrong_field_of_a_dataclass_is_refused_when_it_is_written() -> None:
 def test_what_json_cannot_say_is_refused(body: Any) -> None:
     with pytest.raises(SerializationError, match="cannot be written as JSON"):
         Codec().encode(body)
+
+
+def nested(depth: int, *, within: str) -> Any:
+    """A body of so many lists (or objects) in each other."""
+    body: Any = within
+    for number in range(depth):
+        body = [body] if number % 2 else {"a": body}
+    return body
+
+
+def test_what_is_nested_deeper_than_can_be_read_is_refused_when_it_is_written() -> None:
+    deepest = nested(MAX_DEPTH, within="x")
+    assert Codec().decode(Codec().encode(deepest)) == deepest
+    with pytest.raises(NotJsonError, match="recursion limit"):  # so that the limit is pydantic's
+        Codec().decode(b"[" + Codec().encode(deepest) + b"]")
+    for depth in range(MAX_DEPTH + 1, MAX_DEPTH + 60):
+        with pytest.raises(SerializationError, match="cannot be written as JSON"):
+            Codec().encode(nested(depth, within="x"))
+    with pytest.raises(SerializationError, match=r"a body of type dict .*: it is nested more than 200 deep"):
+        Codec(dict[str, Any]).encode({"a": deepest})
+
+
+def test_only_the_depth_is_limited_not_the_number_nor_what_strings_say() -> None:
+    for body in ([[1]] * 1_000, "[" * 1_000, ["{" * 1_000], {"[" * 500: "]"}):
+        assert Codec().decode(Codec().encode(body)) == body
+    assert Codec(str).encode("[" * 1_000) == b'"' + b"[" * 1_000 + b'"'
 
 
 def test_what_contains_itself_is_refused() -> None:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from mainspring import clock
-from mainspring.errors import SerializationError
+from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.loops.run import on_the_loop
+from mainspring.loops.tool_calls import Notes, ToolCall, ToolCallBlock, to_json
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -26,11 +27,11 @@ class Context:
     by ``anyio.from_thread.run(ctx.checkpoint, state)``.
     """
 
-    __slots__ = ("_restored", "_run")
+    __slots__ = ("_notes", "_run")
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._restored: Any = None
+        self._notes: Notes | None = None
 
     @property
     def message(self) -> Message[Any, Any]:
@@ -78,11 +79,7 @@ class Context:
     @property
     def restored(self) -> Any:
         """What an earlier delivery of this message last gave to :meth:`checkpoint`, or None."""
-        if self._restored is None and (raw := self._run.message.checkpoint) is not None:
-            from pydantic_core import from_json
-
-            self._restored = from_json(raw)
-        return self._restored
+        return self._kept().restored
 
     async def checkpoint(self, state: Any) -> None:
         """Keep ``state`` (anything pydantic can write as JSON) with the message, for its next delivery; also a beat.
@@ -90,16 +87,49 @@ class Context:
         It is as durable as the mailbox when this returns. Raises :class:`SerializationError` for what is no JSON and
         :class:`ReceiptHandleExpiredError` where the lease is lost; the earlier checkpoint then stands.
         """
-        from pydantic_core import PydanticSerializationError, to_json
+        await self._kept().save(to_json(state))
 
-        self._run.beat()
-        try:
-            raw = to_json(state)
-        except (PydanticSerializationError, ValueError) as error:
-            raise SerializationError(f"a checkpoint of type {type(state).__qualname__} is no JSON: {error}") from error
-        await self._run.message.save_checkpoint(raw)
-        self._restored = None
-        self._run.beat()
+    def _kept(self) -> Notes:
+        if self._notes is None:
+            self._notes = Notes(self._run)
+        return self._notes
+
+    def tool_call(self, name: str, *, key: str | None = None, info: Any = None) -> ToolCallBlock:
+        """Marks an effect outside as begun, and as ended when its block is left well: ``async with ctx.tool_call("charge",
+        key=order_id) as call:`` (``with`` in a plain ``def`` handler).
+
+        Both are written with the message, beside its checkpoint, and are as durable as the mailbox: the first before the
+        block runs, the second before what follows it. A delivery whose predecessor died in between, or left the block by an
+        exception or a cancellation, finds the call in :attr:`unfinished_calls`. A call of the same name and key as one of
+        those takes it up again: ended well, both have. ``call.keep(state)`` is a :meth:`checkpoint` written with the end.
+
+        :param name: what is called.
+        :param key: tells this call from others of the name: best the idempotency key that is sent along.
+        :param info: anything that is JSON, for whoever must find out later what became of it.
+        :raises ConfigError: the mailbox keeps no checkpoints (``Capabilities.checkpoints``).
+        :raises InvalidParameterError: a name or key is no text; such a call is under way in this handler; or 100 calls of
+            the message have begun and not ended.
+        :raises SerializationError: ``info`` is no JSON.
+        :raises ReceiptHandleExpiredError: the lease is lost. Raised at the beginning, the effect has not begun; at the end,
+            the call stays unfinished. So it is with a store that does not answer (:class:`MailboxConnectionError`).
+        """
+        if not self._run.message._mailbox.capabilities.checkpoints:  # noqa: SLF001 - the worker's own message
+            raise ConfigError("ctx.tool_call: this mailbox keeps no checkpoints (Capabilities.checkpoints)")
+        return ToolCallBlock(self._kept(), name, key, info)
+
+    @property
+    def unfinished_calls(self) -> tuple[ToolCall, ...]:
+        """The calls that an earlier delivery had begun and nobody has ended or settled: they may have had their effect."""
+        return self._kept().unfinished
+
+    async def resolve_call(self, call: ToolCall | ToolCallBlock) -> None:
+        """Settle a call that has not ended: it had its effect, or is known to have had none. Settled twice, it stays so.
+
+        Inside the block of the call itself it says that there is nothing to find out, although an exception leaves it.
+        """
+        if not isinstance(call, ToolCall | ToolCallBlock):
+            raise InvalidParameterError(f"resolve_call takes a call of ctx.unfinished_calls, not {call!r}")
+        await self._kept().end(call.call if isinstance(call, ToolCallBlock) else call)
 
     def transaction(self) -> AbstractAsyncContextManager[Any]:
         """A transaction of the mailbox's database: what the handler writes in it and the acknowledgement commit together.

@@ -13,6 +13,9 @@ from typing import Any, NotRequired, Required, Union, get_args, get_origin, get_
 
 from mainspring.errors import ConfigError, SerializationError
 
+MAX_DEPTH = 200
+"""How deep lists and objects may be nested: pydantic reads no deeper, though it writes somewhat deeper."""
+
 
 class NotJsonError(SerializationError):
     """The stored bytes are no JSON at all: no worker of any version will understand them."""
@@ -79,6 +82,11 @@ class Codec:
             raise SerializationError(
                 f"a body of type {type_name(type(body))} cannot be written as JSON: {reason}"
             ) from error
+        if self._plain is None and is_too_deep(raw):
+            raise SerializationError(
+                f"a body of type {type_name(type(body))} cannot be written as JSON: it is nested more than {MAX_DEPTH} deep,"
+                " and no receiver could read it"
+            )
         suspect = self._plain is None and b"null" in raw
         if suspect and (field := _not_finite(self._adapter.serializer.to_python(body))) is not None:
             raise SerializationError(  # JSON has no such number, and it would arrive as null
@@ -154,6 +162,19 @@ def _not_finite(value: Any, path: str = "") -> str | None:
         if found is not None:
             return found
     return None
+
+
+def is_too_deep(raw: bytes) -> bool:
+    """Whether JSON is nested deeper than can be read back; it would be taken for bytes that are no JSON."""
+    if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
+        return False
+    from pydantic_core import from_json
+
+    try:
+        from_json(raw)
+    except ValueError as error:
+        return "recursion limit" in str(error)
+    return False
 
 
 def type_name(body_type: Any) -> str:

@@ -175,6 +175,8 @@ class DatabaseFile:
         directory = os.path.dirname(self.path)
         if not os.path.isdir(directory):
             raise ConfigError(f"the mailbox file {self.path} has no directory: make {directory} first")
+        if os.path.exists(self.path) and not os.path.isfile(self.path):  # SQLite would wait for a pipe, or call it busy
+            raise ConfigError(f"{self.path} is no regular file; name another one for the mailbox")
         connection = apsw.Connection(self.path)
         try:
             connection.set_busy_handler(self._busy)

@@ -8,6 +8,7 @@ from typing import Any
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12, and brings it along
 
 from mainspring.errors import ConfigError, SerializationError
+from mainspring.mailbox.codec import MAX_DEPTH
 from mainspring.testing.mailbox_contract.harness import Harness, behaviour, check, equal, raises, texts
 
 
@@ -198,6 +199,22 @@ async def a_body_of_the_wrong_shape_is_a_failed_attempt(h: Harness) -> None:
             check("Order" in str(caught[0]), f"the error does not name the type: {caught[0]}")
             await message.nack()
         await h.counts(box, pending=1)
+
+
+@behaviour("serializes")
+async def a_body_that_nobody_could_read_is_refused(h: Harness) -> None:
+    """What is nested as deep as can be read arrives; what is nested deeper is refused when it is sent."""
+    deepest: Any = "x"
+    for _ in range(MAX_DEPTH):
+        deepest = [deepest]
+    async with h.open() as box:
+        with raises(SerializationError, "sending a body that is nested too deep"):
+            await box.send([deepest])
+        with raises(SerializationError, "sending one that is nested too deep among others"):
+            await box.send_many(["x", [deepest]])
+        await h.counts(box)
+        await box.send(deepest)
+        equal((await h.one(box)).body, deepest, "the deepest body")
 
 
 @behaviour("serializes")
