@@ -29,7 +29,8 @@ class Backend:
     """One kind of store.
 
     ``options`` are the mailbox's, by lease and call timeout. ``forgets``: its server answers before it has written removals
-    and leases down, so that its kill takes the last of them back. ``transactional``: effects are in its transactions.
+    and leases down, so that its kill takes the last of them back. ``two_steps``: a message is handed back with a delay in two
+    steps, and who is killed between them leaves two copies. ``transactional``: effects are in its transactions.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Backend:
     path: str = ""
     options: Callable[[float, float], dict[str, Any]] = lambda lease, timeout: {"timeout": timeout}
     forgets: bool = False
+    two_steps: bool = False
     transactional: bool = False
 
     @property
@@ -95,7 +97,9 @@ BACKENDS = {
             "postgres@127.0.0.1:{port}/postgres",
             transactional=True,
         ),
-        Backend("nats", "nats", (_ASYNCIO, _UVLOOP), _nats, "127.0.0.1:{port}", _nats_options, forgets=True),
+        Backend(
+            "nats", "nats", (_ASYNCIO, _UVLOOP), _nats, "127.0.0.1:{port}", _nats_options, forgets=True, two_steps=True
+        ),
     )
 }
 

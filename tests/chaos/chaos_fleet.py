@@ -68,7 +68,9 @@ class Fleet:
         self.directory = directory
         self.done = 0
         self.faults: dict[Kind, int] = dict.fromkeys(backend.kinds, 0)
-        self.history = History(backend.name, settings.lease, settings.shutdown_budget, forgets=backend.forgets)
+        self.history = History(
+            backend.name, settings.lease, settings.shutdown_budget, forgets=backend.forgets, two_steps=backend.two_steps
+        )
         self._chance = random.Random(f"{settings.seed} victims")
         self._mark = secrets.token_hex(8)
         self._members: list[Member] = []
@@ -364,10 +366,11 @@ class Fleet:
     def _read_journals(self) -> None:
         self._journals.look()
         accepted = self._journals.accepted
-        self.history.accepted = set(accepted)
-        fates = {number: job(self.settings, number)[0].fate for number in set(accepted.values())}
-        self.history.rejected = {each for each, number in accepted.items() if fates[number] is Fate.REJECTED}
-        if missing := set(range(self.settings.messages)) - set(accepted.values()):
+        self.history.accepted = {each: at for each, (_, at) in accepted.items()}
+        numbers = {number for number, _ in accepted.values()}
+        fates = {number: job(self.settings, number)[0].fate for number in numbers}
+        self.history.rejected = {each for each, (number, _) in accepted.items() if fates[number] is Fate.REJECTED}
+        if missing := set(range(self.settings.messages)) - numbers:
             self.history.hung.append(f"{len(missing)} messages were never accepted, as of number {min(missing)}")
         self.history.runs = read_runs(self.directory)
         known = {"lives": [asdict(life) for life in self.history.lives], "troubles": self.history.troubles}

@@ -20,8 +20,8 @@ class Progress:
 
     def __init__(self, directory: Path) -> None:
         self.done = 0
-        self.accepted: dict[str, int] = {}
-        """The number of each id."""
+        self.accepted: dict[str, tuple[int, float]] = {}
+        """The number of each id, and when it was known."""
         self._directory = directory
         self._readers: dict[str, tuple[Reader, Life]] = {}
 
@@ -38,7 +38,7 @@ class Progress:
                     case "effect":
                         self.done += 1
                     case "accepted":
-                        self.accepted[line["id"]] = line["number"]
+                        self.accepted.setdefault(line["id"], (line["number"], line["at"]))
                     case "ready" if line["at"] >= life.started:
                         life.ready = line["at"]
         return self.done

@@ -45,6 +45,11 @@ class Run:
     outcome: str | None = None
     """What the loop said became of the delivery."""
 
+    @property
+    def failed(self) -> bool:
+        """Whether the handler raised."""
+        return self.how is not None and self.how.startswith("failed")
+
 
 @dataclass(slots=True)
 class Life:
@@ -80,9 +85,12 @@ class History:
     shutdown_budget: float
     forgets: bool = False
     """Whether a killed server takes its last removals and leases back."""
+    two_steps: bool = False
+    """Whether a message is handed back with a delay in two steps: who is killed between them leaves two copies."""
     patience: float = 10.0
     """How much longer than its budget a shutdown may take where the machine has much else to do."""
-    accepted: set[str] = field(default_factory=set)
+    accepted: dict[str, float] = field(default_factory=dict)
+    """The ids that a send has returned, and when the sender knew."""
     rejected: set[str] = field(default_factory=set)
     """Those accepted whose handler rejects them."""
     runs: list[Run] = field(default_factory=list)
@@ -131,7 +139,7 @@ def _nothing_lost(history: History, verdict: Verdict) -> None:
     done = {run.message for run in history.runs if run.effect is not None}
     if history.effects is not None:
         done = set(history.effects)
-    lost = history.accepted - done - history.dead
+    lost = set(history.accepted) - done - history.dead
     verdict.lost = len(lost)
     if lost:
         verdict.broken.append(f"lost: {len(lost)} accepted messages were neither done nor dead: {_some(lost)}")
@@ -141,7 +149,7 @@ def _nothing_lost(history: History, verdict: Verdict) -> None:
         verdict.broken.append(f"rejected messages have effects: {_some(spared)}")
     if undead := history.rejected - history.dead - lost:
         verdict.broken.append(f"rejected messages are not in the dead letters: {_some(undead)}")
-    if died := history.dead - history.rejected & history.accepted:
+    if died := history.dead - history.rejected & set(history.accepted):
         verdict.broken.append(f"{len(died)} messages are dead that nobody rejected: {_some(died)}")
 
 
@@ -165,8 +173,8 @@ def _runs_explained(history: History, verdict: Verdict) -> None:
     for runs in by_message.values():
         for place, (before, run) in enumerate(pairwise(runs), 1):
             why, fine = explain(before, run, lives[before.process], history)
-            if not fine and history.forgets and _forgotten(runs[:place], run, history):
-                why, fine = "the server forgot", True
+            if not fine and (excused := excuse(runs[:place], run, history)) is not None:
+                why, fine = excused, True
             verdict.again[why] += 1
             verdict.doubled += before.effect is not None and history.effects is None
             if not fine:
@@ -207,14 +215,19 @@ def _disturbance(before: Run, until: float, life: Life, history: History) -> str
     return None
 
 
-def _forgotten(earlier: list[Run], run: Run, history: History) -> bool:
-    """Whether the server was killed so soon after an earlier run that it may have forgotten what became of that."""
-    kills = [trouble for trouble in history.troubles if trouble.kind == "server" and trouble.since <= run.begun]
-    return any(
-        each.begun <= kill.until and kill.since - (each.settled or each.begun) < FORGETFUL
-        for kill in kills
-        for each in earlier
-    )
+def excuse(earlier: list[Run], run: Run, history: History) -> str | None:
+    """Why a message may come again, whatever became of its earlier runs: what its kind of store does not promise."""
+    if history.forgets:
+        known = [history.accepted.get(run.message), *(at for each in earlier for at in (each.begun, each.settled))]
+        instants = [at for at in known if at is not None]
+        for kill in history.troubles:
+            before = [at for at in instants if at <= kill.until]
+            recent = before and kill.since - max(before) < FORGETFUL
+            if kill.kind == "server" and recent and kill.since <= run.begun:
+                return "the server forgot"
+    if history.two_steps and any(each.failed and each.outcome in (None, "lost") for each in earlier):
+        return "a copy was left as it was handed back"
+    return None
 
 
 def _ended_well(life: Life, history: History) -> Iterable[str]:

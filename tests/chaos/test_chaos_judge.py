@@ -39,7 +39,7 @@ def life(name="worker-1-0", **known):
 def history(*runs, lives=(), **known):
     """Of these runs: all accepted, two workers, and nothing else that happened."""
     there = {each.name: each for each in (life(), life("worker-1-1"), *lives)}
-    accepted = {run.message for run in runs}
+    accepted = {run.message: run.begun for run in runs}
     return History("a store", LEASE, 7.0, accepted=accepted, runs=list(runs), lives=list(there.values()), **known)
 
 
@@ -63,7 +63,7 @@ def test_a_run_without_a_fault_breaks_nothing():
 
 def test_an_accepted_message_that_is_nowhere_is_lost():
     told = history(done("a", 1.0))
-    told.accepted.add("b")
+    told.accepted["b"] = 1.0
     verdict = judge(told)
     assert verdict.lost == 1
     assert verdict.broken == ["lost: 1 accepted messages were neither done nor dead: b"]
@@ -201,6 +201,24 @@ def test_a_server_that_forgets_explains_it_where_it_was_killed_in_time():
         replace(kill, since=0.1, until=0.2),
     ):
         assert judge(history(*runs, troubles=[elsewhere], forgets=True)).broken
+    much_later = history(done("a", 1.0), done("a", 300.0), troubles=[Trouble("server", 200.0, 201.0)], forgets=True)
+    assert judge(much_later).broken
+
+
+def test_a_server_can_also_forget_that_a_message_was_moved_before_its_first_run():
+    told = history(done("a", 1.0), done("a", 10.0), troubles=[Trouble("server", 0.3, 0.5)], forgets=True)
+    assert judge(told).broken
+    told.accepted["a"] = 0.2
+    assert judge(told).broken == []
+
+
+def test_where_handing_back_takes_two_steps_a_copy_can_be_left():
+    left = cut_short("a", 1.0, ended=1.1, how="failed: ValueError")
+    runs = left, done("a", 3.2, process="worker-1-1"), done("a", 4.0, process="worker-1-1")
+    assert len(judge(history(*runs, lives=[killed(1.15)])).broken) == 1
+    verdict = judge(history(*runs, lives=[killed(1.15)], two_steps=True))
+    assert verdict.broken == []
+    assert verdict.again == Counter({"its worker was killed": 1, "a copy was left as it was handed back": 1})
 
 
 def test_what_failed_or_was_handed_back_comes_again():
