@@ -185,6 +185,7 @@ if TYPE_CHECKING:
         Verdict as Verdict,
     )
     from mainspring.loops.main import MainLoop as MainLoop
+    from mainspring.loops.tool_calls import ToolCall as ToolCall
     from mainspring.mailbox.base import (
         Capabilities as Capabilities,
     )
@@ -260,6 +261,7 @@ _HOMES = {
     "loops.context": ("Context",),
     "loops.dead_letters": ("DLQConsumer", "DeadLetterConsumer", "Verdict"),
     "loops.main": ("MainLoop",),
+    "loops.tool_calls": ("ToolCall",),
     "mailbox.base": ("Capabilities", "Mailbox"),
     "mailbox.memory": ("InMemoryMailbox",),
     "mailbox.message": ("CancelOutcome", "DeadLetter", "Message"),

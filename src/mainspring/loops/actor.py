@@ -21,10 +21,10 @@ from mainspring.control import (
     ShutdownRequest,
 )
 from mainspring.errors import (
-    LoopNotRunningError,
     ConfigError,
     ControlRefusedError,
     InvalidParameterError,
+    LoopNotRunningError,
     TicketAlreadyCompletedError,
     describe,
 )
