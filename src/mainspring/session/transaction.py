@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 
-from mainspring.errors import ConfigError, JournalError, ReducerError
+from mainspring.errors import ConfigError, JournalError, ReducerError, SessionClosedError
 from mainspring.events import DispatchResult
 from mainspring.session.record import entry_of_events
 from mainspring.session.writer import CLOSE_TIMEOUT, Cell, Change, Step
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
-    from mainspring.errors import SessionClosedError
     from mainspring.session.slices import Values
     from mainspring.session.writer import Writer
 
@@ -60,14 +59,14 @@ class Transaction:
     def take(self, cell: Cell, event: Any) -> DispatchResult:
         """Apply an event from within the block: the block sees it, and nobody else does yet."""
         writer = self._writer
+        encoded = writer.encoded(cell, event)
         try:
             values, changed = writer.reduce(cell, event)
         except ReducerError as error:
             return writer.refused(event, error)
         seq = None
         if changed:
-            if writer.journal is not None:
-                self._encoded.append(writer.encoded(cell, event))
+            self._encoded.append(encoded)
             writer.seq = seq = writer.seq + 1
             self._touched[cell] = None
             cell.tip = values
@@ -119,6 +118,9 @@ class Transaction:
             self._roll_back()
         elif self._writer.journal is None:
             self._show()
+        elif not self._writer.is_open:
+            self._roll_back()
+            raise SessionClosedError(f"session {self._writer.name!r} was closed before its transaction ended")
         else:
             await self._write()
 

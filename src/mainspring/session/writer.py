@@ -9,6 +9,7 @@ back.
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -119,6 +120,7 @@ class Writer:
         self._stopping = False
         self._wake: anyio.Event | None = None
         self._scope: anyio.CancelScope | None = None
+        self._end_by = math.inf
         self.gave_up = False
 
     # ------------------------------------------------------------------------------------------------- events come in
@@ -249,10 +251,9 @@ class Writer:
             if self.journal is None:
                 ticket.complete(self._do(cell, event))
                 return
+            encoded = self.encoded(cell, event)
             values, changed = self.reduce(cell, event)
-            entry = None
-            if changed:
-                entry = entry_of_events(self.seq + 1, [self.encoded(cell, event)])
+            entry = entry_of_events(self.seq + 1, [encoded]) if changed else None
         except ReducerError as error:
             ticket.complete(self.refused(event, error))
         except MainspringError as error:
@@ -268,7 +269,9 @@ class Writer:
             self.hand_over(Change([Step(cell, event, values, changed, seq)], entry, ticket))
 
     def encoded(self, cell: Cell, event: Any) -> bytes:
-        """The event for the journal."""
+        """The event for the journal; nothing where there is none, or where no reducer is for it."""
+        if self.journal is None or not cell.slices.reduces(type(event)):
+            return b""
         assert cell.codecs is not None
         return cell.codecs.encode(event)
 
@@ -302,20 +305,23 @@ class Writer:
         self.seq = self._durable_seq = seq
         self._thread = threading.get_ident()
         self._stopping = self.gave_up = False
+        self._wake, self._scope, self._end_by = None, None, math.inf
         self.is_open = True
 
     def stop(self) -> None:
         """Take no more events, write what there is, and end."""
         self.is_open = False
         self._stopping = True
+        self._end_by = anyio.current_time() + CLOSE_TIMEOUT
         if self._scope is not None:
-            self._scope.deadline = anyio.current_time() + CLOSE_TIMEOUT
+            self._scope.deadline = self._end_by
         self._rouse()
 
     async def run(self) -> None:
         """Write until told to stop: whatever has come by the time the last write has ended becomes one write."""
         limiter = CapacityLimiter(1)
-        self._scope = anyio.CancelScope(shield=True)  # until told to stop, which closing the session does in every case
+        # Shielded without an end until it is told to stop, which closing the session does in every case.
+        self._scope = anyio.CancelScope(shield=True, deadline=self._end_by)
         try:
             with self._scope:
                 while self._pending or not self._stopping:

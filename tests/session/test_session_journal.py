@@ -1,0 +1,592 @@
+"""Journals: what a dispatch returned for is there again after a crash, what is damaged has a name, and one writer has it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+from zlib import crc32
+
+import anyio
+import apsw
+import pytest
+from session_state import FULL, Added, MemoryJournal, Mood, Said, State, folded
+
+from mainspring import (
+    ConfigError,
+    JournalDamagedError,
+    JournalError,
+    JournalLockedError,
+    ReducerError,
+    SerializationError,
+    Session,
+    UnknownEventError,
+    UnknownVersionError,
+)
+from mainspring.session import append, versioned, writer
+from mainspring.session.journal_file import FileJournal
+
+pytestmark = pytest.mark.anyio
+
+EVENTS = [Said("ada", "ü\n\x00'\""), Mood(1), Said("bob"), Added(3), Said("ada", "b"), Mood(2)]
+KINDS = ["sqlite", "jsonl"]
+
+
+@pytest.fixture(params=KINDS)
+def journal(request, tmp_path):
+    return f"sqlite:///{tmp_path}/s.db" if request.param == "sqlite" else tmp_path / "s.jsonl"
+
+
+async def entries_of(journal, *events):
+    async with Session.open(State, journal=journal) as session:
+        for event in events:
+            await session.dispatch(event)
+
+
+# --------------------------------------------------------------------------------------------------- there again
+
+
+async def test_the_state_is_rebuilt(anyio_backend, journal):
+    for number in range(1, 4):
+        async with Session.open(State, journal=journal) as session:
+            assert session.state == folded(EVENTS * (number - 1))
+            assert session.seq == 6 * (number - 1)
+            for event in EVENTS:
+                assert (await session.dispatch(event)).applied
+            assert session.state == folded(EVENTS * number)
+
+
+async def test_children_are_rebuilt_whenever_they_are_made(anyio_backend, journal):
+    async with Session.open(State, journal=journal) as session:
+        await session.child("kid", State).dispatch(Added(1))
+        await session.dispatch(Added(5))
+        await session.child("kid", State).child("inner", State).dispatch(Added(2))
+    session = Session.open(State, journal=journal)
+    early = session.child("kid", State)
+    async with session:
+        assert early.state.total == 1
+        late = early.child("inner", State)
+        assert late.state.total == 2
+        assert session.state.total == 5
+        await late.dispatch(Added(1))
+        await session.compact()
+        await late.dispatch(Added(1))
+    async with Session.open(State, journal=journal) as session:
+        assert session.child("kid", State).child("inner", State).state.total == 4
+        assert session.seq == 5
+
+
+async def test_concurrent_dispatches_become_few_writes(anyio_backend):
+    journal = MemoryJournal()
+    async with Session.open(State, journal=journal) as session:
+        async with anyio.create_task_group() as tasks:
+            for number in range(1000):
+                tasks.start_soon(session.dispatch, Added(number))
+        assert session.state.count == 1000
+    assert sum(journal.writes) == 1000
+    assert len(journal.writes) < 50
+    async with Session.open(State, journal=journal) as session:
+        assert session.state.count == 1000
+        assert session.state.total == sum(range(1000))
+
+
+async def test_it_is_seen_and_told_once_it_is_durable(anyio_backend):
+    journal, go_on, heard = MemoryJournal(), threading.Event(), []
+    journal.before = lambda: go_on.wait(30)
+    async with Session.open(State, journal=journal) as session:
+        session.dispatcher.subscribe(Added, lambda event: heard.append((event, session.state.total)))
+        first = session.dispatch_nowait(Added(1))
+        second = session.dispatch_nowait(Added(2))
+        await anyio.wait_all_tasks_blocked()
+        assert not first.is_ready
+        assert session.state.total == 0
+        assert heard == []
+        go_on.set()
+        assert (await first.wait()).delivered == 1
+        assert (await second.wait()).seq == 2
+    assert heard == [(Added(1), 1), (Added(2), 3)]
+
+
+async def test_nested_dispatches_are_journaled_too(anyio_backend, journal):
+    async with Session.open(State, journal=journal) as session:
+        session.dispatcher.subscribe(Added, lambda event: session.dispatch_nowait(Mood(event.number)))
+        async with anyio.create_task_group() as tasks:
+            for number in range(100):
+                tasks.start_soon(session.dispatch, Added(number))
+    async with Session.open(State, journal=journal) as session:
+        assert session.state.count == 200
+
+
+async def test_leaving_writes_what_nobody_waits_for(anyio_backend, journal):
+    with pytest.raises(KeyError):  # noqa: PT012
+        async with Session.open(State, journal=journal) as session:
+            tickets = [session.dispatch_nowait(Added(1)) for _ in range(100)]
+            raise KeyError("mine")
+    assert all(ticket.is_ready for ticket in tickets)
+    with anyio.CancelScope() as scope:
+        async with Session.open(State, journal=journal) as session:
+            session.dispatch_nowait(Added(1))
+            scope.cancel()
+            await anyio.sleep_forever()
+    async with Session.open(State, journal=journal) as session:
+        assert session.state.total == 101
+
+
+async def test_a_cancelled_dispatch_does_not_hold_the_others_up(anyio_backend):
+    journal, go_on = MemoryJournal(), threading.Event()
+    journal.before = lambda: go_on.wait(30)
+    async with Session.open(State, journal=journal) as session:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(session.dispatch, Added(1))
+            await anyio.wait_all_tasks_blocked()
+            tasks.cancel_scope.cancel()
+        go_on.set()
+        assert (await session.dispatch(Added(2))).seq == 2
+        assert session.state.total == 3  # it was accepted already
+
+
+async def test_in_virtual_time(virtual_clock, tmp_path):
+    async with Session.open(State, journal=tmp_path / "s.jsonl") as session:
+        await session.dispatch(Added(1))
+        await anyio.sleep(3600)
+        await session.dispatch(Added(2))
+    assert virtual_clock.now == 3600
+    async with Session.open(State, journal=tmp_path / "s.jsonl") as session:
+        assert session.state.total == 3
+    assert virtual_clock.now == 3600
+
+
+async def test_a_disk_that_never_answers_does_not_hold_up_the_end(anyio_backend, monkeypatch):
+    monkeypatch.setattr(writer, "CLOSE_TIMEOUT", 0.1)
+    journal, go_on = MemoryJournal(), threading.Event()
+    journal.before = lambda: go_on.wait(60)
+    try:
+        async with Session.open(State, journal=journal) as session:
+            ticket = session.dispatch_nowait(Added(1))
+        with pytest.raises(JournalError, match="its journal has not answered within"):
+            await ticket.wait()
+        assert session.state.total == 0
+    finally:
+        go_on.set()
+
+
+# ------------------------------------------------------------------------------------------------------ trouble
+
+
+async def test_where_it_fails_all_that_waits_for_it_fails_and_the_session_goes_on(anyio_backend):
+    journal, results = MemoryJournal(), []
+
+    async def write(number):
+        try:
+            results.append((await session.dispatch(Added(number))).seq)
+        except JournalError as error:
+            results.append(str(error))
+
+    async with Session.open(State, journal=journal) as session:
+        await session.dispatch(Added(1))
+        journal.fail = [FULL, OSError(errno.EIO, "the disk is gone")]
+        async with anyio.create_task_group() as tasks:
+            for number in range(10):
+                tasks.start_soon(write, number)
+        assert results == ["the disk is full"] * 10
+        assert session.state.total == 1
+        assert session.seq == 1
+        with pytest.raises(JournalError, match=r"the journal in memory: OSError: .*the disk is gone"):
+            await session.dispatch(Added(1))
+        assert (await session.dispatch(Added(5))).seq == 2
+    async with Session.open(State, journal=journal) as session:
+        assert session.state.total == 6
+
+
+async def test_a_full_disk(anyio_backend, tmp_path, monkeypatch):
+    """Half a line is written, then there is no room: it is taken back, and the next one fits behind the last good one."""
+    path, write, room = tmp_path / "s.jsonl", os.pwrite, [10**6]
+
+    def pwrite(file, data, at):
+        if room[0] <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = write(file, bytes(data)[: room[0]], at)
+        room[0] -= written
+        return written
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    async with Session.open(State, journal=path) as session:
+        await session.dispatch(Added(1))
+        room[0] = 30
+        with pytest.raises(JournalError, match="cannot be written: No space left on device"):
+            await session.dispatch(Added(2))
+        room[0] = 10**6
+        await session.dispatch(Added(3))
+    async with Session.open(State, journal=path) as session:
+        assert session.state.total == 4
+
+
+async def test_a_write_that_the_disk_does_not_confirm_is_the_end_of_this_opening(anyio_backend, tmp_path, monkeypatch):
+    path = tmp_path / "s.jsonl"
+    async with Session.open(State, journal=path) as session:
+        await session.dispatch(Added(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdatasync", fails_with(errno.EIO))
+            with pytest.raises(JournalError, match="the disk did not confirm what was written"):
+                await session.dispatch(Added(2))
+        with pytest.raises(JournalError, match="open the session anew"):
+            await session.dispatch(Added(3))
+        assert session.state.total == 1
+    async with Session.open(State, journal=path) as session:
+        assert session.state.total in (1, 3)
+
+
+def fails_with(number):
+    def fail(*args):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+async def test_one_session_has_it(anyio_backend, journal):
+    async with Session.open(State, journal=journal) as session:
+        with pytest.raises(JournalLockedError, match="is open in another session"):
+            async with Session.open(State, journal=journal):
+                pass
+        with pytest.raises(ConfigError, match="is open already; open it in one place"):
+            async with session:
+                pass
+        await session.dispatch(Added(1))
+    async with session:  # it can be opened again
+        assert session.state.total == 1
+
+
+async def test_another_process_has_it(anyio_backend, journal):
+    held = (
+        "import anyio, sys\nfrom session_state import State\nfrom mainspring import Session\n"
+        "async def main():\n    async with Session.open(State, journal=sys.argv[1]):\n        print('open', flush=True)\n"
+        "        sys.stdin.read()\nanyio.run(main)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", held, str(journal)],
+        cwd=Path(__file__).parent,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout.readline() == b"open\n"
+        with pytest.raises(JournalLockedError):
+            async with Session.open(State, journal=journal):
+                pass
+        other.kill()
+    async with Session.open(State, journal=journal) as session:
+        await session.dispatch(Added(1))
+
+
+WRITER = """
+import anyio, sys
+from session_state import Added, State
+from mainspring import Session
+
+async def main():
+    async with Session.open(State, journal=sys.argv[1]) as session:
+        async def write(number):
+            await session.dispatch(Added(number))
+            sys.stdout.write(f"{number}\\n")
+            sys.stdout.flush()
+        while True:
+            async with anyio.create_task_group() as tasks:
+                for number in range(20):
+                    tasks.start_soon(write, session.state.count + number + 1)
+
+anyio.run(main)
+"""
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_killed_in_the_midst_of_writing_nothing_it_returned_for_is_lost(anyio_backend, journal):
+    told = []
+    for _ in range(3):
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(journal)], cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True
+        ) as process:
+            for number, line in enumerate(process.stdout):
+                told.append(int(line))
+                if number == 47:
+                    process.send_signal(signal.SIGKILL)
+        async with Session.open(State, journal=journal) as session:
+            state = session.state
+            assert state.count >= len(told)
+            assert state.total >= sum(told)
+
+
+# ------------------------------------------------------------------------------------------------------- damage
+
+
+async def test_a_torn_last_line_is_cut_off(anyio_backend, tmp_path):
+    path = tmp_path / "s.jsonl"
+    await entries_of(path, *EVENTS)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"seq":7,"events":[{"type":"Sa')
+    async with Session.open(State, journal=path) as session:
+        assert session.state == folded(EVENTS)
+        assert path.read_bytes() == whole
+        await session.dispatch(Added(1))
+    path.write_bytes(whole[:-1])  # whole but for its end: nobody was told of it
+    async with Session.open(State, journal=path) as session:
+        assert session.state == folded(EVENTS[:-1])
+
+
+async def test_a_torn_line_longer_than_what_is_looked_at_once(anyio_backend, tmp_path):
+    path = tmp_path / "s.jsonl"
+    await entries_of(path, *EVENTS)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"x" * 200_000)
+    await entries_of(path)
+    assert path.read_bytes() == whole
+    path.write_bytes(b"x" * 200_000)
+    await entries_of(path)
+    assert path.read_bytes() == b""
+
+
+async def test_a_damaged_line_has_a_name(anyio_backend, tmp_path):
+    path = tmp_path / "s.jsonl"
+    await entries_of(path, *EVENTS)
+    lines = path.read_bytes().splitlines(keepends=True)
+    cases = {
+        "entry 3 is not what": [*lines[:2], lines[2].replace(b"bob", b"bod"), *lines[3:]],
+        "entry 6 is not what": [*lines[:5], b"garbage\n"],
+        "entry 1 is not what": [b"\n", *lines],
+        "entry 3 begins with event 4 where event 3 belongs": [*lines[:2], *lines[3:]],
+        "entry 4 begins with event 3 where event 4 belongs": [*lines[:3], *lines[2:]],
+        "entry 1 begins with event 2": lines[1:],
+    }
+    for complaint, damaged in cases.items():
+        path.write_bytes(b"".join(damaged))
+        with pytest.raises(JournalDamagedError, match=complaint):
+            await entries_of(path)
+        assert path.read_bytes() == b"".join(damaged)  # left as it is, for whoever repairs it
+    path.write_bytes(b"".join(lines))
+    await entries_of(path)
+
+
+async def test_a_damaged_row_has_a_name(anyio_backend, tmp_path):
+    path = tmp_path / "s.db"
+    url = f"sqlite:///{path}"
+    await entries_of(url, *EVENTS)
+    with apsw.Connection(str(path)) as connection:
+        connection.execute("DELETE FROM entries WHERE place = 3")
+    connection.close()
+    with pytest.raises(JournalDamagedError, match="entry 3 begins with event 4 where event 3 belongs"):
+        await entries_of(url)
+    path.write_bytes(path.read_bytes()[:4096] + b"\xff" * 8192)
+    with pytest.raises((JournalDamagedError, JournalError), match=r"is damaged|cannot be used"):
+        await entries_of(url)
+
+
+def sealed(text):
+    raw = text.encode()[:-1]
+    return b'%s,"crc":"%08x"}' % (raw, crc32(raw))
+
+
+@pytest.mark.parametrize("text", ['{"a":1}', "[1}", '{"seq":1,"events":[3]}', '{"seq":1,"events":[{"type":"Added"}]}'])
+async def test_a_whole_entry_of_something_else(anyio_backend, text):
+    with pytest.raises(JournalDamagedError, match="entry 1 is whole, but no entry of a session's journal"):
+        await entries_of(MemoryJournal([sealed(text)]))
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ("chat.db", "is no journal: write 'sqlite:///session.db' or 'session.jsonl'"),
+        ("redis://localhost/0", "is no journal"),
+        ("sqlite:///", "a SQLite journal is sqlite:///relative.db"),
+        ("sqlite://host/a.db", "a SQLite journal is"),
+        ("sqlite:///a.db?name=x", "a SQLite journal is"),
+        (3, "is no journal"),
+        (None, "is no journal"),
+    ],
+)
+def test_what_is_no_journal(given, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        Session.open(State, journal=given)
+
+
+async def test_files_of_others(anyio_backend, tmp_path):
+    with apsw.Connection(str(tmp_path / "other.db")) as connection:
+        connection.execute("CREATE TABLE t (a)")
+    connection.close()
+    with pytest.raises(ConfigError, match="is the database of another program"):
+        await entries_of(f"sqlite:///{tmp_path}/other.db")
+    (tmp_path / "text.db").write_text("no database at all, but long enough" * 100)
+    with pytest.raises(ConfigError, match="is no SQLite database"):
+        await entries_of(f"sqlite:///{tmp_path}/text.db")
+    for journal in (tmp_path / "no" / "s.jsonl", f"sqlite:///{tmp_path}/no/s.db"):
+        with pytest.raises(ConfigError, match="has no directory: make"):
+            await entries_of(journal)
+    (tmp_path / "d.jsonl").mkdir()
+    with pytest.raises(JournalError, match="cannot be opened: Is a directory"):
+        await entries_of(tmp_path / "d.jsonl")
+
+
+async def test_registration_comes_before_the_journal_is_read(anyio_backend):
+    journal = MemoryJournal()
+    session = Session.open(journal=journal)
+    session.register(Said, "log", append)
+    async with session:
+        await session.dispatch(Said("ada"))
+        with pytest.raises(ConfigError, match="has read its journal: register before"):
+            session.register(Mood, "log", append)
+    async with session:
+        assert session["log"] == (Said("ada"),)
+
+
+# ------------------------------------------------------------------------------------------------------ versions
+
+
+def events(*stored):
+    return [
+        sealed(json.dumps({"seq": seq, "events": [{"type": name, "v": version, "data": data}]}))
+        for seq, (name, version, data) in enumerate(stored, 1)
+    ]
+
+
+@versioned(3, name="Note", upcast={1: lambda data: {"text": data["body"]}, 2: lambda data: {**data, "language": "en"}})
+@dataclass(frozen=True)
+class NoteTaken:
+    text: str
+    language: str
+
+
+@dataclass(frozen=True)
+class Notes:
+    notes: Annotated[tuple[NoteTaken, ...], append] = ()
+
+
+async def test_old_events_are_brought_up_to_date(anyio_backend):
+    journal = MemoryJournal(events(("Note", 1, {"body": "a"}), ("Note", 2, {"text": "b"})))
+    async with Session.open(Notes, journal=journal) as session:
+        await session.dispatch(NoteTaken("c", "de"))
+        assert session.state.notes == (NoteTaken("a", "en"), NoteTaken("b", "en"), NoteTaken("c", "de"))
+    assert b'"type":"Note","v":3' in journal.kept[-1]
+
+
+@pytest.mark.parametrize(
+    ("stored", "error", "complaint"),
+    [
+        (("Note", 4, {}), UnknownVersionError, "'Note' is stored in version 4, and this code knows it up to version 3"),
+        (("Note", 0, {}), UnknownVersionError, "stored in version 0"),
+        (("Other", 1, {}), UnknownEventError, "holds an event 'Other', which is not registered"),
+        (
+            ("Note", 1, {"text": "no body"}),
+            SerializationError,
+            "the upcaster of 'Note' from version 1 failed: KeyError",
+        ),
+        (("Note", 3, {"text": 3, "language": "x"}), SerializationError, "event 'Note': the stored body does not fit"),
+    ],
+)
+async def test_what_the_code_does_not_know_is_refused_by_name(anyio_backend, stored, error, complaint):
+    journal = MemoryJournal(events(stored))
+    with pytest.raises(error, match=complaint):
+        async with Session.open(Notes, journal=journal):
+            pass
+    assert not journal.is_open  # it was let go of
+
+
+async def test_a_reducer_that_fails_on_the_past_says_where(anyio_backend):
+    with pytest.raises(ReducerError, match=r"entry 2 cannot be applied any more: .*the reducer add"):
+        await entries_of(MemoryJournal(events(("Added", 1, {"number": 1}), ("Added", 1, {"number": -1}))))
+
+
+@dataclass(frozen=True)
+class Sub(Added):
+    pass
+
+
+@dataclass(frozen=True)
+class Opaque:
+    thing: object
+
+
+async def test_events_that_could_not_be_read_again_are_refused(anyio_backend):
+    journal = MemoryJournal()
+    session = Session.open(State, journal=journal)
+    session.register(Opaque, "things", append)
+    async with session:
+        with pytest.raises(UnknownEventError, match="Sub is not registered itself, only a class above it"):
+            await session.dispatch(Sub(1))
+        with pytest.raises(SerializationError, match="event Added: a body of type Added cannot be written as JSON"):
+            await session.dispatch(Added("1"))
+        with pytest.raises(SerializationError, match="cannot be written as JSON"):
+            await session.dispatch(Opaque(object()))
+        with pytest.raises(SerializationError):  # noqa: PT012
+            async with session.transaction():
+                await session.dispatch(Added(1))
+                await session.dispatch(Opaque(object()))
+        assert session.state == State()
+        assert session["things"] == ()
+        assert journal.kept == []
+        assert (await session.dispatch(Added(1))).seq == 1
+
+
+async def test_a_reducers_error_is_not_journaled(anyio_backend):
+    journal = MemoryJournal()
+    async with Session.open(State, journal=journal) as session:
+        assert not (await session.dispatch(Added(-1))).applied
+    assert journal.kept == []
+
+
+async def test_two_types_of_one_stored_name(anyio_backend):
+    session = Session.open(State, journal=MemoryJournal())
+    session.register(versioned(1, name="Added")(dataclass(frozen=True)(type("Other", (), {}))), "x", append)
+    with pytest.raises(ConfigError, match="two event types are stored as 'Added'"):
+        async with session:
+            pass
+
+
+# ----------------------------------------------------------------------------------------------------- compaction
+
+
+async def test_a_compacted_journal_is_short_and_the_same(anyio_backend, journal):
+    async with Session.open(State, journal=journal) as session:
+        for number in range(300):
+            await session.dispatch(Added(number))
+        await session.compact()
+        with pytest.raises(JournalLockedError):
+            await entries_of(journal)
+        await session.dispatch(Mood(3))
+        state = session.state
+    async with Session.open(State, journal=journal) as session:
+        assert session.state == state
+        assert session.seq == 301
+        assert len(list(session._writer.journal.entries())) == 2
+
+
+async def test_a_failed_compaction_leaves_it_as_it_was(anyio_backend, tmp_path, monkeypatch):
+    path = tmp_path / "s.jsonl"
+    async with Session.open(State, journal=path) as session:
+        await session.dispatch(Added(1))
+        before = path.read_bytes()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", fails_with(errno.EACCES))
+            with pytest.raises(JournalError, match="cannot be rewritten"):
+                await session.compact()
+        assert path.read_bytes() == before
+        await session.dispatch(Added(2))
+    async with Session.open(State, journal=path) as session:
+        assert session.state.total == 3
+
+
+def test_a_file_that_is_rewritten_while_another_opens_it(tmp_path):
+    one, other = FileJournal(tmp_path / "s.jsonl"), FileJournal(tmp_path / "s.jsonl")
+    one.open()
+    one.append([b"a", b"b"])
+    one.rewrite([b"c"])
+    with pytest.raises(JournalLockedError):
+        other.open()
+    one.append([b"d"])
+    one.close()
+    other.open()
+    assert list(other.entries()) == [b"c", b"d"]
+    other.close()
