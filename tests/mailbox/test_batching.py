@@ -247,3 +247,21 @@ async def test_the_runner_outlives_a_cancelled_scope_for_those_who_clean_up(stor
                     results.append(await made.batcher.call(Add(1)))
                     await made.batcher.close()
     assert results == [2]
+
+
+async def test_the_caller_who_is_first_goes_on_before_the_others(store, anyio_backend, anyio_backend_name):
+    """A claim has its messages when those look for more whose settlements have travelled with it."""
+    if anyio_backend_name == "trio":
+        pytest.skip("trio lets tasks that are woken together go on in any order")
+    went_on: list[int] = []
+
+    async def caller(number: int, first: bool) -> None:
+        await store.batcher.call(Add(number), first=first)
+        went_on.append(number)
+
+    store.gate.set()
+    async with anyio.create_task_group() as tasks:
+        for number in range(5):
+            tasks.start_soon(caller, number, number == 4)
+    assert store.batches == [[0, 1, 2, 3, 4]]
+    assert went_on == [4, 0, 1, 2, 3]

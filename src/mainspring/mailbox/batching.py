@@ -34,13 +34,14 @@ C = TypeVar("C", bound=Command)
 
 
 class _Batch(Generic[C]):
-    """Commands that travel together. ``done`` is set once each has its result or error."""
+    """Commands that travel together. ``done`` is set once each has its result or error; ``first`` just before it."""
 
-    __slots__ = ("commands", "done", "forsaken")
+    __slots__ = ("commands", "done", "first", "forsaken")
 
     def __init__(self) -> None:
         self.commands: list[C] = []
         self.done = anyio.Event()
+        self.first: anyio.Event | None = None
         self.forsaken = False
 
 
@@ -78,8 +79,11 @@ class Batcher(Generic[C]):
     def __repr__(self) -> str:
         return f"<Batcher {self._name!r} queued {len(self._next.commands)} callers {self._callers}>"
 
-    async def call(self, command: C) -> Any:
+    async def call(self, command: C, *, first: bool = False) -> Any:
         """Have ``command`` executed with the next batch; its result, or raises its error.
+
+        ``first``: its caller goes on before the others of the batch, where the event loop keeps order. So the work that a
+        claim brings is there when those look for more whose settlements have travelled with it.
 
         Raises :class:`MailboxClosedError` when the batcher is closing.
         """
@@ -87,10 +91,15 @@ class Batcher(Generic[C]):
             raise MailboxClosedError(f"{self._name} is closed")
         batch = self._next
         batch.commands.append(command)
+        done = batch.done
+        if first:
+            if batch.first is None:
+                batch.first = anyio.Event()
+            done = batch.first
         self._wake.set()
         self._callers += 1
         try:
-            await batch.done.wait()
+            await done.wait()
         except BaseException:
             self._forsake(command, batch)
             raise
@@ -165,7 +174,7 @@ class Batcher(Generic[C]):
             self._refuse(batch, MailboxClosedError(f"{self._name} was closed while the operation was out"))
             raise
         finally:
-            batch.done.set()
+            self._end(batch)
         if self._undo is not None and any(command.forsaken for command in batch.commands):
             for command in batch.commands:
                 if command.forsaken and command.error is None:
@@ -183,4 +192,10 @@ class Batcher(Generic[C]):
             if command.error is None:
                 command.error = copy.copy(error)
                 command.error.__cause__ = error.__cause__
+        self._end(batch)
+
+    def _end(self, batch: _Batch[C]) -> None:
+        """Let the callers go on."""
+        if batch.first is not None:
+            batch.first.set()
         batch.done.set()

@@ -256,7 +256,7 @@ class RedisMailbox(Mailbox[T, R]):
     async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:
         while True:
             command = do.Claim(limit, visibility, self._waiter, waits, self._waiters.parked > 0)
-            found: list[Delivery] = await self._batcher.call(command)
+            found: list[Delivery] = await self._batcher.call(command, first=True)
             buried = 0
             for delivery in command.unreadable:
                 with suppress(ReceiptHandleExpiredError):  # it comes again
@@ -273,7 +273,9 @@ class RedisMailbox(Mailbox[T, R]):
         _check_handle(delivery)
         command: do.Operation
         if isinstance(settlement, Ack):
-            reply = await self._sent_beside(delivery, settlement.reply)
+            reply = settlement.reply
+            if reply is not None:
+                reply = await self._sent_beside(delivery, reply)
             command = do.Acknowledge(delivery) if reply is None else do.Answer(delivery, reply)
         elif isinstance(settlement, Dead):
             command = do.Bury(delivery, settlement, await self._sent_beside(delivery, settlement.reply))

@@ -340,14 +340,13 @@ def claim_alike(claims: list[Claim], leased_at: float, out: list[Argument]) -> C
     def take(result: Any) -> None:
         receipts, values, extras = result
         start = 0
-        found = list(zip(receipts, values, strict=True))
         few: dict[int, dict[bytes, bytes]] = {}
         for at in range(0, len(extras), 3):
             few.setdefault(extras[at], {})[extras[at + 1]] = extras[at + 2]
         for claim in claims:
             claim.result = []
-            for number in range(start, min(start + claim.limit, len(found))):
-                delivery, readable = delivered(*found[number], few.get(number), leased_at)
+            for number in range(start, min(start + claim.limit, len(receipts))):
+                delivery, readable = delivered(receipts[number], values[number], few.get(number), leased_at)
                 (claim.result if readable else claim.unreadable).append(delivery)
             start += claim.limit
 

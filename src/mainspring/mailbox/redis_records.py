@@ -61,8 +61,8 @@ def reason(dead: Dead) -> str:
 def delivered(token: bytes, value: bytes, few: dict[bytes, bytes] | None, leased_at: float) -> tuple[Delivery, bool]:
     """A delivery, as the script tells it (``few``: what only some have); and whether its value can be read."""
     receipt = token.decode()
-    claimed = claimed_at(receipt) / MICRO
-    message_id = receipt.split(".", 3)[3][16:]
+    tick, _, _, spot = receipt.split(".", 3)
+    claimed, message_id = int(tick) / MICRO, spot[16:]
     try:
         sent, body, reply_to, headers = read(value)
     except SerializationError:
