@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 JOBS ?= 2
 SOURCES := $(shell find src examples -type f -not -path '*/__pycache__/*' -not -name '.*') pyproject.toml README.md
 
-.PHONY: help demo test lint simulate chaos bench docs clean
+.PHONY: help demo test lint simulate chaos soak bench docs clean
 
 help:
 	@echo "make demo    index the Python files of this environment with two workers, and hurt them meanwhile"
@@ -17,6 +17,7 @@ help:
 	@echo "make lint    ruff, mypy, import-linter and the file sizes"
 	@echo "make simulate  10,000 runs of a simulated fleet in trouble"
 	@echo "make chaos   100,000 messages on each kind of server, with everything killed, frozen and cut off (BACKENDS= MESSAGES= SEED=)"
+	@echo "make soak    offload pools and loop threads, used hard; nothing may be left behind (RUNS= CONCURRENCY= DEADLINE_MS= TIMEOUT_PER_RUN=)"
 	@echo "make bench   the benchmarks, beside those of peers"
 	@echo "make docs    the documentation as a site, in site/"
 	@echo "make clean   remove the virtual environment and what the tools left behind"
@@ -46,6 +47,10 @@ MESSAGES ?= 100000
 SEED ?=
 chaos: $(VENV)/installed-dev
 	$(BIN)/python tests/chaos --messages $(MESSAGES) $(if $(BACKENDS),--backends $(BACKENDS)) $(if $(SEED),--seed $(SEED))
+
+# A few minutes; how much is said by the environment: RUNS, CONCURRENCY, DEADLINE_MS, TIMEOUT_PER_RUN.
+soak: $(VENV)/installed-dev
+	$(BIN)/python scripts/soak.py
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/run.py

@@ -21,6 +21,7 @@ from anyio.lowlevel import current_token
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
 VIRTUAL_EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
 """The date at the virtual clock's zero."""

@@ -7,7 +7,7 @@ import math
 import os
 from threading import get_ident
 from types import CoroutineType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, TypeVarTuple, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, TypeVarTuple, Unpack
 
 import anyio
 from anyio import CapacityLimiter, to_thread
