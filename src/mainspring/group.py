@@ -11,7 +11,7 @@ import anyio
 
 from mainspring import logs, process
 from mainspring.calibration import all_rules
-from mainspring.errors import LoopNotRunningError, ConfigError
+from mainspring.errors import ConfigError, LoopNotRunningError
 from mainspring.events import Dispatcher
 from mainspring.loops.actor import check_health
 from mainspring.loops.main import MainLoop
@@ -58,7 +58,9 @@ class LoopGroup:
     :param max_concurrency: how many messages may be in hand at once across the loops.
     :param health_host: where the health server listens.
     :param health_port: its port (0: any free one); None: no health server.
-    :param checks: functions by name; readiness asks them. One fails by raising, by returning False, or after 5 s.
+    :param checks: functions by name; readiness asks them. One fails by raising, by returning False, or by being late.
+    :param check_timeout: seconds that a check may take. Give probes longer, so that they hear which check is late: Kubernetes
+        gives them 1 s (``timeoutSeconds``), from which the default leaves some.
     :param restart: how crashed loops are restarted; None: a crash ends the group.
     :param watchdog_threshold: seconds without a beat after which a message counts as stalled; None: no watchdog.
     :param watchdog_interval: seconds between the watchdog's looks.
@@ -82,6 +84,7 @@ class LoopGroup:
         health_host: str = "127.0.0.1",
         health_port: int | None = None,
         checks: Mapping[str, Callable[[], object]] | None = None,
+        check_timeout: float = 0.8,
         restart: RestartPolicy | None = None,
         watchdog_threshold: float | None = 720,
         watchdog_interval: float = 60,
@@ -100,6 +103,7 @@ class LoopGroup:
             health_host=health_host,
             health_port=health_port,
             checks={} if checks is None else checks,
+            check_timeout=check_timeout,
             restart=restart,
             watchdog_threshold=watchdog_threshold,
             watchdog_interval=watchdog_interval,

@@ -27,6 +27,8 @@ BAD = [
     ({"cancel_grace": -0.1}, "cancel_grace must be"),
     ({"cancel_grace": True}, "cancel_grace must be"),
     ({"drain_delay": -1}, "drain_delay must be"),
+    ({"check_timeout": 0}, "check_timeout must be"),
+    ({"check_timeout": None}, "check_timeout must be"),
     ({"watchdog_threshold": 0}, "watchdog_threshold must be"),
     ({"watchdog_interval": 0}, "watchdog_interval must be"),
     ({"watchdog_interval": None}, "watchdog_interval must be"),

@@ -242,6 +242,7 @@ async def groups(loop: MainLoop) -> None:
         shutdown_timeout=30,
         cancel_grace=5,
         drain_delay=0,
+        check_timeout=2,
         max_concurrency=10,
         health_host="127.0.0.1",
         health_port=8080,

@@ -18,8 +18,6 @@ from mainspring.events import CheckChanged, Dispatcher
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-CHECK_TIMEOUT = 5.0
-"""Seconds that a check may take before it counts as failed."""
 FRESH = 1.0
 """Seconds for which an answer is good: many probes at once ask the database once."""
 
@@ -31,15 +29,19 @@ class _StillOutError(Exception):
 class Checks:
     """Runs the checks, all at once, and remembers their answers: None where one passes, else why not.
 
-    A check passes by returning anything but False; it fails by returning False, by raising, or by taking too long. A plain
+    A check passes by returning anything but False; it fails by returning False, by raising, or by taking longer than
+    ``timeout``, which is the longest that a probe waits here. A plain
     function is called in a thread of its own, and not again before it has returned; the end of the program does not wait
     for it.
     """
 
-    def __init__(self, group: str, checks: Mapping[str, Callable[[], object]], dispatcher: Dispatcher) -> None:
+    def __init__(
+        self, group: str, checks: Mapping[str, Callable[[], object]], dispatcher: Dispatcher, timeout: float
+    ) -> None:
         self._group = group
         self._checks = dict(checks)
         self._dispatcher = dispatcher
+        self._timeout = timeout
         self._asked: float | None = None
         self._lock: anyio.Lock | None = None
         self._out: set[str] = set()  # plain checks whose threads have not returned
@@ -60,9 +62,9 @@ class Checks:
             self._asked = anyio.current_time()
 
     async def _ask(self, name: str, check: Callable[[], object]) -> None:
-        late = f"no answer within {CHECK_TIMEOUT:g} s"
+        late = f"no answer within {self._timeout:g} s"
         error: str | None = late
-        with anyio.move_on_after(CHECK_TIMEOUT):
+        with anyio.move_on_after(self._timeout):
             try:
                 answer = await self._call(name, check)
                 error = "it returned False" if answer is False else None

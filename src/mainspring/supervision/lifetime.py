@@ -13,7 +13,7 @@ import anyio
 
 from mainspring import clock
 from mainspring.control import PauseRequest, ResumeRequest
-from mainspring.errors import LoopNotRunningError, ControlRefusedError
+from mainspring.errors import ControlRefusedError, LoopNotRunningError
 from mainspring.events import (
     CalibrationWarning,
     GroupPaused,
@@ -72,7 +72,7 @@ class Lifetime:
         self.settings = settings
         self.started = False
         self.began = anyio.current_time()
-        self.checks = Checks(name, settings.checks, dispatcher)
+        self.checks = Checks(name, settings.checks, dispatcher, settings.check_timeout)
         self.crash: Exception | None = None
         self.report: ShutdownReport | None = None
         self.ended = anyio.Event()

@@ -30,6 +30,7 @@ class GroupSettings:
     health_host: str = "127.0.0.1"
     health_port: int | None = None
     checks: Mapping[str, Callable[[], object]] = field(default_factory=dict)
+    check_timeout: float = 0.8
     restart: RestartPolicy | None = None
     watchdog_threshold: float | None = 720.0
     watchdog_interval: float = 60.0
@@ -40,9 +41,9 @@ class GroupSettings:
     def __post_init__(self) -> None:
         for name in ("shutdown_timeout", "cancel_grace", "drain_delay"):
             _seconds(name, getattr(self, name), least=0.0)
-        for name in ("watchdog_threshold", "watchdog_interval", "block_threshold"):
+        for name in ("watchdog_threshold", "watchdog_interval", "block_threshold", "check_timeout"):
             value = getattr(self, name)
-            if value is not None or name == "watchdog_interval":
+            if value is not None or name in {"watchdog_interval", "check_timeout"}:
                 _seconds(name, value, least=0.001)
         if self.max_concurrency is not None and not is_whole(self.max_concurrency, 1):
             raise ConfigError(
