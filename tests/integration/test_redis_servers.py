@@ -13,6 +13,7 @@ import pytest
 
 from mainspring import MailboxConnectionError, open_mailbox
 from mainspring.errors import ConfigError
+from mainspring.mailbox import redis_server
 from mainspring.mailbox.message import Counts
 from mainspring.testing import mailbox_contract
 from redis_support import Place, place
@@ -163,6 +164,23 @@ async def test_a_server_as_it_should_be_is_not_warned_of(server, caplog, anyio_b
         async with here.mailbox():
             pass
     assert lines(caplog) == []
+
+
+async def test_a_connection_that_is_lost_while_the_settings_are_asked_for_is_made_again(
+    server, monkeypatch, anyio_backend
+):
+    asked = []
+
+    async def lost(wire, section):
+        asked.append(section)
+        raise anyio.EndOfStream
+
+    monkeypatch.setattr(redis_server, "_info", lost)
+    with place(server.url) as here:
+        async with here.mailbox() as mailbox:
+            assert asked
+            await mailbox.send("x")
+            assert len(await mailbox.receive()) == 1
 
 
 async def test_a_full_server_takes_no_more_but_what_is_there_can_be_done(server, anyio_backend):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
 
@@ -182,10 +183,15 @@ class Link:
         return wire
 
     async def ask(self, what: Callable[..., Awaitable[None]], *arguments: object) -> None:
-        """Have ``what`` ask the server things over this connection; call it only while no other call is out."""
-        with anyio.move_on_after(self._timeout) as scope:
+        """Have ``what`` ask the server things over this connection; call it only while no other call is out.
+
+        Where the server does not answer, or the connection is lost, it is let be: the next call connects anew.
+        """
+        told = False
+        with anyio.move_on_after(self._timeout), suppress(*LOST):
             await what(await self.connect(), *arguments)
-        if scope.cancelled_caught:
+            told = True
+        if not told:
             await self.close()
 
     async def suspect(self) -> None:
