@@ -69,7 +69,7 @@ def main() -> int:
     console.print(table(outcomes))
     for outcome in outcomes:
         for broken in outcome.verdict.broken[:20]:
-            console.print(f"BROKEN {outcome.backend}: {broken}", markup=False, highlight=False)
+            console.print(f"BROKEN {outcome.backend}: {broken[:800]}", markup=False, highlight=False)
     bad = [outcome.backend for outcome in outcomes if outcome.verdict.broken]
     if bad:
         again = f"make chaos BACKENDS={','.join(bad)} MESSAGES={given.messages} SEED={seed}"

@@ -163,7 +163,7 @@ class Fleet:
         while True:
             count += 1
             life = await self._live("send", f"sender-{number}", f"sender-{number} (life {count})")
-            if life.status == 0 or (life.status or 0) > 0:
+            if life.status == 0:
                 break
             await anyio.sleep(0.1)
         ended.set()
@@ -302,9 +302,23 @@ class Fleet:
                     await anyio.to_thread.run_sync(self._server.stop, signal.SIGKILL)
                     await anyio.sleep(fault.seconds)
                     await anyio.to_thread.run_sync(_start_again, self._server)
+                await self._answering()
             finally:
                 self.history.troubles.append(Trouble("server", since, time.monotonic()))
         return True
+
+    async def _answering(self) -> None:
+        """Until the store can be used again: a server can listen long before it has read its files."""
+        with anyio.move_on_after(START) as waiting:
+            while True:
+                try:
+                    async with self._mailbox() as mailbox:
+                        await mailbox.counts()
+                    return
+                except MailboxConnectionError:
+                    await anyio.sleep(0.05)
+        if waiting.cancelled_caught:
+            self.history.hung.append(f"the server was not back {START:g} s after it was killed")
 
     async def _cut(self, fault: Fault) -> bool:
         assert self._proxy is not None
