@@ -11,6 +11,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from mainspring.budget import (
+        Budget as Budget,
+    )
+    from mainspring.budget import (
+        BudgetTracker as BudgetTracker,
+    )
     from mainspring.control import (
         ControlMessage as ControlMessage,
     )
@@ -34,6 +40,9 @@ if TYPE_CHECKING:
     )
     from mainspring.control import (
         ShutdownRequest as ShutdownRequest,
+    )
+    from mainspring.deadline import (
+        Deadline as Deadline,
     )
     from mainspring.errors import (
         BudgetExceededError as BudgetExceededError,
@@ -205,6 +214,12 @@ if TYPE_CHECKING:
     from mainspring.mailbox.open import open_mailbox as open_mailbox
     from mainspring.mailbox.requests import PendingReply as PendingReply
     from mainspring.offload import OffloadPool as OffloadPool
+    from mainspring.overrides import (
+        Overrides as Overrides,
+    )
+    from mainspring.overrides import (
+        OverrideVersion as OverrideVersion,
+    )
     from mainspring.policies import (
         DeadLetterPolicy as DeadLetterPolicy,
     )
@@ -236,6 +251,7 @@ if TYPE_CHECKING:
     from mainspring.watchdog import Watchdog as Watchdog
 
 _HOMES = {
+    "budget": ("Budget", "BudgetTracker"),
     "control": (
         "ControlMessage", "DrainRequest", "HealthCheckRequest", "HealthStatus", "PauseRequest", "PingRequest",
         "ResumeRequest", "ShutdownRequest",
@@ -253,6 +269,7 @@ _HOMES = {
         "OverrideDamagedError", "OverrideLockedError", "ReducerError", "SessionClosedError",
         "SessionError", "UnknownEventError", "UnknownVersionError",
     ),
+    "deadline": ("Deadline",),
     "events": ("Dispatcher",),
     "group": ("LoopGroup",),
     "heartbeat": ("Heartbeat",),
@@ -268,6 +285,7 @@ _HOMES = {
     "mailbox.open": ("open_mailbox",),
     "mailbox.requests": ("PendingReply",),
     "offload": ("OffloadPool",),
+    "overrides": ("OverrideVersion", "Overrides"),
     "policies": ("DeadLetterPolicy", "LeasePolicy", "RestartPolicy", "RetryPolicy"),
     "portal": ("LoopThread",),
     "report": ("ShutdownReport",),

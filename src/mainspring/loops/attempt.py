@@ -10,10 +10,20 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import anyio
 
 from mainspring import entropy
+from mainspring.deadline import deadline_of, enter, leave
 from mainspring.errors import Retry, SerializationError, TaskExitError
 from mainspring.events import MessageStarted
 from mainspring.loops.context import Context
-from mainspring.loops.outcome import DONE, RELEASED, Cause, Decision, Outcome, after_failure, before_start
+from mainspring.loops.outcome import (
+    DONE,
+    RELEASED,
+    Cause,
+    Decision,
+    Outcome,
+    after_deadline,
+    after_failure,
+    before_start,
+)
 from mainspring.loops.run import Phase
 from mainspring.mailbox.message import Ack, Dead, Return
 from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
@@ -23,6 +33,7 @@ from mainspring.scope import lone_error
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from mainspring.deadline import Deadline
     from mainspring.events import Dispatcher
     from mainspring.heartbeat import Heartbeat
     from mainspring.loops.run import Run
@@ -92,12 +103,17 @@ class Attempts:
             )
         try:
             body = message.body
+            due = deadline_of(message.headers) if message.headers else None
         except SerializationError as error:
             run.phase = Phase.ENDED
             return self._after(run, error, self._misfits)
+        if due is not None and due.passed:
+            run.phase = Phase.ENDED
+            return after_deadline(run.too_late(due))
         run.phase = Phase.HANDLING
-        if self._settings.handler_timeout is not None:
-            scope.deadline = run.deadline = now + self._settings.handler_timeout
+        if due is not None or self._settings.handler_timeout is not None:
+            scope.deadline = self._end_of(run, now, due)
+        entered = None if due is None else enter(due)
         try:
             args = (body, Context(run)) if self._settings.wants_context else (body,)
             if self.wrappers:
@@ -119,6 +135,16 @@ class Attempts:
             run.coroutine = None
             if run.deadline is not None:
                 scope.deadline = math.inf
+            if entered is not None:
+                leave(entered)
+
+    def _end_of(self, run: Run, now: float, due: Deadline | None) -> float:
+        """When the handler is to end: after its timeout, or at its message's deadline, whichever is earlier."""
+        timeout, left = self._settings.handler_timeout, math.inf if due is None else due.remaining()
+        if timeout is None or left < timeout:
+            run.due, timeout = due, left
+        run.deadline = now + timeout
+        return run.deadline
 
     def _wrapped(self, run: Run, args: tuple[Any, ...]) -> Awaitable[Any]:
         """The handler's call inside of the wrappers, of which the last one is the outermost."""
@@ -149,6 +175,10 @@ class Attempts:
         if cause is Cause.SHUTDOWN or _makes_way(run, error):
             return RELEASED
         verdict = error
+        if cause is Cause.TIMEOUT and run.due is not None:
+            late = run.too_late(run.due)
+            late.__cause__ = error
+            return after_deadline(late)
         if cause is Cause.TIMEOUT:
             verdict = run.timed_out(self._settings.handler_timeout or 0.0)
         elif cause is Cause.STALLED and run.error is not None:

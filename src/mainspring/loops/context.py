@@ -59,7 +59,8 @@ class Context:
 
     @property
     def deadline(self) -> datetime | None:
-        """When ``handler_timeout`` will cancel the handler (aware UTC), or None."""
+        """When the handler will be cancelled (aware UTC): after ``handler_timeout``, or at the deadline that the message was
+        sent with, whichever is earlier; or None."""
         left = self.remaining()
         return None if left is None else on_the_loop(clock.utc_now) + timedelta(seconds=left)
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from random import Random
 
+    from mainspring.errors import DeadlineExceededError
     from mainspring.policies import DeadLetterPolicy, RetryPolicy
 
 
@@ -87,6 +88,11 @@ def after_failure(
     else:
         delay = retry.delay(attempt if charge else delivery_count, rng)
     return Decision(Outcome.RETRIED, Return(delay, charge), error)
+
+
+def after_deadline(error: DeadlineExceededError) -> Decision:
+    """What it means that a message's deadline has passed: the end, as any other attempt would be later still."""
+    return Decision(Outcome.DEAD_LETTERED, Dead.of(error), error)
 
 
 def as_settled(settlement: Settlement) -> Decision:

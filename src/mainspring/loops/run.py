@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 from anyio.lowlevel import current_token
 
-from mainspring.errors import HandlerStalledError, HandlerTimeoutError
+from mainspring.errors import DeadlineExceededError, HandlerStalledError, HandlerTimeoutError
 from mainspring.loops.outcome import CANCELLED, LOST, Cause
 from mainspring.stacks import where, where_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from mainspring.deadline import Deadline
     from mainspring.heartbeat import Heartbeat
     from mainspring.loops.outcome import Decision
     from mainspring.mailbox.message import Message
@@ -56,6 +57,7 @@ class Run:
         "coroutine",
         "deadline",
         "decision",
+        "due",
         "error",
         "last_beat",
         "lost",
@@ -96,6 +98,7 @@ class Run:
         self.coroutine: Any = None
         self.thread_id: int | None = None
         self.deadline: float | None = None
+        self.due: Deadline | None = None
         self.lost = False
         self.revoked = False
         self.started = now
@@ -148,7 +151,7 @@ class Run:
         return where_thread(self.thread_id) if self.thread_id is not None else where(self.coroutine)
 
     def remaining(self) -> float | None:
-        """Seconds until ``handler_timeout`` strikes, or None."""
+        """Seconds until ``handler_timeout`` strikes or the message's own deadline passes, or None."""
         return None if self.deadline is None else max(0.0, self.deadline - on_the_loop(anyio.current_time))
 
     # ------------------------------------------------------------------------------------------------- cancellation
@@ -182,6 +185,10 @@ class Run:
         """Stop waiting for a settlement that hangs; the message comes again when its lease ends."""
         if self.phase is Phase.SETTLING and self.scope is not None:
             self.scope.cancel()
+
+    def too_late(self, due: Deadline) -> DeadlineExceededError:
+        """The error of a message whose deadline has passed."""
+        return DeadlineExceededError(f"the deadline of the message, {due}, passed before it was done")
 
     def timed_out(self, seconds: float) -> HandlerTimeoutError:
         """The error of a handler that ``handler_timeout`` has cancelled."""

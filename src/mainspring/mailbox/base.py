@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self
 import anyio
 from typing_extensions import TypeVar
 
+from mainspring.deadline import HEADER
 from mainspring.errors import (
     ConfigError,
     MailboxClosedError,
@@ -27,8 +28,6 @@ from mainspring.mailbox.limits import (
     MAX_MESSAGES,
     check_receive,
     check_seconds,
-    check_send,
-    reply_address,
 )
 from mainspring.mailbox.message import Ack, Counts, Dead, Delivery, Envelope, Message, Settlement
 from mainspring.mailbox.requests import RequestCalls
@@ -39,7 +38,7 @@ from mainspring.states import MAILBOX, MailboxState, StateMachine
 from mainspring.values import MAX_VISIBILITY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable
     from types import TracebackType
 
     from mainspring.mailbox.replies import ReplyRouter
@@ -136,98 +135,6 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
             await self._close()
         if self._scope is not None:  # not cancelled: its scope holds the body of the `async with` block as well
             await self._scope.stop(timeout=0)
-
-    # ------------------------------------------------------------------------------------------------------- sending
-
-    async def send(
-        self,
-        body: T,
-        *,
-        delay: float = 0,
-        reply_to: str | Mailbox[Any, Any] | None = None,
-        dedup_key: str | None = None,
-        priority: int = 0,
-        headers: Mapping[str, str] | None = None,
-        expires_in: float | None = None,
-        connection: Any = None,
-    ) -> str:
-        """Put one message into the mailbox and return its id, once it is as durable as the backend makes it.
-
-        :param delay: seconds (0 to 366 days) during which nobody receives it.
-        :param reply_to: where the result is wanted: the name of a mailbox on the same store, a mailbox URL, or a mailbox.
-        :param dedup_key: while a message with this key is unfinished, a second send returns the first one's id.
-        :param priority: higher is received sooner (-32 767 to 32 767).
-        :param headers: strings that travel with it.
-        :param expires_in: seconds after which, if nobody is working on it, it goes to the dead letters.
-        :param connection: of a mailbox with ``Capabilities.transactions``: the sender's own connection to the same database,
-            whose transaction the message joins: it exists, and wakes receivers, if and when that commits.
-        :raises MailboxClosedError: the mailbox is not open.
-        :raises MailboxFullError: it holds as many messages as it may.
-        :raises SerializationError: the body does not fit the mailbox's type.
-        :raises MailboxConnectionError: the store cannot be reached; trying again is safe with a ``dedup_key``.
-
-        Cancelled before the message was handed over, it has sent nothing; afterwards it may have been sent.
-        """
-        envelope = self._envelope(body, delay, reply_to, dedup_key, priority, headers, expires_in)
-        put = self._put([envelope]) if connection is None else self._put_into(connection, [envelope])
-        return (await put)[0]
-
-    async def send_many(
-        self,
-        bodies: Iterable[T],
-        *,
-        delay: float = 0,
-        reply_to: str | Mailbox[Any, Any] | None = None,
-        priority: int = 0,
-        headers: Mapping[str, str] | None = None,
-        expires_in: float | None = None,
-        connection: Any = None,
-    ) -> list[str]:
-        """Put all of ``bodies`` into the mailbox, in order, or (where one does not fit) none; their ids.
-
-        The parameters are those of :meth:`send` and hold for each message.
-        """
-        self._check_open()
-        check_send(delay, None, priority, headers, expires_in)
-        address = reply_address(reply_to)
-        delay, given = float(delay), dict(headers or {})
-        encode = (self._codec or self.codec).encode if self.serializes else self._as_it_is
-        payloads = [encode(body) for body in bodies]
-        if not payloads:
-            return []
-        envelopes = [
-            Envelope(message_id, payload, delay, address, None, priority, given, expires_in)
-            for message_id, payload in zip(self.new_ids(len(payloads)), payloads, strict=True)
-        ]
-        return await (self._put(envelopes) if connection is None else self._put_into(connection, envelopes))
-
-    def _as_it_is(self, body: Any) -> Any:
-        return self._payload(self.codec, body)
-
-    def _envelope(
-        self,
-        body: Any,
-        delay: float,
-        reply_to: str | Mailbox[Any, Any] | None,
-        dedup_key: str | None,
-        priority: int,
-        headers: Mapping[str, str] | None,
-        expires_in: float | None,
-    ) -> Envelope:
-        self._check_open()
-        if (
-            delay != 0
-            or priority != 0
-            or reply_to is not None
-            or dedup_key is not None
-            or headers
-            or expires_in is not None
-        ):
-            check_send(delay, dedup_key, priority, headers, expires_in)
-        payload = self._payload(self._codec or self.codec, body)
-        address = reply_address(reply_to)
-        given = dict(headers) if headers else {}
-        return Envelope(self.new_id(), payload, float(delay), address, dedup_key, priority, given, expires_in)
 
     # ----------------------------------------------------------------------------------------------------- receiving
 
@@ -357,9 +264,12 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         return self.reply_envelope(message._delivery, body)  # noqa: SLF001 - Message is this port's own
 
     def reply_envelope(self, delivery: Delivery, body: Any) -> Envelope:
-        """The reply to ``delivery``, checked and encoded: to its ``reply_to``, with the request's id in its headers."""
+        """The reply to ``delivery``, checked and encoded: to its ``reply_to``, with the request's id and deadline as headers."""
         payload = self._payload(self.reply_codec, body)
-        return Envelope(self.new_id(), payload, reply_to=delivery.reply_to, headers={"request_id": delivery.message_id})
+        headers = {"request_id": delivery.message_id}
+        if HEADER in delivery.headers:
+            headers[HEADER] = delivery.headers[HEADER]
+        return Envelope(self.new_id(), payload, reply_to=delivery.reply_to, headers=headers)
 
     # -------------------------------------------------------------------------------------------------- looking after
 

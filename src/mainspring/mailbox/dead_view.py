@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from pydantic_core import from_json, to_json
 
+from mainspring.deadline import without_deadline
 from mainspring.errors import ConfigError, InvalidParameterError, MainspringError
 from mainspring.mailbox.base import Mailbox
 from mainspring.mailbox.keeper import open_in
@@ -281,7 +282,7 @@ def _hold(ticket: Delivery, letter: Delivery, body: DeadLetter) -> Delivery:
         ticket.attempt,
         ticket.enqueued_at,
         ticket.first_received_at,
-        headers=letter.headers,
+        headers=without_deadline(letter.headers),  # which was the message's; looking after it has none
         checkpoint=ticket.checkpoint,
         leased_at=ticket.leased_at,
         history=ticket.history,

@@ -10,6 +10,7 @@ from urllib.parse import quote, unquote, urlsplit
 from typing_extensions import TypeVar
 
 from mainspring import entropy, process
+from mainspring.deadline import inherited, with_deadline
 from mainspring.errors import ConfigError, ReplyNotAvailableError
 from mainspring.mailbox.base import Capabilities, Mailbox
 from mainspring.mailbox.hooks import TRANSIENT
@@ -22,6 +23,7 @@ from mainspring.values import is_whole
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
 
+    from mainspring.deadline import Deadline, Inherited
     from mainspring.mailbox.message import Cancelled, Counts, Dead, Delivery, Envelope, Settlement
     from mainspring.scope import DaemonScope
 
@@ -149,6 +151,7 @@ class InMemoryMailbox(Mailbox[T, R]):
         priority: int = 0,
         headers: Mapping[str, str] | None = None,
         expires_in: float | None = None,
+        deadline: Deadline | Inherited | None = "inherit",
         connection: Any = None,
     ) -> str:
         """Put one message into the mailbox and return its id; see :meth:`Mailbox.send`.
@@ -157,6 +160,8 @@ class InMemoryMailbox(Mailbox[T, R]):
         itself, every 32nd send lets the other tasks have a turn first; where there is a ``capacity``, every one does.
         """
         await self._turn()
+        if deadline != "inherit" or inherited() is not None:
+            headers = with_deadline(headers, deadline)
         if (
             delay != 0
             or priority != 0

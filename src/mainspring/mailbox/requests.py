@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 import anyio
 
 from mainspring import entropy
+from mainspring.deadline import with_deadline
 from mainspring.errors import (
     MailboxClosedError,
     MailboxError,
@@ -18,11 +19,12 @@ from mainspring.errors import (
     RequestFailedError,
     RequestTimeoutError,
 )
-from mainspring.mailbox.dead_letters import REPLY_ERRORS, DeadLetterCalls
+from mainspring.mailbox.dead_letters import REPLY_ERRORS
 from mainspring.mailbox.hooks import TRANSIENT
 from mainspring.mailbox.limits import CLOSE_TIMEOUT, check_seconds
 from mainspring.mailbox.message import CancelOutcome
 from mainspring.mailbox.open import open_mailbox
+from mainspring.mailbox.sending import SendCalls
 from mainspring.policies import backoff
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskStatus
 
+    from mainspring.deadline import Deadline, Inherited
     from mainspring.mailbox.base import Mailbox
     from mainspring.mailbox.message import Envelope, Message
     from mainspring.mailbox.replies import ReplyRouter
@@ -247,7 +250,7 @@ async def _forget(box: Mailbox[Any, Any]) -> None:
         return
 
 
-class RequestCalls(DeadLetterCalls, Generic[T, R]):
+class RequestCalls(SendCalls[T], Generic[T, R]):
     """The part of a mailbox that sends requests, and cancels messages."""
 
     forgotten_replies: int
@@ -256,17 +259,6 @@ class RequestCalls(DeadLetterCalls, Generic[T, R]):
     if TYPE_CHECKING:
         _routers: list[ReplyRouter]
         _listeners: list[Callable[[list[str]], object]]
-
-        def _envelope(
-            self,
-            body: Any,
-            delay: float,
-            reply_to: str | Mailbox[Any, Any] | None,
-            dedup_key: str | None,
-            priority: int,
-            headers: Mapping[str, str] | None,
-            expires_in: float | None,
-        ) -> Envelope: ...
 
         def _local_name(self, address: str) -> str | None: ...
 
@@ -279,6 +271,7 @@ class RequestCalls(DeadLetterCalls, Generic[T, R]):
         priority: int = 0,
         headers: Mapping[str, str] | None = None,
         expires_in: float | None = None,
+        deadline: Deadline | Inherited | None = "inherit",
     ) -> R:
         """Send ``body`` and return the reply to it: what the handler returns, in whatever process it runs.
 
@@ -297,7 +290,7 @@ class RequestCalls(DeadLetterCalls, Generic[T, R]):
         """
         check_seconds("request: timeout", timeout, math.inf)
         requester = self._requester()
-        envelope = self._request(body, delay, priority, headers, expires_in)
+        envelope = self._request(body, delay, priority, with_deadline(headers, deadline), expires_in)
         pending = requester.expect(envelope.message_id, expires_in)
         try:
             with anyio.move_on_after(timeout):
@@ -319,10 +312,11 @@ class RequestCalls(DeadLetterCalls, Generic[T, R]):
         priority: int = 0,
         headers: Mapping[str, str] | None = None,
         expires_in: float | None = None,
+        deadline: Deadline | Inherited | None = "inherit",
     ) -> PendingReply[R]:
         """:meth:`request` in two steps: send now, and await ``(...).result(timeout=…)`` of what this returns later."""
         requester = self._requester()
-        envelope = self._request(body, delay, priority, headers, expires_in)
+        envelope = self._request(body, delay, priority, with_deadline(headers, deadline), expires_in)
         pending = requester.expect(envelope.message_id, expires_in)
         envelope.reply_to = await requester.address()
         await self._put([envelope])

@@ -1,0 +1,316 @@
+"""``Overrides``: texts that replace those in the code (prompts, templates), in versions, in a directory that many may use.
+
+A name is a directory. It holds each version as a text file that is never written again, and an index that says which there are
+and which one counts; replacing the index is the one step by which a writer changes anything, so readers need no lock. What
+the names of these files begin with, no part of a name may.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from anyio import to_thread
+
+from mainspring import clock
+from mainspring.errors import InvalidParameterError, OverrideDamagedError, OverrideLockedError
+from mainspring.values import is_number, is_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+V = TypeVar("V")
+
+_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,99}")
+_INDEX, _LOCK, _NEW = "@index.json", "@lock", "@new"
+_LOOK_AGAIN = 0.01
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+MOST_PARTS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class OverrideVersion:
+    """One version of an override. ``sha256`` is that of its text in UTF-8; ``current`` says whether it is the one read."""
+
+    version: int
+    sha256: str
+    tags: tuple[str, ...]
+    written_at: datetime
+    current: bool
+
+
+class Overrides:
+    """A directory of overrides, for any number of tasks, threads and processes at once.
+
+    Names are like ``"agents/planner.system"``: at most 10 parts with ``/`` between them, each of at most 100 letters, digits,
+    ``.``, ``_`` and ``-``, the first of them a letter or a digit. Anything else (``..``, an absolute path, NUL), and a symbolic
+    link anywhere below the directory, raises :class:`InvalidParameterError`.
+
+    The work is done in worker threads. A call that is cancelled waits until its thread is done; a write may then have
+    happened.
+
+    :param directory: made with the first write.
+    :param lock_timeout: seconds that a writer waits for another one.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, lock_timeout: float = 10.0) -> None:
+        if not is_number(lock_timeout, 0):
+            raise InvalidParameterError(f"Overrides: lock_timeout must be 0 or more seconds, not {lock_timeout!r}")
+        self.directory = os.path.abspath(os.fspath(directory))
+        self._lock_timeout = lock_timeout
+
+    def __repr__(self) -> str:
+        return f"<Overrides in {self.directory}>"
+
+    async def read(self, name: str, default: str, *, tag: str | None = None) -> str:
+        """The text that overrides ``default``: of the current version, or of the newest one with the ``tag``; else ``default``.
+
+        :raises OverrideDamagedError: the text is not what was written.
+        """
+        return await _in_thread(partial(self._read, _parts(name), default, tag))
+
+    async def write(self, name: str, text: str, *, tags: Collection[str] = ()) -> int:
+        """Keep ``text`` as the next version, and make it the current one; its number, from 1. It is on the disk then.
+
+        :param tags: of this version: what :meth:`read` can ask for. Letters, digits, ``.``, ``_``, ``:``, ``-``.
+        :raises OverrideLockedError: others have written for ``lock_timeout`` seconds.
+        """
+        if not isinstance(text, str):
+            raise InvalidParameterError(f"write: the text must be a string, not {text!r}")
+        try:
+            raw = text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidParameterError(f"write: the text cannot be written as UTF-8: {error.reason}") from None
+        if isinstance(tags, str) or not all(isinstance(tag, str) and _TAG.fullmatch(tag) for tag in tags):
+            raise InvalidParameterError(
+                f"write: tags are words of letters, digits, '.', '_', ':' and '-', not {tags!r}"
+            )
+        return await _in_thread(partial(self._write, _parts(name), raw, tuple(dict.fromkeys(tags)), clock.utc_now()))
+
+    async def versions(self, name: str) -> tuple[OverrideVersion, ...]:
+        """All versions, the oldest first; none where there is no such override."""
+        return await _in_thread(partial(self._versions, _parts(name)))
+
+    async def rollback(self, name: str, version: int | None = None) -> int:
+        """Make an earlier version the current one (None: the one before the current); its number. 0 is that of no override.
+
+        Every version remains, and the next one written is a new one.
+
+        :raises InvalidParameterError: there is no such version.
+        :raises OverrideLockedError: as :meth:`write`.
+        """
+        if version is not None and not is_whole(version, 0):
+            raise InvalidParameterError(f"rollback: version must be a whole number from 0, or None, not {version!r}")
+        return await _in_thread(partial(self._rollback, _parts(name), version))
+
+    # ----------------------------------------------------------------------------------------------- in worker threads
+
+    def _read(self, parts: tuple[str, ...], default: str, tag: str | None) -> str:
+        with self._opened(parts, make=False) as folder:
+            index = None if folder is None else _Index.load(folder, parts)
+            if folder is None or index is None:
+                return default
+            number = index.current if tag is None else index.newest(tag)
+            if not number:
+                return default
+            found = index.versions[number - 1]
+            raw = _content(folder, _text_file(number, found["sha256"]), parts)
+            if raw is None or sha256(raw).hexdigest() != found["sha256"]:
+                raise OverrideDamagedError(
+                    f"override {'/'.join(parts)!r}: version {number} is not what was written; roll back to another one"
+                )
+            return raw.decode()
+
+    def _write(self, parts: tuple[str, ...], raw: bytes, tags: tuple[str, ...], now: datetime) -> int:
+        with self._opened(parts, make=True) as folder:
+            if folder is None:
+                raise FileNotFoundError(errno.ENOENT, "it was removed just now", self.directory)
+            with self._locked(folder, parts):
+                index = _Index.load(folder, parts) or _Index([], 0)
+                number, digest = len(index.versions) + 1, sha256(raw).hexdigest()
+                _put(folder, _text_file(number, digest), raw)
+                index.versions.append({"sha256": digest, "tags": list(tags), "written_at": now.isoformat()})
+                index.current = number
+                index.save(folder)
+                return number
+
+    def _versions(self, parts: tuple[str, ...]) -> tuple[OverrideVersion, ...]:
+        with self._opened(parts, make=False) as folder:
+            index = None if folder is None else _Index.load(folder, parts)
+        if index is None:
+            return ()
+        return tuple(
+            OverrideVersion(
+                number,
+                found["sha256"],
+                tuple(found["tags"]),
+                datetime.fromisoformat(found["written_at"]),
+                number == index.current,
+            )
+            for number, found in enumerate(index.versions, 1)
+        )
+
+    def _rollback(self, parts: tuple[str, ...], version: int | None) -> int:
+        with self._opened(parts, make=False) as folder:
+            if folder is None:
+                raise InvalidParameterError(f"rollback: there is no override {'/'.join(parts)!r}")
+            with self._locked(folder, parts):
+                index = _Index.load(folder, parts) or _Index([], 0)
+                wanted = index.current - 1 if version is None else version
+                if not 0 <= wanted <= len(index.versions):
+                    raise InvalidParameterError(
+                        f"rollback: override {'/'.join(parts)!r} has no version {wanted}; there are {len(index.versions)}"
+                    )
+                index.current = wanted
+                index.save(folder)
+                return wanted
+
+    @contextmanager
+    def _opened(self, parts: tuple[str, ...], *, make: bool) -> Iterator[int | None]:
+        """The directory of a name; None where it is not there."""
+        folder = self._open(parts, make)
+        try:
+            yield folder
+        finally:
+            if folder is not None:
+                os.close(folder)
+
+    def _open(self, parts: tuple[str, ...], make: bool) -> int | None:
+        """Go there step by step, none of which may be a link."""
+        if make and not os.path.isdir(self.directory):
+            os.makedirs(self.directory, exist_ok=True)
+        folder = None
+        try:
+            folder = os.open(self.directory, _DIRECTORY)
+            for part in parts:
+                if make:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(part, dir_fd=folder)
+                        os.fsync(folder)
+                above, folder = folder, os.open(part, _DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+                os.close(above)
+        except OSError as error:
+            if folder is not None:
+                os.close(folder)
+            if error.errno == errno.ENOENT:
+                return None
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                raise _refused("/".join(parts), "part of its path is a link or a file, not a directory") from None
+            raise
+        return folder
+
+    @contextmanager
+    def _locked(self, folder: int, parts: tuple[str, ...]) -> Iterator[None]:
+        """One writer at a time; the lock goes with its process."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        lock = os.open(_LOCK, flags, 0o666, dir_fd=folder)
+        try:
+            began, pause = clock.monotonic(), threading.Event()
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if clock.monotonic() - began >= self._lock_timeout:
+                        raise OverrideLockedError(
+                            f"override {'/'.join(parts)!r} is being written by others for longer than"
+                            f" {self._lock_timeout:g} s; try again"
+                        ) from None
+                    pause.wait(_LOOK_AGAIN)
+            yield
+        finally:
+            os.close(lock)
+
+
+class _Index:
+    """The versions of one name, and which of them is current; 0 is none."""
+
+    def __init__(self, versions: list[dict[str, Any]], current: int) -> None:
+        self.versions = versions
+        self.current = current
+
+    @classmethod
+    def load(cls, folder: int, parts: tuple[str, ...]) -> _Index | None:
+        from pydantic_core import from_json
+
+        raw = _content(folder, _INDEX, parts)
+        if raw is None:
+            return None
+        try:
+            data = from_json(raw)
+            versions, current = data["versions"], data["current"]
+            for found in versions:
+                datetime.fromisoformat(found["written_at"])
+                if not (isinstance(found["sha256"], str) and isinstance(found["tags"], list)):
+                    raise TypeError
+        except (ValueError, KeyError, TypeError):
+            versions, current = [], -1
+        if not (is_whole(current, 0) and current <= len(versions)):
+            raise OverrideDamagedError(f"override {'/'.join(parts)!r}: its index ({_INDEX}) is not what was written")
+        return cls(versions, current)
+
+    def save(self, folder: int) -> None:
+        from pydantic_core import to_json
+
+        _put(folder, _INDEX, to_json({"current": self.current, "versions": self.versions}, indent=1))
+
+    def newest(self, tag: str) -> int:
+        return max((number for number, found in enumerate(self.versions, 1) if tag in found["tags"]), default=0)
+
+
+def _text_file(number: int, digest: str) -> str:
+    return f"@{number:06}-{digest[:12]}.txt"
+
+
+def _content(folder: int, name: str, parts: tuple[str, ...]) -> bytes | None:
+    try:
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _refused("/".join(parts), f"its file {name} is a link") from None
+        raise
+    with open(file, "rb") as content:
+        return content.read()
+
+
+def _put(folder: int, name: str, raw: bytes) -> None:
+    """Make ``name`` a file with that content, at once and for good; called by the one writer that has the lock."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(_NEW, flags, 0o666, dir_fd=folder), "wb") as content:
+        content.write(raw)
+        content.flush()
+        os.fsync(content.fileno())
+    os.replace(_NEW, name, src_dir_fd=folder, dst_dir_fd=folder)
+    os.fsync(folder)
+
+
+def _parts(name: Any) -> tuple[str, ...]:
+    """The parts of a name, or :class:`InvalidParameterError` for what could lead elsewhere."""
+    parts = tuple(name.split("/")) if isinstance(name, str) else ()
+    if not (parts and len(parts) <= MOST_PARTS and all(_PART.fullmatch(part) for part in parts)):
+        raise _refused(
+            name, "write it like 'agents/planner.system': letters, digits, '.', '_' and '-', with '/' between"
+        )
+    return parts
+
+
+def _refused(name: Any, why: str) -> InvalidParameterError:
+    return InvalidParameterError(f"{name!r} is no name of an override: {why}")
+
+
+async def _in_thread(fn: Callable[[], V]) -> V:
+    with clock.real_work():
+        return await to_thread.run_sync(fn)
