@@ -367,7 +367,7 @@ class Fleet:
         try:
             async with self._mailbox() as mailbox:
                 counts = await mailbox.counts()
-                history.left = counts.waiting
+                history.left, history.counts = counts.waiting, str(counts)
                 after = None
                 while letters := await mailbox.dead_letters(limit=1_000, after=after):
                     history.dead |= {letter.message_id for letter in letters}

@@ -101,6 +101,8 @@ class History:
     troubles: list[Trouble] = field(default_factory=list)
     left: int = 0
     """How many messages still waited at the end."""
+    counts: str = ""
+    """What the mailbox said of itself then."""
     hung: list[str] = field(default_factory=list)
     """What did not come to its end in its time."""
 
@@ -144,7 +146,7 @@ def _nothing_lost(history: History, verdict: Verdict) -> None:
     if lost:
         verdict.broken.append(f"lost: {len(lost)} accepted messages were neither done nor dead: {_some(lost)}")
     if history.left:
-        verdict.broken.append(f"left: {history.left} messages still waited at the end")
+        verdict.broken.append(f"left: {history.left} messages still waited at the end: {history.counts}")
     if spared := history.rejected & done:
         verdict.broken.append(f"rejected messages have effects: {_some(spared)}")
     if undead := history.rejected - history.dead - lost:
