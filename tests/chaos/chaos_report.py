@@ -50,7 +50,7 @@ def rows(outcomes: list[Outcome]) -> list[list[str]]:
         line("runs again", lambda o: o.verdict.again.total()),
         *(line(f"  {why}", lambda o, why=why: o.verdict.again[why]) for why in reasons),
         line("  effect done before", lambda o: "-" if o.verdict.twice is not None else o.verdict.doubled),
-        line("dead letters, all meant", lambda o: len(o.history.dead)),
+        line("dead letters", lambda o: len(o.history.dead)),
         line("longest gap", lambda o: f"{o.verdict.gap:.1f} s"),
         line("time", lambda o: f"{o.seconds:.0f} s"),
         line("messages a second", lambda o: f"{len(o.history.accepted) / o.seconds:,.0f}" if o.seconds else "-"),
