@@ -43,7 +43,7 @@ def test_a_cancellation_at_the_end_of_opening_closes_the_mailbox(tmp_path, backe
 
     async def start():
         with anyio.CancelScope() as mailbox.outer:
-            async with kept_open([mailbox]):
+            async with kept_open([mailbox], "this test"):
                 await anyio.sleep_forever()
 
     assert ends(start, backend)

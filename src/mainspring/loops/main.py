@@ -40,7 +40,8 @@ CANCEL_GRACE = 5.0
 class MainLoop:
     """Takes messages out of a mailbox, hands each to a handler, and settles it.
 
-    :param mailbox: where messages come from; a LoopGroup, or ``async with loop``, opens it if nobody has.
+    :param mailbox: where messages come from; a LoopGroup, or ``async with loop``, opens it if nobody has, and closes it at its
+        end. Open one that several of them share around all of them.
     :param handler: ``async def handle(job: Job)`` or ``(job: Job, ctx: Context)``; a plain ``def`` runs in a worker thread.
         Its annotation gives the type of the bodies. What it returns is the reply, where the sender asked for one.
     :param name: for logs, metrics and reports; the handler's name by default.
@@ -311,7 +312,7 @@ class MainLoop:
             self._stop_asked = False  # this run's end was meant, not the next one's
 
     async def _run_opened(self, *, task_status: TaskStatus[None]) -> None:
-        async with kept_open([self.mailbox]):
+        async with kept_open([self.mailbox], f"loop {self.name!r}"):
             task_status.started()
             await self.run()
 

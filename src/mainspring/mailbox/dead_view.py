@@ -79,7 +79,7 @@ class DeadLetterView(Mailbox[DeadLetter, None]):
     # ---------------------------------------------------------------------------------------------------- life cycle
 
     async def _open(self, scope: DaemonScope) -> None:
-        await open_in(scope, [self.source, self._tickets])
+        await open_in(scope, [self.source, self._tickets], f"the dead letters of {self.source.name!r}")
         self._feeder = Periodic(self._feed, first=anyio.current_time())
         self._stop_hearing = self.source.hear_deaths(self._on_death)
         self._after = None

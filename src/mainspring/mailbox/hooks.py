@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from mainspring.mailbox.base import Mailbox
+    from mainspring.mailbox.keeper import Owner
     from mainspring.mailbox.message import Cancelled, Counts, Dead, Delivery, Envelope, Message, Settlement
     from mainspring.scope import DaemonScope
 
@@ -68,6 +69,8 @@ class MailboxHooks(ABC):
     capabilities: ClassVar[Capabilities]
     works_unopened: ClassVar[bool] = False
     """Whether calls are taken before the mailbox is opened (after it was closed they never are)."""
+    kept_by: Owner | None = None
+    """The group or loop that has opened it and closes it at its end; None where a user did, or nobody."""
     serializes: bool = True
     """Whether bodies reach the store as JSON bytes (else as the objects they are)."""
 

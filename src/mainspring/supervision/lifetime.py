@@ -150,7 +150,7 @@ class Lifetime:
             with self._starting:
                 if self.shutdown.requested.is_set():
                     self._starting.cancel()
-                await open_in(mailboxes, self.mailboxes())
+                await open_in(mailboxes, self.mailboxes(), f"group {self.name!r}")
                 if not self.shutdown.requested.is_set():  # opening may have met no point at which it could be cancelled
                     self._start(scope)
                     for member in self.members:
