@@ -98,6 +98,7 @@ class Worker:
         self._ordered = mailbox.capabilities.ordered and capacity is None
         self._leaving = 0
         self._claiming = 0
+        self._receivers = 1
         self._iterations = 0
         self._ending = False
         self._lease = LeaseKeeper(name, self._runs, settings.lease, visibility, dispatcher)
@@ -161,10 +162,10 @@ class Worker:
             self._backlog and not self._roused
         ):  # claimed while it was being paused, and resumed before it was handed back
             self._rouse()
-        receivers = 2 if self._ordered and max_iterations is None else 1
+        self._receivers = 2 if self._ordered and max_iterations is None else 1
         try:
             async with anyio.create_task_group() as tasks:
-                for _ in range(receivers):
+                for _ in range(self._receivers):
                     tasks.start_soon(self._receiver, max_iterations)
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
@@ -196,9 +197,13 @@ class Worker:
                 self._claiming -= free
 
     def _places(self) -> int:
-        """For how many messages there is a slot that no message and no claim has."""
+        """For how many messages one receive may ask: there is a slot for each that no message and no claim has.
+
+        Of two receives each asks for half at most, so that one's messages are handled while the other's are on their way.
+        """
         most = self.settings.concurrency
-        return min(most - len(self._runs) + min(self._leaving, most) - self._claiming, MAX_MESSAGES)
+        free = most - len(self._runs) + min(self._leaving, most) - self._claiming
+        return min(free, -(-most // self._receivers), MAX_MESSAGES)
 
     async def _until_freed(self) -> None:
         """Wait for a free slot, and a moment longer while more become free at every turn: one claim for all of them."""
