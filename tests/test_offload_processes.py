@@ -181,8 +181,9 @@ async def test_at_the_timeout_the_process_is_killed_with_what_it_started_and_rep
 async def test_a_worker_whose_start_was_not_waited_for_is_kept():
     """Were it killed, calls with a timeout shorter than a start would never get anywhere."""
     async with OffloadPool("process", workers=1) as pool:
-        with pytest.raises(OffloadTimeoutError):
-            await pool.run(offload_work.pid, timeout=0.001)
+        while not pool._backend._all:  # a call whose thread has not begun by its timeout starts none
+            with suppress(OffloadTimeoutError):
+                await pool.run(offload_work.pid, timeout=0.01)
         await pool.wait_for_late()
         assert len(pool._backend._idle) == 1
         assert await pool.run(offload_work.pid) == pool._backend._idle[0].pid

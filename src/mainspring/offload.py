@@ -7,7 +7,7 @@ import math
 import os
 from threading import get_ident
 from types import CoroutineType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, TypeVarTuple, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, TypeVarTuple, Unpack, cast
 
 import anyio
 from anyio import CapacityLimiter, to_thread
@@ -164,9 +164,9 @@ class OffloadPool:
         if timeout is not None and not is_number(timeout, 0, math.inf):
             raise InvalidParameterError(f"{self.name}: timeout must be 0 or more seconds, or None, not {timeout!r}")
         assert self._calls is not None
-        result: Any = await self._calls.run(backend.job(fn, args), timeout)
+        result: T = await self._calls.run(backend.job(fn, args), timeout)
         if type(result) is CoroutineType:
-            result.close()
+            cast("CoroutineType[Any, Any, Any]", result).close()
             raise InvalidParameterError(
                 f"{self.name} calls plain functions, and {fn!r} is async: await it where you are"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from mainspring.errors import ConfigError
 from mainspring.loops.main import MainLoop
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from mainspring.mailbox.message import Message
+    from mainspring.offload import OffloadPool
     from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
 
 
@@ -43,6 +44,7 @@ class LoopOptions(TypedDict, total=False):
     handler_timeout: float | None
     shutdown_timeout: float | None
     shutdown_priority: int
+    offload: Literal["thread", "process"] | OffloadPool | None
 
 
 class DLQConsumer(MainLoop):
