@@ -264,7 +264,7 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         return self.reply_envelope(message._delivery, body)  # noqa: SLF001 - Message is this port's own
 
     def reply_envelope(self, delivery: Delivery, body: Any) -> Envelope:
-        """The reply to ``delivery``, checked and encoded: to its ``reply_to``, with the request's id and deadline as headers."""
+        """The reply to ``delivery``, for its ``reply_to``, with the request's id and deadline in its headers."""
         payload = self._payload(self.reply_codec, body)
         headers = {"request_id": delivery.message_id}
         if HEADER in delivery.headers:
