@@ -328,7 +328,10 @@ def test_an_interrupt_on_the_way_to_the_loop_keeps_nobody_waiting(thread, monkey
 class MeetingQueue(deque):
     """A queue in which two threads meet at a chosen moment: just before an entry comes in, or as it is seen to be empty."""
 
-    before_append = when_empty = None
+    def __init__(self, before_append=None, when_empty=()):
+        super().__init__()
+        self.before_append = before_append
+        self.when_empty = list(when_empty)
 
     def append(self, entry):
         meet, self.before_append = self.before_append, None
@@ -339,27 +342,24 @@ class MeetingQueue(deque):
     def __bool__(self):
         if len(self):
             return True
-        meet, self.when_empty = self.when_empty, None
-        if meet is not None:
-            meet()
+        if self.when_empty:
+            self.when_empty.pop(0)()
         return False
 
 
 def test_a_post_that_a_stop_overtakes_is_refused(thread):
     """It saw the loop running; by the time that it has put its callback into the queue, the thread has come to its end."""
-    thread._core._queue = queue = MeetingQueue()
-    queue.before_append = thread.stop
+    thread._core._queue = queue = MeetingQueue(before_append=thread.stop)
     assert thread.post(pytest.fail) is False
     assert thread.state is LoopThreadState.STOPPED
-    queue.before_append = None
     assert not queue[0]  # the entry is there, and nobody can take the callback out of it any more
 
 
 def test_a_post_that_meets_the_end_of_a_turn_is_called(thread):
     """It comes in when the queue has been seen to be empty, and takes the loop to be awake still."""
     called = threading.Event()
-    thread._core._queue = queue = MeetingQueue()
-    queue.when_empty = lambda: thread.post(called.set)
+    # It is seen to be empty at the end of a turn, and once more before the loop sleeps.
+    thread._core._queue = MeetingQueue(when_empty=[lambda: None, lambda: thread.post(called.set)])
     thread.post(lambda: None)
     assert called.wait(PATIENCE)
 
