@@ -52,8 +52,10 @@ chaos: $(VENV)/installed-dev
 soak: $(VENV)/installed-dev
 	$(BIN)/python scripts/soak.py
 
+# BENCH names some of them, or says --quick: make bench BENCH="redis --quick"
+BENCH ?=
 bench: $(VENV)/installed-dev
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/run.py $(BENCH)
 
 docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
