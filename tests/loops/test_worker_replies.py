@@ -1,0 +1,147 @@
+"""Replies under a worker: sent while the lease is held, once, whatever the store does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import anyio
+import pytest
+from loop_support import DOWN
+
+from mainspring import (
+    Context,
+    DeadLetterPolicy,
+    InMemoryMailbox,
+    MailboxFullError,
+    MainLoop,
+    RetryPolicy,
+)
+from support import FaultyMailbox, background, fail, settled
+
+pytestmark = pytest.mark.anyio
+
+
+@dataclass
+class Answer:
+    text: str
+
+
+@pytest.mark.parametrize("serialize", [False, True])
+async def test_the_result_is_the_reply_and_carries_the_requests_id(serialize):
+    async def handle(job: int) -> Answer:
+        return Answer(f"it was {job}")
+
+    mailbox, replies = InMemoryMailbox(serialize=serialize), InMemoryMailbox(body=Answer, serialize=serialize)
+    async with background(MainLoop(mailbox, handle)):
+        request = await mailbox.send(7, reply_to=replies)
+        (reply,) = await replies.receive(wait_time_seconds=5)
+    assert reply.body == Answer("it was 7")
+    assert reply.headers["request_id"] == request
+    assert (await mailbox.counts()).settled == 1
+
+
+async def test_nobody_is_answered_who_did_not_ask():
+    async def handle(job: int) -> int:
+        return job
+
+    mailbox, replies = FaultyMailbox(), InMemoryMailbox()
+    async with background(MainLoop(mailbox, handle)):
+        await mailbox.send(1)
+        await settled(mailbox)
+    assert await replies.approximate_count() == 0
+    assert [argument.reply for _, call, argument in mailbox.calls if call == "settle"] == [None]
+
+
+async def test_reply_and_acknowledgement_are_one_step(virtual_clock):
+    async def handle(job: int) -> int:
+        return job
+
+    mailbox, replies = FaultyMailbox(), InMemoryMailbox()
+    mailbox.next("settle", fail(DOWN))
+    async with background(MainLoop(mailbox, handle)):
+        await mailbox.send(1, reply_to=replies)
+        await anyio.sleep(0)
+        while not mailbox.times("settle"):
+            await anyio.sleep(0)
+        assert await replies.approximate_count() == 0
+        await anyio.sleep(10)
+        assert await replies.approximate_count() == 1
+        assert (await mailbox.counts()).settled == 1
+    assert mailbox.settlements() == ["Ack", "Ack"]
+
+
+async def test_a_failed_handler_answers_nobody(virtual_clock):
+    async def handle(job: int) -> int:
+        raise ValueError
+
+    mailbox, replies = InMemoryMailbox(), InMemoryMailbox()
+    async with background(MainLoop(mailbox, handle)):
+        await mailbox.send(1, reply_to=replies)
+        await anyio.sleep(1_000)
+        assert await replies.approximate_count() == 0
+        (dead,) = await mailbox.dead_letters()
+        assert dead.reply_to == replies.address
+
+
+async def test_a_result_of_the_wrong_type_is_a_failed_attempt():
+    async def handle(job: int) -> Answer:
+        return "no answer"  # type: ignore[return-value]
+
+    mailbox, replies = InMemoryMailbox(), InMemoryMailbox()
+    policy = DeadLetterPolicy(max_attempts=2)
+    async with background(MainLoop(mailbox, handle, dead_letter=policy, retry=RetryPolicy(initial_delay=0))):
+        await mailbox.send(1, reply_to=replies)
+        await settled(mailbox)
+        (dead,) = await mailbox.dead_letters()
+        assert (dead.error_type, dead.attempt) == ("SerializationError", 2)
+        assert "does not fit Answer" in dead.error
+    assert await replies.approximate_count() == 0
+
+
+@pytest.mark.parametrize("address", ["memory://nobody-has-this-one", "gopher://x/y", "memory://"])
+async def test_a_reply_that_can_reach_nobody_is_a_failed_attempt(address):
+    async def handle(job: int) -> int:
+        return 1
+
+    mailbox = InMemoryMailbox()
+    policy = DeadLetterPolicy(max_attempts=2)
+    async with MainLoop(mailbox, handle, dead_letter=policy, retry=RetryPolicy(initial_delay=0)) as loop:
+        await mailbox.send(1, reply_to=address)
+        await settled(mailbox)
+        (dead,) = await mailbox.dead_letters()
+        assert (dead.error_type, dead.attempt) == ("ReplyNotAvailableError", 2)
+        assert loop.outcomes == {"retried": 1, "dead_lettered": 1}
+
+
+async def test_a_full_mailbox_of_replies_is_waited_for(virtual_clock):
+    async def handle(job: int) -> int:
+        return job
+
+    mailbox, replies = InMemoryMailbox(), InMemoryMailbox(capacity=1)
+    await replies.send(0)
+    with pytest.raises(MailboxFullError):
+        await replies.send(0)
+    async with background(MainLoop(mailbox, handle)):
+        await mailbox.send(1, reply_to=replies)
+        await anyio.sleep(12)
+        assert (await mailbox.counts()).in_flight == 1
+        (first,) = await replies.receive()
+        await first.acknowledge()
+        await anyio.sleep(6)
+        assert (await mailbox.counts()).settled == 1
+        (second,) = await replies.receive()
+        assert second.body == 1
+
+
+async def test_a_handler_may_reply_by_itself():
+    async def handle(job: int, ctx: Context) -> int:
+        await ctx.message.reply(job * 2)
+        return job
+
+    mailbox, replies = InMemoryMailbox(), InMemoryMailbox()
+    async with background(MainLoop(mailbox, handle)):
+        await mailbox.send(4, reply_to=replies)
+        (reply,) = await replies.receive(wait_time_seconds=5)
+        await settled(mailbox)
+        assert reply.body == 8
+        assert (await replies.counts()).pending == 0
