@@ -158,7 +158,7 @@ class LoopActor:
                 self._stop(answer)
             case ShutdownRequest():
                 self._stop(answer)
-                self._scope.start_soon(self._stop_in_time, message, name=f"{self.name} stops")
+                self._hurry(message)
             case _:
                 known = "health check, ping, pause, resume, drain and shutdown"
                 what = f"loop {self.name!r} knows no {type(message).__qualname__}: it is asked for {known}"
@@ -176,6 +176,14 @@ class LoopActor:
             self.stopped.set()
             if self._at_work:  # else the loop would remember it, and its next run would end before it began
                 self.loop.stop_intake()
+
+    def _hurry(self, message: ShutdownRequest) -> None:
+        if message.timeout <= 0:
+            self.cancel_work()  # at once: turns of the event loop can be rare, where handlers are what is wrong with it
+            if message.cancel_grace <= 0:
+                self.abort()
+                return
+        self._scope.start_soon(self._stop_in_time, message, name=f"{self.name} stops")
 
     async def _stop_in_time(self, message: ShutdownRequest) -> None:
         await stop_in_time(self, self._ended, timeout=message.timeout, cancel_grace=message.cancel_grace)

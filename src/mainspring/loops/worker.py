@@ -158,10 +158,8 @@ class Worker:
         Where claims keep their order behind settlements, two receives take turns: while one's round trip is out, the other
         claims for the slots that were freed meanwhile. Where receives are counted, there is one.
         """
-        if (
-            self._backlog and not self._roused
-        ):  # claimed while it was being paused, and resumed before it was handed back
-            self._rouse()
+        if self._backlog and not self._roused:
+            self._rouse()  # for what was claimed as a pause began that was over before it had handed that back
         self._receivers = 2 if self._ordered and max_iterations is None else 1
         try:
             async with anyio.create_task_group() as tasks:
