@@ -15,7 +15,19 @@ from rich.table import Table
 
 from common import HERE, Row, machine
 
-SCRIPTS = ("memory", "sqlite", "idle", "leaving", "imports", "offload", "simulation", "redelivery", "redis", "portal", "session")
+SCRIPTS = (
+    "memory",
+    "sqlite",
+    "idle",
+    "leaving",
+    "imports",
+    "offload",
+    "simulation",
+    "redelivery",
+    "redis",
+    "portal",
+    "session",
+)
 
 
 def measure(name: str, flags: list[str]) -> list[Row]:

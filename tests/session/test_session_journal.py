@@ -284,6 +284,43 @@ async def test_another_process_has_it(anyio_backend, journal):
         await session.dispatch(Added(1))
 
 
+FORKER = """
+import anyio, os, sys
+from session_state import Added, State
+from mainspring import Session
+
+async def main():
+    async with Session.open(State, journal=sys.argv[1]) as session:
+        await session.dispatch(Added(1))
+        child = os.fork()
+        if not child:
+            try:
+                session.dispatch_nowait(Added(2))
+            except Exception as error:
+                print(type(error).__name__, error, flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+        await session.dispatch(Added(4))
+
+anyio.run(main)
+"""
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_forked_child_is_refused(anyio_backend, journal):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKER, str(journal)],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "ConfigError session 'session' was opened before this process was forked" in done.stdout
+    async with Session.open(State, journal=journal) as session:
+        assert session.state.total == 5
+
+
 WRITER = """
 import anyio, sys
 from session_state import Added, State

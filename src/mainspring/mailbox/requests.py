@@ -171,8 +171,10 @@ class Requester:
         name = f"{TRANSIENT}{entropy.token(96)}"
         box = self.mailbox._sibling(name, body=self.mailbox.reply_type)  # noqa: SLF001 - this port's own
         error: MainspringError = MailboxClosedError(f"mailbox {self.mailbox.name!r} was closed before the reply came")
+        opened = False
         try:
             async with box:
+                opened = True
                 task_status.started(box)
                 try:
                     await self._receive(box)
@@ -185,8 +187,9 @@ class Requester:
             error = failed
         finally:
             self._box = None
-            for message_id in list(self._waiting):
-                self.end(message_id, error)
+            if opened:  # else whoever wanted it hears of that, or was cancelled, and the next one opens it
+                for message_id in list(self._waiting):
+                    self.end(message_id, error)
 
     async def _receive(self, box: Mailbox[Any, Any]) -> None:
         failures = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -112,6 +113,7 @@ class Writer:
         self.transaction: Transaction | None = None
         self._durable_seq = 0
         self._thread: int | None = None
+        self._pid = 0
         self._held: deque[Held | Transaction] = deque()
         self._pending: deque[Change] = deque()
         self._reducing = False
@@ -134,6 +136,11 @@ class Writer:
             raise ConfigError(
                 f"session {self.name!r} is written in one thread, that of its event loop; from a worker thread use"
                 " `anyio.from_thread.run(session.dispatch, event)`"
+            )
+        if self.journal is not None and os.getpid() != self._pid and self.is_open:
+            raise ConfigError(
+                f"session {self.name!r} was opened before this process was forked, and its journal has one writer; open another"
+                " one here, once the parent has closed it"
             )
         if not self.is_open:
             raise SessionClosedError(f"session {self.name!r} has a journal and is not open; use it inside `async with`")
@@ -303,7 +310,7 @@ class Writer:
     def opened(self, seq: int) -> None:
         """The journal is read: events can be taken on this event loop."""
         self.seq = self._durable_seq = seq
-        self._thread = threading.get_ident()
+        self._thread, self._pid = threading.get_ident(), os.getpid()
         self._stopping = self.gave_up = False
         self._wake, self._scope, self._end_by = None, None, math.inf
         self.is_open = True
