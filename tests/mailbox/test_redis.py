@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from datetime import UTC, datetime
 
 import anyio
 import pytest
@@ -167,6 +168,29 @@ async def test_an_earlier_due_time_reaches_those_that_wait(here, never_by_itself
         await held.acknowledge()
 
 
+async def test_a_process_is_not_called_for_what_its_own_claim_tells_it(here, never_by_itself, anyio_backend):
+    """When a lease ends that it has just taken: another call would reach it ahead of the answer, and cost it a look."""
+    got: list = []
+    told: list[float] = []
+    async with here.mailbox() as waiting, here.mailbox() as sender:
+
+        async def receive() -> None:
+            got.extend(await waiting.receive(max_messages=10, wait_time_seconds=30))
+
+        waiting._listener._on_due = told.append
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as group:
+                for number in range(2):
+                    group.start_soon(receive)
+                    while waiting._waiters.parked <= number:
+                        await anyio.sleep(0.01)
+                for body in ("one", "two"):  # the second call comes behind whatever the first has brought about
+                    await sender.send(body)
+                    while not got or got[-1].body != body:
+                        await anyio.sleep(0.01)
+        assert not told
+
+
 PROGRAM = """
 import anyio, sys
 from mainspring.mailbox.redis import RedisMailbox
@@ -190,7 +214,8 @@ async def test_a_killed_process_gives_its_message_back_in_time(here, never_by_it
             began = anyio.current_time()
             os.kill(process.pid, signal.SIGKILL)
         (message,) = await mailbox.receive(wait_time_seconds=30)
-        assert 0.5 <= anyio.current_time() - began <= 2.0
+        assert anyio.current_time() - began <= 2.0
+        assert (datetime.now(UTC) - message.first_received_at).total_seconds() >= 1.0
         assert (message.delivery_count, message.attempt) == (2, 2)
 
 

@@ -192,7 +192,7 @@ class Batcher(Generic[C]):
             batch = self._front
             if batch.commands and self._may_leave(batch):
                 # Callers that the same turn of the event loop set going come along; a lone command leaves after one turn.
-                joined = 0
+                joined = int(self._callers == 1)  # nobody else could come along
                 while batch is self._next and joined < (joined := len(batch.commands)):
                     await anyio.lowlevel.checkpoint()
                 if batch is self._next:

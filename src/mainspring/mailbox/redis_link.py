@@ -100,13 +100,9 @@ class Link:
         command = (b"EVALSHA", self._sha, len(keys), *keys, *arguments)
         self._busy = True
         try:
-            with anyio.fail_after(self._timeout):
+            with anyio.CancelScope(deadline=self._now() + self._timeout):
                 return await self._call(command)
-        except TimeoutError:
-            await self.close()
-            raise MailboxConnectionError(
-                f"the Redis server at {self._place} did not answer within {self._timeout:g} s"
-            ) from None
+            raise MailboxConnectionError(f"the Redis server at {self._place} did not answer within {self._timeout:g} s")
         except LOST as error:
             await self.close()
             raise MailboxConnectionError(f"the Redis server at {self._place}: {trouble(error)}") from error

@@ -90,6 +90,7 @@ local operations = {
     if got < limit then
       box.gained = 0 -- all that came has been taken
       asked = true
+      box.told = claimant
     end
     if waiter ~= '' and (got == 0 or others) then
       redis.call('ZADD', box.waiters, 'NX', now, waiter)
@@ -216,11 +217,17 @@ local function wake(of)
   end
 end
 
+-- Whether anybody waits who is not told by the answer to this call when the next thing is due.
+local function others_wait(of)
+  local waiters = redis.call('ZCARD', of.waiters)
+  return waiters > 1 or waiters == 1 and not (of.told and redis.call('ZSCORE', of.waiters, of.told))
+end
+
 local function finish(of)
   if of.gained > 0 then
     wake(of)
   end
-  if of.dated and (not of.known_due or of.dated < of.known_due) and redis.call('ZCARD', of.waiters) > 0 then
+  if of.dated and (not of.known_due or of.dated < of.known_due) and others_wait(of) then
     redis.call('SPUBLISH', of.base .. 'all', 'd' .. text(of.dated - now))
   end
   if of.seq ~= of.first_seq or of.tick ~= of.first_tick then
