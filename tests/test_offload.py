@@ -376,6 +376,14 @@ async def open_later(gate, pool):
     gate.open.set()
 
 
+async def test_closing_waits_for_late_work(gate, caplog):
+    async with anyio.create_task_group() as tasks, OffloadPool(workers=1) as pool:
+        await make_late(pool, gate.pass_through)
+        tasks.start_soon(open_later, gate, pool)
+    assert (pool.late, pool.ended_late) == (0, 1)
+    assert not caplog.records
+
+
 async def test_closing_cuts_at_its_limit_and_names_the_threads(gate, caplog):
     errors = []
 
@@ -482,6 +490,20 @@ async def test_work_holds_the_virtual_clock(virtual_clock, gate):
 async def open_after_a_while(gate):
     await anyio.to_thread.run_sync(gate.open.wait, 0.05)
     gate.open.set()
+
+
+def test_work_holds_a_mock_clock_that_nobody_watches(gate):
+    trio_testing = pytest.importorskip("trio.testing")
+    clock = trio_testing.MockClock(autojump_threshold=0)
+
+    async def main():
+        async with OffloadPool(workers=1) as pool, anyio.create_task_group() as tasks:
+            tasks.start_soon(anyio.sleep, 0)
+            threading.Timer(0.05, gate.open.set).start()
+            assert await pool.run(gate.pass_through, "real", timeout=5) == "real"
+            assert clock.current_time() == 0
+
+    anyio.run(main, backend="trio", backend_options={"clock": clock})
 
 
 async def test_late_work_does_not_hold_the_virtual_clock_until_it_is_waited_for(virtual_clock, gate):

@@ -48,9 +48,12 @@ class Interpreters:
             interpreter = self._idle.pop() if self._idle else None
         if interpreter is None:
             interpreter = self._module.create()
-            interpreter.prepare_main(path=tuple(sys.path))
-            interpreter.exec("import sys; sys.path[:] = path")
-        answer: bytes = interpreter.call(perform, job)
+            interpreter.exec(f"import sys; sys.path[:] = {sys.path!r}")
+        try:
+            answer: bytes = interpreter.call(perform, job)
+        except BaseException:
+            interpreter.close()
+            raise
         with self._lock:
             if not self._closed:
                 self._idle.append(interpreter)
