@@ -201,12 +201,13 @@ async def test_where_it_fails_all_that_waits_for_it_fails_and_the_session_goes_o
         with pytest.raises(JournalError, match=r"the journal in memory: OSError: .*the disk is gone"):
             await session.dispatch(Added(1))
         assert (await session.dispatch(Added(5))).seq == 2
+        assert session.state.total == 6
     async with Session.open(State, journal=journal) as session:
         assert session.state.total == 6
 
 
 async def test_a_full_disk(anyio_backend, tmp_path, monkeypatch):
-    """Half a line is written, then there is no room: it is taken back, and the next one fits behind the last good one."""
+    """A line and a half are written, then there is no room: both are taken back, as both were said to have failed."""
     path, write, room = tmp_path / "s.jsonl", os.pwrite, [10**6]
 
     def pwrite(file, data, at):
@@ -219,9 +220,13 @@ async def test_a_full_disk(anyio_backend, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", pwrite)
     async with Session.open(State, journal=path) as session:
         await session.dispatch(Added(1))
-        room[0] = 30
-        with pytest.raises(JournalError, match="cannot be written: No space left on device"):
-            await session.dispatch(Added(2))
+        line = path.stat().st_size
+        room[0] = line + line // 2
+        tickets = [session.dispatch_nowait(Added(2)), session.dispatch_nowait(Added(2))]
+        for ticket in tickets:
+            with pytest.raises(JournalError, match="cannot be written: No space left on device"):
+                await ticket.wait()
+        assert path.stat().st_size == line
         room[0] = 10**6
         await session.dispatch(Added(3))
     async with Session.open(State, journal=path) as session:
