@@ -5,20 +5,25 @@ Each ``type: ignore`` names an error that a user is to get; that there is one is
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from decimal import Decimal
 from functools import partial
-from typing import Any, assert_type
+from typing import Annotated, Any, assert_type
 
 import anyio
 
 from mainspring import (
+    Budget,
+    BudgetTracker,
     CancelOutcome,
     Capabilities,
     Context,
     DaemonScope,
     DeadLetter,
     DeadLetterPolicy,
+    Deadline,
     Dispatcher,
     DLQConsumer,
     Heartbeat,
@@ -35,13 +40,15 @@ from mainspring import (
     Retry,
     RetryPolicy,
     Runnable,
+    Session,
     ShutdownCoordinator,
     ShutdownReport,
     Ticket,
     Verdict,
     open_mailbox,
 )
-from mainspring.events import MessageFinished
+from mainspring.events import DispatchResult, MessageFinished
+from mainspring.session import append, replace_latest
 
 
 @dataclass
@@ -79,6 +86,35 @@ async def asking(mailbox: Mailbox[Job, Result]) -> None:
     await pending.result()  # type: ignore[call-arg]
     assert_type(await mailbox.cancel(pending.id), CancelOutcome)
     assert_type(await mailbox.dead_letter(pending.id), DeadLetter | None)
+
+
+@dataclass(frozen=True)
+class Jobs:
+    done: Annotated[tuple[Job, ...], append] = ()
+    latest: Annotated[Job | None, replace_latest] = None
+
+
+async def keeping_state(mailbox: Mailbox[Job, Result]) -> None:
+    session = Session(Jobs)
+    assert_type(session, Session[Jobs])
+    assert_type(session.state.done, tuple[Job, ...])
+    assert_type(session.child("other", Jobs).state, Jobs)
+    assert_type(await session.dispatch(Job(1)), DispatchResult)
+    assert_type(await session.dispatch_nowait(Job(1)).wait(), DispatchResult)
+    async with Session.open(Jobs(), journal="jobs.jsonl") as opened, opened.transaction():
+        assert_type(opened.state.latest, Job | None)
+    assert_type(Session().state, Mapping[str, Any])
+    session.state.latest = Job(2)  # type: ignore[misc]
+    Session(Jobs, journal="jobs.jsonl")  # type: ignore[call-overload]
+
+
+async def limiting(mailbox: Mailbox[Job, Result]) -> None:
+    await mailbox.send(Job(1), deadline=Deadline.after(5))
+    await mailbox.send(Job(1), deadline=5)  # type: ignore[arg-type]
+    assert_type(await mailbox.request(Job(1), timeout=5, deadline=None), Result)
+    tracker = BudgetTracker(Budget(Deadline.after(5).at, max_cost=0.1))
+    assert_type(tracker.add(input_tokens=3, cost=0.1).cost, Decimal)
+    assert_type(tracker.budget.deadline, Deadline | None)
 
 
 async def undertake(letter: DeadLetter, ctx: Context) -> Verdict | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, Self, cast
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, cast, overload
 
 from anyio.lowlevel import checkpoint
 from typing_extensions import TypeVar
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from mainspring.session.journal import Journal
     from mainspring.session.reducers import Reducer
 
+    Where: TypeAlias = str | os.PathLike[str] | Journal
+
 S = TypeVar("S", default="Mapping[str, Any]")
+Q = TypeVar("Q")
 
 
 class Session(Generic[S]):
@@ -50,20 +53,40 @@ class Session(Generic[S]):
     dispatcher: Dispatcher
     """Tells the subscribers of each event."""
 
+    @overload
     def __init__(
-        self, state: type[S] | S | None = None, *, name: str = "session", dispatcher: Dispatcher | None = None
-    ) -> None:
-        self._make(state, name, dispatcher, None, None)
-
-    @classmethod
-    def open(
-        cls,
-        state: type[S] | S | None = None,
+        self: Session[Mapping[str, Any]],
+        state: None = None,
         *,
-        journal: str | os.PathLike[str] | Journal,
         name: str = "session",
         dispatcher: Dispatcher | None = None,
-    ) -> Session[S]:
+    ) -> None: ...
+    @overload
+    def __init__(self, state: type[S], *, name: str = "session", dispatcher: Dispatcher | None = None) -> None: ...
+    @overload
+    def __init__(self, state: S, *, name: str = "session", dispatcher: Dispatcher | None = None) -> None: ...
+    def __init__(self, state: Any = None, *, name: str = "session", dispatcher: Dispatcher | None = None) -> None:
+        self._make(state, name, dispatcher, None, None)
+
+    @overload
+    @classmethod
+    def open(
+        cls, state: None = None, *, journal: Where, name: str = "session", dispatcher: Dispatcher | None = None
+    ) -> Session[Mapping[str, Any]]: ...
+    @overload
+    @classmethod
+    def open(
+        cls, state: type[Q], *, journal: Where, name: str = "session", dispatcher: Dispatcher | None = None
+    ) -> Session[Q]: ...
+    @overload
+    @classmethod
+    def open(
+        cls, state: Q, *, journal: Where, name: str = "session", dispatcher: Dispatcher | None = None
+    ) -> Session[Q]: ...
+    @classmethod
+    def open(
+        cls, state: Any = None, *, journal: Where, name: str = "session", dispatcher: Dispatcher | None = None
+    ) -> Session[Any]:
         """A session that its journal outlives: ``async with Session.open(Chat, journal="sqlite:///chat.db") as session``.
 
         Entering it reads the journal and brings the state to where it was; the subscribers are told nothing of that. From
@@ -80,7 +103,7 @@ class Session(Generic[S]):
         """
         from mainspring.session.journal import open_journal
 
-        session: Session[S] = cls.__new__(cls)
+        session: Session[Any] = Session.__new__(cls)
         session._make(state, name, dispatcher, open_journal(journal), None)
         return session
 
@@ -255,6 +278,12 @@ class Session(Generic[S]):
 
     # ---------------------------------------------------------------------------------------------------------- children
 
+    @overload
+    def child(self, name: str, state: None = None) -> Session[Mapping[str, Any]]: ...
+    @overload
+    def child(self, name: str, state: type[Q]) -> Session[Q]: ...
+    @overload
+    def child(self, name: str, state: Q) -> Session[Q]: ...
     def child(self, name: str, state: Any = None) -> Session[Any]:
         """The child session of that name, made at the first call: slices of its own, on the writer of this session.
 
