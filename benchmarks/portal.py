@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 THREADS = 4
-EACH = 5_000 if quick() else 20_000
-ROUNDS = 3 if quick() else 7
+EACH = 5_000 if quick() else 10_000
+ROUNDS = 3 if quick() else 5
 MANY = 100_000 if quick() else 1_000_000
 
 
