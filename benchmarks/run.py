@@ -25,6 +25,9 @@ SCRIPTS = (
     "simulation",
     "redelivery",
     "redis",
+    "postgres",
+    "postgres_churn",
+    "nats",
     "portal",
     "session",
 )
