@@ -506,8 +506,8 @@ async def test_all_are_asked_at_once_with_one_deadline(virtual_clock):
     actors = [one()[0] for _ in range(5)]
 
     class Deaf(LoopActor):
-        async def _serve(self) -> None:
-            await anyio.sleep_forever()
+        def _serve_inbox(self) -> None:
+            pass
 
     deaf = [Deaf(Poller()) for _ in range(3)]
     ended, _ = one()

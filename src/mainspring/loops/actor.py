@@ -30,7 +30,7 @@ from mainspring.errors import (
 )
 from mainspring.loops.base import Runnable, Steerable, stop_in_time
 from mainspring.loops.foreign import ForeignLoop
-from mainspring.process import call_soon, event_loop
+from mainspring.process import call_soon, event_loop, in_event_loop
 from mainspring.scope import DaemonScope
 
 if TYPE_CHECKING:
@@ -92,6 +92,8 @@ class LoopActor:
     def tell(self, message: ControlMessage[Any]) -> None:
         """Hand ``message`` over and return; the answer comes on its ticket. Callable from any task or thread.
 
+        Told from a task of the loop's own event loop, it has been served when this returns.
+
         The ticket fails at once with :class:`LoopNotRunningError` where the actor does not run, or has ended; when it ends
         before it came to the message; and with :class:`ControlRefusedError` where it does not know such a message, or its
         loop cannot do that.
@@ -108,8 +110,8 @@ class LoopActor:
                 self._inbox.append((message, answer))
         if loop is None:
             answer.fail(self._not_running(message))
-        elif threading.get_ident() == self._thread:
-            self._rouse()
+        elif threading.get_ident() == self._thread and in_event_loop():
+            self._serve_inbox()
         else:
             call_soon(loop, self._rouse)
 
@@ -131,13 +133,16 @@ class LoopActor:
     async def _serve(self) -> None:
         while True:
             self._wake = anyio.Event()
-            while self._inbox:
-                message, answer = self._inbox.popleft()
-                try:
-                    self._act(message, answer)
-                except Exception as error:  # a loop of foreign make may raise anything: it is the asker's to know
-                    _answer(answer.fail, error)
+            self._serve_inbox()
             await self._wake.wait()
+
+    def _serve_inbox(self) -> None:
+        while self._inbox:
+            message, answer = self._inbox.popleft()
+            try:
+                self._act(message, answer)
+            except Exception as error:  # a loop of foreign make may raise anything: it is the asker's to know
+                _answer(answer.fail, error)
 
     def _act(self, message: ControlMessage[Any], answer: TicketWriter[Any]) -> None:
         match message:
