@@ -197,11 +197,13 @@ class Worker:
     def _places(self) -> int:
         """For how many messages one receive may ask: there is a slot for each that no message and no claim has.
 
-        Of two receives each asks for half at most, so that one's messages are handled while the other's are on their way.
+        Of two receives whose claims can be out at once each asks for half at most, so that one's messages are handled while
+        the other's are on their way.
         """
         most = self.settings.concurrency
+        share = -(-most // self._receivers) if self._mailbox.claims_beside else most
         free = most - len(self._runs) + min(self._leaving, most) - self._claiming
-        return min(free, -(-most // self._receivers), MAX_MESSAGES)
+        return min(free, share, MAX_MESSAGES)
 
     async def _until_freed(self) -> None:
         """Wait for a free slot, and a moment longer while more become free at every turn: one claim for all of them."""
