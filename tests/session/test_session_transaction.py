@@ -160,6 +160,32 @@ async def test_one_in_another_is_refused(session):
             pass
 
 
+class Picky(Mood):
+    def __eq__(self, other):
+        raise ValueError("the truth of it is ambiguous")  # as that of an array is
+
+    __hash__ = None
+
+
+async def test_events_need_not_be_comparable(anyio_backend):
+    session = Session(State)
+
+    async def transact():
+        async with session.transaction():
+            await anyio.sleep_forever()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(transact)
+        await anyio.wait_all_tasks_blocked()
+        async with anyio.create_task_group() as given_up:
+            for number in range(3):
+                given_up.start_soon(session.dispatch, Picky(number))
+            await anyio.wait_all_tasks_blocked()
+            given_up.cancel_scope.cancel()
+        tasks.cancel_scope.cancel()
+    assert session.seq == 0
+
+
 async def test_a_cancelled_waiter_is_passed_by(session):
     entered, leave = anyio.Event(), anyio.Event()
 

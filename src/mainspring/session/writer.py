@@ -13,6 +13,7 @@ import math
 import os
 import threading
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
@@ -91,7 +92,8 @@ class Change:
         self.after = after
 
 
-class Held(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Held:
     """An event that waits for its turn."""
 
     cell: Cell
@@ -253,7 +255,7 @@ class Writer:
         return DispatchResult(told.delivered, told.errors, changed, seq)
 
     def _accept(self, held: Held) -> None:
-        cell, event, ticket = held
+        cell, event, ticket = held.cell, held.event, held.ticket
         try:
             if self.journal is None:
                 ticket.complete(self._do(cell, event))
