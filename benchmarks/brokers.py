@@ -120,6 +120,9 @@ class Comparison:
         except subprocess.TimeoutExpired:
             kill_session(process)
             out, trouble = "", f"{verb} did not end within {patience:g} s"
+        except BaseException:
+            kill_session(process)
+            raise
         line = next((line for line in reversed(out.splitlines()) if line.startswith("{")), None)
         if line is None:
             self.failures[contender.name] = (trouble.strip().splitlines() or ["no result"])[-1][:120]
