@@ -180,6 +180,16 @@ async def test_threads_ask_too():
     assert all(health.healthy for health in healths)
 
 
+async def test_what_a_task_of_its_event_loop_tells_is_served_when_tell_returns():
+    actor, _ = one()
+    async with acting(actor):
+        question = PingRequest()
+        actor.tell(question)
+        assert question.ticket.is_ready
+        actor.tell(PauseRequest())
+        assert actor.loop.paused
+
+
 async def test_messages_of_one_sender_are_served_in_their_order():
     actor, _ = one()
     async with acting(actor):

@@ -130,6 +130,35 @@ async def test_a_pause_that_is_over_before_it_came_to_anything_loses_nothing(vir
         await settled(mailbox)
 
 
+async def test_a_pause_that_is_over_between_a_claim_and_its_return_leaves_nobody_waiting():
+    """What was claimed while it was paused is handed back, or begun: in whatever turn the resumption comes."""
+    mailbox = InMemoryMailbox()
+    work = Work()
+    work.go.set()
+    loop = MainLoop(mailbox, work, body=int, concurrency=3, wait_time_seconds=1000)
+    claim = mailbox._claim
+
+    async def claim_and_resume(*args):
+        claimed = await claim(*args)
+        loop.pause()
+        for turns in range(4):
+            tasks.start_soon(resume_after, turns)
+        return claimed
+
+    async def resume_after(turns):
+        for _ in range(turns):
+            await anyio.lowlevel.checkpoint()
+        loop.resume()
+
+    async with anyio.create_task_group() as tasks, background(loop):
+        await anyio.wait_all_tasks_blocked()
+        mailbox._claim = claim_and_resume
+        for job in range(0, 60, 3):
+            await mailbox.send_many([job, job + 1, job + 2])
+            await settled(mailbox)
+    assert sorted(work.done) == list(range(60))
+
+
 async def test_a_store_that_does_not_answer_does_not_hold_up_the_pause_for_ever(virtual_clock):
     mailbox = FaultyMailbox()
     mailbox.always("settle", hang)

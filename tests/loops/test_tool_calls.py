@@ -25,7 +25,7 @@ from mainspring import (
     open_mailbox,
 )
 from mainspring.testing import Faults, Simulation
-from support import FaultyMailbox, background, fail, hang, lose_answer, settled
+from support import FaultyMailbox, background, fail, hang, lose_answer, settled, slow
 
 pytestmark = pytest.mark.anyio
 
@@ -147,6 +147,8 @@ async def test_a_handler_that_is_cancelled_leaves_its_call_unfinished(virtual_cl
 
 async def test_several_calls_at_once_end_one_by_one():
     seen = []
+    mailbox = FaultyMailbox()
+    mailbox.always("save_checkpoint", slow(0.001))  # so that one is written while others come
 
     async def handle(job: int, ctx: Context) -> None:
         seen.append(sorted(call.info for call in ctx.unfinished_calls))
@@ -167,12 +169,13 @@ async def test_several_calls_at_once_end_one_by_one():
             for number in range(8):
                 tasks.start_soon(call, number)
             while len(ctx._kept()._calls) > 4 or inside < 8:
-                await anyio.lowlevel.checkpoint()
+                await anyio.sleep(0.001)
             await ctx.checkpoint("halfway")
             tasks.cancel_scope.cancel()
         raise Broken
 
-    await deliver(InMemoryMailbox(), handle)
+    with anyio.fail_after(30):
+        await deliver(mailbox, handle)
     assert seen == [[], [1, 3, 5, 7]]
 
 
