@@ -40,6 +40,9 @@ class OnPgQueuer(Peer):
         async def job(job) -> None:
             handle(job.payload.decode())
 
+        first = AsyncpgDriver(await asyncpg.connect(self.url))
+        while not await Queries(first).schema_is_installed():  # by those who send
+            await asyncio.sleep(0.1)
         number = min(concurrency // BATCH, 5)
         running = []
         for _ in range(number):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import procrastinate
 from harness import Peer, main
 
@@ -45,6 +47,8 @@ class OnProcrastinate(Peer):
             handle(body)
 
         async with app.open_async():
+            while not await app.check_connection_async():  # those who send make the schema
+                await asyncio.sleep(0.1)
             await app.run_worker_async(concurrency=concurrency, delete_jobs="successful")
 
 
