@@ -9,7 +9,7 @@ import anyio
 import trio
 from simulation_planting import planted_fault
 
-from mainspring import Context, InMemoryMailbox, LoopGroup, MailboxConnectionError, MainLoop, entropy
+from mainspring import Context, InMemoryMailbox, LoopGroup, MailboxConnectionError, MainLoop, Retry, entropy
 from mainspring.clock import VIRTUAL_EPOCH, utc_now
 from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.loops import attempt, worker
@@ -185,9 +185,17 @@ def a_stale_acknowledgement_is_accepted(patch: pytest.MonkeyPatch) -> Given:
     return {"store": lambda: _Lenient(Ack)}
 
 
-@planted_fault("fencing", faults=Faults.just(freeze=40, deploy=20))
+@planted_fault("fencing", faults=FREEZES, duration=3600.0)
 def a_stale_return_is_accepted(patch: pytest.MonkeyPatch) -> Given:
-    return {"store": lambda: _Lenient(Return)}
+    def build(mailbox: Any) -> LoopGroup:
+        async def handle(job: int, ctx: Context) -> None:
+            await anyio.sleep(job % 40)
+            if ctx.attempt == 1:
+                raise Retry
+
+        return LoopGroup([MainLoop(mailbox, handle, concurrency=2)])
+
+    return {"store": lambda: _Lenient(Return), "build": build}
 
 
 class _Lenient(Wrong):
