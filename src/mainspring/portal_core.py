@@ -228,11 +228,19 @@ class LoopCore:
         elif error is not None:
             self._error = error
         self._ready.set()
-        left = [fn for entry in self._queue if (fn := _taken(entry)) is not None]
-        self._queue.clear()
-        for submission in [*self.running, *(fn for fn in left if isinstance(fn, Submission))]:
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Tell of what was accepted and cannot be done any more, where the event loop broke; else there is nothing."""
+        lost = 0
+        for submission in tuple(self.running):
             submission.fail(self.not_running())
-        lost = sum(not isinstance(fn, Submission) for fn in left)
+        while self._queue:
+            fn = _taken(self._queue.popleft())
+            if isinstance(fn, Submission):
+                fn.fail(self.not_running())
+            else:
+                lost += fn is not None
         if lost:
             _log.error("%s could not call %d callbacks that it had accepted", self, lost)
 
