@@ -53,6 +53,9 @@ RECONNECT_MAXIMUM = 30.0
 POLL_PAUSE = 0.1
 """Seconds between receives that are told not to wait and come back empty, so that they do not spin."""
 
+MANY = 200
+"""Slots from which on two receives share them; fewer are served by one round trip of all, which costs a store less."""
+
 
 class Worker:
     """One run of a loop. Made anew for each run, on the event loop that it runs on."""
@@ -197,13 +200,11 @@ class Worker:
     def _places(self) -> int:
         """For how many messages one receive may ask: there is a slot for each that no message and no claim has.
 
-        Of two receives whose claims can be out at once each asks for half at most, so that one's messages are handled while
-        the other's are on their way.
+        Of many slots each of two receives asks for half, so that one's messages are handled while the other's are on their way.
         """
         most = self.settings.concurrency
-        share = -(-most // self._receivers) if self._mailbox.claims_beside else most
         free = most - len(self._runs) + min(self._leaving, most) - self._claiming
-        return min(free, share, MAX_MESSAGES)
+        return min(free, -(-most // self._receivers) if most >= MANY else most, MAX_MESSAGES)
 
     async def _until_freed(self) -> None:
         """Wait for a free slot, and a moment longer while more become free at every turn: one claim for all of them."""

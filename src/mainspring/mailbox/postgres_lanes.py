@@ -28,7 +28,7 @@ QUICK_LOOKS = (0.005, 0.05, 0.25)
 """Seconds after which a receive looks again that was the first to wait: a sender whose transaction was under way then could
 not know that it must tell."""
 
-LARGE = 50
+LARGE = 100
 """Messages of a claim that is worth a transaction beside the one that is out."""
 
 
@@ -41,7 +41,7 @@ class Lanes:
     Two batches of ``work`` are out at once where both are only acknowledgements and claims, and the later one ends with a
     claim of :data:`LARGE`. They need no order: no two of them are about the same lease, a claim passes over rows that another
     transaction has locked, and what is acknowledged is never claimed again. Whatever else is to be done waits for both. So,
-    for the length of a round trip, a loop of 100 slots or more can hold half as many leases again as it has slots.
+    for the length of a round trip, a loop of 200 slots or more can hold half as many leases again as it has slots.
     """
 
     def __init__(self, hub: Hub, number: int, name: str, announce: Callable[[list[str]], None]) -> None:
