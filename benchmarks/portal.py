@@ -44,6 +44,7 @@ def from_threads(each: Callable[[], object], last: Callable[[threading.Event], o
             each()
         last(done)
 
+    gc.collect()
     gate = threading.Barrier(THREADS + 1)
     ends = [threading.Event() for _ in range(THREADS)]
     threads = [threading.Thread(target=run, args=(done,)) for done in ends]
@@ -88,12 +89,16 @@ def rows(thread: LoopThread, loop: asyncio.AbstractEventLoop, name: str) -> list
     def run_coroutine() -> object:
         return asyncio.run_coroutine_threadsafe(async_no_op(), loop)
 
+    def last_coroutine(done: threading.Event) -> None:
+        # Known to be done: before that, the next round would begin with what this one has left to the loop.
+        asyncio.run_coroutine_threadsafe(async_no_op(), loop).add_done_callback(lambda _: done.set())
+
     def call_soon() -> object:
         return loop.call_soon_threadsafe(no_op)
 
     posts, submits, coroutines, calls = [], [], [], []
     for _ in range(ROUNDS):
-        coroutines.append(from_threads(run_coroutine, lambda done: asyncio.run_coroutine_threadsafe(tell(done), loop)))
+        coroutines.append(from_threads(run_coroutine, last_coroutine))
         posts.append(from_threads(lambda: thread.post(no_op), lambda done: thread.post(done.set)))
         calls.append(from_threads(call_soon, lambda done: loop.call_soon_threadsafe(done.set)))
         submits.append(from_threads(lambda: thread.submit(async_no_op), lambda done: thread.submit(tell, done)))
