@@ -53,9 +53,6 @@ RECONNECT_MAXIMUM = 30.0
 POLL_PAUSE = 0.1
 """Seconds between receives that are told not to wait and come back empty, so that they do not spin."""
 
-MANY = 200
-"""Slots from which on two receives share them; fewer are served by one round trip of all, which costs a store less."""
-
 
 class Worker:
     """One run of a loop. Made anew for each run, on the event loop that it runs on."""
@@ -101,7 +98,6 @@ class Worker:
         self._ordered = mailbox.capabilities.ordered and capacity is None
         self._leaving = 0
         self._claiming = 0
-        self._receivers = 1
         self._iterations = 0
         self._ending = False
         self._lease = LeaseKeeper(name, self._runs, settings.lease, visibility, dispatcher)
@@ -163,10 +159,10 @@ class Worker:
         """
         if self._backlog and not self._roused:
             self._rouse()  # for what was claimed as a pause began that was over before it had handed that back
-        self._receivers = 2 if self._ordered and max_iterations is None else 1
+        receivers = 2 if self._ordered and max_iterations is None else 1
         try:
             async with anyio.create_task_group() as tasks:
-                for _ in range(self._receivers):
+                for _ in range(receivers):
                     tasks.start_soon(self._receiver, max_iterations)
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
@@ -198,13 +194,9 @@ class Worker:
                 self._claiming -= free
 
     def _places(self) -> int:
-        """For how many messages one receive may ask: there is a slot for each that no message and no claim has.
-
-        Of many slots each of two receives asks for half, so that one's messages are handled while the other's are on their way.
-        """
+        """For how many messages there is a slot that no message and no claim has."""
         most = self.settings.concurrency
-        free = most - len(self._runs) + min(self._leaving, most) - self._claiming
-        return min(free, -(-most // self._receivers) if most >= MANY else most, MAX_MESSAGES)
+        return min(most - len(self._runs) + min(self._leaving, most) - self._claiming, MAX_MESSAGES)
 
     async def _until_freed(self) -> None:
         """Wait for a free slot, and a moment longer while more become free at every turn: one claim for all of them."""

@@ -3,15 +3,11 @@
 A caller queues a command and waits for its own result or error. One runner takes everything that is queued and has it
 executed; what arrives while a batch is out gathers and leaves with the next one. Nothing ever waits for a batch to fill,
 so a lone command leaves at once. All the waiting of a batch hangs on one event: one wake-up for all its callers.
-
-Where a backend allows it, a batch that is full leaves beside the one that is out: then the store works on the one while this
-process works on what the other has brought.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import deque
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anyio
@@ -40,14 +36,13 @@ C = TypeVar("C", bound=Command)
 class _Batch(Generic[C]):
     """Commands that travel together. ``done`` is set once each has its result or error; ``first`` just before it."""
 
-    __slots__ = ("commands", "done", "first", "forsaken", "full")
+    __slots__ = ("commands", "done", "first", "forsaken")
 
     def __init__(self) -> None:
         self.commands: list[C] = []
         self.done = anyio.Event()
         self.first: anyio.Event | None = None
         self.forsaken = False
-        self.full = False
 
 
 class Batcher(Generic[C]):
@@ -57,9 +52,6 @@ class Batcher(Generic[C]):
         command that has none; it should raise only what leaves all of them without effect.
     :param undo: called with a command that took place though its caller was cancelled while it was out; it may
         :meth:`post` the command that takes the effect back.
-    :param fills: whether a batch is full with this command: what comes after it goes into the next one.
-    :param beside: whether this command may be out while others of which it is said so too are out in another batch: of full
-        batches of such commands two are out at once, and take effect in any order.
     :param name: whose commands these are, for messages.
 
     A caller that is cancelled before its command left has caused nothing: the command is withdrawn. Afterwards the
@@ -71,18 +63,12 @@ class Batcher(Generic[C]):
         execute: Callable[[list[C]], Awaitable[None]],
         *,
         undo: Callable[[C], None] | None = None,
-        fills: Callable[[C], bool] | None = None,
-        beside: Callable[[C], bool] | None = None,
         name: str = "mailbox",
     ) -> None:
         self._execute = execute
         self._undo = undo
-        self._fills = fills
-        self._beside = beside
         self._name = name
-        self._full: deque[_Batch[C]] = deque()
         self._next: _Batch[C] = _Batch()
-        self._out: list[_Batch[C]] = []
         self._wake = anyio.Event()
         self._ended = anyio.Event()
         self._shield = anyio.CancelScope(shield=True)
@@ -91,8 +77,7 @@ class Batcher(Generic[C]):
         self.batches = 0
 
     def __repr__(self) -> str:
-        queued = sum(len(batch.commands) for batch in (*self._full, self._next))
-        return f"<Batcher {self._name!r} queued {queued} callers {self._callers}>"
+        return f"<Batcher {self._name!r} queued {len(self._next.commands)} callers {self._callers}>"
 
     async def call(self, command: C, *, first: bool = False) -> Any:
         """Have ``command`` executed with the next batch; its result, or raises its error.
@@ -106,10 +91,6 @@ class Batcher(Generic[C]):
             raise MailboxClosedError(f"{self._name} is closed")
         batch = self._next
         batch.commands.append(command)
-        if self._fills is not None and self._fills(command):
-            batch.full = True
-            self._full.append(batch)
-            self._next = _Batch()
         done = batch.done
         if first:
             if batch.first is None:
@@ -132,7 +113,7 @@ class Batcher(Generic[C]):
 
     def post(self, command: C) -> None:
         """Queue a command that nobody waits for, before all that is queued; allowed until the runner has ended."""
-        self._front.commands.insert(0, command)
+        self._next.commands.insert(0, command)
         self._wake.set()
 
     async def run(self) -> None:
@@ -146,8 +127,7 @@ class Batcher(Generic[C]):
                 await self._run()
         finally:
             self._closing = True
-            for batch in (*self._full, self._next):
-                self._refuse(batch, MailboxClosedError(f"{self._name} was closed before the operation began"))
+            self._refuse(self._next, MailboxClosedError(f"{self._name} was closed before the operation began"))
             self._ended.set()
 
     async def close(self) -> None:
@@ -166,51 +146,20 @@ class Batcher(Generic[C]):
         self._wake.set()
 
     async def _run(self) -> None:
-        async with anyio.create_task_group() as tasks:
-            while (batch := await self._due()) is not None:
-                if batch.full:
-                    self._out.append(batch)
-                    tasks.start_soon(self._send_beside, batch)
-                else:
-                    await self._send(batch)
-
-    async def _send_beside(self, batch: _Batch[C]) -> None:
-        try:
-            await self._send(batch)
-        finally:
-            self._out.remove(batch)
-            self._wake.set()
-
-    @property
-    def _front(self) -> _Batch[C]:
-        """The batch that leaves next."""
-        return self._full[0] if self._full else self._next
-
-    async def _due(self) -> _Batch[C] | None:
-        """The next batch, as soon as it may leave; None when the batcher is closing and nothing is left."""
         while True:
-            batch = self._front
-            if batch.commands and self._may_leave(batch):
+            batch = self._next
+            if batch.commands:
                 # Callers that the same turn of the event loop set going come along; a lone command leaves after one turn.
                 joined = int(self._callers == 1)  # nobody else could come along
-                while batch is self._next and joined < (joined := len(batch.commands)):
+                while joined < (joined := len(batch.commands)):
                     await anyio.lowlevel.checkpoint()
-                if batch is self._next:
-                    self._next = _Batch()
-                else:
-                    self._full.popleft()
-                return batch
-            if self._closing and not (self._callers or self._out):
-                return None
-            self._wake = anyio.Event()
-            await self._wake.wait()
-
-    def _may_leave(self, batch: _Batch[C]) -> bool:
-        if not self._out:
-            return True
-        if self._beside is None or not batch.full or len(self._out) > 1:
-            return False
-        return all(map(self._beside, batch.commands)) and all(map(self._beside, self._out[0].commands))
+                self._next = _Batch()
+                await self._send(batch)
+            elif self._closing and not self._callers:
+                return
+            else:
+                self._wake = anyio.Event()
+                await self._wake.wait()
 
     async def _send(self, batch: _Batch[C]) -> None:
         if batch.forsaken:

@@ -67,9 +67,6 @@ class MailboxHooks(ABC):
     name: str
 
     capabilities: ClassVar[Capabilities]
-    claims_beside: ClassVar[bool] = False
-    """Whether one claim can be out beside another. A loop's two receives then ask for half of its slots each; where all
-    operations travel one batch after the other, halves would only part a claim from the settlements that free its slots."""
     works_unopened: ClassVar[bool] = False
     """Whether calls are taken before the mailbox is opened (after it was closed they never are)."""
     kept_by: Owner | None = None

@@ -78,7 +78,6 @@ class PostgresMailbox(Mailbox[T, R]):
         ordered=True,
         async_backends=frozenset({"asyncio"}),
     )
-    claims_beside: ClassVar[bool] = True
 
     def __init__(
         self,

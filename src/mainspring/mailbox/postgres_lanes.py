@@ -28,20 +28,12 @@ QUICK_LOOKS = (0.005, 0.05, 0.25)
 """Seconds after which a receive looks again that was the first to wait: a sender whose transaction was under way then could
 not know that it must tell."""
 
-LARGE = 100
-"""Messages of a claim that is worth a transaction beside the one that is out."""
-
 
 class Lanes:
     """Three batchers, each with one batch out at a time: they do not wait for each other.
 
     ``work`` is for claims and all that a lease allows, in the order in which it comes; ``sends`` for messages; ``keyed`` for
     those with a dedup key, which can be held up by somebody's open transaction that has sent the same key.
-
-    Two batches of ``work`` are out at once where both are only acknowledgements and claims, and the later one ends with a
-    claim of :data:`LARGE`. They need no order: no two of them are about the same lease, a claim passes over rows that another
-    transaction has locked, and what is acknowledged is never claimed again. Whatever else is to be done waits for both. So,
-    for the length of a round trip, a loop of 200 slots or more can hold half as many leases again as it has slots.
     """
 
     def __init__(self, hub: Hub, number: int, name: str, announce: Callable[[list[str]], None]) -> None:
@@ -49,9 +41,7 @@ class Lanes:
         self.number = number
         self.view = hub.view(number)
         self.now = loop_clock()
-        self.work: Batcher[Command] = Batcher(
-            self._execute, undo=self.undo, fills=_is_large_claim, beside=_needs_no_order, name=name
-        )
+        self.work: Batcher[Command] = Batcher(self._execute, undo=self.undo, name=name)
         self.sends: Batcher[Command] = Batcher(self._execute, name=name)
         self.keyed: Batcher[Command] = Batcher(self._execute, name=name)
         self.waiters = Waiters(self._look_now, self.due_in, announce)
@@ -148,11 +138,3 @@ class Lanes:
     def due_in(self, seconds: float) -> None:
         """Something is due in so many seconds."""
         self._looker.wake_by(self.now() + seconds)
-
-
-def _is_large_claim(command: Command) -> bool:
-    return type(command) is do.Claim and command.limit >= LARGE
-
-
-def _needs_no_order(command: Command) -> bool:
-    return type(command) is do.Acknowledge or type(command) is do.Claim
