@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
+import signal
 import sys
 import tempfile
 from functools import partial
@@ -47,6 +48,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     given = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # so that it leaves nothing running
     seed = random.SystemRandom().randrange(1_000_000) if given.seed is None else given.seed
     console = Console(width=None if sys.stdout.isatty() else 140)
     settings = (short if given.short else full)(given.messages, seed)
@@ -66,7 +68,8 @@ def main() -> int:
             console.print(f"{name}: the journals are in {directory}")
         else:
             shutil.rmtree(directory)
-    console.print(table(outcomes))
+    if outcomes:
+        console.print(table(outcomes))
     for outcome in outcomes:
         for broken in outcome.verdict.broken[:20]:
             console.print(f"BROKEN {outcome.backend}: {broken[:800]}", markup=False, highlight=False)

@@ -87,7 +87,7 @@ class Fleet:
             if self.backend.server is not None:
                 self._server = await anyio.to_thread.run_sync(self.backend.server)
                 await anyio.to_thread.run_sync(self._server.__enter__)
-                stack.push_async_callback(anyio.to_thread.run_sync, self._server.__exit__, None, None, None)
+                stack.callback(self._server.__exit__, None, None, None)
             async with anyio.create_task_group() as tasks:
                 try:
                     if self._server is not None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import anyio
+import psutil
 import pytest
 from chaos_backends import BACKENDS
 from chaos_plan import Fate, Kind, faults, job
@@ -71,3 +76,39 @@ def test_a_wrong_word_is_one_line_and_status_2(words, said):
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == 2
     assert said in ran.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_ended_leaves_nothing_running(number, tmp_path):
+    """Its workers and senders, which lead sessions of their own, and their guardians."""
+    mark = f"ended-by-{number}-{tmp_path.name}"
+    command = [sys.executable, str(Path(__file__).parent), "--short", "--backends", "sqlite"]
+    run = subprocess.Popen(
+        command, env={**os.environ, "TMPDIR": str(tmp_path), "CHAOS_TEST": mark}, stderr=subprocess.PIPE, text=True
+    )
+
+    def there():
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get("CHAOS_TEST") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    try:
+        until = time.monotonic() + 60
+        while not any('"begun"' in path.read_text() for path in tmp_path.glob("*/worker-*.jsonl")):
+            assert time.monotonic() < until
+            assert run.poll() is None, run.stderr.read()
+            time.sleep(0.1)
+        assert len(there()) > 4
+        run.send_signal(number)
+        run.communicate(timeout=60)
+        until = time.monotonic() + 30
+        while there():
+            assert time.monotonic() < until, there()
+            time.sleep(0.1)
+    finally:
+        for process in there():
+            process.kill()
+        run.communicate()
