@@ -176,7 +176,7 @@ async def undecodable_bytes_do_not_end_a_wait(h: Harness) -> None:
         await h.corrupt(box, b"nonsense")
         async with anyio.create_task_group() as group:
             group.start_soon(wait)
-            await anyio.wait_all_tasks_blocked()
+            await h.rest()
             await anyio.sleep(h.short / 4)
             await h.corrupt(box, b"more nonsense")
             await anyio.sleep(h.short / 4)

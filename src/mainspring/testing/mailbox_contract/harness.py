@@ -146,6 +146,16 @@ class Harness:
         """Let ``seconds`` pass within a longer time that must not end."""
         await anyio.sleep(seconds)
 
+    async def rest(self) -> None:
+        """Let what was started come to where it waits.
+
+        In real time behaviours run beside each other, so that there may be no moment at which all tasks wait: a while, then.
+        """
+        if self.virtual:
+            await anyio.wait_all_tasks_blocked()
+        else:
+            await anyio.sleep(self.slack + LATENESS)
+
     async def until(self, holds: Callable[[], Awaitable[bool]], what: str) -> None:
         """Wait until it holds: for what nobody can be woken by."""
         with anyio.move_on_after(self.wait):

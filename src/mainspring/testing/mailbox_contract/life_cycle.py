@@ -96,7 +96,7 @@ async def close_ends_a_waiting_receive_at_once(h: Harness) -> None:
     async with h.open() as box, anyio.create_task_group() as group:
         for _ in range(3):
             group.start_soon(wait, box)
-        await anyio.wait_all_tasks_blocked()
+        await h.rest()
         with h.at_once("ending waiting receives by close()"):
             await box.close()
             await ended.wait()
@@ -182,7 +182,7 @@ async def two_mailboxes_of_one_name_are_one_queue(h: Harness) -> None:
 
         async with anyio.create_task_group() as group:
             group.start_soon(wait)
-            await anyio.wait_all_tasks_blocked()
+            await h.rest()
             await sender.send("hello")
         equal(got, ["hello"], "what the other object received")
         await h.none(sender, "the other object has leased it")

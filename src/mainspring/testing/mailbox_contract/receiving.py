@@ -126,7 +126,7 @@ async def a_cancellation_that_meets_a_send_loses_nothing(h: Harness) -> None:
 
             async with anyio.create_task_group() as group:
                 group.start_soon(wait, box, got, scope)
-                await anyio.wait_all_tasks_blocked()
+                await h.rest()
                 group.start_soon(box.send, "x")
                 for _ in range(steps):
                     await anyio.lowlevel.checkpoint()
@@ -155,7 +155,7 @@ async def a_cancelled_waiter_does_not_swallow_the_wake_up(h: Harness) -> None:
                 async with anyio.create_task_group() as group:
                     for scope in scopes:
                         group.start_soon(wait, box, got, came, scope)
-                        await anyio.wait_all_tasks_blocked()
+                        await h.rest()
                     await box.send("x")
                     for _ in range(steps):
                         await anyio.lowlevel.checkpoint()

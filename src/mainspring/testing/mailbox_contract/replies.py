@@ -49,7 +49,7 @@ async def a_reply_wakes_the_requester(h: Harness) -> None:
         with h.at_once("waking the requester"):
             async with anyio.create_task_group() as group:
                 group.start_soon(wait)
-                await anyio.wait_all_tasks_blocked()
+                await h.rest()
                 await request.reply("answer")
         equal(got, ["answer"], "what the requester got")
 

@@ -29,7 +29,7 @@ async def _woken(
 
     async with anyio.create_task_group() as group:
         group.start_soon(wait)
-        await anyio.wait_all_tasks_blocked()
+        await h.rest()
         await anyio.sleep(h.short / 4)
         check(not got, f"the waiting receive returned before {what}")
         with h.takes(after, f"waking by {what}"):
@@ -67,7 +67,7 @@ async def an_endless_wait_is_woken_too(h: Harness) -> None:
         with h.at_once("waking an endless wait"):
             async with anyio.create_task_group() as group:
                 group.start_soon(wait)
-                await anyio.wait_all_tasks_blocked()
+                await h.rest()
                 await box.send("x")
         equal([message.body for message in got], ["x"], "what was received")
 
@@ -85,7 +85,7 @@ async def send_many_wakes_as_many_receivers(h: Harness) -> None:
             async with anyio.create_task_group() as group:
                 for _ in range(5):
                     group.start_soon(wait, box)
-                await anyio.wait_all_tasks_blocked()
+                await h.rest()
                 await box.send_many(range(5))
         equal(sorted(message.body for batch in got for message in batch), list(range(5)), "the bodies received")
         equal([len(batch) for batch in got], [1] * 5, "messages per receive")
@@ -104,7 +104,7 @@ async def each_send_wakes_another_receiver(h: Harness) -> None:
             async with anyio.create_task_group() as group:
                 for _ in range(5):
                     group.start_soon(wait, box)
-                await anyio.wait_all_tasks_blocked()
+                await h.rest()
                 for number in range(5):
                     await box.send(number)
         equal(sorted(message.body for message in got), list(range(5)), "the bodies received")
@@ -201,7 +201,7 @@ async def settling_wakes_nobody(h: Harness) -> None:
 
         async with anyio.create_task_group() as group:
             group.start_soon(wait)
-            await anyio.wait_all_tasks_blocked()
+            await h.rest()
             await acked.acknowledge()
             await dead.dead_letter("no")
             await box.purge()
