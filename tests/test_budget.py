@@ -136,7 +136,16 @@ def test_the_callers_decimal_context_does_not_round_it():
 
 
 @pytest.mark.parametrize(
-    "usage", [{"input_tokens": -1}, {"output_tokens": 1.0}, {"total_tokens": "3"}, {"input_tokens": True}]
+    "usage",
+    [
+        {"input_tokens": -1},
+        {"output_tokens": 1.0},
+        {"total_tokens": "3"},
+        {"input_tokens": True},
+        {"input_tokens": None},
+        {"input_tokens": "5"},
+        {"output_tokens": []},
+    ],
 )
 def test_bad_figures_count_nothing(usage):
     tracker = BudgetTracker(Budget())

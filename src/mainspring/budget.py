@@ -140,11 +140,11 @@ class BudgetTracker:
         :raises BudgetExceededError: it is more than the budget allows. It is counted nevertheless: it was used.
         :raises InvalidParameterError: a figure is negative or no number; nothing is counted.
         """
-        whole = input_tokens + output_tokens if total_tokens is None else total_tokens
-        given = {"input_tokens": input_tokens, "output_tokens": output_tokens, "total_tokens": whole}
+        given = {"input_tokens": input_tokens, "output_tokens": output_tokens, "total_tokens": total_tokens}
         for name, value in given.items():
-            if not is_whole(value, 0):
+            if not is_whole(value, 0) and not (name == "total_tokens" and value is None):
                 raise InvalidParameterError(f"add: {name} must be a whole number from 0, not {value!r}")
+        whole = input_tokens + output_tokens if total_tokens is None else total_tokens
         more = Usage(input_tokens, output_tokens, whole, _exact("add: cost", cost))
         with self._lock:
             self._used = used = self._used.plus(more)
