@@ -58,15 +58,62 @@ async def test_rollback(anyio_backend, overrides):
     assert await overrides.rollback("p", 1) == 1
     assert await overrides.rollback("p") == 0
     assert await overrides.read("p", "default") == "default"
-    for wanted, shown in ((None, "-1"), (4, "4")):
-        with pytest.raises(InvalidParameterError, match=f"override 'p' has no version {shown}; there are 3"):
-            await overrides.rollback("p", wanted)
+    with pytest.raises(InvalidParameterError, match="override 'p' has nothing before its version 0"):
+        await overrides.rollback("p")
+    with pytest.raises(InvalidParameterError, match="override 'p' has no version 4; there are 3"):
+        await overrides.rollback("p", 4)
     assert await overrides.write("p", "text 4") == 4
     assert await overrides.read("p", "default") == "text 4"
     with pytest.raises(InvalidParameterError, match="there is no override 'q'"):
         await overrides.rollback("q")
     with pytest.raises(InvalidParameterError, match="version must be a whole number from 0, or None"):
         await overrides.rollback("p", -1)
+
+
+async def test_rollback_returns_to_what_was_current_before(anyio_backend, overrides):
+    assert await overrides.write("p", "good") == 1
+    assert await overrides.write("p", "bad") == 2
+    assert await overrides.rollback("p") == 1
+    assert await overrides.write("p", "third") == 3
+    assert await overrides.rollback("p") == 1  # not to the bad one
+    assert await overrides.rollback("p", 3) == 3  # asked for by its number, it may be returned to
+    assert await overrides.rollback("p", 3) == 3
+    assert await overrides.rollback("p") == 1
+    assert await overrides.rollback("p") == 0
+    assert await overrides.write("p", "fourth") == 4
+    assert await overrides.write("p", "fifth") == 5
+    assert await overrides.rollback("p", 0) == 0
+    assert await overrides.write("p", "sixth") == 6
+    assert await overrides.rollback("p") == 0
+
+
+async def test_an_index_that_does_not_say_what_was_current_before(anyio_backend, overrides):
+    for number in range(1, 4):
+        await overrides.write("p", f"text {number}")
+    path = os.path.join(overrides.directory, "p", "@index.json")
+    with open(path) as file:
+        index = json.load(file)
+    del index["before"]  # as an earlier release wrote it
+    with open(path, "w") as file:
+        json.dump(index, file)
+    assert [await overrides.rollback("p") for _ in range(3)] == [2, 1, 0]
+    for before in (None, [4], [-1], ["1"], "0"):
+        with open(path, "w") as file:
+            json.dump({**index, "before": before}, file)
+        with pytest.raises(OverrideDamagedError):
+            await overrides.rollback("p")
+
+
+@pytest.mark.parametrize("tags", [None, 5, "abc", b"abc", [None], ["a b"]])
+async def test_what_are_no_tags(anyio_backend, overrides, tags):
+    with pytest.raises(InvalidParameterError, match="write: tags are words of letters"):
+        await overrides.write("p", "text", tags=tags)
+    assert await overrides.versions("p") == ()
+
+
+async def test_tags_that_can_be_read_once(anyio_backend, overrides):
+    await overrides.write("p", "text", tags=(tag for tag in ("a", "b")))
+    assert (await overrides.versions("p"))[0].tags == ("a", "b")
 
 
 # ---------------------------------------------------------------------------------------------------------------- names

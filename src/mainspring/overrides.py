@@ -13,6 +13,7 @@ import fcntl
 import os
 import re
 import threading
+from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -27,7 +28,7 @@ from mainspring.errors import InvalidParameterError, OverrideDamagedError, Overr
 from mainspring.values import is_number, is_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Iterator
 
 V = TypeVar("V")
 
@@ -80,7 +81,7 @@ class Overrides:
         """
         return await _in_thread(partial(self._read, _parts(name), default, tag))
 
-    async def write(self, name: str, text: str, *, tags: Collection[str] = ()) -> int:
+    async def write(self, name: str, text: str, *, tags: Iterable[str] = ()) -> int:
         """Keep ``text`` as the next version, and make it the current one; its number, from 1. It is on the disk then.
 
         :param tags: of this version: what :meth:`read` can ask for. Letters, digits, ``.``, ``_``, ``:``, ``-``.
@@ -92,21 +93,24 @@ class Overrides:
             raw = text.encode()
         except UnicodeEncodeError as error:
             raise InvalidParameterError(f"write: the text cannot be written as UTF-8: {error.reason}") from None
-        if isinstance(tags, str) or not all(isinstance(tag, str) and _TAG.fullmatch(tag) for tag in tags):
+        words = tuple(tags) if isinstance(tags, Iterable) and not isinstance(tags, str) else None
+        if words is None or not all(isinstance(tag, str) and _TAG.fullmatch(tag) for tag in words):
             raise InvalidParameterError(
                 f"write: tags are words of letters, digits, '.', '_', ':' and '-', not {tags!r}"
             )
-        return await _in_thread(partial(self._write, _parts(name), raw, tuple(dict.fromkeys(tags)), clock.utc_now()))
+        return await _in_thread(partial(self._write, _parts(name), raw, tuple(dict.fromkeys(words)), clock.utc_now()))
 
     async def versions(self, name: str) -> tuple[OverrideVersion, ...]:
         """All versions, the oldest first; none where there is no such override."""
         return await _in_thread(partial(self._versions, _parts(name)))
 
     async def rollback(self, name: str, version: int | None = None) -> int:
-        """Make an earlier version the current one (None: the one before the current); its number. 0 is that of no override.
+        """Make another version the current one; its number. 0 is that of no override.
 
         Every version remains, and the next one written is a new one.
 
+        :param version: None: the one that was current before this one. What was rolled back from is not returned to: after
+            a rollback from 2 to 1, and the writing of 3, the one before 3 is 1.
         :raises InvalidParameterError: there is no such version.
         :raises OverrideLockedError: as :meth:`write`.
         """
@@ -137,11 +141,11 @@ class Overrides:
             if folder is None:
                 raise FileNotFoundError(errno.ENOENT, "it was removed just now", self.directory)
             with self._locked(folder, parts):
-                index = _Index.load(folder, parts) or _Index([], 0)
+                index = _Index.load(folder, parts) or _Index([], 0, [])
                 number, digest = len(index.versions) + 1, sha256(raw).hexdigest()
                 _put(folder, _text_file(number, digest), raw)
                 index.versions.append({"sha256": digest, "tags": list(tags), "written_at": now.isoformat()})
-                index.current = number
+                index.go_on_to(number)
                 index.save(folder)
                 return number
 
@@ -166,13 +170,17 @@ class Overrides:
             if folder is None:
                 raise InvalidParameterError(f"rollback: there is no override {'/'.join(parts)!r}")
             with self._locked(folder, parts):
-                index = _Index.load(folder, parts) or _Index([], 0)
-                wanted = index.current - 1 if version is None else version
-                if not 0 <= wanted <= len(index.versions):
+                index = _Index.load(folder, parts) or _Index([], 0, [])
+                if version is None and not index.before:
+                    raise InvalidParameterError(
+                        f"rollback: override {'/'.join(parts)!r} has nothing before its version {index.current}; give a number"
+                    )
+                wanted = index.before[-1] if version is None else version
+                if wanted > len(index.versions):
                     raise InvalidParameterError(
                         f"rollback: override {'/'.join(parts)!r} has no version {wanted}; there are {len(index.versions)}"
                     )
-                index.current = wanted
+                index.go_back_to(wanted)
                 index.save(folder)
                 return wanted
 
@@ -234,11 +242,15 @@ class Overrides:
 
 
 class _Index:
-    """The versions of one name, and which of them is current; 0 is none."""
+    """The versions of one name, which of them is current, and which were before it, the last one last; 0 is none.
 
-    def __init__(self, versions: list[dict[str, Any]], current: int) -> None:
+    Those that were rolled back from are not in ``before``.
+    """
+
+    def __init__(self, versions: list[dict[str, Any]], current: int, before: list[int]) -> None:
         self.versions = versions
         self.current = current
+        self.before = before
 
     @classmethod
     def load(cls, folder: int, parts: tuple[str, ...]) -> _Index | None:
@@ -250,20 +262,34 @@ class _Index:
         try:
             data = from_json(raw)
             versions, current = data["versions"], data["current"]
+            before = data["before"] if "before" in data else list(range(current))  # an earlier release did not keep it
             for found in versions:
                 datetime.fromisoformat(found["written_at"])
                 if not (isinstance(found["sha256"], str) and isinstance(found["tags"], list)):
                     raise TypeError
         except (ValueError, KeyError, TypeError):
-            versions, current = [], -1
-        if not (is_whole(current, 0) and current <= len(versions)):
+            versions, current, before = [], -1, []
+        if not (isinstance(before, list) and all(is_whole(n, 0) and n <= len(versions) for n in (current, *before))):
             raise OverrideDamagedError(f"override {'/'.join(parts)!r}: its index ({_INDEX}) is not what was written")
-        return cls(versions, current)
+        return cls(versions, current, before)
 
     def save(self, folder: int) -> None:
         from pydantic_core import to_json
 
-        _put(folder, _INDEX, to_json({"current": self.current, "versions": self.versions}, indent=1))
+        index = {"current": self.current, "before": self.before, "versions": self.versions}
+        _put(folder, _INDEX, to_json(index, indent=1))
+
+    def go_on_to(self, number: int) -> None:
+        self.before.append(self.current)
+        self.current = number
+
+    def go_back_to(self, number: int) -> None:
+        """Forget what came after it; to one that was not before the current one there is no way back but onwards."""
+        if number in self.before:
+            del self.before[self.before.index(number) :]
+            self.current = number
+        elif number != self.current:
+            self.go_on_to(number)
 
     def newest(self, tag: str) -> int:
         return max((number for number, found in enumerate(self.versions, 1) if tag in found["tags"]), default=0)
