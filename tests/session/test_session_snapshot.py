@@ -137,6 +137,15 @@ async def test_an_unknown_format_is_refused(session):
         await session.restore({"format": 2, "anything": 1})
 
 
+@pytest.mark.parametrize("given", ['{"version": 99}', {"version": 4, "format": 1}])
+async def test_a_newer_version_is_named_though_nothing_else_can_be_read(anyio_backend, given):
+    session = Session(Third)
+    with pytest.raises(UnknownVersionError, match=r"restore: the snapshot is of version .*knows it up to version 3"):
+        await session.restore(given)
+    with pytest.raises(InvalidParameterError, match="this is no snapshot"):
+        await session.restore({"version": 3})
+
+
 async def test_an_upcaster_that_fails(anyio_backend):
     session = Session(Third)
     with pytest.raises(SerializationError, match="the upcaster of 'Third' from version 1 failed: KeyError"):

@@ -70,6 +70,10 @@ class History:
 
     # --------------------------------------------------------------------------------------------------------- snapshots
 
+    def version(self, cell: Cell) -> int:
+        """That of its state class."""
+        return self._pictures[cell.path].version
+
     def snapshot(self, cell: Cell, *, tip: bool, waiting: Mapping[str, Any] | None = None) -> Snapshot:
         """The slices of a session and of its children: those that everybody sees, or those of the ``tip``."""
         picture = self._pictures[cell.path]

@@ -258,7 +258,7 @@ class Session(Generic[S]):
         :raises SerializationError: it does not fit the slices.
         :raises InvalidParameterError: it is no snapshot.
         """
-        restored = self._history.read(self._cell, Snapshot.of(snapshot))
+        restored = self._history.read(self._cell, Snapshot.of(snapshot, self._history.version(self._cell)))
         async with Transaction(self._writer) as transaction:
             return self._history.replace(transaction, restored)
 

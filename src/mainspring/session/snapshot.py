@@ -39,10 +39,11 @@ class Snapshot:
         return to_json(self)
 
     @classmethod
-    def of(cls, given: Any) -> Snapshot:
+    def of(cls, given: Any, known: int = 1) -> Snapshot:
         """From a snapshot, or from its JSON as text, bytes or the mapping that it was.
 
-        :raises UnknownVersionError: it is of a newer format.
+        :param known: the version of the state class: a newer one is named where the rest cannot be read.
+        :raises UnknownVersionError: it is of a newer format, or of a newer version and cannot be read.
         :raises InvalidParameterError: it is no snapshot.
         """
         if isinstance(given, cls):
@@ -67,6 +68,11 @@ class Snapshot:
         children = given.get("children", {})
         whole = "format" in given and isinstance(slices, Mapping) and isinstance(children, Mapping)
         if not (whole and is_whole(seq, 0) and is_whole(version, 1)):
+            if is_whole(version, known + 1):
+                raise UnknownVersionError(
+                    f"restore: the snapshot is of version {version}, and this code knows it up to version {known};"
+                    " a newer release wrote it: upgrade here too"
+                )
             raise InvalidParameterError("restore: this is no snapshot: it has no format, seq, version or slices")
         return cls(seq, version, dict(slices), {name: cls.of(child) for name, child in children.items()})
 
