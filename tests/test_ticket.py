@@ -88,6 +88,19 @@ async def test_a_second_answer_is_refused(anyio_backend, first, second):
     assert "one" in repr(ticket._error or ticket._value)
 
 
+@pytest.mark.parametrize("first", ["complete", "fail", "offer", "offer_error"])
+@pytest.mark.parametrize("hold", [lambda ticket: ticket, Ticket.writer])
+async def test_an_offer_is_the_answer_unless_there_is_one(anyio_backend, first, hold):
+    ticket = Ticket("price")
+    writer = hold(ticket)
+    assert getattr(writer, first)(ValueError("one")) in (None, True)
+    assert writer.offer(2) is False
+    assert writer.offer_error(ValueError("two")) is False
+    assert "one" in repr(ticket._error or ticket._value)
+    with pytest.raises(InvalidParameterError, match="a ticket fails with an exception, not 3"):
+        writer.offer_error(3)
+
+
 # ------------------------------------------------------------------------------------------------------------- in time
 
 
@@ -153,7 +166,7 @@ async def test_a_blocking_wait_is_refused_on_the_event_loop(anyio_backend):
 
 
 async def test_an_error_must_be_one(anyio_backend):
-    with pytest.raises(InvalidParameterError, match="takes an exception, not 'no'"):
+    with pytest.raises(InvalidParameterError, match="fails with an exception, not 'no'"):
         Ticket().fail("no")
 
 

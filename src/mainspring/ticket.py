@@ -57,7 +57,7 @@ class Ticket(Generic[T]):
 
         :raises TicketAlreadyCompletedError: it has been completed, or has failed, before.
         """
-        if not self._settle(value, None):
+        if not self.offer(value):
             raise self._twice("completed")
 
     def fail(self, error: BaseException) -> None:
@@ -66,10 +66,21 @@ class Ticket(Generic[T]):
         :raises TicketAlreadyCompletedError: it has been completed, or has failed, before.
         :raises InvalidParameterError: ``error`` is no exception.
         """
-        if not isinstance(error, BaseException):
-            raise InvalidParameterError(f"{self._called()}: fail() takes an exception, not {error!r}")
-        if not self._settle(None, error):
+        if not self.offer_error(error):
             raise self._twice("failed")
+
+    def offer(self, value: T) -> bool:
+        """As :meth:`complete`, where others may answer too: a later answer is dropped; whether this one was the first."""
+        return self._settle(value, None)
+
+    def offer_error(self, error: BaseException) -> bool:
+        """As :meth:`fail`, where others may answer too: a later answer is dropped; whether this one was the first.
+
+        :raises InvalidParameterError: ``error`` is no exception.
+        """
+        if not isinstance(error, BaseException):
+            raise InvalidParameterError(f"{self._called()}: a ticket fails with an exception, not {error!r}")
+        return self._settle(None, error)
 
     def writer(self) -> TicketWriter[T]:
         """The writer's hold on the ticket: where it is dropped, or its block left, without an answer, the ticket fails.
@@ -214,6 +225,14 @@ class TicketWriter(Generic[T]):
         """As :meth:`Ticket.fail`."""
         self._ticket.fail(error)
 
+    def offer(self, value: T) -> bool:
+        """As :meth:`Ticket.offer`."""
+        return self._ticket.offer(value)
+
+    def offer_error(self, error: BaseException) -> bool:
+        """As :meth:`Ticket.offer_error`."""
+        return self._ticket.offer_error(error)
+
     def __enter__(self) -> Self:
         return self
 
@@ -236,4 +255,4 @@ class TicketWriter(Generic[T]):
             why = "" if cause is None else f" ({type(cause).__name__})"
             error = TicketAbandonedError(f"{ticket._called()}: its writer has ended without an answer{why}")  # noqa: SLF001
             error.__cause__ = cause
-        ticket._settle(None, error)  # noqa: SLF001 - another writer may have been quicker, which is no error here
+        ticket.offer_error(error)  # another writer may have been quicker, which is no error here

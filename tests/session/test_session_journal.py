@@ -27,6 +27,7 @@ from mainspring import (
     ReducerError,
     SerializationError,
     Session,
+    SessionClosedError,
     UnknownEventError,
     UnknownVersionError,
 )
@@ -178,6 +179,64 @@ async def test_a_disk_that_never_answers_does_not_hold_up_the_end(anyio_backend,
 
 
 # ------------------------------------------------------------------------------------------------------ trouble
+
+
+@pytest.mark.parametrize("answer", ["complete", "fail"])
+async def test_a_holder_that_answers_its_own_ticket_harms_nobody(anyio_backend, answer):
+    journal, session_error = MemoryJournal(), LookupError("mine")
+    async with Session.open(State, journal=journal) as session:
+        for errors in ([], [FULL]):
+            journal.fail = errors.copy()
+            mine, other = session.dispatch_nowait(Added(1)), session.dispatch_nowait(Added(1))
+            getattr(mine, answer)(session_error)
+            with anyio.fail_after(30):
+                if errors:
+                    with pytest.raises(JournalError, match="the disk is full"):
+                        await other.wait()
+                else:
+                    assert (await other.wait()).seq == 2
+        with anyio.fail_after(30):
+            assert (await session.dispatch(Added(5))).seq == 3
+    async with Session.open(State, journal=journal) as session:
+        assert session.state.total == 7
+
+
+async def test_a_ticket_answered_before_its_turn(anyio_backend):
+    session, begun, go_on = Session(State), anyio.Event(), anyio.Event()
+
+    async def hold():
+        async with session.transaction():
+            begun.set()
+            await go_on.wait()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(hold)
+        await begun.wait()
+        mine, other = session.dispatch_nowait(Added(1)), session.dispatch_nowait(Added(2))
+        mine.complete(None)
+        go_on.set()
+        with anyio.fail_after(30):
+            assert (await other.wait()).seq == 2
+    assert session.state.total == 3
+
+
+async def test_closing_answers_all_that_waits_though_some_have_answers(anyio_backend):
+    begun = anyio.Event()
+
+    async def hold():
+        async with session.transaction():
+            begun.set()
+            await anyio.sleep_forever()
+
+    async with anyio.create_task_group() as tasks:
+        async with Session.open(State, journal=MemoryJournal()) as session:
+            tasks.start_soon(hold)
+            await begun.wait()
+            mine, other = session.dispatch_nowait(Added(1)), session.dispatch_nowait(Added(2))
+            mine.complete(None)
+        with anyio.fail_after(30), pytest.raises(SessionClosedError, match="closed before the event's turn came"):
+            await other.wait()
+        tasks.cancel_scope.cancel()
 
 
 async def test_where_it_fails_all_that_waits_for_it_fails_and_the_session_goes_on(anyio_backend):

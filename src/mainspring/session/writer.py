@@ -165,7 +165,7 @@ class Writer:
         held = Held(cell, event, ticket)
         transaction = self.transaction
         if transaction is not None and transaction.is_inside():
-            ticket.complete(transaction.take(cell, event))
+            ticket.offer(transaction.take(cell, event))
         elif self.journal is not None and transaction is None and not self._held:
             self._accept(held)
         else:
@@ -258,17 +258,17 @@ class Writer:
         cell, event, ticket = held.cell, held.event, held.ticket
         try:
             if self.journal is None:
-                ticket.complete(self._do(cell, event))
+                ticket.offer(self._do(cell, event))
                 return
             encoded = self.encoded(cell, event)
             values, changed = self.reduce(cell, event)
             entry = entry_of_events(self.seq + 1, [encoded]) if changed else None
         except ReducerError as error:
-            ticket.complete(self.refused(event, error))
+            ticket.offer(self.refused(event, error))
         except MainspringError as error:
-            ticket.fail(error)
+            ticket.offer_error(error)
         except BaseException as error:
-            ticket.fail(error)
+            ticket.offer_error(error)
             raise
         else:
             seq = None
@@ -346,7 +346,7 @@ class Writer:
             while self._held:
                 first = self._held.popleft()
                 if isinstance(first, Held):
-                    first.ticket.fail(copy.copy(closed))
+                    first.ticket.offer_error(copy.copy(closed))
                 else:
                     first.refuse(copy.copy(closed))
 
@@ -369,7 +369,7 @@ class Writer:
                 self._pending.popleft()
                 self._durable_seq = next((step.seq for step in reversed(change.steps) if step.seq), self._durable_seq)
                 results = self.show(change)
-                change.ticket.complete(results[0] if results else DispatchResult())
+                change.ticket.offer(results[0] if results else DispatchResult())
         self.advance()
 
     def _fail(self, error: JournalError) -> None:
@@ -381,4 +381,4 @@ class Writer:
         for cell in self.cells:
             cell.tip = cell.values
         for change in failed:
-            change.ticket.fail(copy.copy(error))
+            change.ticket.offer_error(copy.copy(error))
