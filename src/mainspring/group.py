@@ -15,7 +15,7 @@ from mainspring.errors import ConfigError, LoopNotRunningError
 from mainspring.events import Dispatcher
 from mainspring.loops.actor import check_health
 from mainspring.loops.main import MainLoop
-from mainspring.loops.worker import inside
+from mainspring.loops.worker import is_inside
 from mainspring.scope import DaemonScope
 from mainspring.states import GroupState
 from mainspring.supervision.actors import actors_of
@@ -281,9 +281,7 @@ class LoopGroup:
     async def _stop(self, reason: str, timeout: float | None) -> bool:
         lifetime = self._lifetime
         self._request(reason, timeout)
-        worker = inside()
-        own_handler = worker is not None and any(getattr(loop, "worker", None) is worker for loop in self.loops)
-        if lifetime is None or own_handler:
+        if lifetime is None or any(map(is_inside, self.loops)):
             return True
         await lifetime.ended.wait()
         return lifetime.report is not None and lifetime.report.clean

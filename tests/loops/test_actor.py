@@ -19,6 +19,7 @@ from mainspring import (
     InMemoryMailbox,
     InvalidParameterError,
     LoopActor,
+    LoopGroup,
     LoopNotRunningError,
     MailboxConnectionError,
     MainLoop,
@@ -369,6 +370,49 @@ async def test_a_handler_may_tell_its_own_loop_to_stop():
             tasks.start_soon(actor.run)
             await mailbox.send(1)
     assert (await mailbox.counts()).settled == 1
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+async def test_a_shutdown_from_inside_a_handler_only_asks(grouped):
+    mailbox, answers = InMemoryMailbox(), []
+
+    async def handle(job: int) -> None:
+        async with anyio.create_task_group() as tasks:  # also from its child tasks
+
+            async def child() -> None:
+                answers.append(await actor.shutdown())
+
+            tasks.start_soon(child)
+        answers.append(await actor.shutdown())
+        await anyio.sleep(0.01)
+        answers.append("finished")
+
+    loop = MainLoop(mailbox, handle)
+    group = LoopGroup([loop], guardian=False)
+    actor = group.actors[0] if grouped else LoopActor(loop)
+    await mailbox.send_many([1, 2])
+    with anyio.fail_after(100):
+        await (group.run(install_signals=False) if grouped else actor.run())
+    assert answers == [True, True, "finished"]
+    counts = await mailbox.counts()
+    assert (counts.settled, counts.pending) == (1, 1)
+
+
+async def test_a_handlers_shutdown_of_another_actor_waits_for_its_end(virtual_clock):
+    other, other_box = one(work := Work())
+    mailbox, answers = InMemoryMailbox(), []
+
+    async def handle(job: int) -> None:
+        answers.append((await other.shutdown(timeout=7), anyio.current_time()))
+
+    actor = LoopActor(MainLoop(mailbox, handle))
+    async with acting(other), acting(actor):
+        await other_box.send(1)
+        await anyio.sleep(1)
+        await mailbox.send(1)
+        await settled(mailbox)
+    assert work.begun == [1]
+    assert answers == [(False, 8)]
 
 
 async def test_a_crash_comes_out_of_the_run_and_answers_who_waits():

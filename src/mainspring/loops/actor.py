@@ -30,6 +30,7 @@ from mainspring.errors import (
 )
 from mainspring.loops.base import Runnable, Steerable, stop_in_time
 from mainspring.loops.foreign import ForeignLoop
+from mainspring.loops.worker import is_inside
 from mainspring.process import call_soon, event_loop, in_event_loop
 from mainspring.scope import DaemonScope
 
@@ -251,10 +252,15 @@ class LoopActor:
         return LoopNotRunningError(f"loop {self.name!r} is not running: nobody is there for the {_called(message)}")
 
     async def shutdown(self, *, timeout: float = 30.0) -> bool:
-        """As the loop's own; of a running one, by a :class:`ShutdownRequest`."""
+        """As the loop's own; of a running one, by a :class:`ShutdownRequest`.
+
+        From inside one of the loop's handlers it only asks, and returns True.
+        """
         if self._event_loop is None:
             return await self.loop.shutdown(timeout=timeout)
-        return await self.ask(ShutdownRequest(timeout=timeout))
+        request = ShutdownRequest(timeout=timeout)
+        self.tell(request)
+        return True if is_inside(self.loop) else await request.ticket.wait()
 
     @property
     def running(self) -> bool:

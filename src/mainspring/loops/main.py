@@ -15,7 +15,7 @@ from mainspring.heartbeat import Heartbeat
 from mainspring.loops.attempt import WorkerSettings
 from mainspring.loops.base import stop_in_time
 from mainspring.loops.handler import inspect_handler
-from mainspring.loops.worker import Worker, inside
+from mainspring.loops.worker import Worker, is_inside
 from mainspring.mailbox.base import Mailbox
 from mainspring.mailbox.keeper import kept_open
 from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
@@ -217,7 +217,7 @@ class MainLoop:
             raise ConfigError(f"shutdown: timeout must be 0 or more seconds, not {timeout!r}")
         self.request_shutdown()
         worker, ended = self._worker, self._ended
-        if worker is None or ended is None or inside() is worker:
+        if worker is None or ended is None or is_inside(self):
             return True
         return await stop_in_time(self, ended, timeout=timeout, cancel_grace=CANCEL_GRACE)
 

@@ -378,4 +378,10 @@ def inside() -> Worker | None:
     return _inside.get(None)
 
 
+def is_inside(loop: object) -> bool:
+    """Whether this code runs in a handler of ``loop`` (see :func:`inside`), whose end it hence cannot wait for."""
+    worker = inside()
+    return worker is not None and getattr(loop, "worker", None) is worker
+
+
 _inside: ContextVar[Worker] = ContextVar("mainspring_worker")
