@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
+from collections import deque
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -21,6 +24,7 @@ from mainspring import (
     LoopActor,
     LoopGroup,
     LoopNotRunningError,
+    LoopThread,
     MailboxConnectionError,
     MainLoop,
     PauseRequest,
@@ -441,6 +445,38 @@ async def test_a_crash_comes_out_of_the_run_and_answers_who_waits():
     assert await drain.ticket.wait(0) is False
 
 
+@pytest.mark.parametrize("ends_well", [True, False])
+async def test_a_resume_that_raises_at_the_end_hides_nothing(caplog, ends_well):
+    class Stuck(PausablePoller):
+        def resume(self) -> None:
+            raise RuntimeError("no way back")
+
+        async def run(self) -> None:
+            await super().run()
+            if not ends_well:
+                raise ValueError("broken")
+
+    actor = LoopActor(Stuck())
+
+    async def pause_and_stop() -> None:
+        while not actor.running:
+            await anyio.lowlevel.checkpoint()
+        await actor.ask(PauseRequest(), timeout=5)
+        actor.tell(ShutdownRequest())
+
+    errors = []
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pause_and_stop)
+            try:
+                await actor.run()
+            except Exception as error:
+                errors.append(error)
+    assert [repr(error) for error in errors] == ([] if ends_well else ["ValueError('broken')"])
+    assert "loop 'poller' has ended paused, and its resume() raised" in caplog.text
+    assert "no way back" in caplog.text
+
+
 async def test_cancelled_it_answers_who_waits():
     actor, mailbox = one(Work(shielded=0.01))
     drain, pause = DrainRequest(), PauseRequest()
@@ -503,6 +539,39 @@ async def test_threads_that_tell_an_actor_as_it_ends_all_get_an_answer():
         await anyio.to_thread.run_sync(thread.join)
     assert len(tickets) == 900
     assert all(ticket.is_ready for ticket in tickets)
+
+
+def test_a_signal_handler_may_tell_an_actor_of_another_thread(anyio_backend):
+    """Also one that comes in between while the main thread tells it something, and has its lock."""
+    backend, options = anyio_backend
+    actor = LoopActor(Poller())
+    late, early = PingRequest(), PingRequest()
+
+    class Interrupted(deque):
+        def append(self, entry) -> None:
+            if not told:
+                told.append(True)
+                signal.raise_signal(signal.SIGUSR1)
+            super().append(entry)
+
+    told = []
+    thread = LoopThread(backend=backend, backend_options=options)
+    before = signal.signal(signal.SIGUSR1, lambda *_: actor.tell(late))
+    thread.start()
+    try:
+        ticket = thread.submit(actor.run)
+        while not actor.running:
+            time.sleep(0.001)
+        actor._inbox = Interrupted()
+        actor.tell(early)
+        assert early.ticket.wait_sync(30) >= 0
+        assert late.ticket.wait_sync(30) >= 0
+        assert told
+        actor.tell(ShutdownRequest())
+        ticket.wait_sync(30)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        thread.stop(timeout=0)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections import deque
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from mainspring.heartbeat import Heartbeat
     from mainspring.ticket import TicketWriter
 
+_log = logging.getLogger("mainspring")
+
 T = TypeVar("T")
 
 
@@ -69,7 +72,8 @@ class LoopActor:
         """Set once it is told to stop."""
         self.cancelled_at: tuple[str, ...] | None = None
         """The lines its work stood on when that was cancelled, or None."""
-        self._lock = threading.Lock()
+        # A signal handler may come in between and tell it something of its own, hence the R.
+        self._lock = threading.RLock()
         self._inbox: deque[tuple[ControlMessage[Any], TicketWriter[Any]]] = deque()
         self._event_loop: object | None = None  # while it serves; None refuses messages
         self._thread = 0
@@ -91,7 +95,8 @@ class LoopActor:
     # ------------------------------------------------------------------------------------------------------ messages
 
     def tell(self, message: ControlMessage[Any]) -> None:
-        """Hand ``message`` over and return; the answer comes on its ticket. Callable from any task or thread.
+        """Hand ``message`` over and return; the answer comes on its ticket. Callable from any task or thread,
+        and from a signal handler where the actor runs in another thread than the main one.
 
         Told from a task of the loop's own event loop, it has been served when this returns.
 
@@ -246,7 +251,10 @@ class LoopActor:
         for answer in stops:
             _answer(answer.complete, self.cancelled_at is None and not self._crashed)
         if self.loop.paused:
-            self.loop.resume()
+            try:
+                self.loop.resume()
+            except Exception:  # one of foreign make; how its run ended is what the caller has to know
+                _log.exception("loop %r has ended paused, and its resume() raised", self.name)
 
     def _not_running(self, message: ControlMessage[Any]) -> LoopNotRunningError:
         return LoopNotRunningError(f"loop {self.name!r} is not running: nobody is there for the {_called(message)}")
