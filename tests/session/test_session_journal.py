@@ -239,6 +239,57 @@ async def test_closing_answers_all_that_waits_though_some_have_answers(anyio_bac
         tasks.cancel_scope.cancel()
 
 
+async def test_a_journal_that_hangs_fails_what_waits_for_it_and_is_used_no_more(anyio_backend, monkeypatch):
+    monkeypatch.setattr("mainspring.session.journal.WRITE_TIMEOUT", 0.1)
+    journal, hangs, go_on = MemoryJournal(), threading.Event(), threading.Event()
+    async with Session.open(State, journal=journal) as session:
+        await session.dispatch(Added(1))
+        journal.before = lambda: (hangs.set(), go_on.wait(60))
+        tickets = [session.dispatch_nowait(Added(2)), session.dispatch_nowait(Added(2))]
+        try:
+            with anyio.fail_after(30):
+                for ticket in tickets:
+                    with pytest.raises(JournalError, match=r"not answered within 0\.1 s.*open the session anew"):
+                        await ticket.wait()
+                assert hangs.is_set()
+                for use in (lambda: session.dispatch(Added(3)), session.compact):
+                    with pytest.raises(JournalError, match="open the session anew"):
+                        await use()
+                assert (session.state.total, session.seq) == (1, 1)
+        finally:
+            go_on.set()
+        with anyio.fail_after(30):
+            while len(journal.writes) < 2:  # it lands, late
+                await anyio.sleep(0.001)
+        with pytest.raises(JournalError, match="open the session anew"):
+            await session.dispatch(Added(3))
+    assert not journal.is_open
+    async with Session.open(State, journal=journal) as session:
+        assert session.state.total == 5
+
+
+async def test_a_journal_that_still_hangs_at_the_end_is_not_closed_beside_its_write(anyio_backend, monkeypatch):
+    monkeypatch.setattr("mainspring.session.journal.WRITE_TIMEOUT", 0.1)
+    journal, go_on = MemoryJournal(), threading.Event()
+    journal.before = lambda: go_on.wait(60)
+    try:
+        async with Session.open(State, journal=journal) as session:
+            with anyio.fail_after(30), pytest.raises(JournalError, match="not answered within"):
+                await session.dispatch(Added(1))
+        assert journal.is_open
+        with pytest.raises(JournalLockedError, match="a write of its last opening has not ended"):
+            async with session:
+                pass
+    finally:
+        go_on.set()
+    with anyio.fail_after(30):
+        while session._writer.appender.is_writing:
+            await anyio.sleep(0.001)
+    async with session:
+        assert session.state.total == 1
+    assert not journal.is_open
+
+
 async def test_where_it_fails_all_that_waits_for_it_fails_and_the_session_goes_on(anyio_backend):
     journal, results = MemoryJournal(), []
 

@@ -11,7 +11,15 @@ import anyio
 from anyio import to_thread
 
 from mainspring.clock import real_work
-from mainspring.errors import ConfigError, JournalDamagedError, JournalError, ReducerError, SessionError, describe
+from mainspring.errors import (
+    ConfigError,
+    JournalDamagedError,
+    JournalError,
+    JournalLockedError,
+    ReducerError,
+    SessionError,
+    describe,
+)
 from mainspring.scope import DaemonScope
 from mainspring.session.record import Entry, EventCodecs, Stored, entry_of_snapshot, read_entry
 from mainspring.session.snapshot import Picture, Snapshot
@@ -133,6 +141,8 @@ class History:
         journal = self._writer.journal
         if journal is None:
             raise ConfigError(f"session {self._writer.name!r} has no journal to compact")
+        assert self._writer.appender is not None  # a transaction begins in an opened session
+        self._writer.appender.check()
         entry = entry_of_snapshot(self._writer.seq, self.snapshot(self._cells[""], tip=True).to_json())
         await _in_thread(journal, partial(journal.rewrite, [entry]))
 
@@ -145,10 +155,17 @@ class History:
             return
         if self._scope is not None:
             raise ConfigError(f"session {writer.name!r} is open already; open it in one place and pass it on")
+        if writer.appender is not None and writer.appender.is_writing:
+            raise JournalLockedError(
+                f"{writer.journal.name}: a write of its last opening has not ended; try again later"
+            )
         self._scope = scope = DaemonScope(f"session {writer.name}", timeout=CLOSE_TIMEOUT)
         try:
             await scope.__aenter__()
             try:
+                if writer.gave_up:  # its last opening could not: a write was under way
+                    await self._let_go(writer.journal)
+                    writer.gave_up = False
                 await _in_thread(writer.journal, writer.journal.open)
                 try:
                     writer.opened(await self._replay(writer.journal))

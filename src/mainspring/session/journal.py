@@ -7,10 +7,19 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from mainspring.errors import ConfigError
+import anyio
+from anyio import to_thread
+
+from mainspring.clock import real_work
+from mainspring.errors import ConfigError, JournalError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from anyio import CapacityLimiter
+
+WRITE_TIMEOUT = 30.0
+"""Seconds that a journal may take for one write."""
 
 
 class Journal(ABC):
@@ -55,6 +64,40 @@ class Journal(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of it."""
+
+
+class Appender:
+    """Appends to an opened journal, each time with an end. One that is given up may still write: none comes after it."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._unusable = ""
+        self.is_writing = False
+        """Whether a write is under way, given up or not, so that nothing else may be asked of the journal."""
+
+    async def append(self, entries: Sequence[bytes], limiter: CapacityLimiter) -> None:
+        """:meth:`Journal.append` in a worker thread; cancelled, it leaves the thread to itself.
+
+        :raises JournalError: as there; or it has taken longer than :data:`WRITE_TIMEOUT`, now or before.
+        """
+        self.check()
+        self.is_writing = True
+        with real_work(), anyio.move_on_after(WRITE_TIMEOUT):
+            await to_thread.run_sync(self._append, entries, abandon_on_cancel=True, limiter=limiter)
+            return
+        self._unusable = f"{self._journal.name} has not answered within {WRITE_TIMEOUT:g} s, and may still write; open the session anew"
+        self.check()
+
+    def _append(self, entries: Sequence[bytes]) -> None:
+        try:
+            self._journal.append(entries)
+        finally:
+            self.is_writing = False
+
+    def check(self) -> None:
+        """Raise :class:`JournalError` once a write was given up."""
+        if self._unusable:
+            raise JournalError(self._unusable)
 
 
 def open_journal(given: str | os.PathLike[str] | Journal) -> Journal:

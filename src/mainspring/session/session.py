@@ -197,7 +197,8 @@ class Session(Generic[S]):
 
         :raises SessionClosedError: the session has a journal and is not open.
         :raises SerializationError: the event is not as its type is annotated, so that the journal could not hold it.
-        :raises JournalError: the journal cannot be written; the event is not applied.
+        :raises JournalError: the journal cannot be written; the event is not applied. Where it has not answered within 30 s,
+            it may still write the event, and nothing can be dispatched until the session is opened anew.
         :raises ConfigError: called in another thread than the session's.
         """
         await checkpoint()

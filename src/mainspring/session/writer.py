@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
-from anyio import CapacityLimiter, to_thread
+from anyio import CapacityLimiter
 
-from mainspring.clock import real_work
 from mainspring.errors import (
     ConfigError,
     JournalError,
@@ -30,6 +29,7 @@ from mainspring.errors import (
     describe,
 )
 from mainspring.events import DispatchResult, log_error
+from mainspring.session.journal import Appender
 from mainspring.session.record import entry_of_events
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ class Writer:
         self._wake: anyio.Event | None = None
         self._scope: anyio.CancelScope | None = None
         self._end_by = math.inf
+        self.appender: Appender | None = None
         self.gave_up = False
 
     # ------------------------------------------------------------------------------------------------- events come in
@@ -314,6 +315,7 @@ class Writer:
         self.seq = self._durable_seq = seq
         self._thread, self._pid = threading.get_ident(), os.getpid()
         self._stopping = self.gave_up = False
+        self.appender = None if self.journal is None else Appender(self.journal)
         self._wake, self._scope, self._end_by = None, None, math.inf
         self.is_open = True
 
@@ -340,7 +342,7 @@ class Writer:
                         self._wake = wake = anyio.Event()
                         await wake.wait()
         finally:
-            self.gave_up = bool(self._pending)
+            self.gave_up = self.appender is not None and self.appender.is_writing
             self._fail(JournalError(f"session {self.name!r}: its journal has not answered within {CLOSE_TIMEOUT:g} s"))
             closed = SessionClosedError(f"session {self.name!r} was closed before the event's turn came")
             while self._held:
@@ -352,12 +354,12 @@ class Writer:
 
     async def _write(self, limiter: CapacityLimiter) -> None:
         assert self.journal is not None
+        assert self.appender is not None
         batch = [self._pending[place] for place in range(min(len(self._pending), AT_ONCE))]
         entries = [change.entry for change in batch if change.entry is not None]
         try:
             if entries:
-                with real_work():
-                    await to_thread.run_sync(self.journal.append, entries, abandon_on_cancel=True, limiter=limiter)
+                await self.appender.append(entries, limiter)
         except Exception as error:
             failed = (
                 error if isinstance(error, JournalError) else JournalError(f"{self.journal.name}: {describe(error)}")
