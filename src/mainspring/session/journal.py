@@ -85,7 +85,10 @@ class Appender:
         with real_work(), anyio.move_on_after(WRITE_TIMEOUT):
             await to_thread.run_sync(self._append, entries, abandon_on_cancel=True, limiter=limiter)
             return
-        self._unusable = f"{self._journal.name} has not answered within {WRITE_TIMEOUT:g} s, and may still write; open the session anew"
+        self._unusable = (
+            f"{self._journal.name} has not answered within {WRITE_TIMEOUT:g} s, and may still write;"
+            " open the session anew"
+        )
         self.check()
 
     def _append(self, entries: Sequence[bytes]) -> None:
