@@ -14,7 +14,7 @@ import anyio
 import pytest
 
 import offload_work
-from mainspring import OffloadPool
+from mainspring import OffloadPool, offload_worker
 from mainspring.errors import (
     OffloadClosedError,
     OffloadPickleError,
@@ -48,6 +48,35 @@ async def told(path: Path) -> list[int]:
         while not (path.exists() and (words := path.read_text().split())):
             await anyio.sleep(0.005)
     return [int(word) for word in words]
+
+
+class HeldStart:
+    """Worker processes that write their numbers into ``path``, and go on with their start when they are let."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path, self._gate, program = folder / "starting", folder / "gate", folder / "held_worker.py"
+        os.mkfifo(self._gate)
+        program.write_text(
+            f"import os, runpy\n"
+            f"open({str(self.path)!r}, 'a').write(f'{{os.getpid()}} ')\n"
+            f"open({str(self._gate)!r}).read()\n"
+            f"runpy.run_path({offload_worker.__file__!r}, run_name='__main__')\n"
+        )
+        monkeypatch.setattr("mainspring.offload_worker.__file__", str(program))
+
+    async def begun(self) -> int:
+        """Wait until one is starting: its number."""
+        (pid,) = await told(self.path)
+        return pid
+
+    def let_go(self) -> None:
+        """Let it start."""
+        self._gate.write_text("")  # waits for the reader
+
+
+@pytest.fixture
+def held_start(tmp_path, monkeypatch):
+    return HeldStart(tmp_path, monkeypatch)
 
 
 # -------------------------------------------------------------------------------------------------------------- results
@@ -187,6 +216,65 @@ async def test_a_worker_whose_start_was_not_waited_for_is_kept():
         await pool.wait_for_late()
         assert len(pool._backend._idle) == 1
         assert await pool.run(offload_work.pid) == pool._backend._idle[0].pid
+
+
+async def test_who_must_not_go_on_while_work_does_need_not_wait_for_a_start(held_start):
+    """What was cancelled before its worker was there has not begun, and never will. The worker is for the next call."""
+    async with OffloadPool("process", workers=1) as pool:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pool.run_to_the_end, offload_work.kill_oneself)
+            worker = await held_start.begun()
+            tasks.cancel_scope.cancel()
+        assert (pool.in_flight, pool.late) == (0, 1), "the start keeps its place: no second one beside it"
+        held_start.let_go()
+        assert await pool.run(offload_work.pid) == worker
+
+
+async def test_closing_does_not_wait_for_a_start_that_nobody_waits_for(held_start):
+    async with OffloadPool("process", workers=1) as pool:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pool.run, offload_work.pid)
+            worker = await held_start.begun()
+            tasks.cancel_scope.cancel()
+        since = anyio.current_time()
+    assert anyio.current_time() - since < pool.shutdown_timeout
+    assert pool.late == 0
+    assert not is_there(worker)
+
+
+async def test_a_killed_process_that_does_not_end_is_not_waited_for_without_end(tmp_path, monkeypatch, caplog):
+    """As one that hangs in a call of the kernel: here its kill is held back."""
+    monkeypatch.setattr("mainspring.offload_calls.GONE_WITHIN", 0.05)
+    async with OffloadPool("process", workers=1) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(WorkerProcess, "kill", lambda _: None)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(pool.run_to_the_end, offload_work.sleep_in, str(tmp_path / "pid"))
+                (worker,) = await told(tmp_path / "pid")
+                tasks.cancel_scope.cancel()
+            assert is_there(worker)
+            assert pool.late == 1, "it keeps its place until it ends"
+        (said,) = [record.getMessage() for record in caplog.records]
+        assert said.startswith("sleep_in was killed, and has not ended 0.05 s later")
+        assert said.endswith(f"(worker process {worker}); it is not waited for")
+        os.killpg(worker, signal.SIGKILL)
+        await pool.wait_for_late()
+        assert await pool.run(offload_work.pid) != worker
+
+
+def test_a_worker_that_does_not_end_is_left_behind(monkeypatch, caplog):
+    monkeypatch.setattr("mainspring.offload_processes.REAP_WITHIN", 0.05)
+    processes = Processes()
+    worker = processes.take()
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "kill", lambda: None)
+        os.kill(worker.pid, signal.SIGSTOP)  # else it would leave, its connection being closed
+        processes.discard(worker)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == f"worker process {worker.pid} was killed, and has not ended 0.05 s later; it is left behind"
+    worker.kill()
+    assert worker._child.wait(30) == -signal.SIGKILL
+    processes.close()
 
 
 async def test_the_signals_of_a_terminal_and_of_a_service_manager_are_the_owners_to_obey():

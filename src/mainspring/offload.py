@@ -14,7 +14,7 @@ from anyio import CapacityLimiter, to_thread
 
 from mainspring.clock import real_work
 from mainspring.errors import ConfigError, InvalidParameterError, OffloadClosedError
-from mainspring.offload_calls import Calls
+from mainspring.offload_calls import GONE_WITHIN, Calls
 from mainspring.process import identity
 from mainspring.values import is_number, is_whole
 
@@ -28,8 +28,6 @@ Kind = Literal["thread", "process", "interpreter"]
 KINDS = ("thread", "process", "interpreter")
 MOST_THREADS = 32
 """The default number of threads is bounded by this, as the standard library's pool of threads is."""
-CUT_WITHIN = 5.0
-"""Seconds that are waited, after the calls were cut, for killed processes to be gone."""
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -43,8 +41,9 @@ class OffloadPool:
     ``async with OffloadPool("process", workers=2) as pool`` opens it, and ``await pool.run(fn, *args)`` uses it. It may be
     entered several times (a :class:`MainLoop` does so for as long as it runs); the last one to leave closes it, and then it
     can be opened again. Closing takes no new calls, waits for those that were accepted and for late ones, at most
-    ``shutdown_timeout`` seconds, and then cuts: callers get :class:`OffloadClosedError`, processes are killed, and threads
-    that still run are named in a warning (logger ``mainspring.offload``). Where closing is cancelled, it cuts at once.
+    ``shutdown_timeout`` seconds, and then cuts: callers get :class:`OffloadClosedError`, processes are killed, and what still
+    runs 5 seconds later (threads at once) is named in a warning (logger ``mainspring.offload``). Where closing is cancelled,
+    it cuts at once.
 
     :param kind: ``"thread"`` for calls that wait (blocking drivers, files): cheap, and arguments need not be pickled.
         ``"process"`` for computing, and for code that may have to be killed or may crash. ``"interpreter"`` for computing
@@ -118,21 +117,22 @@ class OffloadPool:
         assert self._backend is not None
         self._closing = True
         try:
-            await self._finish(self._calls)
+            await self._finish(self._calls, self._backend)
         finally:
             try:
                 await self._cut(self._calls, self._backend)
             finally:
                 self._entered, self._closing, self._backend, self._thread = 0, False, None, 0
 
-    async def _finish(self, calls: Calls) -> None:
+    async def _finish(self, calls: Calls, backend: Backend) -> None:
         with anyio.move_on_after(self.shutdown_timeout):
             await calls.wait_idle()
-            await calls.wait_for_late()
+            if not backend.kills:  # else late are only those being killed, and starts that nobody waits for
+                await calls.wait_for_late()
 
     async def _cut(self, calls: Calls, backend: Backend) -> None:
         calls.cut()
-        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CUT_WITHIN), real_work():
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + GONE_WITHIN), real_work():
             await to_thread.run_sync(backend.close, abandon_on_cancel=True, limiter=CapacityLimiter(1))
             await calls.wait_idle()  # the callers are told
             if backend.kills:
@@ -175,8 +175,10 @@ class OffloadPool:
     async def run_to_the_end(self, fn: Callable[[Unpack[Args]], T], *args: *Args) -> T:
         """As :meth:`run`, for callers that must not go on while the work does, whatever happens.
 
-        Cancelled, it kills a process and waits until that is gone; for a thread or an interpreter it waits until the work
-        ends, and then what came of it counts. ``queue_limit`` does not apply. It raises what :meth:`run` does.
+        Cancelled, it kills a process and waits until that is gone, at most 5 seconds (then a warning names it, and it keeps its
+        place until it ends); work whose process is still starting has not begun, never will, and is not waited for. For a
+        thread or an interpreter it waits until the work ends, and then what came of it counts. ``queue_limit`` does not
+        apply. It raises what :meth:`run` does.
         """
         backend = self._ready()
         assert self._calls is not None
@@ -272,8 +274,9 @@ class ThreadJob:
         """Call it."""
         return self.fn(*self._args)
 
-    def give_up(self) -> None:
+    def give_up(self) -> bool:
         """Nothing: a thread cannot be stopped from outside."""
+        return True
 
 
 def _backend(kind: str) -> Backend:

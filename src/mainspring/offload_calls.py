@@ -31,6 +31,9 @@ from mainspring.stacks import where_thread
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+GONE_WITHIN = 5.0
+"""Seconds that are waited for a process that was killed to be gone. It takes longer where the kernel holds it in a call."""
+
 _log = logging.getLogger("mainspring.offload")
 
 
@@ -49,8 +52,8 @@ class Job(Protocol):
     def perform(self) -> Any:
         """Do it, blocking this thread."""
 
-    def give_up(self) -> None:
-        """Nobody waits for it any more; called on the event loop."""
+    def give_up(self) -> bool:
+        """Nobody waits for it any more; called on the event loop. Whether it has begun: else it never will."""
 
 
 class Progress(IntEnum):
@@ -65,13 +68,15 @@ class Progress(IntEnum):
 class Call:
     """One call, between the task that waits for it and the thread that performs it."""
 
-    __slots__ = ("_calls", "_lock", "_progress", "error", "gone", "job", "result", "scope", "thread_id")
+    __slots__ = ("_calls", "_lock", "_progress", "begun", "error", "gone", "job", "result", "scope", "thread_id")
 
     def __init__(self, calls: Calls, job: Job) -> None:
         self._calls = calls.itself  # weakly: the thread may outlive the pool and its event loop
         self._lock = threading.Lock()
         self._progress = Progress.WAITING
         self.job = job
+        self.begun = False
+        """Whether the work itself, and not just the start of a worker for it, was under way when it was abandoned."""
         self.result: Any = None
         self.error: BaseException | None = None
         self.scope: anyio.CancelScope | None = None
@@ -129,7 +134,7 @@ class Call:
             if before is not Progress.ENDED:
                 self._progress = Progress.ABANDONED
         if before is Progress.RUNNING:
-            self.job.give_up()
+            self.begun = self.job.give_up()
         return before
 
     def _end_late(self, error: BaseException | None) -> None:
@@ -198,7 +203,9 @@ class Calls:
     async def run_to_the_end(self, job: Job) -> Any:
         """Perform a job; when cancelled kill it, where that can be, and return or raise only when it has really ended.
 
-        What ended in spite of a cancellation counts. The queue's limit does not, for who calls this has one of its own.
+        What ended in spite of a cancellation counts. A job whose worker is still starting has not begun, and is not waited
+        for; nor is, for longer than ``GONE_WITHIN`` seconds, a killed process that does not end. The queue's limit does not
+        count, for who calls this has one of its own.
         """
         call = Call(self, job)
         if not self._take_place(call):
@@ -208,15 +215,25 @@ class Calls:
         try:
             return await self._execute(call, abandon=True)
         except anyio.get_cancelled_exc_class():
-            if call in self.late:
-                call.gone = anyio.Event()
-                with anyio.CancelScope(shield=True), real_work():
-                    await call.gone.wait()
+            if call.begun:
+                await self._wait_until_gone(call)
             if not call.has_ended:
                 raise
             if call.error is not None:
                 raise call.error from None
             return call.result
+
+    async def _wait_until_gone(self, call: Call) -> None:
+        if call not in self.late:
+            return
+        call.gone = anyio.Event()
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + GONE_WITHIN), real_work():
+            await call.gone.wait()
+        if call in self.late:
+            at = call.where or "about to end"
+            _log.warning(
+                "%s was killed, and has not ended %g s later (%s); it is not waited for", call.name, GONE_WITHIN, at
+            )
 
     def _take_place(self, call: Call) -> bool:
         """Take a free place, if there is one."""

@@ -10,6 +10,7 @@ the whole of a ``concurrent.futures.ProcessPoolExecutor``. How a fresh interpret
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle  # noqa: TID251 - between this process and its own children, as in the standard library's pools
 import signal
@@ -34,6 +35,10 @@ START_WITHIN = 60.0
 """Seconds a worker has to start: far above what it takes, as importing the user's ``__main__`` may be slow."""
 LEAVE_WITHIN = 2.0
 """Seconds idle workers get to end by themselves when their pool is closed, before they are killed."""
+REAP_WITHIN = 2.0
+"""Seconds that the end of a worker that was killed is waited for. It takes longer where the kernel holds it in a call."""
+
+_log = logging.getLogger("mainspring.offload")
 
 
 class Processes:
@@ -101,6 +106,8 @@ class Processes:
         until = monotonic() + LEAVE_WITHIN
         for worker in idle:
             worker.wait(max(0.0, until - monotonic()))
+            worker.kill()
+        for worker in idle:
             self.discard(worker)
 
 
@@ -115,6 +122,7 @@ class ProcessJob:
         self._processes = processes
         self._lock = threading.Lock()
         self._worker: WorkerProcess | None = None
+        self._begun = False
         self._given_up = False
 
     @property
@@ -138,34 +146,39 @@ class ProcessJob:
             try:
                 answer = worker.ask(job)
             except WorkerDied as death:
-                self._let_go()
+                self._let_go(begun=death.begun)
                 self._processes.discard(worker)
                 if death.begun or self._given_up:
                     raise OffloadWorkerDiedError(
                         f"the worker process of {name_of(self.fn)} {death}; the call may have had effects"
                     ) from None
             else:
-                self._let_go()
+                self._let_go(begun=True)
                 self._processes.give_back(worker)
                 return unpack(self.fn, answer)
             # It had died unnoticed, with no job in its hands: another one does this.
 
-    def give_up(self) -> None:
-        """Kill the worker that is at it, if it has begun. Does not block; callable from the event loop."""
+    def give_up(self) -> bool:
+        """Kill the worker that is at it, if it has begun. Does not block; callable from the event loop.
+
+        A worker that is still starting is let go on, for the next job: were it killed, jobs with a deadline shorter than a
+        start would never get anywhere.
+        """
         with self._lock:
             self._given_up = True
             if self._worker is not None:
                 self._worker.kill()
+            return self._begun
 
     def _hold(self, worker: WorkerProcess) -> bool:
         with self._lock:
             if not self._given_up:
-                self._worker = worker
+                self._worker, self._begun = worker, True
             return not self._given_up
 
-    def _let_go(self) -> None:
+    def _let_go(self, *, begun: bool) -> None:
         with self._lock:
-            self._worker = None
+            self._worker, self._begun = None, begun
 
 
 class WorkerDied(Exception):  # noqa: N818 - between the worker and its job
@@ -240,12 +253,20 @@ class WorkerProcess:
         wait([self._end], seconds)
 
     def reap(self) -> None:
-        """Wait for the end of a worker that was killed, or has died, and give back all that it held here."""
+        """Wait for the end of a worker that was killed, or has died, and give back all that it held here.
+
+        One that has not ended ``REAP_WITHIN`` seconds later is left behind, with a warning: no more of its program runs, and
+        :mod:`subprocess` collects its exit status when a later process is started.
+        """
         if self._end < 0:
             return
-        wait([self._end])
-        with self._lock:
-            self._child.wait()
+        if wait([self._end], REAP_WITHIN):
+            with self._lock:
+                self._child.wait()
+        else:
+            _log.warning(
+                "worker process %d was killed, and has not ended %g s later; it is left behind", self.pid, REAP_WITHIN
+            )
         os.close(self._end)
         self._end = -1
         self._connection.close()

@@ -12,11 +12,16 @@ import offload_work
 from mainspring import Context, DeadLetterPolicy, InMemoryMailbox, LoopGroup, MainLoop, OffloadPool
 from mainspring.errors import ConfigError, HandlerStalledError
 from support import background, settled
-from test_offload_processes import ended, is_there, told
+from test_offload_processes import HeldStart, ended, is_there, told
 
 pytestmark = pytest.mark.anyio
 
 ONCE = DeadLetterPolicy(max_attempts=1)
+
+
+@pytest.fixture
+def held_start(tmp_path, monkeypatch):
+    return HeldStart(tmp_path, monkeypatch)
 
 
 async def in_hand(path) -> int:
@@ -120,6 +125,35 @@ async def test_a_cancelled_run_kills_and_gives_the_message_back(tmp_path):
     assert not is_there(pid)
     (message,) = await box.receive()
     assert (message.attempt, message.delivery_count) == (1, 2)
+
+
+async def test_a_shutdown_does_not_wait_for_a_process_that_is_still_starting(held_start):
+    box = InMemoryMailbox()
+    loop = MainLoop(box, offload_work.shout, offload="process")
+    await box.send("word")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(loop.run)
+        pid = await held_start.begun()
+        assert not await loop.shutdown(timeout=0.01)
+        assert not is_there(pid)
+    assert loop.outcomes == {"released": 1}
+    (message,) = await box.receive()
+    assert (message.attempt, message.delivery_count) == (1, 2)
+
+
+async def test_a_stalled_attempt_has_failed_though_its_process_is_still_starting(held_start):
+    box, pool = InMemoryMailbox(), OffloadPool("process", workers=1)
+    loop = MainLoop(box, offload_work.shout, offload=pool, dead_letter=ONCE)
+    async with box, pool, background(loop):
+        await box.send("word")
+        pid = await held_start.begun()
+        (run,) = loop.runs
+        run.stall(HandlerStalledError("no beat"))
+        await settled(box)
+        (dead,) = await box.dead_letters()
+        assert dead.error_type == "HandlerStalledError"
+        held_start.let_go()
+        assert await box.request("word", timeout=30) == f"WORD {pid}", "the process is for the next one"
 
 
 async def test_loops_share_a_pool_which_closes_with_the_last_of_them():
