@@ -17,7 +17,7 @@ help:
 	@echo "make lint    ruff, mypy, import-linter and the file sizes"
 	@echo "make simulate  10,000 runs of a simulated fleet in trouble"
 	@echo "make chaos   100,000 messages on each kind of server, with everything killed, frozen and cut off (BACKENDS= MESSAGES= SEED=)"
-	@echo "make soak    offload pools and loop threads, used hard; nothing may be left behind (RUNS= CONCURRENCY= DEADLINE_MS= TIMEOUT_PER_RUN=)"
+	@echo "make soak    offload pools and loop threads, used hard; nothing may be left behind (RUNS= CONCURRENCY= DEADLINE_MS= TIMEOUT_PER_RUN= RACE_ROUNDS=)"
 	@echo "make bench   the benchmarks, beside those of peers"
 	@echo "make docs    the documentation as a site, in site/"
 	@echo "make clean   remove the virtual environment and what the tools left behind"
@@ -48,9 +48,12 @@ SEED ?=
 chaos: $(VENV)/installed-dev
 	$(BIN)/python tests/chaos --messages $(MESSAGES) $(if $(BACKENDS),--backends $(BACKENDS)) $(if $(SEED),--seed $(SEED))
 
-# A few minutes; how much is said by the environment: RUNS, CONCURRENCY, DEADLINE_MS, TIMEOUT_PER_RUN.
+# A few minutes; how much is said by the environment: RUNS, CONCURRENCY, DEADLINE_MS, TIMEOUT_PER_RUN, and RACE_ROUNDS of
+# each race of loop threads.
+RACE_ROUNDS ?= 10000
 soak: $(VENV)/installed-dev
 	$(BIN)/python scripts/soak.py
+	MAINSPRING_RACE_ROUNDS=$(RACE_ROUNDS) $(BIN)/python -m pytest -q --durations=4 tests/test_portal_races.py
 
 # BENCH names some of them, or says --quick: make bench BENCH="redis --quick"
 BENCH ?=

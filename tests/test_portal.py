@@ -335,11 +335,12 @@ def test_an_interrupt_on_the_way_to_the_loop_keeps_nobody_waiting(thread, monkey
 
 
 class MeetingQueue(deque):
-    """A queue in which two threads meet at a chosen moment: just before an entry comes in, or as it is seen to be empty."""
+    """A queue in which two threads meet at a chosen moment: before or after an entry comes in, or as it is seen to be empty."""
 
-    def __init__(self, before_append=None, when_empty=()):
+    def __init__(self, before_append=None, after_append=None, when_empty=()):
         super().__init__()
         self.before_append = before_append
+        self.after_append = after_append
         self.when_empty = list(when_empty)
 
     def append(self, entry):
@@ -347,6 +348,9 @@ class MeetingQueue(deque):
         if meet is not None:
             meet()
         super().append(entry)
+        meet, self.after_append = self.after_append, None
+        if meet is not None:
+            meet()
 
     def __bool__(self):
         if len(self):
@@ -362,6 +366,33 @@ def test_a_post_that_a_stop_overtakes_is_refused(thread):
     assert thread.post(pytest.fail) is False
     assert thread.state is LoopThreadState.STOPPED
     assert not queue[0]  # the entry is there, and nobody can take the callback out of it any more
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("broken")])
+@pytest.mark.parametrize("submitted", [False, True])
+def test_a_post_that_the_end_of_the_loop_meets_is_refused(thread, caplog, error, submitted):
+    """It saw the loop running, and puts its callback in between the last turn and the end, which looks at the queue as well."""
+    core, meet = thread._core, threading.Barrier(2)
+    end, core._end = core._end, lambda _: (meet.wait(PATIENCE), meet.wait(PATIENCE), end(error))
+    stopper = threading.Thread(target=thread.stop)
+
+    def come_to_the_end():
+        stopper.start()
+        meet.wait(PATIENCE)
+
+    def let_it_end():
+        meet.wait(PATIENCE)
+        stopper.join(PATIENCE)
+
+    core._queue = MeetingQueue(before_append=come_to_the_end, after_append=let_it_end)
+    if submitted:
+        with pytest.raises(LoopNotRunningError):
+            thread.submit(add, 1).wait_sync(0)
+    else:
+        assert thread.post(pytest.fail) is False
+    assert thread.state is LoopThreadState.STOPPED
+    assert not stopper.is_alive()
+    assert ("broke" in caplog.text) is (error is not None)
 
 
 def test_a_post_that_meets_the_end_of_a_turn_is_called(thread):
@@ -702,7 +733,7 @@ def test_what_a_broken_loop_had_accepted_is_told(monkeypatch, caplog):
         ticket.wait_sync(PATIENCE)
     assert thread.stop() is True
     assert "the event loop of loop thread 'own' broke" in caplog.text
-    assert "could not call 2 callbacks that it had accepted" in caplog.text
+    assert "could not call 2 callbacks that were in its queue" in caplog.text
 
 
 # ----------------------------------------------------------------------------------------------------------------- group

@@ -1,7 +1,11 @@
-"""``LoopThread`` where its calls meet: 10,000 rounds of threads that switch as often as they can."""
+"""``LoopThread`` where its calls meet: rounds of threads that switch as often as they can.
+
+``make soak`` plays 10,000 rounds of each race (MAINSPRING_RACE_ROUNDS says how many), and else there is a share of them.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +18,7 @@ import pytest
 from mainspring import LoopNotRunningError, LoopThread
 from mainspring.states import LoopThreadState
 
-ROUNDS = 2_500
+ROUNDS = int(os.environ.get("MAINSPRING_RACE_ROUNDS", "2000"))
 """For each of the four tests here."""
 PATIENCE = 60
 LOOPS = (("asyncio", {"use_uvloop": False}), ("asyncio", {"use_uvloop": True}), ("trio", {}))

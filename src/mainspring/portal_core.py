@@ -228,21 +228,25 @@ class LoopCore:
         elif error is not None:
             self._error = error
         self._ready.set()
-        self._give_up()
-
-    def _give_up(self) -> None:
-        """Tell of what was accepted and cannot be done any more, where the event loop broke; else there is nothing."""
-        lost = 0
         for submission in tuple(self.running):
             submission.fail(self.not_running())
+        if error is not None:
+            self._give_up()
+        # Else all that came in before the flip was called. What is left came after it, and its posters take it back.
+
+    def _give_up(self) -> None:
+        """Tell of what is in the queue of an event loop that broke."""
+        lost = 0
         while self._queue:
-            fn = _taken(self._queue.popleft())
+            entry = self._queue.popleft()
+            entry.append(_refused)  # first, so that a poster that has yet to look for its function finds one of the two
+            fn = _taken(entry)
             if isinstance(fn, Submission):
                 fn.fail(self.not_running())
             else:
-                lost += fn is not None
+                lost += fn is not _refused
         if lost:
-            _log.error("%s could not call %d callbacks that it had accepted", self, lost)
+            _log.error("%s could not call %d callbacks that were in its queue", self, lost)
 
     # asyncio calls what comes from other threads with their context variables, which is why these two change the context.
 
@@ -379,6 +383,10 @@ class Submission(Generic[T]):
 def _taken(entry: list[Callable[[], object]]) -> Callable[[], object] | None:
     """Take the function out of an entry; None where somebody has done so before."""
     try:
-        return entry.pop()
+        return entry.pop(0)
     except IndexError:
         return None
+
+
+def _refused() -> None:
+    """Stands in an entry for the function that nobody will call."""
