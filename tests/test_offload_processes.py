@@ -218,13 +218,14 @@ async def test_a_worker_whose_start_was_not_waited_for_is_kept():
         assert await pool.run(offload_work.pid) == pool._backend._idle[0].pid
 
 
-async def test_who_must_not_go_on_while_work_does_need_not_wait_for_a_start(held_start):
+async def test_who_must_not_go_on_while_work_does_need_not_wait_for_a_start(held_start, caplog):
     """What was cancelled before its worker was there has not begun, and never will. The worker is for the next call."""
     async with OffloadPool("process", workers=1) as pool:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(pool.run_to_the_end, offload_work.kill_oneself)
             worker = await held_start.begun()
             tasks.cancel_scope.cancel()
+        assert not caplog.records, "nothing was waited for in vain"
         assert (pool.in_flight, pool.late) == (0, 1), "the start keeps its place: no second one beside it"
         held_start.let_go()
         assert await pool.run(offload_work.pid) == worker

@@ -127,7 +127,7 @@ async def test_a_cancelled_run_kills_and_gives_the_message_back(tmp_path):
     assert (message.attempt, message.delivery_count) == (1, 2)
 
 
-async def test_a_shutdown_does_not_wait_for_a_process_that_is_still_starting(held_start):
+async def test_a_shutdown_does_not_wait_for_a_process_that_is_still_starting(held_start, caplog):
     box = InMemoryMailbox()
     loop = MainLoop(box, offload_work.shout, offload="process")
     await box.send("word")
@@ -136,6 +136,7 @@ async def test_a_shutdown_does_not_wait_for_a_process_that_is_still_starting(hel
         pid = await held_start.begun()
         assert not await loop.shutdown(timeout=0.01)
         assert not is_there(pid)
+    assert "not waited for" not in caplog.text, "nothing was waited for in vain"
     assert loop.outcomes == {"released": 1}
     (message,) = await box.receive()
     assert (message.attempt, message.delivery_count) == (1, 2)
