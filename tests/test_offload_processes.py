@@ -57,9 +57,11 @@ class HeldStart:
         self.path, self._gate, program = folder / "starting", folder / "gate", folder / "held_worker.py"
         os.mkfifo(self._gate)
         program.write_text(
-            f"import os, runpy\n"
+            f"import os, runpy, signal\n"
+            f"signal.alarm(120)\n"  # it outlives no test that was killed
             f"open({str(self.path)!r}, 'a').write(f'{{os.getpid()}} ')\n"
             f"open({str(self._gate)!r}).read()\n"
+            f"signal.alarm(0)\n"
             f"runpy.run_path({offload_worker.__file__!r}, run_name='__main__')\n"
         )
         monkeypatch.setattr("mainspring.offload_worker.__file__", str(program))
