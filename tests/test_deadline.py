@@ -12,6 +12,7 @@ import anyio.to_thread
 import pytest
 
 from mainspring import (
+    Budget,
     Context,
     Deadline,
     DeadlineExceededError,
@@ -45,6 +46,19 @@ async def work(*loops):
 def test_only_an_aware_datetime_is_one(at):
     with pytest.raises(InvalidParameterError, match="a deadline must be an aware datetime"):
         Deadline(at)
+
+
+BEYOND = [
+    datetime.max.replace(tzinfo=timezone(timedelta(hours=-1))),
+    datetime.min.replace(tzinfo=timezone(timedelta(hours=1))),
+]
+
+
+@pytest.mark.parametrize("at", BEYOND)
+@pytest.mark.parametrize("kind", [Deadline, Budget])
+def test_an_instant_that_utc_has_no_date_for_is_none(kind, at):
+    with pytest.raises(InvalidParameterError, match="a deadline must be within the years 1 to 9999 in UTC"):
+        kind(at)
 
 
 @pytest.mark.parametrize("seconds", [-1, math.nan, math.inf, 1e300, "5", True, None])
@@ -313,6 +327,20 @@ async def test_a_header_that_is_no_instant(mailbox, virtual_clock):
     assert [letter.error_type for letter in letters] == ["SerializationError"] * 2
     assert "must be an instant with its zone in ISO 8601, not 'tomorrow'" in letters[0].error
     assert ran == []
+
+
+@pytest.mark.parametrize("at", BEYOND)
+async def test_a_header_beyond_the_calendar_harms_no_neighbour(mailbox, virtual_clock, at):
+    ran = []
+
+    async def handle(job: str) -> None:
+        ran.append(job)
+
+    await mailbox.send("x", headers={HEADER: at.isoformat()})
+    await mailbox.send("y")
+    await work(MainLoop(mailbox, handle, retry=RetryPolicy(initial_delay=0)))
+    assert [letter.error_type for letter in await mailbox.dead_letters()] == ["SerializationError"]
+    assert ran == ["y"]
 
 
 async def test_who_looks_after_dead_letters_is_not_bound_by_their_deadlines(mailbox, virtual_clock):

@@ -35,7 +35,7 @@ class Budget:
     :param max_total_tokens: input and output together.
     :param max_cost: in whatever unit the work is charged in. It is kept as a ``Decimal``, so that sums are exact; an int, or a
         float, which is taken for what it is printed as (0.1 means one tenth), becomes one.
-    :raises InvalidParameterError: a limit is negative, no number, or a deadline without a zone.
+    :raises InvalidParameterError: a limit is negative, no number, or a deadline that no :class:`Deadline` can be.
     """
 
     deadline: Deadline | None

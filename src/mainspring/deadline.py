@@ -30,7 +30,8 @@ Inherited: TypeAlias = Literal["inherit"]
 class Deadline:
     """An instant (``at``, aware, kept in UTC), by the wall clocks of all who take part.
 
-    :raises InvalidParameterError: ``at`` is no aware datetime: a naive one would mean another instant on each machine.
+    :raises InvalidParameterError: ``at`` is no aware datetime (a naive one would mean another instant on each machine), or it
+        is one that UTC has no date for.
     """
 
     at: datetime
@@ -41,7 +42,13 @@ class Deadline:
                 f"a deadline must be an aware datetime, as datetime.now(UTC) is, not {self.at!r}; or say"
                 " Deadline.after(seconds)"
             )
-        object.__setattr__(self, "at", self.at.astimezone(UTC))
+        try:
+            at = self.at.astimezone(UTC)
+        except OverflowError:
+            raise InvalidParameterError(
+                f"a deadline must be within the years 1 to 9999 in UTC, not {self.at!r}"
+            ) from None
+        object.__setattr__(self, "at", at)
 
     def __str__(self) -> str:
         return self.at.isoformat()

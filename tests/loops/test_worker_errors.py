@@ -12,10 +12,12 @@ from loop_support import EXACT
 
 from mainspring import (
     DeadLetterPolicy,
+    Deadline,
     InMemoryMailbox,
     MainLoop,
     RetryPolicy,
 )
+from mainspring.loops import attempt
 from support import FaultyMailbox, background, record, settled
 
 pytestmark = pytest.mark.anyio
@@ -287,3 +289,32 @@ async def test_a_thread_that_looks_for_cancellation_ends_by_its_timeout():
         await settled(mailbox)
         (dead,) = await mailbox.dead_letters()
         assert dead.error_type == "HandlerTimeoutError"
+
+
+@pytest.mark.parametrize("name", ["deadline_of", "before_start", "enter"])
+async def test_what_goes_wrong_before_the_handler_is_its_messages_failure(name, virtual_clock, monkeypatch):
+    ran = []
+
+    async def handle(job: int) -> None:
+        ran.append(job)
+
+    genuine = getattr(attempt, name)
+    calls = []
+
+    def broken_at_first(*args):
+        calls.append(args)
+        if len(calls) <= 2:
+            raise OverflowError("out of the calendar")
+        return genuine(*args)
+
+    monkeypatch.setattr(attempt, name, broken_at_first)
+    mailbox = InMemoryMailbox()
+    policy = DeadLetterPolicy(max_attempts=2)
+    async with background(MainLoop(mailbox, handle, dead_letter=policy, retry=RetryPolicy(initial_delay=0))):
+        await mailbox.send(1, deadline=Deadline.after(3600))
+        await settled(mailbox)
+        await mailbox.send(2, deadline=Deadline.after(3600))
+        await settled(mailbox)
+    (dead,) = await mailbox.dead_letters()
+    assert (dead.error_type, dead.attempt, dead.error) == ("OverflowError", 2, "out of the calendar")
+    assert ran == [2]

@@ -86,35 +86,25 @@ class Attempts:
 
         Raises nothing but a cancellation, with ``run.decision`` saying what it means.
         """
-        message = run.message
         now = self._clock()
         run.started = run.last_beat = now
         self._heartbeat.beat()
-        if run.lost or now >= run.trusted_until:  # this process stood still meanwhile (SIGSTOP, a suspended machine)
-            run.phase = Phase.ENDED
-            return run.fate
-        given_up = before_start(message.attempt, self._settings.dead_letter, message.history_until)
-        if given_up is not None:
-            run.phase = Phase.ENDED
-            return given_up
-        if self._dispatcher.wants(MessageStarted):
-            self._dispatcher.dispatch(
-                MessageStarted(self._name, message.id, message.receipt_handle, message.delivery_count, message.attempt)
-            )
         try:
-            body = message.body
-            due = deadline_of(message.headers) if message.headers else None
+            prepared = self._prepare(run, now)
         except SerializationError as error:
+            prepared = self._after(run, error, self._misfits)
+        except Exception as error:  # whatever is wrong with one message, its neighbours are handled
+            prepared = self.judge(run, error)
+        if isinstance(prepared, Decision):
             run.phase = Phase.ENDED
-            return self._after(run, error, self._misfits)
-        if due is not None and due.passed:
-            run.phase = Phase.ENDED
-            return after_deadline(run.too_late(due))
+            return prepared
+        body, due = prepared
         run.phase = Phase.HANDLING
-        if due is not None or self._settings.handler_timeout is not None:
-            scope.deadline = self._end_of(run, now, due)
-        entered = None if due is None else enter(due)
+        entered = None
         try:
+            if due is not None or self._settings.handler_timeout is not None:
+                scope.deadline = self._end_of(run, now, due)
+            entered = None if due is None else enter(due)
             args = (body, Context(run)) if self._settings.wants_context else (body,)
             if self.wrappers:
                 run.coroutine = self._wrapped(run, args)
@@ -137,6 +127,22 @@ class Attempts:
                 scope.deadline = math.inf
             if entered is not None:
                 leave(entered)
+
+    def _prepare(self, run: Run, now: float) -> tuple[Any, Deadline | None] | Decision:
+        """What the handler is to be called with, and its message's deadline; or what the message's end is without a call."""
+        message = run.message
+        if run.lost or now >= run.trusted_until:  # this process stood still meanwhile (SIGSTOP, a suspended machine)
+            return run.fate
+        given_up = before_start(message.attempt, self._settings.dead_letter, message.history_until)
+        if given_up is not None:
+            return given_up
+        if self._dispatcher.wants(MessageStarted):
+            self._dispatcher.dispatch(
+                MessageStarted(self._name, message.id, message.receipt_handle, message.delivery_count, message.attempt)
+            )
+        body = message.body
+        due = deadline_of(message.headers) if message.headers else None
+        return after_deadline(run.too_late(due)) if due is not None and due.passed else (body, due)
 
     def _end_of(self, run: Run, now: float, due: Deadline | None) -> float:
         """When the handler is to end: after its timeout, or at its message's deadline, whichever is earlier."""
