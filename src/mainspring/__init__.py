@@ -168,6 +168,9 @@ if TYPE_CHECKING:
         TicketTimeoutError as TicketTimeoutError,
     )
     from mainspring.errors import (
+        TransactionEndedError as TransactionEndedError,
+    )
+    from mainspring.errors import (
         UnknownEventError as UnknownEventError,
     )
     from mainspring.errors import (
@@ -264,7 +267,7 @@ _HOMES = {
         "OffloadPickleError", "OffloadTimeoutError", "OffloadWorkerDiedError", "ReceiptHandleExpiredError", "Reject",
         "ReplyNotAvailableError", "RequestCancelledError", "RequestFailedError", "RequestTimeoutError", "Retry",
         "SerializationError", "TaskExitError", "TicketAbandonedError", "TicketAlreadyCompletedError",
-        "TicketTimeoutError",
+        "TicketTimeoutError", "TransactionEndedError",
         "BudgetExceededError", "DeadlineExceededError", "JournalDamagedError", "JournalError", "JournalLockedError",
         "OverrideDamagedError", "OverrideLockedError", "ReducerError", "SessionClosedError",
         "SessionError", "UnknownEventError", "UnknownVersionError",

@@ -75,6 +75,13 @@ class ReplyNotAvailableError(MailboxError):
     """The sender asked for no reply (``reply_to`` is not set), or where it wants it cannot be reached by its name."""
 
 
+class TransactionEndedError(MailboxError):
+    """Code in a block of ``ctx.transaction()`` ended its transaction by itself (a ``COMMIT`` or ``ROLLBACK`` of its own), or
+    went on after a statement in it had failed: nothing is settled by the block, and what was committed so remains."""
+
+    fault = "handler"
+
+
 class RequestTimeoutError(MailboxError, TimeoutError):
     """No reply to a request has come in time. It may still be done, or have been done: its effects are unknown."""
 

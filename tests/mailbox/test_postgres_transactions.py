@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import anyio
 import psycopg
 import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
-from mainspring import Context, InMemoryMailbox, InvalidParameterError, LoopGroup, MainLoop, MessageSettledError, Retry
+from mainspring import (
+    Context,
+    InMemoryMailbox,
+    InvalidParameterError,
+    LoopGroup,
+    MainLoop,
+    MessageSettledError,
+    Retry,
+    RetryPolicy,
+    TransactionEndedError,
+)
 from mainspring.errors import ConfigError, ReceiptHandleExpiredError
 from mainspring.mailbox import postgres_hub, postgres_lanes
 from postgres_support import Place, drop_schema, new_schema
@@ -176,6 +188,51 @@ async def test_an_error_rolls_back_and_leaves_the_message_unsettled(place, mailb
     await message.nack()
     assert effects(place) == []
     assert (await mailbox.counts()).pending == 1
+
+
+@pytest.mark.parametrize(("word", "left"), [("ROLLBACK", []), ("COMMIT", ["done"])])
+@pytest.mark.parametrize("by_hand", [False, True])
+async def test_a_block_that_ends_its_transaction_itself_settles_nothing(place, mailbox, word, left, by_hand):
+    await mailbox.send("x")
+    (message,) = await mailbox.receive()
+    with pytest.raises(TransactionEndedError, match="leave COMMIT and ROLLBACK to the block"):  # noqa: PT012
+        async with mailbox.transaction(message) as connection:
+            await connection.execute(insert(place), ("done",))
+            await connection.execute(word)
+            if by_hand:
+                await message.acknowledge()
+    assert not message.is_settled
+    assert effects(place) == left
+    await message.nack()
+    assert (await mailbox.counts()).pending == 1
+
+
+@pytest.mark.parametrize("word", ["ROLLBACK", "SELECT 1 / 0"])
+async def test_what_undoes_a_settlement_in_the_block_is_told(place, mailbox, word):
+    await mailbox.send("x")
+    (message,) = await mailbox.receive()
+    with pytest.raises(TransactionEndedError):  # noqa: PT012
+        async with mailbox.transaction(message) as connection:
+            await message.acknowledge()
+            with suppress(psycopg.Error):
+                await connection.execute(word)
+    assert not message.is_settled
+    await message.nack()
+    assert (await mailbox.counts()).pending == 1
+
+
+async def test_in_a_loop_a_transaction_that_was_ended_is_a_failed_attempt(place, mailbox):
+    async def handle(job: int, ctx: Context) -> None:
+        async with ctx.transaction() as connection:
+            await connection.execute(insert(place), (str(ctx.attempt),))
+            if ctx.attempt == 1:
+                await connection.execute("ROLLBACK")
+
+    loop = MainLoop(mailbox, handle, retry=RetryPolicy(initial_delay=0.01))
+    await mailbox.send(1)
+    await LoopGroup([loop], guardian=False).run(install_signals=False, until_empty=True)
+    assert effects(place) == ["2"]
+    assert (await mailbox.counts()).settled == 1
 
 
 async def test_a_lost_lease_rolls_back(place, mailbox):

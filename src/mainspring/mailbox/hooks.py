@@ -101,6 +101,8 @@ class MailboxHooks(ABC):
         :raises ConfigError: the mailbox cannot (:attr:`Capabilities.transactions`).
         :raises ReceiptHandleExpiredError: at the end: the lease was lost meanwhile; nothing was committed.
         :raises MessageSettledError: the message is settled, or in a transaction.
+        :raises TransactionEndedError: the block ran ``COMMIT`` or ``ROLLBACK`` itself; it settles nothing then. With a
+            ``BEGIN`` after it that cannot be seen: leave both to the block.
         :raises MailboxConnectionError: the connection was lost. Where that was during the commit, it may have taken place.
         """
         raise ConfigError(f"{type(self).__name__} has no transactions (Capabilities.transactions)")

@@ -9,7 +9,7 @@ import anyio
 import psycopg
 from psycopg.pq import TransactionStatus
 
-from mainspring.errors import InvalidParameterError, MailboxConnectionError, MessageSettledError
+from mainspring.errors import InvalidParameterError, MailboxConnectionError, MessageSettledError, TransactionEndedError
 from mainspring.mailbox.limits import full
 from mainspring.mailbox.postgres_arrays import texts
 from mainspring.mailbox.postgres_calls import Call, Calls, ask, make
@@ -100,12 +100,24 @@ class Joined:
         self.settled = False
 
     async def settle(self, calls: Calls, command: do.OfDelivery) -> None:
-        """Settle in the transaction; raises what the command says."""
+        """Settle in the transaction; raises what the command says, and where the block has ended the transaction."""
+        self.check(TransactionStatus.IDLE)
         for each in calls.build([command]):
             each.finish(await make(self.connection, each))
         if command.error is not None:
             raise command.error
         self.settled = True
+
+    def check(self, *ended: TransactionStatus) -> None:
+        """Raise :class:`TransactionEndedError` in one of these states, in which no COMMIT commits what the block did.
+
+        The driver knows them without asking the server.
+        """
+        if self.connection.info.transaction_status in ended:
+            raise TransactionEndedError(
+                "ctx.transaction(): its transaction was ended, or has failed, inside the block, so that nothing can commit"
+                " together with the settlement; leave COMMIT and ROLLBACK to the block, and let errors of statements out of it"
+            )
 
 
 @asynccontextmanager
@@ -127,6 +139,7 @@ async def joined(
                 yield connection
                 if not this.settled:
                     await message.acknowledge()
+                this.check(TransactionStatus.IDLE, TransactionStatus.INERROR)
             settled = True
         except psycopg.Error as error:
             if not connection.closed:  # the handler's own affair
