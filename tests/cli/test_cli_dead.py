@@ -305,6 +305,16 @@ def test_what_is_meant_is_to_be_said_in_one_way(
     assert counts(url) == (1, 6, 0)
 
 
+@pytest.mark.parametrize("words", [["replay"], ["purge", "--yes"]])
+@pytest.mark.parametrize("which", [["--match", ""], ["--error-type", ""], ["--since", ""], ["--match", " "], ["", ""]])
+def test_an_empty_filter_is_no_way_to_say_all(
+    url: str, ids: list[str], capsys: Any, words: list[str], which: list[str]
+) -> None:
+    assert call(["dead", words[0], url, *which, *words[1:]]) == 2
+    assert "is empty" in only_line(capsys.readouterr().err)
+    assert counts(url) == (1, 6, 0)
+
+
 @pytest.mark.parametrize("since", ["yesterday", "-5m", "nan", ""])
 def test_a_since_that_is_none(url: str, ids: list[str], capsys: Any, since: str) -> None:
     assert call(["dead", "list", url, "--since", since]) == 2

@@ -50,6 +50,9 @@ class Choice:
             raise Problem(
                 f"dead {verb}: say which: ids, or --all, or filters (--error-type, --since, --match), and only one of these"
             )
+        said = (*self.ids, self.error_type, self.since, self.match)
+        if any(text is not None and not text.strip() for text in said):  # as of a shell variable that is not set
+            raise Problem(f"dead {verb}: an id or a filter is empty; say which dead letters are meant, or --all")
 
     def filter(self) -> Callable[[DeadLetter], bool]:
         """Whether a dead letter fits the filters."""
