@@ -639,7 +639,8 @@ def test_a_callback_that_blocks_is_named_and_no_wait_for_ever(make, caplog):
     assert "test_portal.py" in caplog.text
     assert thread.state is LoopThreadState.STOPPING
     release.set()  # what was accepted is done all the same
-    assert thread.stop(timeout=PATIENCE) is True
+    assert thread.stop(timeout=PATIENCE) is False  # as the first one has said
+    assert thread.state is LoopThreadState.STOPPED
     assert called == [1]
 
 
@@ -661,6 +662,26 @@ def test_a_task_that_swallows_its_cancellation_is_named(make, caplog):
     assert "task test_a_task_that_swallows_its_cancellation_is_named.<locals>.stubborn at " in caplog.text
     assert "await anyio.sleep(0.005)" in caplog.text
     over.set()
+    assert thread.stop(timeout=PATIENCE) is False
+    assert thread.state is LoopThreadState.STOPPED
+
+
+def test_a_task_that_had_to_be_cancelled_did_not_end_by_itself_whatever_it_made_of_that(thread):
+    begun = threading.Event()
+
+    async def cleans_up():
+        begun.set()
+        try:
+            await anyio.sleep_forever()
+        except anyio.get_cancelled_exc_class():
+            raise ValueError("something else") from None
+
+    ticket = thread.submit(cleans_up)
+    assert begun.wait(PATIENCE)
+    assert thread.stop(timeout=0) is False
+    with pytest.raises(ValueError, match="something else"):
+        ticket.wait_sync(PATIENCE)
+    assert thread.stop() is False
 
 
 def test_a_stop_callable_that_raises_is_logged(thread, caplog):
@@ -701,7 +722,8 @@ def test_a_loop_that_breaks_lets_nobody_wait(make, caplog):
     thread.post(lambda: asyncio.get_running_loop().stop())
     with pytest.raises((TicketAbandonedError, LoopNotRunningError)):
         running.wait_sync(PATIENCE)
-    assert thread.stop() is True
+    assert thread.stop() is False
+    assert thread.stop() is False
     assert "the event loop of loop thread" in caplog.text
     assert not thread.post(pytest.fail)
     with pytest.raises(LoopNotRunningError):
@@ -731,7 +753,7 @@ def test_what_a_broken_loop_had_accepted_is_told(monkeypatch, caplog):
     go.set()
     with pytest.raises(LoopNotRunningError, match="is stopped"):
         ticket.wait_sync(PATIENCE)
-    assert thread.stop() is True
+    assert thread.stop() is False
     assert "the event loop of loop thread 'own' broke" in caplog.text
     assert "could not call 2 callbacks that were in its queue" in caplog.text
 

@@ -142,9 +142,10 @@ class LoopThread:
         ``cancel_grace`` seconds later this returns False in any case: where a callback blocks or a task swallows its
         cancellation, the line on which the thread stands is logged, and the thread goes on by itself.
 
-        From any thread, any number of times; all calls wait for the same end, and the shortest timeout holds. In the event
-        loop's own thread, as in a callback, it does not wait, and returns True. In another event loop it blocks that one:
-        there, ``await anyio.to_thread.run_sync(thread.stop)``.
+        From any thread, any number of times; all calls wait for the same end, and the shortest timeout holds. After one has
+        returned False all do, and where the event loop broke. In the event loop's own thread, as in a callback, it does not
+        wait, and returns True. In another event loop it blocks that one: there,
+        ``await anyio.to_thread.run_sync(thread.stop)``.
 
         :raises InvalidParameterError: ``timeout`` is not a time.
         """

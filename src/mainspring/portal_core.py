@@ -75,6 +75,7 @@ class LoopCore:
         self.tasks: TaskGroup | None = None
         self.running: set[Submission[Any]] = set()
         self.clean = True
+        """Whether all has ended by itself so far; once it is False it stays so."""
 
     def __str__(self) -> str:
         return f"loop thread {self.name!r}"
@@ -155,6 +156,7 @@ class LoopCore:
         while thread.is_alive() and (left := began + self._stop_within(timeout) - clock.monotonic()) > 0:
             thread.join(min(left, threading.TIMEOUT_MAX))
         if thread.is_alive():
+            self.clean = False
             _log.error("%s has not ended within %g s: %s", self, self._stop_within(timeout), self._what_holds_it())
             return False
         return self.clean
@@ -224,6 +226,7 @@ class LoopCore:
                 self._to(_STOPPING)
             self._to(_STOPPED)
         if began and error is not None:
+            self.clean = False
             _log.critical("the event loop of %s broke", self, exc_info=error)
         elif error is not None:
             self._error = error
@@ -356,11 +359,12 @@ class Submission(Generic[T]):
             self.fail(TicketAbandonedError(f"{self.name} was cancelled in {self._core} ({type(error).__name__})"))
         else:
             if self._scope.cancelled_caught:
-                self._core.clean = False
                 self.fail(LoopNotRunningError(f"{self._core} has stopped and cancelled {self.name}"))
             else:
                 self._settle(self.ticket.complete, value)
         finally:
+            if self._scope.cancel_called:  # whatever it has made of that
+                self._core.clean = False
             self._awaitable = None
             self._core.running.discard(self)
 
