@@ -12,10 +12,13 @@ from mainspring import (
     Context,
     DeadLetterPolicy,
     InMemoryMailbox,
+    MailboxConnectionError,
     MailboxFullError,
     MainLoop,
     RetryPolicy,
 )
+from mainspring.loops.lease import SETTLE_TIMEOUT
+from mainspring.mailbox import replies
 from support import FaultyMailbox, background, fail, settled
 
 pytestmark = pytest.mark.anyio
@@ -131,6 +134,39 @@ async def test_a_full_mailbox_of_replies_is_waited_for(virtual_clock):
         assert (await mailbox.counts()).settled == 1
         (second,) = await replies.receive()
         assert second.body == 1
+
+
+@pytest.mark.parametrize("trouble", ["refuses", "hangs"])
+async def test_a_reply_that_its_store_does_not_take_is_a_failed_attempt_in_the_end(virtual_clock, monkeypatch, trouble):
+    ran = []
+
+    async def handle(job: int) -> int:
+        ran.append(anyio.current_time())
+        return job
+
+    class Elsewhere(InMemoryMailbox):
+        def _local_name(self, address):
+            return None
+
+    class Down(InMemoryMailbox):
+        async def _open(self, scope):
+            if trouble == "hangs":
+                await anyio.sleep_forever()
+            raise MailboxConnectionError("the store of the replies is down")
+
+    monkeypatch.setattr(replies, "open_mailbox", lambda url: Down("down"))
+    mailbox = Elsewhere()
+    policy = DeadLetterPolicy(max_attempts=2)
+    loop = MainLoop(mailbox, handle, visibility_timeout=5, dead_letter=policy, retry=RetryPolicy(initial_delay=0))
+    async with loop:
+        await mailbox.send(1, reply_to="memory://down")
+        await anyio.sleep(2 * SETTLE_TIMEOUT)
+        (dead,) = await mailbox.dead_letters()
+        assert (dead.error_type, dead.attempt) == ("MailboxConnectionError", 2)
+        assert ("is down" if trouble == "refuses" else "has not taken the reply") in dead.error
+        assert [failure.error_type for failure in dead.history] == ["MailboxConnectionError"] * 2
+        assert loop.outcomes == {"retried": 1, "dead_lettered": 1}
+        assert len(ran) == 2
 
 
 async def test_a_handler_may_reply_by_itself():

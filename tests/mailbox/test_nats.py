@@ -10,6 +10,7 @@ from mainspring.errors import (
     InvalidParameterError,
     MailboxConnectionError,
     ReceiptHandleExpiredError,
+    ReplyNotAvailableError,
     SerializationError,
 )
 from mainspring.mailbox.message import Counts, Envelope
@@ -134,6 +135,22 @@ async def test_a_reply_makes_the_mailbox_that_nobody_has_opened(here):
         await (await one(box)).reply("by address")
     async with replies:
         assert [message.body for message in await replies.receive(max_messages=5)] == ["by name", "by address"]
+
+
+@pytest.mark.parametrize("reply_to", ["a" * 300, "nats://{host}?name=" + "a" * 300])
+async def test_an_impossible_reply_name_is_refused(here, reply_to):
+    """At the send; and one that another program left there is no reply, and leaves the message unsettled."""
+    async with here.box() as box:
+        reply_to = reply_to.format(host=box.address.partition("//")[2].partition("?")[0])
+        with pytest.raises(InvalidParameterError, match="send: reply_to: mailbox 'aaa"):
+            await box.send("ask", reply_to=reply_to)
+        await box._sends.put([Envelope("by-hand", b'"ask"', reply_to=reply_to)])
+        message = await one(box)
+        with pytest.raises(ReplyNotAvailableError, match="longer than 180 letters"):
+            await message.reply("answer")
+        assert not message.is_settled
+        await message.acknowledge()
+        assert await box.counts() == Counts(settled=1)
 
 
 async def test_a_request_over_two_objects(here):

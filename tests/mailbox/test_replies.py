@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import pytest
 
 from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError, ReplyNotAvailableError
+from mainspring.mailbox import replies as replies_module
 from mainspring.mailbox.memory import InMemoryMailbox
 from mainspring.mailbox.open import open_mailbox
 
@@ -92,3 +94,38 @@ async def test_a_mailbox_that_was_not_entered_has_nobody_to_keep_the_connection(
     with pytest.raises(ReplyNotAvailableError, match="async with"):
         await message.reply("answer")
     await message.acknowledge()
+
+
+async def test_a_store_that_does_not_answer_holds_up_no_reply_to_another(
+    virtual_clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Silent(InMemoryMailbox[Any, Any]):
+        async def _open(self, scope: Any) -> None:
+            await anyio.sleep_forever()
+
+    def opened(url: str) -> Any:
+        return Silent("silent") if url == "memory://silent" else open_mailbox(url)
+
+    monkeypatch.setattr(replies_module, "open_mailbox", opened)
+    began = anyio.current_time()
+    async with (
+        Elsewhere("jobs") as jobs,
+        open_mailbox("memory://results") as results,
+        anyio.create_task_group() as group,
+    ):
+
+        async def stuck() -> None:
+            with pytest.raises(MailboxConnectionError, match="'memory://silent' has not taken the reply within 10 s"):
+                await message.reply("answer")
+            assert not message.is_settled
+            assert anyio.current_time() == began + replies_module.SEND_TIMEOUT
+
+        await jobs.send("x", reply_to="memory://silent")
+        (message,) = await jobs.receive()
+        group.start_soon(stuck)
+        await anyio.wait_all_tasks_blocked()
+        await jobs.send("x", reply_to=results)
+        (other,) = await jobs.receive()
+        await other.reply("answer")
+        assert anyio.current_time() == began
+        assert [m.body for m in await results.receive()] == ["answer"]

@@ -13,7 +13,6 @@ from mainspring.errors import (
     MessageSettledError,
     ReceiptHandleExpiredError,
     Reject,
-    ReplyNotAvailableError,
     Retry,
     describe,
 )
@@ -31,6 +30,9 @@ if TYPE_CHECKING:
 
 GRACE = 5.0
 """Seconds that a settlement outside the normal course (after a cancellation, at the end) may take."""
+
+REPLY_TIMEOUT = 15.0
+"""Seconds after which a reply that could not be sent is not tried again: while the settlement has time for a failure."""
 
 
 class Settler:
@@ -76,8 +78,8 @@ class Settler:
     async def settle(self, run: Run, decision: Decision, judge: Callable[[Run, BaseException], Decision]) -> Decision:
         """Write ``decision``; the decision that came true.
 
-        That is another one where the handler has settled by itself, the lease was lost, or a reply cannot be sent (then what
-        ``judge`` makes of that).
+        That is another one where the handler has settled by itself, the lease was lost, or a reply cannot be sent, at all or
+        for ``REPLY_TIMEOUT`` (then what ``judge`` makes of that).
         """
         message = run.message
         if message.settlement is not None:
@@ -99,7 +101,7 @@ class Settler:
                 return LOST
             if isinstance(error, MessageSettledError) and run.message.settlement is not None:  # while this waited
                 return as_settled(run.message.settlement)
-            if isinstance(error, ReplyNotAvailableError) and isinstance(decision.settlement, Ack):
+            if _is_hopeless(run, decision, error):
                 decision = judge(run, error)
             elif not _retryable(error) or anyio.current_time() >= run.trusted_until:
                 self._dispatcher.dispatch(
@@ -121,6 +123,13 @@ class Settler:
         left = run.trusted_until - anyio.current_time()
         wait = backoff(failures, initial=0.1, maximum=5.0, factor=2.0, jitter="full", rng=entropy.rng())
         await anyio.sleep(max(0.0, min(wait, left)))
+
+
+def _is_hopeless(run: Run, decision: Decision, error: Exception) -> bool:
+    """Whether it is a reply that will not be sent: then its message has failed, and need not wait for its lease to end."""
+    if not isinstance(decision.settlement, Ack) or decision.settlement.reply is None:
+        return False
+    return not _retryable(error) or anyio.current_time() >= run.settling_since + REPLY_TIMEOUT
 
 
 def _retryable(error: Exception) -> bool:

@@ -10,7 +10,7 @@ import anyio
 import nats  # noqa: F401 - so that a missing driver is known at once
 from typing_extensions import TypeVar
 
-from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError
+from mainspring.errors import ConfigError, InvalidParameterError, MailboxConnectionError, MailboxError
 from mainspring.mailbox import nats_look as look
 from mainspring.mailbox.base import Mailbox
 from mainspring.mailbox.hooks import TRANSIENT, Capabilities
@@ -18,7 +18,7 @@ from mainspring.mailbox.message import CancelOutcome
 from mainspring.mailbox.nats_claims import Claims
 from mainspring.mailbox.nats_dead import DeadLetters
 from mainspring.mailbox.nats_due import Expirer, Mover, Timed
-from mainspring.mailbox.nats_names import Names
+from mainspring.mailbox.nats_names import Names, encoded
 from mainspring.mailbox.nats_send import Sends
 from mainspring.mailbox.nats_settle import Settlements
 from mainspring.mailbox.nats_store import Store
@@ -177,7 +177,17 @@ class NatsMailbox(Mailbox[T, R]):
     # ----------------------------------------------------------------------------------------------------- the hooks
 
     async def _put(self, envelopes: list[Envelope]) -> list[str]:
+        self._check_reply_names({envelope.reply_to for envelope in envelopes if envelope.reply_to is not None})
         return await self._sends.put(envelopes)
+
+    def _check_reply_names(self, addresses: set[str]) -> None:
+        for address in addresses:
+            name = self._local_name(address)
+            try:
+                if name is not None:
+                    encoded(name)
+            except ConfigError as error:
+                raise InvalidParameterError(f"send: reply_to: {error}") from None
 
     async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
         return await self._claims.claim(max_messages, visibility_timeout, wait_time_seconds)

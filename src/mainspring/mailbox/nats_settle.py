@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mainspring import clock
-from mainspring.errors import MailboxConnectionError
+from mainspring.errors import ConfigError, MailboxConnectionError, ReplyNotAvailableError
 from mainspring.mailbox.message import Ack, Dead
 from mainspring.mailbox.nats_claims import expired
 from mainspring.mailbox.nats_errors import NobodyAnswersError
@@ -93,10 +93,17 @@ class Settlements:
         if await store.get(store.names.queue, lease.sequence) is None and not lease.unsure:
             self._claims.drop(delivery)
             raise expired(delivery)
+        try:
+            await self._send_reply(reply, f"reply-{delivery.message_id}")
+        except ConfigError as error:
+            raise ReplyNotAvailableError(f"the reply cannot be sent: {error}") from error
+
+    async def _send_reply(self, reply: Envelope, once: str) -> None:
+        store = self._store
         names = Names.of(reply.reply_to or "")
         record = Record.of(reply, self._wall())
         record.reply_to = None
-        add = Add(names.to_queue + record.token, record.encode(), None, f"reply-{delivery.message_id}")
+        add = Add(names.to_queue + record.token, record.encode(), None, once)
         try:
             await store.add(add)
         except NobodyAnswersError:

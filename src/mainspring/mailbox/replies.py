@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import anyio
 
-from mainspring.errors import ConfigError, MailboxError, ReplyNotAvailableError
+from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, ReplyNotAvailableError
 from mainspring.mailbox.open import open_mailbox
 from mainspring.mailbox.requests import Requester
 from mainspring.mailbox.sync import Home
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Envelope
     from mainspring.scope import DaemonScope
 
+SEND_TIMEOUT = 10.0
+"""Seconds that another store may take for a reply, with the opening of its mailbox."""
+
 
 class ReplyRouter:
     """Keeps the mailboxes that replies go to, other than on the own store, open as long as its scope is."""
@@ -27,7 +31,8 @@ class ReplyRouter:
         self.home = Home(name, scope)
         self._scope = scope
         self._open: dict[str, Mailbox[Any, Any]] = {}
-        self._lock = anyio.Lock()
+        # One for each URL, as long as somebody needs it: a store that does not answer holds up nobody who goes elsewhere.
+        self._opening: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
         self._requester: Requester | None = None
 
     def requester(self, mailbox: Mailbox[Any, Any]) -> Requester:
@@ -43,9 +48,19 @@ class ReplyRouter:
     async def send(self, url: str, reply: Envelope) -> None:
         """Send ``reply`` to the mailbox at ``url``, deduplicated there while an earlier copy is unfinished.
 
-        Raises :class:`ReplyNotAvailableError` where the URL cannot be opened: no later try would fare better.
+        :raises ReplyNotAvailableError: the URL cannot be opened: no later try would fare better.
+        :raises MailboxConnectionError: it has not been taken within ``SEND_TIMEOUT``; it may arrive nevertheless.
         """
-        async with self._lock:
+        try:
+            with anyio.fail_after(SEND_TIMEOUT):
+                mailbox = await self._mailbox_at(url)
+                await mailbox.send_encoded(reply)
+        except TimeoutError:
+            raise MailboxConnectionError(f"{url!r} has not taken the reply within {SEND_TIMEOUT:g} s") from None
+
+    async def _mailbox_at(self, url: str) -> Mailbox[Any, Any]:
+        lock = self._opening.setdefault(url, anyio.Lock())
+        async with lock:
             mailbox = self._open.get(url)
             if mailbox is None:
                 try:
@@ -53,7 +68,7 @@ class ReplyRouter:
                 except ConfigError as error:
                     raise ReplyNotAvailableError(f"the reply cannot be sent to {url!r}: {error}") from error
                 self._open[url] = mailbox
-        await mailbox.send_encoded(reply)
+            return mailbox
 
     async def _keep(self, url: str, *, task_status: TaskStatus[Mailbox[Any, Any]]) -> None:
         try:
