@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import anyio
 import pytest
 
-from mainspring import MainLoop, Reject, Retry
+from mainspring import Context, MainLoop, Reject, Retry
 from mainspring.errors import (
     InvalidParameterError,
     MailboxClosedError,
@@ -224,6 +224,52 @@ async def test_a_request_that_another_cancels_fails_its_requester(kind, path):
         with pytest.raises(RequestCancelledError):
             await pending.result(timeout=0)
         assert await pending.cancel() is CancelOutcome.UNKNOWN
+
+
+def test_a_handler_that_cancels_its_own_request_tells_the_requester():
+    class Slow(InMemoryMailbox):
+        async def _cancel(self, message_id):
+            found = await super()._cancel(message_id)  # its handler hears of it from here on
+            await anyio.sleep(1)
+            return found
+
+    async def main():
+        async def handle(job: str, ctx: Context) -> None:
+            await mailbox.cancel(ctx.message.id)
+            await anyio.sleep(60)
+
+        async with Slow(body=str) as mailbox, MainLoop(mailbox, handle) as loop:
+            with pytest.raises(RequestCancelledError):
+                await mailbox.request("job", timeout=30)
+            await anyio.sleep(2)
+            assert dict(loop.outcomes) == {"cancelled": 1}
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_the_cancellation_of_a_message_ends_though_the_store_does_not_answer(cancelled):
+    class Hanging(InMemoryMailbox):
+        async def _cancel(self, message_id):
+            await anyio.sleep_forever()
+
+    async def main():
+        async with Hanging() as mailbox:
+            with anyio.CancelScope() as scope:
+                if cancelled:
+                    scope.cancel()
+                with pytest.raises(MailboxConnectionError, match="may have taken place"):
+                    await mailbox.cancel("job")
+            assert anyio.current_time() == 10
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("message_id", [None, 3, b"x"])
+async def test_what_is_no_id_cannot_be_cancelled(kind, path, message_id):
+    async with opened(kind, path) as (mailbox, _):
+        with pytest.raises(InvalidParameterError, match="cancel: message_id must be a string"):
+            await mailbox.cancel(message_id)
 
 
 async def test_a_lost_connection_to_the_replies_is_waited_out():

@@ -50,6 +50,12 @@ def check_send(
             raise InvalidParameterError(f"send: headers are strings by string, not {key!r}: {value!r}")
 
 
+def check_id(what: str, message_id: str) -> None:
+    """Raise :class:`InvalidParameterError` for what is no string."""
+    if not isinstance(message_id, str):
+        raise InvalidParameterError(f"{what} must be a string, not {message_id!r}")
+
+
 def full(waiting: int, capacity: int, more: int) -> MailboxFullError:
     """The error for ``more`` messages in a mailbox that has no room for them."""
     return MailboxFullError(

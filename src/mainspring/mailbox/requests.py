@@ -12,6 +12,7 @@ from mainspring import entropy
 from mainspring.deadline import with_deadline
 from mainspring.errors import (
     MailboxClosedError,
+    MailboxConnectionError,
     MailboxError,
     MainspringError,
     ReplyNotAvailableError,
@@ -21,7 +22,7 @@ from mainspring.errors import (
 )
 from mainspring.mailbox.dead_letters import REPLY_ERRORS
 from mainspring.mailbox.hooks import TRANSIENT
-from mainspring.mailbox.limits import CLOSE_TIMEOUT, check_seconds
+from mainspring.mailbox.limits import CLOSE_TIMEOUT, check_id, check_seconds
 from mainspring.mailbox.message import CancelOutcome
 from mainspring.mailbox.open import open_mailbox
 from mainspring.mailbox.sending import SendCalls
@@ -332,9 +333,17 @@ class RequestCalls(SendCalls[T], Generic[T, R]):
         process, promptly in another where the backend has a way to tell it, at its next renewal in any case. A message that
         was ended so counts as settled, is not tried again, and its requester gets :class:`RequestCancelledError`. Another
         one (settled, dead, of another mailbox) is ``CancelOutcome.UNKNOWN`` and left as it is.
+
+        It goes on where its caller is cancelled meanwhile, which may be the message's own handler.
+
+        :raises MailboxConnectionError: also where the store has not answered within 10 s; it may have taken place then.
         """
         self._check_open()
-        outcome, reply_to, headers = await self._cancel(message_id)
+        check_id("cancel: message_id", message_id)
+        with anyio.move_on_after(CLOSE_TIMEOUT, shield=True) as waiting:
+            outcome, reply_to, headers = await self._cancel(message_id)
+        if waiting.cancelled_caught:
+            raise MailboxConnectionError(f"cancel: no answer came within {CLOSE_TIMEOUT:g} s; it may have taken place")
         if outcome is CancelOutcome.UNKNOWN:
             return outcome
         waited_for = any(router.end_request(message_id, _cancelled(message_id)) for router in self._routers)
