@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -82,6 +83,44 @@ async def test_children_are_rebuilt_whenever_they_are_made(anyio_backend, journa
     async with Session.open(State, journal=journal) as session:
         assert session.child("kid", State).child("inner", State).state.total == 4
         assert session.seq == 5
+
+
+@pytest.mark.parametrize("in_journal", [False, True])
+@pytest.mark.parametrize("where", ["subscriber", "reducer"])
+async def test_an_interrupt_in_a_subscriber_or_reducer_reaches_the_one_who_dispatches(anyio_backend, where, in_journal):
+    def interrupt(*given):
+        if given[-1].value == 1:
+            raise KeyboardInterrupt
+        return 0
+
+    session = Session.open(State, journal=MemoryJournal()) if in_journal else Session(State)
+    if where == "subscriber":
+        session.dispatcher.subscribe(Mood, interrupt)
+    else:
+        session.register(Mood, "extra", interrupt, initial=0)
+    async with session:
+        with anyio.fail_after(30), pytest.raises(KeyboardInterrupt):
+            await session.dispatch(Mood(1))
+        with anyio.fail_after(30):
+            assert (await session.dispatch(Mood(2))).applied
+        assert session.state.mood == Mood(2) if where == "subscriber" else session["mood"] == Mood(2)
+
+
+async def test_an_interrupted_event_that_waited_for_its_turn_does_not_end_the_journal(anyio_backend):
+    def interrupt(total, event):
+        raise KeyboardInterrupt
+
+    session = Session.open(State, journal=MemoryJournal())
+    session.register(Mood, "extra", interrupt, initial=0)
+    async with session:
+        outside = copy_context()
+        async with session.transaction():
+            await session.dispatch(Said("ada"))
+            waiting = outside.run(session.dispatch_nowait, Mood(1))
+        with anyio.fail_after(30), pytest.raises(KeyboardInterrupt):
+            await waiting.wait()
+        with anyio.fail_after(30):
+            assert (await session.dispatch(Said("bob"))).applied
 
 
 async def test_concurrent_dispatches_become_few_writes(anyio_backend):

@@ -22,7 +22,6 @@ from anyio import CapacityLimiter
 from mainspring.errors import (
     ConfigError,
     JournalError,
-    MainspringError,
     ReducerError,
     SessionClosedError,
     SessionError,
@@ -266,11 +265,10 @@ class Writer:
             entry = entry_of_events(self.seq + 1, [encoded]) if changed else None
         except ReducerError as error:
             ticket.offer(self.refused(event, error))
-        except MainspringError as error:
+        except (
+            BaseException
+        ) as error:  # also an interrupt: it is for the one who dispatched, in whosever task this runs
             ticket.offer_error(error)
-        except BaseException as error:
-            ticket.offer_error(error)
-            raise
         else:
             seq = None
             if changed:
@@ -370,8 +368,15 @@ class Writer:
             for change in batch:
                 self._pending.popleft()
                 self._durable_seq = next((step.seq for step in reversed(change.steps) if step.seq), self._durable_seq)
-                results = self.show(change)
-                change.ticket.offer(results[0] if results else DispatchResult())
+                try:
+                    results = self.show(change)
+                except (
+                    BaseException
+                ) as error:  # of a subscriber, an interrupt: for the one who dispatched, not the journal
+                    log_error("a subscriber to %s raised", "an event", error)
+                    change.ticket.offer_error(error)
+                else:
+                    change.ticket.offer(results[0] if results else DispatchResult())
         self.advance()
 
     def _fail(self, error: JournalError) -> None:
