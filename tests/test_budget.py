@@ -56,6 +56,17 @@ def test_a_cost_is_a_number(value):
         BudgetTracker(Budget()).add(cost=value)
 
 
+@pytest.mark.parametrize("cost", [Decimal("9E+999999"), Decimal("1E+100"), 10**200])
+def test_a_cost_beyond_all_sums_is_refused(cost):
+    tracker = BudgetTracker(Budget(max_cost=1))
+    for _ in range(2):
+        with pytest.raises(InvalidParameterError, match=r"add: cost must be below 1E\+100"):
+            tracker.add(cost=cost)
+    assert tracker.used == Usage()
+    with pytest.raises(InvalidParameterError, match="no state of a tracker"):
+        BudgetTracker(Budget(), {**tracker.state, "cost": "9E+999999"})
+
+
 def test_a_naive_deadline_is_refused():
     with pytest.raises(InvalidParameterError, match="a deadline must be an aware datetime"):
         Budget(deadline=datetime(2030, 1, 1))

@@ -335,6 +335,12 @@ async def test_a_changed_text_is_told_from_what_was_written(anyio_backend, overr
         '{"current": 2, "versions": []}',
         '{"current": -1, "versions": []}',
         '{"current": 0, "versions": [{}]}',
+        '{"current": 0, "versions": {}}',
+        '{"current": 1, "versions": [3]}',
+        *(
+            json.dumps({"current": 1, "versions": [{"sha256": digest, "tags": tags, "written_at": "2030-01-01"}]})
+            for digest, tags in [("x", []), ("../" * 21 + "x", []), ("A" * 64, []), ("0" * 64, [3])]
+        ),
         json.dumps({"current": 1, "versions": [{"sha256": 3, "tags": [], "written_at": "2030-01-01"}]}),
     ],
 )

@@ -19,6 +19,9 @@ VERSION = 1
 DIGITS = 100
 """To how many of them costs are added up exactly."""
 
+MOST_COST = Decimal(f"1E+{DIGITS}")
+"""Below this is what one call can cost: whatever is added up of such costs is a number that can be kept and printed."""
+
 _LIMITS = {
     "max_total_tokens": "total_tokens",
     "max_input_tokens": "input_tokens",
@@ -138,14 +141,17 @@ class BudgetTracker:
 
         :param total_tokens: where it is not the sum of the two: some models count more.
         :raises BudgetExceededError: it is more than the budget allows. It is counted nevertheless: it was used.
-        :raises InvalidParameterError: a figure is negative or no number; nothing is counted.
+        :raises InvalidParameterError: a figure is negative or no number, or a cost from 1E+100; nothing is counted.
         """
         given = {"input_tokens": input_tokens, "output_tokens": output_tokens, "total_tokens": total_tokens}
         for name, value in given.items():
             if not is_whole(value, 0) and not (name == "total_tokens" and value is None):
                 raise InvalidParameterError(f"add: {name} must be a whole number from 0, not {value!r}")
         whole = input_tokens + output_tokens if total_tokens is None else total_tokens
-        more = Usage(input_tokens, output_tokens, whole, _exact("add: cost", cost))
+        exact = _exact("add: cost", cost)
+        if exact >= MOST_COST:
+            raise InvalidParameterError(f"add: cost must be below {MOST_COST}, not {exact:.3E}")
+        more = Usage(input_tokens, output_tokens, whole, exact)
         with self._lock:
             self._used = used = self._used.plus(more)
         self._check(used)
@@ -215,6 +221,8 @@ def _restored(state: Any) -> Usage:
     except (TypeError, KeyError, ValueError, InvalidOperation):
         raise InvalidParameterError(f"BudgetTracker: this is no state of a tracker: {state!r}") from None
     tokens = (found.input_tokens, found.output_tokens, found.total_tokens)
-    if not all(is_whole(value, 0) for value in tokens) or not found.cost.is_finite() or found.cost < 0:
+    if not all(is_whole(value, 0) for value in tokens) or not (
+        found.cost.is_finite() and 0 <= found.cost < MOST_COST**2
+    ):
         raise InvalidParameterError(f"BudgetTracker: this is no state of a tracker: {state!r}")
     return found

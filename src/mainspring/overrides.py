@@ -34,6 +34,7 @@ V = TypeVar("V")
 
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,99}")
+_HASH = re.compile(r"[0-9a-f]{64}")
 _INDEX, _LOCK, _NEW = "@index.json", "@lock", "@new"
 _LOOK_AGAIN = 0.01
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -265,11 +266,12 @@ class _Index:
             before = data["before"] if "before" in data else list(range(current))  # an earlier release did not keep it
             for found in versions:
                 datetime.fromisoformat(found["written_at"])
-                if not (isinstance(found["sha256"], str) and isinstance(found["tags"], list)):
+                if not (_HASH.fullmatch(found["sha256"]) and all(isinstance(tag, str) for tag in found["tags"])):
                     raise TypeError
         except (ValueError, KeyError, TypeError):
             versions, current, before = [], -1, []
-        if not (isinstance(before, list) and all(is_whole(n, 0) and n <= len(versions) for n in (current, *before))):
+        kept = isinstance(versions, list) and isinstance(before, list)
+        if not (kept and all(is_whole(n, 0) and n <= len(versions) for n in (current, *before))):
             raise OverrideDamagedError(f"override {'/'.join(parts)!r}: its index ({_INDEX}) is not what was written")
         return cls(versions, current, before)
 

@@ -19,6 +19,7 @@ import pytest
 from mainspring import (
     CancelOutcome,
     ConfigError,
+    InvalidParameterError,
     LoopGroup,
     LoopThread,
     Mailbox,
@@ -154,6 +155,15 @@ def test_a_mailbox_that_cannot_be_opened_raises_why(tmp_path):
 def test_errors_are_those_of_the_async_calls(url):
     with open_mailbox(url, body=Order).sync as orders, pytest.raises(SerializationError):
         orders.send(3)
+
+
+@pytest.mark.parametrize(("what", "got"), [(lambda: 3, "it returned 3"), (None, "not None")])
+def test_a_call_of_what_is_not_async_has_a_name(url, what, got):
+    with open_mailbox(url).sync as orders:
+        with pytest.raises(InvalidParameterError, match=f"sync.call: an async function is needed.*{got}") as caught:
+            orders.call(what)
+        assert "\n" not in str(caught.value)
+        assert orders.counts().waiting == 0
 
 
 def test_a_memory_mailbox_is_opened_like_any_other():

@@ -158,6 +158,14 @@ def test_a_bad_version_number(number):
         versioned(number)
 
 
+def test_an_async_upcaster_is_refused():
+    async def up(data):
+        return data
+
+    with pytest.raises(ConfigError, match=r"versioned\(2\): the upcaster from version 1 is async"):
+        versioned(2, upcast={1: up})
+
+
 @pytest.mark.parametrize("upcast", [{2: str}, {0: str}, {1: "x"}])
 def test_a_bad_upcaster(upcast):
     with pytest.raises(ConfigError, match="is no older version with a function to the next one"):

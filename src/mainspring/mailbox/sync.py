@@ -6,11 +6,13 @@ import contextlib
 import os
 import threading
 from functools import partial, wraps
+from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, cast
 
 import anyio
 
-from mainspring.errors import ConfigError, MailboxClosedError, TicketAbandonedError
+from mainspring.callables import name_of
+from mainspring.errors import ConfigError, InvalidParameterError, MailboxClosedError, TicketAbandonedError
 from mainspring.portal import LoopThread
 from mainspring.process import async_library, call_soon, carried_context, event_loop, in_event_loop, shared
 from mainspring.ticket import Ticket
@@ -91,7 +93,11 @@ class SyncMailbox(Generic[T, R]):
         """Run any async function where the mailbox lives, and return its result: ``mailbox.sync.call(message.acknowledge)``.
 
         What interrupts the wait, as Ctrl-C does, cancels the call.
+
+        :raises InvalidParameterError: it is not async: what it returns cannot be awaited.
         """
+        if not callable(method):
+            raise InvalidParameterError(f"sync.call: an async function is needed, not {method!r}")
         name = getattr(method, "__name__", repr(method))
         self._check_thread(name)
         routers = self._mailbox._routers  # noqa: SLF001 - this port's own
@@ -100,7 +106,9 @@ class SyncMailbox(Generic[T, R]):
                 f"mailbox {self._mailbox.name!r} is {self._mailbox.state}; open it with `with mailbox.sync:`, or run a"
                 " LoopGroup on it"
             )
-        return routers[-1].home.call(partial(method, *args, **keywords), f"{name}() of mailbox {self._mailbox.name}")
+        return routers[-1].home.call(
+            partial(_awaited, method, *args, **keywords), f"{name}() of mailbox {self._mailbox.name}"
+        )
 
     # --------------------------------------------------------------------------------------------------- life cycle
 
@@ -178,6 +186,15 @@ class Home:
     def _begin(self, fn: Callable[[], Awaitable[X]], answer: TicketWriter[X], name: str, task: list[Daemon]) -> None:
         with contextlib.suppress(RuntimeError):  # the scope has been left: the writer is dropped, and tells
             task.append(self._scope.start_soon(_answer, fn, answer, name=name))
+
+
+async def _awaited(method: Callable[P, Awaitable[X]], /, *args: P.args, **keywords: P.kwargs) -> X:
+    result = method(*args, **keywords)
+    if not isawaitable(result):
+        raise InvalidParameterError(
+            f"sync.call: an async function is needed, not {name_of(method)}: it returned {result!r}; call it without sync.call"
+        )
+    return await result
 
 
 async def _answer(fn: Callable[[], Awaitable[X]], answer: TicketWriter[X]) -> None:

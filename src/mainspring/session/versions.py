@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from mainspring.callables import is_async
 from mainspring.errors import ConfigError, SerializationError, UnknownVersionError, describe
 from mainspring.values import is_whole
 
@@ -55,7 +56,7 @@ def versioned(
     :param upcast: by old number, the function from that version's JSON data to the next one's: ``{1: one_to_two}``. A stored
         version that none leads on from raises :class:`UnknownVersionError` when it is read.
     :param name: what the class is called where it is stored (its own name, where there is none): keep it when you rename it.
-    :raises ConfigError: the number is not a whole one from 1, or an upcaster is for no older version.
+    :raises ConfigError: the number is not a whole one from 1, or an upcaster is for no older version, or is async.
     """
     steps = dict(upcast or {})
     if not is_whole(number, 1):
@@ -63,6 +64,8 @@ def versioned(
     for old, step in steps.items():
         if not (is_whole(old, 1) and old < number and callable(step)):
             raise ConfigError(f"versioned({number}): {old!r} is no older version with a function to the next one")
+        if is_async(step):
+            raise ConfigError(f"versioned({number}): the upcaster from version {old} is async; give a plain function")
 
     def decorate(kind: C) -> C:
         setattr(kind, _ATTRIBUTE, Version(name or _name(kind), number, steps))
