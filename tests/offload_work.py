@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import ctypes
 import os
 import signal
+import struct
 import sys
 import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from mainspring.errors import Reject, Retry
@@ -80,6 +84,18 @@ def raise_it(kind, *args):
     raise kind(*args)
 
 
+async def _be_cancelled():
+    raise asyncio.CancelledError
+
+
+def be_cancelled_in_a_loop_of_its_own(*args):
+    asyncio.run(_be_cancelled())
+
+
+def be_cancelled_as_a_future(*args):
+    raise concurrent.futures.CancelledError
+
+
 def raise_retry():
     raise Retry(delay=5, charge=False)
 
@@ -99,6 +115,65 @@ def start_child(path):
         os._exit(0)
     Path(path).write_text(f"{os.getpid()} {child}")
     time.sleep(60)
+
+
+def fork_and_return():
+    """Both go on, as where a library's fork goes wrong."""
+    return "parent" if os.fork() else "child"
+
+
+def fork_and_raise():
+    if not os.fork():
+        raise FileNotFoundError("no such program")
+    return "parent"
+
+
+def fork_and_leave():
+    if not os.fork():
+        sys.exit(0)
+    return "parent"
+
+
+def fork_and_wait():
+    """How the child has ended, which came back from here too."""
+    child = os.fork()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else None
+
+
+def fork_and_die_while_answering(seconds):
+    """Leave a child behind, with all that it has inherited, and die amid an answer."""
+    if not os.fork():
+        time.sleep(seconds)
+        os._exit(0)
+    os.write(_own_connection(), struct.pack("!i", 1000) + b"the first of 1000 bytes")
+    kill_oneself()
+
+
+def note(path, word):
+    """Something that must not be done twice."""
+    with Path(path).open("a") as file:
+        file.write(f"{word}\n")
+    return word
+
+
+def _own_connection():
+    """The descriptor by which this worker talks to its owner."""
+    return int(Path("/proc/self/cmdline").read_bytes().split(b"\0")[-2])
+
+
+def _speak(descriptor, data):
+    with Connection(descriptor) as connection:
+        connection.send_bytes(data)
+
+
+def speak_out_of_turn(data, after=0):
+    """Send something to the owner of this worker, at once or a little later."""
+    descriptor = os.dup(_own_connection())
+    if after:
+        threading.Timer(after, _speak, (descriptor, data)).start()
+    else:
+        _speak(descriptor, data)
+    return os.getpid()
 
 
 def signal_oneself(signum):

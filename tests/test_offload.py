@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import gc
 import logging
 import os
@@ -10,9 +12,11 @@ import weakref
 
 import anyio
 import pytest
+import trio
 from anyio import from_thread
 
 import mainspring
+import offload_work
 from mainspring import OffloadPool
 from mainspring.errors import (
     ConfigError,
@@ -112,6 +116,59 @@ async def test_an_exit_does_not_end_the_program(error):
     async with OffloadPool() as pool:
         with pytest.raises(TaskExitError, match="fail raised"):
             await pool.run(fail)
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+@pytest.mark.parametrize("fn", [offload_work.be_cancelled_in_a_loop_of_its_own, offload_work.be_cancelled_as_a_future])
+async def test_a_cancellation_of_the_work_is_not_taken_for_one_of_the_caller(kind, fn):
+    async with OffloadPool(kind, workers=1) as pool:
+        for call in (pool.run, pool.run_to_the_end):
+            with pytest.raises(ExceptionGroup) as caught:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(call, fn)
+            (error,) = caught.value.exceptions
+            assert isinstance(error, TaskExitError)
+            assert str(error).startswith(f"{fn.__name__} raised a cancellation that nobody asked for")
+            assert type(error.__cause__).__name__ == "CancelledError"
+
+
+async def test_so_it_is_with_trios():
+    def fail():
+        raise cancelled
+
+    cancelled = await anyio.to_thread.run_sync(trio.run, trios_cancelled)
+    async with OffloadPool() as pool:
+        for call in (pool.run, pool.run_to_the_end):
+            with pytest.raises(TaskExitError, match="fail raised a cancellation that nobody asked for"):
+                await call(fail)
+
+
+async def trios_cancelled():
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        try:
+            await trio.lowlevel.checkpoint()
+        except trio.Cancelled as cancelled:
+            return cancelled
+
+
+@pytest.mark.parametrize("own", [None, asyncio.CancelledError, concurrent.futures.CancelledError])
+async def test_work_that_ends_at_its_callers_cancellation_is_cancelled_with_it(own, gate):
+    def work():
+        gate.pass_through()
+        if own is None:
+            from_thread.check_cancelled()
+        raise own
+
+    async with OffloadPool(workers=1) as pool:
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(pool.run_to_the_end, work)
+                await gate.is_entered()
+                scope.cancel()
+                gate.open.set()
+        assert scope.cancelled_caught
+        assert (pool.in_flight, pool.late) == (0, 0)
 
 
 async def test_a_call_may_return_an_awaitable_that_is_no_coroutine():

@@ -8,8 +8,15 @@ from types import ModuleType
 import pytest
 
 import offload_work
-from mainspring import OffloadPool
-from mainspring.errors import ConfigError, OffloadPickleError, OffloadTimeoutError, OffloadWorkerDiedError
+from mainspring import DeadLetterPolicy, InMemoryMailbox, MainLoop, OffloadPool
+from mainspring.errors import (
+    ConfigError,
+    OffloadPickleError,
+    OffloadTimeoutError,
+    OffloadWorkerDiedError,
+    TaskExitError,
+)
+from support import background, settled
 
 pytestmark = pytest.mark.anyio
 
@@ -85,3 +92,17 @@ async def test_an_interpreter_that_fails_is_replaced(made, monkeypatch):
         assert await pool.run(offload_work.add, 1, 2) == 3
     assert [interpreter.closed for interpreter in made] == [True, True]
     assert len(made) == 2
+
+
+async def test_a_cancellation_that_arises_in_an_interpreter_is_an_error(made):
+    fn = offload_work.be_cancelled_in_a_loop_of_its_own
+    async with OffloadPool("interpreter", workers=1) as pool:
+        for call in (pool.run, pool.run_to_the_end):
+            with pytest.raises(TaskExitError, match="raised a cancellation that nobody asked for"):
+                await call(fn)
+    box = InMemoryMailbox()
+    loop = MainLoop(box, fn, body=str, offload=OffloadPool("interpreter"), dead_letter=DeadLetterPolicy(max_attempts=1))
+    async with background(loop):
+        await box.send("job")
+        await settled(box)
+        assert loop.outcomes == {"dead_lettered": 1}

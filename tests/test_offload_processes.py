@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -185,6 +186,60 @@ async def test_a_worker_that_dies_idle_is_not_noticed_by_the_next_call():
         second = await pool.run(offload_work.pid)
         os.kill(second, signal.SIGKILL)
         assert await pool.run(offload_work.pid) != second
+
+
+@pytest.mark.parametrize("fn", [offload_work.fork_and_return, offload_work.fork_and_raise, offload_work.fork_and_leave])
+async def test_the_child_of_a_job_that_forks_takes_no_jobs_and_gives_no_answers(fn, tmp_path):
+    path = tmp_path / "done"
+    words = [str(number) for number in range(8)]
+    async with OffloadPool("process", workers=1) as pool:
+        assert await pool.run(fn) == "parent"
+        assert [await pool.run(offload_work.note, str(path), word) for word in words] == words
+    assert path.read_text().split() == words, "each was done once"
+
+
+async def test_the_child_of_a_job_that_forks_ends_where_the_job_does_and_says_so(capfd):
+    async with OffloadPool("process", workers=1) as pool:
+        assert await pool.run(offload_work.fork_and_wait) == 1
+    assert "the job forked, and its child came back from it; the child is ended" in capfd.readouterr().err
+
+
+async def test_the_end_of_a_worker_is_seen_though_its_job_has_left_a_child_behind():
+    async with OffloadPool("process", workers=1) as pool:
+        with anyio.fail_after(30), pytest.raises(OffloadWorkerDiedError, match="answering was killed by SIGKILL"):
+            await pool.run(offload_work.fork_and_die_while_answering, 90)
+        assert await pool.run(offload_work.add, 1, 2) == 3
+
+
+TAG = (1).to_bytes(8, "big")
+"""That of a worker's first job."""
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"x", b"garbage, and enough of it", TAG, TAG + b"garbage", TAG + pickle.dumps(1)]
+)
+async def test_an_answer_that_is_none_fails_the_call_and_ends_the_worker(data):
+    async with OffloadPool("process", workers=1) as pool:
+        with pytest.raises(OffloadWorkerDiedError, match=r"speak_out_of_turn .*; the call may have had effects"):
+            await pool.run(offload_work.speak_out_of_turn, data)
+        assert pool._backend._all == set()
+        assert await pool.run(offload_work.add, 1, 2) == 3
+
+
+@pytest.mark.parametrize("data", [offload_worker.BEGUN, TAG + offload_worker.BEGUN, TAG + offload_worker.perform(b"")])
+async def test_an_answer_to_another_call_is_not_taken_for_this_ones_and_this_one_is_not_tried_again(data, tmp_path):
+    path = tmp_path / "done"
+    async with OffloadPool("process", workers=1) as pool:
+        broken = await pool.run(offload_work.speak_out_of_turn, data, 0.1)
+        (worker,) = pool._backend._idle
+        with anyio.fail_after(30):
+            while not worker._connection.poll():
+                await anyio.sleep(0.005)
+        with pytest.raises(OffloadWorkerDiedError, match="the call may have had effects"):
+            await pool.run(offload_work.note, str(path), "once")
+        await ended(broken)
+        assert not path.exists() or path.read_text() == "once\n"
+        assert await pool.run(offload_work.add, 1, 2) == 3
 
 
 async def test_at_the_timeout_the_process_is_killed_with_what_it_started_and_replaced(tmp_path):
@@ -447,7 +502,7 @@ async def test_work_in_a_process_holds_the_virtual_clock(virtual_clock):
 def test_a_worker_can_be_killed_and_reaped_twice():
     worker = WorkerProcess()
     worker.get_ready()
-    assert worker.ask(b"no pickle").startswith(b"\x80")
+    assert worker.ask(b"no pickle")[0] == "lost"
     for _ in range(2):
         worker.kill()
         worker.reap()

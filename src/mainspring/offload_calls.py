@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import threading
 import weakref
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
-from anyio import CapacityLimiter, to_thread
+from anyio import CapacityLimiter, from_thread, to_thread
 
 from mainspring.callables import name_of
 from mainspring.clock import real_work
@@ -38,9 +39,13 @@ _log = logging.getLogger("mainspring.offload")
 
 
 class Job(Protocol):
-    """One call, in the form that its kind of pool needs. ``killable``: giving it up ends it."""
+    """One call, in the form that its kind of pool needs.
+
+    ``killable``: giving it up ends it. ``is_told``: it can notice that its caller is cancelled, and end for that.
+    """
 
     fn: Callable[..., Any]
+    is_told: bool
 
     @property
     def killable(self) -> bool: ...
@@ -112,7 +117,7 @@ class Call:
         try:
             result = self.job.perform()
         except BaseException as raised:
-            error = _bearable(raised, self.name)
+            error = _bearable(raised, self.job)
         self.thread_id = None
         with self._lock:
             late = self._progress is Progress.ABANDONED
@@ -323,16 +328,38 @@ class Calls:
                 call.scope.cancel()
 
 
-def _bearable(error: BaseException, name: str) -> BaseException:
+def _bearable(error: BaseException, job: Job) -> BaseException:
     """The exception that the caller gets: one that would end its event loop, or confuse it, becomes an error.
 
-    What generators speak with cannot cross a future: it would pass the coroutines that wait for it.
+    What generators speak with cannot cross a future: it would pass the coroutines that wait for it. And a cancellation of
+    the work's own would be taken for one of the caller's task, which then ends as if it had been asked to.
     """
+    name = name_of(job.fn)
     if isinstance(error, StopIteration | GeneratorExit):
         changed: Exception = RuntimeError(f"{name} raised {type(error).__name__}")
     elif isinstance(error, SystemExit | KeyboardInterrupt):
         changed = TaskExitError(f"{name} raised {error!r}; to end the program, call its group's shutdown()")
+    elif isinstance(error, _cancellations()):
+        asked_for = _cancellation_of_caller() if job.is_told else None
+        if asked_for is not None:
+            return asked_for
+        changed = TaskExitError(f"{name} raised a cancellation that nobody asked for; catch it where it arises")
     else:
         return error
     changed.__cause__ = error
     return changed
+
+
+def _cancellations() -> tuple[type[BaseException], ...]:
+    """The cancellations of all libraries that are loaded: work may use another one than its caller does."""
+    places = (("asyncio", "CancelledError"), ("concurrent.futures", "CancelledError"), ("trio", "Cancelled"))
+    return tuple(getattr(sys.modules[module], name) for module, name in places if module in sys.modules)
+
+
+def _cancellation_of_caller() -> BaseException | None:
+    """The cancellation of the task that waits for this thread, if it is being cancelled."""
+    try:
+        from_thread.check_cancelled()
+    except BaseException as asked_for:
+        return asked_for
+    return None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mainspring.callables import name_of
 from mainspring.errors import ConfigError, OffloadWorkerDiedError, describe
-from mainspring.offload_processes import pack, unpack
+from mainspring.offload_processes import opened, pack, unpack
 from mainspring.offload_worker import perform
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class InterpreterJob:
     """One call for an interpreter."""
 
     killable = False
+    is_told = False
     where = ""
 
     def __init__(self, interpreters: Interpreters, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -88,7 +89,7 @@ class InterpreterJob:
             answer = self._interpreters.call(job)
         except Exception as error:
             raise OffloadWorkerDiedError(f"the interpreter of {name_of(self.fn)} failed: {describe(error)}") from error
-        return unpack(self.fn, answer)
+        return unpack(self.fn, opened(answer))
 
     def give_up(self) -> bool:
         """Nothing: an interpreter cannot be stopped from outside."""

@@ -26,7 +26,7 @@ from mainspring import offload_worker
 from mainspring.callables import name_of
 from mainspring.clock import monotonic
 from mainspring.errors import OffloadClosedError, OffloadPickleError, OffloadWorkerDiedError, describe
-from mainspring.offload_worker import BEGUN, LEAVE, READY
+from mainspring.offload_worker import BEGUN, LEAVE, READY, TAG_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +37,9 @@ LEAVE_WITHIN = 2.0
 """Seconds idle workers get to end by themselves when their pool is closed, before they are killed."""
 REAP_WITHIN = 2.0
 """Seconds that the end of a worker that was killed is waited for. It takes longer where the kernel holds it in a call."""
+
+Answer = tuple[str, Any, str]
+"""``(how, what, text)``, as :func:`offload_worker.perform` has it."""
 
 _log = logging.getLogger("mainspring.offload")
 
@@ -115,6 +118,7 @@ class ProcessJob:
     """One call for a worker process."""
 
     killable = True
+    is_told = False
 
     def __init__(self, processes: Processes, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.fn = fn
@@ -182,7 +186,7 @@ class ProcessJob:
 
 
 class WorkerDied(Exception):  # noqa: N818 - between the worker and its job
-    """A worker has ended; ``begun`` says whether it had taken the job. The text says how it ended."""
+    """A worker has ended, or is of no more use; ``begun`` says whether it may have taken the job. The text says how."""
 
     def __init__(self, how: str, *, begun: bool) -> None:
         super().__init__(how)
@@ -209,6 +213,7 @@ class WorkerProcess:
             raise OffloadWorkerDiedError(f"a worker process could not be started: {error}") from error
         finally:
             theirs.close()
+        self._jobs = 0
         self._lock = threading.Lock()  # no signal may go to a number that was reaped, and may be another's by now
 
     @property
@@ -225,16 +230,22 @@ class WorkerProcess:
         if self._receive(START_WITHIN) != READY:
             raise WorkerDied(self._how_it_ended(), begun=False)
 
-    def ask(self, job: bytes) -> bytes:
+    def ask(self, job: bytes) -> Answer:
         """Have it do a job."""
+        self._jobs += 1
+        tag = self._jobs.to_bytes(TAG_SIZE, "big")
         with suppress(OSError):
-            self._connection.send_bytes(job)
-        if self._receive() != BEGUN:
+            self._connection.send_bytes(tag + job)
+        begun = self._receive()
+        if begun is None:
             raise WorkerDied(self._how_it_ended(), begun=False)
-        answer = self._receive()
+        answer = self._receive() if begun == tag + BEGUN else begun
         if answer is None:
             raise WorkerDied(self._how_it_ended(), begun=True)
-        return answer
+        if begun == tag + BEGUN and answer.startswith(tag):
+            with suppress(Exception):  # garbled bytes raise anything
+                return opened(answer[TAG_SIZE:])
+        raise WorkerDied("answered something else than what became of it", begun=True)
 
     def ask_to_leave(self) -> None:
         """Ask it to end, if it is idle."""
@@ -308,9 +319,15 @@ def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         ) from None
 
 
-def unpack(fn: Callable[..., Any], answer: bytes) -> Any:
-    """The result of a call, or its exception, raised."""
+def opened(answer: bytes) -> Answer:
+    """An answer of :func:`offload_worker.perform`. Raises anything where it is none."""
     how, what, text = pickle.loads(answer)  # noqa: S301 - from a child of this process
+    return how, what, text
+
+
+def unpack(fn: Callable[..., Any], answer: Answer) -> Any:
+    """The result of a call, or its exception, raised."""
+    how, what, text = answer
     try:
         value = pickle.loads(what) if how != "lost" else OffloadPickleError(f"{name_of(fn)}: {what}")  # noqa: S301
     except Exception as error:

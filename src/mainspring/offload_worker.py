@@ -21,6 +21,8 @@ READY = b"ready"
 BEGUN = b"begun"
 LEAVE = b""
 """What passes beside jobs and answers: the worker can take jobs, it has taken one, it is to end."""
+TAG_SIZE = 8
+"""Bytes before a job that tell it from the others of its worker. They also stand before all that is said of it."""
 
 
 def perform(job: bytes) -> bytes:
@@ -68,16 +70,29 @@ def main(descriptor: int) -> None:
         # The owner decides when a worker ends: a service manager signals all of a service's processes at once, and a job in
         # hand is to be finished. A handler, unlike SIG_IGN, is not passed on to programs that a job starts.
         signal.signal(signum, _leave_it_to_the_owner)
-    connection = Connection(descriptor)
+    connection, worker = Connection(descriptor), os.getpid()
+    # What a job starts or forks off has no part in it: it could take jobs, and would hide the end of this process.
+    os.set_inheritable(descriptor, False)
+    os.register_at_fork(after_in_child=connection.close)
     try:
         spawn.prepare(pickle.loads(connection.recv_bytes()))  # noqa: S301 - sys.path, __main__ and the like
         threading.Thread(target=_die_with_the_owner, args=(descriptor,), name="owner", daemon=True).start()
         connection.send_bytes(READY)
-        while (job := connection.recv_bytes()) != LEAVE:
-            connection.send_bytes(BEGUN)
-            connection.send_bytes(perform(job))
+        while (order := connection.recv_bytes()) != LEAVE:
+            tag = order[:TAG_SIZE]
+            connection.send_bytes(tag + BEGUN)
+            answer = perform(order[TAG_SIZE:])
+            if os.getpid() != worker:
+                _end_child()
+            connection.send_bytes(tag + answer)
     except (EOFError, OSError):
         return  # the owner is gone
+
+
+def _end_child() -> None:
+    """A job has forked, and this is its child, which came out of the job too: one worker does not become two."""
+    os.write(2, b"mainspring worker: the job forked, and its child came back from it; the child is ended\n")
+    os._exit(1)
 
 
 def _leave_it_to_the_owner(signum: int, frame: Any) -> None:

@@ -61,6 +61,19 @@ async def test_a_process_that_dies_of_its_job_is_a_failed_attempt():
         assert "the worker process of die was killed by SIGKILL" in dead.error
 
 
+@pytest.mark.parametrize("kind", ["thread", "process"])
+@pytest.mark.parametrize("fn", [offload_work.be_cancelled_in_a_loop_of_its_own, offload_work.be_cancelled_as_a_future])
+async def test_a_cancellation_that_arises_in_a_handler_is_a_failed_attempt(kind, fn):
+    box = InMemoryMailbox()
+    async with background(MainLoop(box, fn, body=str, offload=kind, dead_letter=ONCE)) as loop:
+        await box.send("job")
+        await settled(box)
+        (dead,) = await box.dead_letters()
+        assert dead.error_type == "TaskExitError"
+        assert f"{fn.__name__} raised a cancellation that nobody asked for" in dead.error
+        assert loop.outcomes == {"dead_lettered": 1}
+
+
 async def test_at_its_timeout_the_process_is_killed_and_the_attempt_has_failed(tmp_path):
     box, path, pool = InMemoryMailbox(), tmp_path / "pid", OffloadPool("process", workers=1)
     loop = MainLoop(box, offload_work.hang, offload=pool, handler_timeout=1, dead_letter=ONCE)
