@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from uuid import uuid4
 
 import anyio
 import pytest
@@ -591,17 +592,17 @@ async def test_in_a_file(tmp_path):
 
 
 async def test_on_redis(redis_url):
-    await begun_and_found(f"{redis_url}?name=tool-calls")
+    await begun_and_found(f"{redis_url}?name=tool-calls-{uuid4().hex}")
 
 
 @pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True})], ids=["uvloop"])
 async def test_on_postgres(anyio_backend, postgres_url):
-    await begun_and_found(f"{postgres_url}?name=tool-calls")
+    await begun_and_found(f"{postgres_url}?name=tool-calls-{uuid4().hex}")
 
 
 @pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True})], ids=["uvloop"])
 async def test_on_nats(anyio_backend, nats_url):
-    await begun_and_found(f"{nats_url}?name=tool-calls")
+    await begun_and_found(f"{nats_url}?name=tool-calls-{uuid4().hex}")
 
 
 # ---------------------------------------------------------------------------------------------------------- simulation

@@ -300,6 +300,21 @@ async def test_a_cancelled_block_does_nothing(place, mailbox):
     assert effects(place) == []
 
 
+async def test_one_cancelled_in_its_acknowledgement_has_not_acknowledged(place, mailbox):
+    """So that its worker gives the message back, and does not take it for done."""
+    await mailbox.send("x")
+    (message,) = await mailbox.receive()
+    async with await place.connect() as other:
+        await other.execute(f"LOCK TABLE {place.schema}.messages")
+        with anyio.move_on_after(0.5) as scope:
+            async with mailbox.transaction(message):
+                pass
+        assert scope.cancelled_caught
+        await other.rollback()
+    assert not message.is_settled
+    await message.acknowledge()
+
+
 async def test_more_transactions_than_connections_take_turns(place, mailbox):
     await mailbox.send_many(range(25))
     messages = await mailbox.receive(max_messages=25)

@@ -306,7 +306,8 @@ class MainLoop:
                 try:
                     await self.shutdown(timeout=30.0 if self.shutdown_timeout is None else self.shutdown_timeout)
                 except BaseException as stopping:
-                    return await own.__aexit__(type(stopping), stopping, stopping.__traceback__)
+                    await own.__aexit__(type(stopping), stopping, stopping.__traceback__)
+                    raise  # where the scope has nothing to raise by now, this is not to be lost
             return await own.__aexit__(kind, error, trace)
         finally:
             self._stop_asked = False  # this run's end was meant, not the next one's

@@ -148,8 +148,8 @@ async def joined(
         finally:
             del under_way[handle]
             connection.row_factory = psycopg.rows.tuple_row
-            if this.settled and not settled:
-                message._settled = None  # noqa: SLF001 - it was, in what was rolled back
+            if not settled:
+                message._settled = None  # noqa: SLF001 - if it was, then in what was rolled back
 
 
 def _nothing(rows: list[tuple[Any, ...]]) -> None:
