@@ -176,7 +176,10 @@ async def test_a_cancelled_block_cancels_the_work():
 async def test_a_block_whose_shutdown_is_cancelled_still_ends_in_order():
     """Cancelled while it waits for the work in hand: the work is cancelled too, and nothing is left behind."""
 
+    begun = anyio.Event()
+
     async def handle(job: int) -> None:
+        begun.set()
         await anyio.sleep_forever()
 
     async with InMemoryMailbox() as mailbox:
@@ -184,8 +187,7 @@ async def test_a_block_whose_shutdown_is_cancelled_still_ends_in_order():
         with anyio.fail_after(5), anyio.CancelScope() as scope:
             async with loop:
                 await mailbox.send(1)
-                while not loop.in_flight:
-                    await anyio.sleep(0.001)
+                await begun.wait()
                 scope.deadline = anyio.current_time() + 0.05
         assert scope.cancelled_caught
         assert not loop.running

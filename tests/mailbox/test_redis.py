@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 
 import anyio
 import pytest
+from anyio.abc import SocketAttribute
 
 from mainspring import MailboxConnectionError, MailboxFullError, open_mailbox
 from mainspring.errors import ConfigError
@@ -392,10 +393,8 @@ async def test_a_connection_that_was_cut_while_idle_is_made_anew(here, monkeypat
     """A call that went out on it would be an error; it is tried first, once it has idled for a while."""
     monkeypatch.setattr("mainspring.mailbox.redis_link.IDLE", 0.0)
     async with here.mailbox() as mailbox:
-        for client in here.call("CLIENT", "LIST").decode().splitlines():
-            known = dict(pair.split("=", 1) for pair in client.split(" ") if "=" in pair)
-            if known["name"] == "mainspring":
-                here.call("CLIENT", "KILL", "ID", known["id"])
+        host, port = mailbox._link._wire._stream.extra(SocketAttribute.local_address)[:2]
+        here.call("CLIENT", "KILL", "ADDR", f"{host}:{port}")
         await mailbox.send("x")
         assert (await mailbox.counts()).pending == 1
 

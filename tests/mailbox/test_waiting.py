@@ -134,3 +134,19 @@ def test_a_wait_ends_at_its_deadline_and_at_a_close() -> None:
         assert queue.got == {"one": (5,), "two": (6,)}
 
     run_virtual(scenario)
+
+
+def test_one_to_whom_a_turn_is_passed_for_nothing_waits_on() -> None:
+    """It parked after the call that the turn came from: it looks, finds nothing, and its wait is not over."""
+
+    async def scenario():
+        queue = Queue()
+        async with parked(queue, "one"):
+            await anyio.sleep(1)
+            queue.waiters.forsake()
+            await anyio.sleep(1)
+            assert queue.waiters.parked == 1
+            queue.send("a")
+        assert queue.got == {"one": ("a", 2.0)}
+
+    run_virtual(scenario)

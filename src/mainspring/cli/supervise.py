@@ -62,10 +62,14 @@ class Worker:
         self.process = process
 
     def signal(self, signum: int) -> None:
-        """Send a signal to the process, where there is one."""
-        if self.process is not None:
+        """Send a signal to the process, where there is one.
+
+        Not by the process object: that looks first whether its process has ended, and so takes the exit status away from
+        the event loop, which waits for it too and would tell 255 instead.
+        """
+        if self.process is not None and self.process.returncode is None:
             with suppress(ProcessLookupError):
-                self.process.send_signal(signal.Signals(signum))
+                os.kill(self.process.pid, signum)
 
     def kill(self) -> None:
         """End the process and all that it started (it leads a session of its own)."""

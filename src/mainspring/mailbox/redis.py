@@ -245,8 +245,8 @@ class RedisMailbox(Mailbox[T, R]):
                     turn = waiters.signals != seen  # called meanwhile: for these, or for more
                     return found
                 await waiters.wait(seen, deadline)
-                if waiters.signals == seen or not self._usable:
-                    return []  # nothing has come
+                if not self._usable or (waiters.signals == seen and self._now() >= deadline):
+                    return []  # nothing has come; one to whom another's turn was passed looks, and waits on
                 turn = True
         finally:
             waiters.active -= 1

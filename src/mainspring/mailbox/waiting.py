@@ -43,8 +43,8 @@ class Waiters:
         found = await look()
         while not found and usable():
             await self.wait(seen, deadline)
-            if self.signals == seen or not usable():
-                break  # nothing has come
+            if not usable() or (self.signals == seen and anyio.current_time() >= deadline):
+                break  # nothing has come; one to whom another's turn was passed looks, and waits on
             seen = self.signals
             try:
                 found = await look()
