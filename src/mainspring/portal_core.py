@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import inspect
 import logging
 import os
@@ -24,7 +23,6 @@ from mainspring.errors import (
     LoopNotRunningError,
     TaskExitError,
     TicketAbandonedError,
-    TicketAlreadyCompletedError,
 )
 from mainspring.process import call_soon, carried_context, event_loop
 from mainspring.stacks import where, where_thread
@@ -361,7 +359,7 @@ class Submission(Generic[T]):
             if self._scope.cancelled_caught:
                 self.fail(LoopNotRunningError(f"{self._core} has stopped and cancelled {self.name}"))
             else:
-                self._settle(self.ticket.complete, value)
+                self.ticket.offer(value)  # whoever holds the ticket can answer it as well
         finally:
             if self._scope.cancel_called:  # whatever it has made of that
                 self._core.clean = False
@@ -376,12 +374,7 @@ class Submission(Generic[T]):
 
     def fail(self, error: BaseException) -> None:
         """Let the ticket have an error, where it has no answer yet."""
-        self._settle(self.ticket.fail, error)
-
-    @staticmethod
-    def _settle(answer: Callable[[Any], None], what: object) -> None:
-        with contextlib.suppress(TicketAlreadyCompletedError):  # whoever holds the ticket can answer it as well
-            answer(what)
+        self.ticket.offer_error(error)
 
 
 def _taken(entry: list[Callable[[], object]]) -> Callable[[], object] | None:

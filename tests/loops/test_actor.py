@@ -677,3 +677,24 @@ async def test_a_loop_whose_thread_is_blocked_does_not_answer_in_time():
     finally:
         go.set()
         await anyio.to_thread.run_sync(thread.join, 30)
+
+
+async def test_whoever_answers_a_ticket_himself_harms_nobody(anyio_backend):
+    """Neither where the message is refused, nor where the actor serves it."""
+
+    async def handle(job: int) -> None:
+        pass
+
+    async with InMemoryMailbox() as mailbox:
+        actor = LoopActor(MainLoop(mailbox, handle))
+        early = PingRequest()
+        early.ticket.complete(0.0)
+        actor.tell(early)  # not running: there is no error to be told any more
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(actor.run)
+            while not actor.running:
+                await anyio.sleep(0.001)
+            for message in (PingRequest(), PauseRequest(), DrainRequest()):
+                message.ticket.fail(LookupError("mine"))
+                actor.tell(message)
+            assert await actor.shutdown(timeout=5)

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 from collections import deque
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
@@ -26,7 +26,6 @@ from mainspring.errors import (
     ControlRefusedError,
     InvalidParameterError,
     LoopNotRunningError,
-    TicketAlreadyCompletedError,
     describe,
 )
 from mainspring.loops.base import Runnable, Steerable, stop_in_time
@@ -115,7 +114,7 @@ class LoopActor:
             if loop is not None:
                 self._inbox.append((message, answer))
         if loop is None:
-            answer.fail(self._not_running(message))
+            answer.offer_error(self._not_running(message))
         elif threading.get_ident() == self._thread and in_event_loop():
             self._serve_inbox()
         else:
@@ -148,23 +147,23 @@ class LoopActor:
             try:
                 self._act(message, answer)
             except Exception as error:  # a loop of foreign make may raise anything: it is the asker's to know
-                _answer(answer.fail, error)
+                answer.offer_error(error)
 
     def _act(self, message: ControlMessage[Any], answer: TicketWriter[Any]) -> None:
         match message:
             case HealthCheckRequest():
-                _answer(answer.complete, self.health())
+                answer.offer(self.health())
             case PingRequest():
-                _answer(answer.complete, message.made.elapsed())
+                answer.offer(message.made.elapsed())
             case PauseRequest() | ResumeRequest() if not self.loop.pausable:
                 what = "it has no plain methods pause() and resume()"
-                answer.fail(ControlRefusedError(f"loop {self.name!r} cannot be paused: {what}"))
+                answer.offer_error(ControlRefusedError(f"loop {self.name!r} cannot be paused: {what}"))
             case PauseRequest():
                 self.loop.pause()
                 self._scope.start_soon(self._answer_when_paused, answer, name=f"{self.name} pauses")
             case ResumeRequest():
                 self.loop.resume()
-                _answer(answer.complete, None)
+                answer.offer(None)
             case DrainRequest():
                 self._stop(answer)
             case ShutdownRequest():
@@ -173,12 +172,12 @@ class LoopActor:
             case _:
                 known = "health check, ping, pause, resume, drain and shutdown"
                 what = f"loop {self.name!r} knows no {type(message).__qualname__}: it is asked for {known}"
-                answer.fail(ControlRefusedError(what))
+                answer.offer_error(ControlRefusedError(what))
 
     async def _answer_when_paused(self, answer: TicketWriter[None]) -> None:
         with answer:
             await self.loop.wait_paused()
-            _answer(answer.complete, None)
+            answer.offer(None)
 
     def _stop(self, answer: TicketWriter[bool]) -> None:
         self._stops.append(answer)
@@ -246,10 +245,10 @@ class LoopActor:
             self._inbox.clear()
         self._ended.set()
         for message, answer in left:
-            answer.fail(self._not_running(message))
+            answer.offer_error(self._not_running(message))
         stops, self._stops = self._stops, []
         for answer in stops:
-            _answer(answer.complete, self.cancelled_at is None and not self._crashed)
+            answer.offer(self.cancelled_at is None and not self._crashed)
         if self.loop.paused:
             try:
                 self.loop.resume()
@@ -358,12 +357,6 @@ async def ask_all(
         except Exception as error:
             answers.append(error)
     return answers
-
-
-def _answer(give: Callable[[Any], None], value: Any) -> None:
-    """Answer, unless somebody has completed the ticket behind the actor's back."""
-    with suppress(TicketAlreadyCompletedError):
-        give(value)
 
 
 def _called(message: ControlMessage[Any]) -> str:
