@@ -6,57 +6,21 @@ import sys
 
 sys.path.append(sys.path.pop(0))  # this file has the name of the driver, which must be found first
 
-import shutil
-import socket
-import subprocess
-import tempfile
-import time
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
-
 import anyio
 from nats.aio.client import Client
 
 from brokers import Comparison, Contender
 from common import Row, report
+from local_server import local_server
 from redelivery import report_redelivery
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PACKAGES = ("faststream[nats]", "uvloop")
 MESSAGES = Contender("FastStream", "on_faststream_nats.py", "faststream-nats", PACKAGES)
 BATCHES = Contender("FastStream (a handler run a batch)", "on_faststream_nats_batches.py", "faststream-nats", PACKAGES)
 
 
-@contextmanager
-def server() -> Iterator[int | None]:
-    """The port of a NATS server that is started for this; None where there is none."""
-    binary = shutil.which("nats-server")
-    if binary is None:
-        yield None
-        return
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    with tempfile.TemporaryDirectory() as home:
-        command = [binary, "-js", "-a", "127.0.0.1", "-p", str(port), "-sd", home]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            wait_for(port)
-            yield port
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def wait_for(port: int) -> None:
-    for _ in range(100):
-        with suppress(OSError):
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return
-        time.sleep(0.05)
-    raise SystemExit("the NATS server does not start")
+def _arguments(port: str, home: str) -> list[str]:
+    return ["-js", "-a", "127.0.0.1", "-p", port, "-sd", home]
 
 
 async def delete_streams(port: int) -> None:
@@ -68,7 +32,7 @@ async def delete_streams(port: int) -> None:
 
 
 def main() -> int:
-    with server() as port:
+    with local_server("nats-server", _arguments) as port:
         if port is None:
             report(Row("NATS: no nats-server here (apt install nats-server)", "-", "-", None, None))
             return 0

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
-import subprocess
 import sys
-import tempfile
-import time
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
 
 from brokers import Comparison, Contender
 from common import Row, report
+from local_server import local_server
 from redelivery import report_redelivery
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _DRIVER = ("hiredis", "uvloop")
 PEERS = (
@@ -33,46 +25,9 @@ PEERS = (
 )
 
 
-@contextmanager
-def server() -> Iterator[int | None]:
-    """The port of a Redis server that is started for this, and has nothing but its memory; None where there is none."""
-    binary = shutil.which("redis-server")
-    if binary is None:
-        yield None
-        return
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    with tempfile.TemporaryDirectory() as home:
-        command = [
-            binary,
-            "--port",
-            str(port),
-            "--save",
-            "",
-            "--appendonly",
-            "no",
-            "--dir",
-            home,
-            "--bind",
-            "127.0.0.1",
-        ]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        try:
-            wait_for(port)
-            yield port
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def wait_for(port: int) -> None:
-    for _ in range(100):
-        with suppress(OSError):
-            say(port, "PING")
-            return
-        time.sleep(0.05)
-    raise SystemExit("the Redis server does not start")
+def _arguments(port: str, home: str) -> list[str]:
+    """It has nothing but its memory."""
+    return ["--port", port, "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", home]
 
 
 def say(port: int, command: str) -> str:
@@ -82,7 +37,7 @@ def say(port: int, command: str) -> str:
 
 
 def main() -> int:
-    with server() as port:
+    with local_server("redis-server", _arguments) as port:
         if port is None:
             report(Row("Redis: no redis-server here (apt install redis-server)", "-", "-", None, None))
             return 0
