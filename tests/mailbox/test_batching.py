@@ -255,13 +255,28 @@ async def test_the_caller_who_is_first_goes_on_before_the_others(store, anyio_ba
         pytest.skip("trio lets tasks that are woken together go on in any order")
     went_on: list[int] = []
 
-    async def caller(number: int, first: bool) -> None:
-        await store.batcher.call(Add(number), first=first)
+    class Urgent(Add):
+        first = True
+
+    async def caller(number: int, kind: type[Add]) -> None:
+        await store.batcher.call(kind(number))
         went_on.append(number)
 
     store.gate.set()
     async with anyio.create_task_group() as tasks:
         for number in range(5):
-            tasks.start_soon(caller, number, number == 4)
+            tasks.start_soon(caller, number, Urgent if number == 4 else Add)
     assert store.batches == [[0, 1, 2, 3, 4]]
     assert went_on == [4, 0, 1, 2, 3]
+
+
+def test_claims_are_first_on_every_backend_that_batches():
+    """Else the slots whose acknowledgements travelled with a claim would find nothing, and fall idle at every message."""
+    pytest.importorskip("apsw")
+    pytest.importorskip("psycopg")
+    pytest.importorskip("hiredis")
+    from mainspring.mailbox import postgres_commands, redis_commands, sqlite_commands
+
+    for commands in (sqlite_commands, redis_commands, postgres_commands):
+        assert commands.Claim.first, commands.__name__
+        assert not commands.Acknowledge.first

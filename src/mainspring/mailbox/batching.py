@@ -8,7 +8,7 @@ so a lone command leaves at once. All the waiting of a batch hangs on one event:
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import anyio
 
@@ -20,9 +20,14 @@ if TYPE_CHECKING:
 
 
 class Command:
-    """One operation on its way: whoever executes it sets ``result`` or ``error``."""
+    """One operation on its way: whoever executes it sets ``result`` or ``error``.
+
+    ``first``: its caller goes on before the others of its batch, where the event loop keeps order. So the work that a claim
+    brings is there when those look for more whose settlements have travelled with it, and none of them falls idle.
+    """
 
     __slots__ = ("error", "forsaken", "result")
+    first: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.result: Any = None
@@ -79,11 +84,8 @@ class Batcher(Generic[C]):
     def __repr__(self) -> str:
         return f"<Batcher {self._name!r} queued {len(self._next.commands)} callers {self._callers}>"
 
-    async def call(self, command: C, *, first: bool = False) -> Any:
+    async def call(self, command: C) -> Any:
         """Have ``command`` executed with the next batch; its result, or raises its error.
-
-        ``first``: its caller goes on before the others of the batch, where the event loop keeps order. So the work that a
-        claim brings is there when those look for more whose settlements have travelled with it.
 
         Raises :class:`MailboxClosedError` when the batcher is closing.
         """
@@ -92,7 +94,7 @@ class Batcher(Generic[C]):
         batch = self._next
         batch.commands.append(command)
         done = batch.done
-        if first:
+        if command.first:
             if batch.first is None:
                 batch.first = anyio.Event()
             done = batch.first

@@ -24,6 +24,7 @@ class Claim(Command):
     """Lease what is there; results in deliveries. ``waits`` says that an empty result will be waited on."""
 
     __slots__ = ("limit", "visibility", "waits")
+    first = True
 
     def __init__(self, limit: int, visibility: float, waits: bool) -> None:
         super().__init__()

@@ -256,7 +256,7 @@ class RedisMailbox(Mailbox[T, R]):
     async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:
         while True:
             command = do.Claim(limit, visibility, self._waiter, waits, self._waiters.parked > 0)
-            found: list[Delivery] = await self._batcher.call(command, first=True)
+            found: list[Delivery] = await self._batcher.call(command)
             buried = 0
             for delivery in command.unreadable:
                 with suppress(ReceiptHandleExpiredError):  # it comes again

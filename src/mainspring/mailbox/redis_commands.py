@@ -317,6 +317,7 @@ class Claim(Operation):
     """
 
     __slots__ = ("claimant", "limit", "others", "unreadable", "visibility", "waits")
+    first = True
     turn = 8
 
     def __init__(self, limit: int, visibility: float, claimant: str, waits: bool, others: bool) -> None:

@@ -45,6 +45,7 @@ class Claim(StoreCommand):
     """Lease what is there; results in deliveries. ``waits`` says that an empty result will be waited on."""
 
     __slots__ = ("limit", "visibility", "waits")
+    first = True
 
     def __init__(self, mailbox: int, limit: int, visibility: float, waits: bool) -> None:
         super().__init__(mailbox)
