@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from servers import nats_url, postgres_url, redis_url  # noqa: F401 - fixtures
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell that runs the tests in the background lets them ignore it, and Python then makes no KeyboardInterrupt of it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 BACKENDS = [
     pytest.param(("asyncio", {"use_uvloop": False}), id="asyncio"),

@@ -55,13 +55,9 @@ local function answer(wanted)
   put(to, from, 1, rank, 0, 0, false)
 end
 
+-- What nearly all batches consist of. To make a function takes the server longer than to look one up, so that it makes
+-- the others (below) only where one of them is asked for.
 local operations = {
-  open = function() -- so that a transient mailbox exists
-    go_on_when_full(box)
-    redis.call('HSETNX', box.state, 'settled', 0)
-    box.used = true
-    return 1
-  end,
   put = function()
     local count, rank, delay, expires = next_number(), next_argument(), next_number(), next_number()
     local capacity, keyed = next_number(), next_argument() == '1'
@@ -104,107 +100,121 @@ local operations = {
   ack = function()
     return acknowledge(box, next_list())
   end,
-  answer = function()
-    local done = #acknowledge(box, { next_argument() }) == 0
-    answer(done)
-    return done and 1 or 0
-  end,
-  back = function()
-    local receipt, delay, charged = next_argument(), next_number(), next_number()
-    local front = next_argument() == '1'
-    return give_back(box, receipt, delay, charged, front, next_argument())
-  end,
-  bury = function()
-    local receipt, why, history = next_argument(), next_argument(), next_argument()
-    local claimed, _, _, id = take(box, receipt)
-    answer(claimed)
-    if not claimed then
-      return 0
-    end
-    bury(box, id, why, claimed, history)
-    return 1
-  end,
-  extend = function()
-    local receipt = next_argument()
-    return extend(box, receipt, next_number())
-  end,
-  checkpoint = function()
-    local receipt = next_argument()
-    return save_checkpoint(box, receipt, next_argument())
-  end,
-  unclaim = function()
-    unclaim(box, next_list())
-    return 1
-  end,
-  unheard = function()
-    local claimant = next_argument()
-    return unclaim_unheard(box, claimant, next_number())
-  end,
-  pass = function() -- woken for nothing: somebody else shall look
-    box.gained = box.gained + next_number()
-    return 1
-  end,
-  leave = function() -- it may have been called for what others now have to be called for
-    if redis.call('ZREM', box.waiters, next_argument()) == 0 then
-      box.gained = math.max(box.gained, redis.call('ZCARD', box.ready))
-    end
-    return 1
-  end,
-  look = function() -- by one who waits: also for what was meant for a process that was stopped just as it was woken
-    asked = true
-    sweep(box)
-    if redis.call('ZCARD', box.ready) > 0 then
-      box.gained = box.gained + 1
-    end
-    return 1
-  end,
-  counts = function()
-    return sweep(box) and {} or counts(box)
-  end,
-  purge = function()
-    return sweep(box) and -1 or purge(box)
-  end,
-  drop = function() -- all of it
-    redis.call('UNLINK', unpack(KEYS, 1, KEYS_OF_ONE))
-    box = box_of(0)
-    return 1
-  end,
-  list = function()
-    local limit, after = next_number(), next_argument()
-    return sweep(box) and -1 or list_dead(box, limit, after)
-  end,
-  find = function()
-    sweep(box)
-    return letters(box, next_list())
-  end,
-  replay = function()
-    local capacity, most, count = next_number(), next_number(), next_number()
-    local from = at
-    at = at + math.max(count, 0)
-    sweep(box)
-    local ids = chosen(box, from, count, most)
-    if capacity >= 0 then
-      local there, new = waiting(box), count < 0 and redis.call('ZCARD', box.deaths) or #ids
-      if new > 0 and there + new > capacity then
-        return { 'full', there, new }
-      end
-    end
-    return replay(box, ids)
-  end,
-  discard = function()
-    local most, count = next_number(), next_number()
-    local from = at
-    at = at + math.max(count, 0)
-    sweep(box)
-    return discard(box, chosen(box, from, count, most))
-  end,
-  cancel = function()
-    return cancel(box, next_argument())
-  end,
 }
+
+local function rare_operations()
+  return {
+    open = function() -- so that a transient mailbox exists
+      go_on_when_full(box)
+      redis.call('HSETNX', box.state, 'settled', 0)
+      box.used = true
+      return 1
+    end,
+    answer = function()
+      local done = #acknowledge(box, { next_argument() }) == 0
+      answer(done)
+      return done and 1 or 0
+    end,
+    back = function()
+      local receipt, delay, charged = next_argument(), next_number(), next_number()
+      local front = next_argument() == '1'
+      return give_back(box, receipt, delay, charged, front, next_argument())
+    end,
+    bury = function()
+      local receipt, why, history = next_argument(), next_argument(), next_argument()
+      local claimed, _, _, id = take(box, receipt)
+      answer(claimed)
+      if not claimed then
+        return 0
+      end
+      bury(box, id, why, claimed, history)
+      return 1
+    end,
+    extend = function()
+      local receipt = next_argument()
+      return extend(box, receipt, next_number())
+    end,
+    checkpoint = function()
+      local receipt = next_argument()
+      return save_checkpoint(box, receipt, next_argument())
+    end,
+    unclaim = function()
+      unclaim(box, next_list())
+      return 1
+    end,
+    unheard = function()
+      local claimant = next_argument()
+      return unclaim_unheard(box, claimant, next_number())
+    end,
+    pass = function() -- woken for nothing: somebody else shall look
+      box.gained = box.gained + next_number()
+      return 1
+    end,
+    leave = function() -- it may have been called for what others now have to be called for
+      if redis.call('ZREM', box.waiters, next_argument()) == 0 then
+        box.gained = math.max(box.gained, redis.call('ZCARD', box.ready))
+      end
+      return 1
+    end,
+    look = function() -- by one who waits: also for what was meant for a process that was stopped just as it was woken
+      asked = true
+      sweep(box)
+      if redis.call('ZCARD', box.ready) > 0 then
+        box.gained = box.gained + 1
+      end
+      return 1
+    end,
+    counts = function()
+      return sweep(box) and {} or counts(box)
+    end,
+    purge = function()
+      return sweep(box) and -1 or purge(box)
+    end,
+    drop = function() -- all of it
+      redis.call('UNLINK', unpack(KEYS, 1, KEYS_OF_ONE))
+      box = box_of(0)
+      return 1
+    end,
+    list = function()
+      local limit, after = next_number(), next_argument()
+      return sweep(box) and -1 or list_dead(box, limit, after)
+    end,
+    find = function()
+      sweep(box)
+      return letters(box, next_list())
+    end,
+    replay = function()
+      local capacity, most, count = next_number(), next_number(), next_number()
+      local from = at
+      at = at + math.max(count, 0)
+      sweep(box)
+      local ids = chosen(box, from, count, most)
+      if capacity >= 0 then
+        local there, new = waiting(box), count < 0 and redis.call('ZCARD', box.deaths) or #ids
+        if new > 0 and there + new > capacity then
+          return { 'full', there, new }
+        end
+      end
+      return replay(box, ids)
+    end,
+    discard = function()
+      local most, count = next_number(), next_number()
+      local from = at
+      at = at + math.max(count, 0)
+      sweep(box)
+      return discard(box, chosen(box, from, count, most))
+    end,
+    cancel = function()
+      return cancel(box, next_argument())
+    end,
+  }
+end
 
 -- Let as many waiting processes look as there are new messages. One that is gone hears nothing, and the next is asked.
 local function wake(of)
+  if redis.call('ZCARD', of.waiters) == 0 then
+    return
+  end
   local wanted = math.min(of.gained, redis.call('ZCARD', of.ready))
   while wanted > 0 do
     local waiter = redis.call('ZPOPMIN', of.waiters)[1]
@@ -245,8 +255,14 @@ local function finish(of)
 end
 
 local results = {}
+local rare
 while at <= #ARGV do
-  local operation = operations[next_argument()]
+  local name = next_argument()
+  local operation = operations[name]
+  if not operation then
+    rare = rare or rare_operations()
+    operation = rare[name]
+  end
   results[#results + 1] = operation()
 end
 finish(box)

@@ -56,12 +56,12 @@ end
 
 -- The mailbox whose keys begin behind KEYS[behind].
 local function box_of(behind)
-  local names = { 'messages', 'ready', 'delayed', 'leases', 'state', 'more', 'keyed', 'expiry', 'dead', 'deaths', 'epitaph',
-    'waiters' }
-  local box = { behind = behind, gained = 0, settled = 0 }
-  for i, name in ipairs(names) do
-    box[name] = KEYS[behind + i]
-  end
+  local box = {
+    behind = behind, gained = 0, settled = 0,
+    messages = KEYS[behind + 1], ready = KEYS[behind + 2], delayed = KEYS[behind + 3], leases = KEYS[behind + 4],
+    state = KEYS[behind + 5], more = KEYS[behind + 6], keyed = KEYS[behind + 7], expiry = KEYS[behind + 8],
+    dead = KEYS[behind + 9], deaths = KEYS[behind + 10], epitaph = KEYS[behind + 11], waiters = KEYS[behind + 12],
+  }
   local state = redis.call('HMGET', box.state, 'seq', 'tick')
   box.base = string.sub(box.state, 1, -6) -- up to the ":"
   box.transient = string.sub(box.state, 1, 5) == '{ms:~'
