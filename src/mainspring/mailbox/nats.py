@@ -154,7 +154,7 @@ class NatsMailbox(Mailbox[T, R]):
         self._letters = DeadLetters(store)
         scope.start_soon(wire.keep, name=f"mailbox {self.name} connection")
         self._tidier = tidier = Tidier(store, self._claims)
-        wire.reconnected = tidier.look_soon
+        wire.reconnected = tidier.doubt
         scope.start_soon(tidier.run, name=f"mailbox {self.name} tidying")
         self._timed = [Mover(store), Expirer(store, self._claims)]
         for timed, what in zip(self._timed, ("delayed messages", "expiries"), strict=True):

@@ -4,13 +4,13 @@ A server that is killed forgets removals that it had answered, so that messages 
 sight of one that had been redelivered and was still out. Either lies in the stream, was delivered, and is not out. The two
 cannot be told apart, and nothing may be lost: so both are put to the tail again. (The consumer's ack floor is no help: in
 2.9 it passes over messages that are still out.) The other way round a consumer can have out, for ever, what is not in the
-stream any more, and stumbles over it: it is told that this is done. And where a consumer is ahead of its stream (a power cut
-took more of the stream), it would pass over what is sent next: it is made anew.
+stream any more, and stumbles over it: it is told that this is done. One of these can hide one of the others, as the numbers
+then add up: so after a reconnection the first look is a close one, whatever they say. And where a consumer is ahead of its
+stream (a power cut took more of the stream), it would pass over what is sent next: it is made anew.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from mainspring.mailbox.nats_store import Store, Stored
 
 EVERY = 30.0
-"""Seconds between looks; after a reconnection there is one at once."""
+"""Seconds between looks; after a reconnection there is one at once, and one ``SOON``."""
+SOON = 1.0
 PATIENCE = 300.0
 """Seconds after which what the consumer passes over goes to the tail although the consumer has something out: perhaps just
 that, but then its holder is told, and it is run once more."""
@@ -43,30 +44,37 @@ class Tidier:
         self._claims = claims
         self._timer = Periodic(self._step)
         self._suspected: dict[str, tuple[float, int]] = {}
+        self._doubtful = False
 
     async def run(self) -> None:
         """Look now and then, until cancelled."""
-        self.look_soon()
+        self._timer.wake_by(anyio.current_time())
         await self._timer.run()
 
-    def look_soon(self) -> None:
-        """The server may have been away."""
+    def doubt(self) -> None:
+        """The server may have been away: look soon, and closely."""
+        self._doubtful = True
         self._timer.wake_by(anyio.current_time())
 
     async def _step(self, overslept: float) -> float:
-        with suppress(MailboxError):  # it is looked at again
-            await self.look()
-        return anyio.current_time() + EVERY
+        doubtful, self._doubtful = self._doubtful, False
+        try:
+            await self.look(closely=doubtful)
+        except MailboxError:  # it is looked at again
+            self._doubtful = self._doubtful or doubtful
+        return anyio.current_time() + (SOON if doubtful else EVERY)
 
-    async def look(self) -> None:
-        """Put right what is not."""
+    async def look(self, *, closely: bool = False) -> None:
+        """Put right what is not, as far as the numbers tell; ``closely``: where something is out they are not trusted."""
         names = self._store.names
         for stream in (names.queue, names.delayed, names.expiries):
             # The consumer first: the stream is never behind what it says then.
             consumer, state = await self._states(stream)
             if consumer["delivered"]["stream_seq"] > state["last_seq"]:
                 await self._make_anew(stream)
-            elif state["messages"] > consumer["num_pending"] + consumer["num_ack_pending"]:
+                continue
+            out = consumer["num_ack_pending"]
+            if state["messages"] > consumer["num_pending"] + out or (closely and out):
                 await self._look_closer(stream, consumer)
             else:
                 self._suspected.pop(stream, None)

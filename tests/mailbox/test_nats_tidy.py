@@ -1,0 +1,120 @@
+"""What a killed NATS server has left behind, as a stand-in of it tells: the real one is killed in tests/integration."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import anyio
+import pytest
+
+pytest.importorskip("nats")
+
+from mainspring.errors import MailboxConnectionError
+from mainspring.mailbox import nats_tidy
+from mainspring.mailbox.nats_names import Names
+from mainspring.mailbox.nats_record import Record
+from mainspring.mailbox.nats_store import Added, Gate, Stored
+from mainspring.mailbox.nats_tidy import Tidier
+from mainspring.testing import run_virtual
+
+NAMES = Names.of("jobs")
+
+
+class Server:
+    """A stream of one queue: what is in it, what its consumer has out, all below ``delivered`` delivered."""
+
+    def __init__(self, there: set[int], out: set[int], delivered: int) -> None:
+        self.there, self.out, self.last = there, out, delivered
+        self.delivered = delivered
+        self.away = 0
+        self.asks = 0
+        self.names, self.gate, self.wire = NAMES, Gate(), self
+
+    async def api(self, subject: str, request: object = None) -> dict[str, object]:
+        if self.away:
+            self.away -= 1
+            raise MailboxConnectionError("away")
+        if NAMES.queue not in subject:
+            return {
+                "delivered": {"stream_seq": 0},
+                "num_pending": 0,
+                "num_ack_pending": 0,
+                "state": {"messages": 0, "last_seq": 0},
+            }
+        if subject.startswith("CONSUMER"):
+            pending = sum(number > self.delivered for number in self.there)
+            return {
+                "delivered": {"stream_seq": self.delivered},
+                "num_pending": pending,
+                "num_ack_pending": len(self.out),
+            }
+        first = min(self.there, default=self.last + 1)
+        gone = sorted(set(range(first, self.last + 1)) - self.there)
+        return {
+            "state": {"messages": len(self.there), "first_seq": first, "last_seq": self.last, "deleted": gone},
+        }
+
+    async def ask_all(self, asks: list[object]) -> None:
+        for ask in asks:
+            self.asks += 1
+            self.out.discard(int(ask.subject.split(".")[5]))
+
+    async def next(self, stream: str, number: int, subject: str) -> Stored | None:
+        found = min((other for other in self.there if other >= number), default=None)
+        return None if found is None else Stored(found, Record(f"m{found}", b"1", 0.0).encode(), 0.0, f"q.{found}")
+
+    async def add_all(self, adds: list[object]) -> list[Added]:
+        for add in adds:
+            self.there.discard(add.expect)
+            self.last += 1
+            self.there.add(self.last)
+        return [Added(self.last) for _ in adds]
+
+    async def moved(self, count: int = 1) -> None:
+        pass
+
+
+def tidier(server: Server) -> Tidier:
+    return Tidier(server, SimpleNamespace(lost=lambda record: record))
+
+
+@pytest.mark.anyio
+async def test_a_message_that_is_out_for_ever_does_not_hide_one_that_is_passed_over():
+    """The consumer has 5 out, which is gone, and passes over 7, which is there: one message, one out, all seems well."""
+    server = Server({7}, {5}, 9)
+    tidy = tidier(server)
+    await tidy.look()
+    assert (server.there, server.out) == ({7}, {5})
+    await tidy.look(closely=True)
+    assert server.out == set()
+    await tidy.look()
+    assert server.there == {10}
+
+
+def test_after_a_reconnection_it_looks_closely_and_then_again_soon():
+    async def main() -> None:
+        server = Server({7}, {5}, 9)
+        server.away = 2
+        tidy = tidier(server)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(tidy.run)
+            await anyio.sleep(nats_tidy.EVERY * 2.5)
+            assert server.there == {7}
+            server.away = 1
+            tidy.doubt()
+            await anyio.sleep(3 * nats_tidy.SOON)
+            tasks.cancel_scope.cancel()
+        assert server.there == {10}
+
+    run_virtual(main)
+
+
+@pytest.mark.anyio
+async def test_messages_in_hand_are_left_alone():
+    """Their holders are at work: what is out and there stays, however closely it is looked."""
+    server = Server({7, 8, 11}, {7, 8}, 9)
+    server.last = 11
+    tidy = tidier(server)
+    await tidy.look(closely=True)
+    await tidy.look()
+    assert (server.there, server.out) == ({7, 8, 11}, {7, 8})
