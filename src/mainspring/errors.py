@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
+from mainspring.urls import without_secrets
 from mainspring.values import MAX_DELAY, is_number
 
 Fault = Literal["caller", "config", "environment", "handler"]
 
 
 class MainspringError(Exception):
-    """Base of all errors of this package."""
+    """Base of all errors of this package. What they say has no logins of URLs in it, and no passwords."""
 
     fault: ClassVar[Fault] = "caller"
     retryable: ClassVar[bool] = False
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(without_secrets(said) if isinstance(said, str) else said for said in args))
 
 
 class ConfigError(MainspringError):

@@ -17,6 +17,7 @@ from mainspring import clock
 from mainspring.cli.problems import FAILED, Problem, say
 from mainspring.cli.simulate import seconds
 from mainspring.mailbox.open import open_mailbox
+from mainspring.urls import without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -117,7 +118,7 @@ def show_dead(url: str, message_id: str, as_json: bool) -> int:
         ("attempts", f"{letter.attempt} ({letter.delivery_count} deliveries)"),
         ("sent", _date(letter.enqueued_at)),
         ("received", "never" if letter.first_received_at is None else f"{_date(letter.first_received_at)} first"),
-        ("reply to", letter.reply_to or "nobody"),
+        ("reply to", without_secrets(letter.reply_to or "nobody")),
         *((f"header {key}", value) for key, value in letter.headers.items()),
         ("body", _body_text(letter)),
     ]
@@ -247,7 +248,7 @@ def _whole(letter: DeadLetter) -> dict[str, Any]:
         "enqueued_at": letter.enqueued_at.isoformat(),
         "first_received_at": letter.first_received_at and letter.first_received_at.isoformat(),
         "dead_lettered_at": letter.dead_lettered_at.isoformat(),
-        "reply_to": letter.reply_to,
+        "reply_to": letter.reply_to and without_secrets(letter.reply_to),
         "headers": dict(letter.headers),
         "history": [
             {**asdict(failure), "at": None if failure.at is None else failure.at.isoformat()}

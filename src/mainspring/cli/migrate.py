@@ -9,6 +9,7 @@ import typer
 
 from mainspring.cli.problems import Problem
 from mainspring.mailbox.open import open_mailbox
+from mainspring.urls import shown
 
 if TYPE_CHECKING:
     from mainspring.mailbox.base import Mailbox
@@ -21,7 +22,7 @@ def migrate_store(url: str, *, dry_run: bool, as_json: bool) -> int:
     mailbox = open_mailbox(url)
     migrate = getattr(mailbox, "migrate_schema", None)
     if migrate is None:
-        raise Problem(f"{url}: this kind of mailbox has no schema to migrate; postgresql:// has")
+        raise Problem(f"{shown(url)}: this kind of mailbox has no schema to migrate; postgresql:// has")
     before, after = anyio.run(migrate, dry_run, backend=_backend(mailbox))
     if as_json:
         typer.echo(json.dumps({"before": before, "after": after, "changed": before != after and not dry_run}))

@@ -8,6 +8,7 @@ from pathlib import Path
 from traceback import extract_tb
 
 from mainspring.errors import message_of
+from mainspring.urls import without_secrets
 
 WRONG_USE = 2
 FAILED = 1
@@ -22,8 +23,11 @@ class Problem(Exception):  # noqa: N818 - the user's to mend, not the program's 
 
 
 def say(text: str) -> None:
-    """Write one remark of ours to standard error, in one call, so that several processes' lines do not mix."""
-    sys.stderr.write(f"mainspring: {text}\n")
+    """Write one remark of ours to standard error, in one call, so that several processes' lines do not mix.
+
+    Whatever it repeats of what the user wrote, it shows no password (of a URL).
+    """
+    sys.stderr.write(f"mainspring: {without_secrets(text)}\n")
     sys.stderr.flush()
 
 
