@@ -207,6 +207,26 @@ async def test_a_mailbox_is_used_between_open_and_close() -> None:
     assert mailbox.calls == ["open", "close", "open", "settle", "close"]
 
 
+async def test_an_event_loop_of_another_thread_is_refused_by_name() -> None:
+    """There it would wait for wake-ups that are meant for the loop it is open in: it would stand still, and seem well."""
+    async with Store() as mailbox:
+        await mailbox.send("x")
+        (message,) = await mailbox.receive()
+        calls = [
+            lambda: mailbox.send("x"),
+            lambda: mailbox.send_many(["x"]),
+            mailbox.receive,
+            mailbox.counts,
+            message.acknowledge,
+            lambda: message.extend_visibility(9),
+            mailbox.dead_letters,
+        ]
+        for call in calls:
+            with pytest.raises(ConfigError, match=r"another (thread; open a mailbox of your own here|event loop)"):
+                await anyio.to_thread.run_sync(anyio.run, call)
+        await message.acknowledge()
+
+
 async def test_code_after_a_close_inside_the_block_still_runs() -> None:
     ran = False
     async with Store() as mailbox:

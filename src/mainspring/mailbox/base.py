@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Generic, Self
 
 import anyio
@@ -62,6 +63,7 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         super().__init__(name, body, reply)
         self._state: StateMachine[MailboxState] = StateMachine(MAILBOX, MailboxState.UNOPENED, name=f"mailbox {name!r}")
         self._usable = self.works_unopened
+        self._thread: int | None = None
         self._scope: DaemonScope | None = None
         self._routers: list[ReplyRouter] = []
         self._listeners: list[Callable[[list[str]], object]] = []
@@ -95,6 +97,7 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         self._end_routing = self.route_replies(scope)
         self._state.to(MailboxState.OPEN, anyio.current_time())
         self._usable = True
+        self._thread = get_ident()
         return self
 
     async def __aexit__(
@@ -195,7 +198,7 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
 
     async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
         """End a delivery (see :class:`Message`)."""
-        if not self._usable:
+        if not self._usable or (self._thread is not None and self._thread != get_ident()):
             self._check_open()
         if type(settlement) is Ack and settlement.reply is not None:
             await self._settle_with_reply(delivery, settlement, settlement.reply)
@@ -299,6 +302,11 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         if not self._usable:
             raise MailboxClosedError(
                 f"mailbox {self.name!r} is {self._state.state}; use it inside `async with` or under a running LoopGroup"
+            )
+        if self._thread is not None and self._thread != get_ident():  # as all event loops of one thread are one at a time
+            raise ConfigError(
+                f"mailbox {self.name!r} is open in the event loop of another thread; open a mailbox of your own here, or"
+                " use mailbox.sync"
             )
 
     def _check_async_backend(self) -> None:
