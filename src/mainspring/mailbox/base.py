@@ -303,7 +303,7 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
             raise MailboxClosedError(
                 f"mailbox {self.name!r} is {self._state.state}; use it inside `async with` or under a running LoopGroup"
             )
-        if self._thread is not None and self._thread != get_ident():  # as all event loops of one thread are one at a time
+        if self._thread is not None and self._thread != get_ident():  # a thread has one event loop at a time
             raise ConfigError(
                 f"mailbox {self.name!r} is open in the event loop of another thread; open a mailbox of your own here, or"
                 " use mailbox.sync"
