@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from servers import nats_url, postgres_url, redis_url  # noqa: F401 - fixtures
+from stores import store, store_schema  # noqa: F401 - fixtures
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background lets them ignore it, and Python then makes no KeyboardInterrupt of it.

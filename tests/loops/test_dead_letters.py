@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
-
 import anyio
 import pytest
 
@@ -16,23 +14,14 @@ from mainspring.mailbox.hooks import Capabilities
 from mainspring.mailbox.sqlite import SQLiteMailbox
 from mainspring.policies import DeadLetterPolicy, RetryPolicy
 from mainspring.testing import run_virtual
+from stores import KINDS, on
 
 pytestmark = pytest.mark.anyio
 
 
-@asynccontextmanager
-async def opened(kind, tmp_path):
-    if kind == "memory":
-        async with InMemoryMailbox("jobs") as mailbox:
-            yield mailbox
-    else:
-        async with SQLiteMailbox(str(tmp_path / "mail.db"), name="jobs") as mailbox:
-            yield mailbox
-
-
-@pytest.fixture(params=["memory", "sqlite"])
-def kind(request):
-    return request.param
+HERE = on("memory", "sqlite")
+"""What the loop does by itself, whatever the store."""
+EVERYWHERE = on(*KINDS)
 
 
 async def bury(mailbox, *bodies):
@@ -43,24 +32,39 @@ async def bury(mailbox, *bodies):
     return ids
 
 
+def watched(view):
+    """A list that grows with each look of a view of dead letters."""
+    looks = []
+    feed = view._feed_page
+
+    async def feed_page():
+        more = await feed()
+        looks.append(more)
+        return more
+
+    view._feed_page = feed_page
+    return looks
+
+
 async def until(condition, *, seconds=10):
     with anyio.fail_after(seconds):
         while not condition():
             await anyio.sleep(0.001)
 
 
-async def test_a_handled_dead_letter_is_purged(kind, tmp_path):
+@EVERYWHERE
+async def test_a_handled_dead_letter_is_purged(store):
     seen = []
 
     async def handle(letter: DeadLetter) -> None:
         seen.append(letter)
 
-    async with opened(kind, tmp_path) as mailbox:
+    async with store.box() as mailbox:
         (message_id,) = await bury(mailbox, "job")
         async with DLQConsumer(mailbox, handle) as loop:
             await until(lambda: loop.outcomes["acknowledged"] == 1)
             (letter,) = seen
-            assert (letter.message_id, letter.body, letter.mailbox) == (message_id, "job", "jobs")
+            assert (letter.message_id, letter.body, letter.mailbox) == (message_id, "job", store.name)
             assert (letter.error, letter.error_type) == ("no job", "LookupError")
             assert [failure.error for failure in letter.history] == ["no job"]
             counts = await mailbox.counts()
@@ -68,7 +72,8 @@ async def test_a_handled_dead_letter_is_purged(kind, tmp_path):
             assert (await loop.mailbox.counts()).waiting == 0
 
 
-async def test_a_dead_letter_that_dies_meanwhile_comes_at_once(kind, tmp_path):
+@EVERYWHERE
+async def test_a_dead_letter_that_dies_meanwhile_comes_at_once(store):
     async def fail(job: str) -> None:
         raise Reject("never")
 
@@ -78,7 +83,7 @@ async def test_a_dead_letter_that_dies_meanwhile_comes_at_once(kind, tmp_path):
         seen.append(letter.body)
 
     async with (
-        opened(kind, tmp_path) as mailbox,
+        store.box() as mailbox,
         DLQConsumer(mailbox, handle, look_every=3_600),
         MainLoop(mailbox, fail),
     ):
@@ -87,12 +92,13 @@ async def test_a_dead_letter_that_dies_meanwhile_comes_at_once(kind, tmp_path):
         await until(lambda: seen == ["job"])
 
 
-async def test_a_replayed_one_goes_to_its_mailbox_again(kind, tmp_path):
+@EVERYWHERE
+async def test_a_replayed_one_goes_to_its_mailbox_again(store):
     async def again(letter: DeadLetter, ctx: mainspring.Context) -> Verdict:
         assert ctx.attempt == 1
         return Verdict.REPLAY
 
-    async with opened(kind, tmp_path) as mailbox:
+    async with store.box() as mailbox:
         ids = await bury(mailbox, "a", "b")
         async with DLQConsumer(mailbox, again, concurrency=2) as loop:
             await until(lambda: loop.outcomes["acknowledged"] == 2)
@@ -102,7 +108,8 @@ async def test_a_replayed_one_goes_to_its_mailbox_again(kind, tmp_path):
         assert (await mailbox.counts()).dead == 0
 
 
-async def test_a_kept_or_rejected_one_stays_and_does_not_come_again(kind, tmp_path):
+@EVERYWHERE
+async def test_a_kept_or_rejected_one_stays_and_does_not_come_again(store):
     seen = []
 
     def handle(letter: DeadLetter) -> Verdict:
@@ -111,40 +118,75 @@ async def test_a_kept_or_rejected_one_stays_and_does_not_come_again(kind, tmp_pa
             raise Reject("not mine")
         return Verdict.KEEP
 
-    async with opened(kind, tmp_path) as mailbox:
+    async def consume(expected):
+        """A consumer that begins anew, as after a restart: what died last comes after all that it should leave alone."""
+        async with store.box() as mailbox, DLQConsumer(mailbox, handle, look_every=0.02) as loop:
+            await until(lambda: len(seen) >= len(expected) and not loop.in_flight)
+        assert sorted(seen) == expected
+
+    async with store.box() as mailbox:
         ids = await bury(mailbox, "a", "b")
-        for _ in range(2):  # a second consumer, as after a restart, leaves them alone, too
-            async with DLQConsumer(mailbox, handle, look_every=0.01) as loop:
-                await until(lambda loop=loop: len(seen) == 2 and not loop.in_flight)
-                await anyio.sleep(0.05)
-        assert sorted(seen) == ["a", "b"]
+        await consume(["a", "b"])
+        ids += await bury(mailbox, "c")
+        await consume(["a", "b", "c"])
         assert [letter.message_id for letter in await mailbox.dead_letters()] == ids
         # one that is replayed and dies again comes again
         await mailbox.replay_dead_letters([ids[0]])
         (message,) = await mailbox.receive()
         await message.dead_letter("again")
-        async with DLQConsumer(mailbox, handle):
-            await until(lambda: sorted(seen) == ["a", "a", "b"])
+        await consume(["a", "a", "b", "c"])
 
 
-async def test_two_consumers_do_not_handle_one_dead_letter_twice(kind, tmp_path):
+@EVERYWHERE
+async def test_two_consumers_do_not_handle_one_dead_letter_twice(store):
     seen = []
 
     async def handle(letter: DeadLetter) -> None:
         await anyio.sleep(0.001)
         seen.append(letter.body)
 
-    async with opened(kind, tmp_path) as mailbox:
+    async with store.box() as mailbox, store.box() as other:
         await bury(mailbox, *range(60))
-        other = mailbox._sibling(mailbox._key if kind == "memory" else "jobs")
-        async with other:
-            loops = [DLQConsumer(box, handle, concurrency=4, look_every=0.005) for box in (mailbox, other)]
-            await LoopGroup(loops).run(install_signals=False, until_empty=True)
-            assert sorted(seen) == list(range(60))
-            assert (await mailbox.counts()).dead == 0
+        loops = [DLQConsumer(box, handle, concurrency=4, look_every=0.005) for box in (mailbox, other)]
+        await LoopGroup(loops).run(install_signals=False, until_empty=True)
+        assert sorted(seen) == list(range(60))
+        assert (await mailbox.counts()).dead == 0
 
 
-async def test_one_that_somebody_else_purges_meanwhile_is_no_trouble(kind, tmp_path):
+@EVERYWHERE
+@pytest.mark.parametrize("verdict", [None, Verdict.REPLAY, Verdict.KEEP])
+async def test_one_that_was_replayed_while_in_hand_and_died_again_comes_again(store, verdict):
+    """What its handler says is said of the first death, not of the second."""
+    seen = []
+    began, go_on = anyio.Event(), anyio.Event()
+
+    async def handle(letter: DeadLetter) -> Verdict | None:
+        seen.append(letter.error)
+        if len(seen) > 1:
+            return None
+        began.set()
+        await go_on.wait()
+        return verdict
+
+    async with store.box() as mailbox, store.box() as other:
+        await bury(mailbox, "job")
+        async with DLQConsumer(mailbox, handle, look_every=0.02) as loop:
+            await began.wait()
+            assert await other.replay_dead_letters() == 1
+            (message,) = await other.receive(wait_time_seconds=5)
+            await message.dead_letter("once more")
+            looks = watched(loop.mailbox)
+            await until(lambda: len(looks) >= 2)  # it has been found while the first one was in hand
+            go_on.set()
+            with anyio.fail_after(10):
+                while (await other.counts()).dead:
+                    await anyio.sleep(0.01)
+        assert seen == ["no job", "once more"]
+        assert (await other.counts()).waiting == 0
+
+
+@HERE
+async def test_one_that_somebody_else_purges_meanwhile_is_no_trouble(store):
     began, go_on = anyio.Event(), anyio.Event()
 
     async def handle(letter: DeadLetter) -> Verdict:
@@ -152,7 +194,7 @@ async def test_one_that_somebody_else_purges_meanwhile_is_no_trouble(kind, tmp_p
         await go_on.wait()
         return Verdict.REPLAY
 
-    async with opened(kind, tmp_path) as mailbox:
+    async with store.box() as mailbox:
         await bury(mailbox, "a", "b")
         async with DLQConsumer(mailbox, handle) as loop:
             await began.wait()
@@ -165,11 +207,12 @@ async def test_one_that_somebody_else_purges_meanwhile_is_no_trouble(kind, tmp_p
         assert (await mailbox.counts()).waiting == 0
 
 
-async def test_an_answer_that_is_no_verdict_is_an_error_and_loses_nothing(kind, tmp_path):
+@HERE
+async def test_an_answer_that_is_no_verdict_is_an_error_and_loses_nothing(store):
     async def handle(letter: DeadLetter) -> str:
         return "done, I think"
 
-    async with opened(kind, tmp_path) as mailbox:
+    async with store.box() as mailbox:
         await bury(mailbox, "a")
         loop = DLQConsumer(mailbox, handle, dead_letter=DeadLetterPolicy(max_attempts=1))
         async with loop:
@@ -229,7 +272,8 @@ def test_the_two_names_are_one():
     assert mainspring.DeadLetterConsumer is mainspring.DLQConsumer
 
 
-async def test_one_that_dies_again_and_again_comes_each_time(kind, tmp_path):
+@HERE
+async def test_one_that_dies_again_and_again_comes_each_time(store):
     deaths = 0
 
     async def fail(job: str) -> None:
@@ -240,7 +284,7 @@ async def test_one_that_dies_again_and_again_comes_each_time(kind, tmp_path):
         deaths += 1
         return Verdict.REPLAY if deaths < 5 else None
 
-    async with opened(kind, tmp_path) as mailbox, MainLoop(mailbox, fail), DLQConsumer(mailbox, handle):
+    async with store.box() as mailbox, MainLoop(mailbox, fail), DLQConsumer(mailbox, handle):
         await mailbox.send("job")
         await until(lambda: deaths == 5)
 

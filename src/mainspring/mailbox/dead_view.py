@@ -3,7 +3,8 @@
 A dead letter stays among the dead letters of its mailbox until the work on it is done. Who works on it is said by a *ticket*:
 a message with its id in a sibling mailbox, of which there is one at a time (its ``dedup_key`` sees to that). The lease of a
 ticket is the lease of its dead letter: so two consumers, in whatever processes, do not handle one dead letter at once, and a
-crash between two steps leaves a ticket for a dead letter that is gone, which is dropped when it is next received.
+crash between two steps leaves a ticket for a dead letter that is gone, which is dropped when it is next received. Where the
+message has died again by then, its next ticket is made as the last one ends.
 """
 
 from __future__ import annotations
@@ -115,13 +116,20 @@ class DeadLetterView(Mailbox[DeadLetter, None]):
         page = await self.source._dead_letters(PAGE, after)  # noqa: SLF001 - this port's own
         if not page:
             return False
-        ids = [delivery.message_id for delivery, _, _ in page]
+        await self._put_tickets(page)
+        self._after = (page[-1][0].message_id, page[-1][2])
+        return len(page) == PAGE
+
+    async def _put_tickets(self, letters: list[tuple[Delivery, Dead, float]]) -> None:
+        """Make a ticket for each that has none and is not parked. One whose message has a ticket of an earlier death has to
+        wait for the end of that."""
+        ids = [delivery.message_id for delivery, _, _ in letters]
         parked = {
             delivery.message_id: _ticket_of(delivery)
             for delivery, _, _ in await self._tickets._find_dead(_named(ids))  # noqa: SLF001 - this port's own
         }
         wanted, stale = [], []
-        for delivery, _, died_at in page:
+        for delivery, _, died_at in letters:
             ticket = _ticket(delivery.message_id, died_at)
             if ticket.message_id in parked:
                 if parked[ticket.message_id] == (delivery.message_id, died_at):
@@ -132,8 +140,6 @@ class DeadLetterView(Mailbox[DeadLetter, None]):
             await self._tickets._discard_dead(stale)  # noqa: SLF001 - this port's own
         if wanted:
             await self._tickets._put(wanted)  # noqa: SLF001 - this port's own
-        self._after = (ids[-1], page[-1][2])
-        return len(page) == PAGE
 
     async def _forget_parked(self) -> None:
         """Drop the tickets of parked dead letters that are gone."""
@@ -183,9 +189,11 @@ class DeadLetterView(Mailbox[DeadLetter, None]):
         letters = {(delivery.message_id, at): (delivery, dead, at) for delivery, dead, at in found}
         held: list[Delivery] = []
         for ticket in tickets:
-            letter = letters.get(known[ticket.receipt_handle] or ("", 0.0))
+            wanted = known[ticket.receipt_handle] or ("", 0.0)
+            letter = letters.get(wanted)
             if letter is None:
                 await self._tickets._settle(ticket, _ACK)  # noqa: SLF001 - this port's own
+                await self._follow(wanted[0])
             else:
                 body = self.source._dead_letter(*letter)  # noqa: SLF001 - this port's own
                 held.append(_hold(ticket, letter[0], body))
@@ -193,29 +201,33 @@ class DeadLetterView(Mailbox[DeadLetter, None]):
 
     async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
         ticket = _ticket_in(delivery)
-        if isinstance(settlement, Ack):
-            # Refused where the lease is lost; the letter goes first, as a ticket without one is dropped and not the other
-            # way round.
-            await self._tickets._extend(ticket, 0.0)  # noqa: SLF001 - this port's own
-            await self._end(delivery, replay=isinstance(settlement, Replay))
-            settlement = _ACK
-        elif isinstance(settlement, Dead):
-            settlement = replace(settlement, reply=None)
-        await self._tickets._settle(ticket, settlement)  # noqa: SLF001 - this port's own
-
-    async def _end(self, delivery: Delivery, *, replay: bool) -> None:
-        """Replay or purge a dead letter, unless somebody else has, and it has died again."""
-        letter = _ticket_of(_ticket_in(delivery))
-        if letter is None or not await self._is_dead(*letter):
+        if isinstance(settlement, Return):
+            await self._tickets._settle(ticket, settlement)  # noqa: SLF001 - this port's own
             return
+        # Refused where the lease is lost; the letter goes first, as a ticket without one is dropped and not the other
+        # way round.
+        await self._tickets._extend(ticket, 0.0)  # noqa: SLF001 - this port's own
+        is_dead = await self._is_dead(*(_ticket_of(ticket) or ("", 0.0)))
         ids = [delivery.message_id]
-        if replay:
+        if isinstance(settlement, Dead) and is_dead:
+            await self._tickets._settle(ticket, replace(settlement, reply=None))  # noqa: SLF001 - this port's own
+            return
+        if is_dead and isinstance(settlement, Replay):
             await self.source._replay(ids)  # noqa: SLF001 - this port's own
-        else:
+        elif is_dead:
             await self.source._discard_dead(ids)  # noqa: SLF001 - this port's own
+        await self._tickets._settle(ticket, _ACK)  # noqa: SLF001 - this port's own
+        await self._follow(delivery.message_id)
+
+    async def _follow(self, message_id: str) -> None:
+        """The message's last ticket has ended: make the next, if it has died again by now."""
+        try:
+            await self._put_tickets(await self.source._find_dead([message_id]))  # noqa: SLF001 - this port's own
+        except (MainspringError, OSError):  # what was settled is settled: all are looked at again
+            self._after = None
 
     async def _is_dead(self, message_id: str, died_at: float) -> bool:
-        """Whether that dead letter is still there."""
+        """Whether that dead letter is still there: not replayed or purged by somebody else, and maybe dead again."""
         found = await self.source._find_dead([message_id])  # noqa: SLF001 - this port's own
         return any(at == died_at for _, _, at in found)
 
@@ -250,7 +262,7 @@ class DeadLetterView(Mailbox[DeadLetter, None]):
 def _ticket(message_id: str, died_at: float) -> Envelope:
     """The message that stands for the dead letter of an id that died at that instant."""
     (name,) = _named([message_id])
-    return Envelope(name, to_json([message_id, died_at]), dedup_key=f"{message_id} {died_at!r}")
+    return Envelope(name, to_json([message_id, died_at]), dedup_key=name)
 
 
 def _named(message_ids: list[str]) -> list[str]:

@@ -1,0 +1,95 @@
+"""One mailbox on a store of any kind, for tests that every kind has to pass: as many objects of it as a test wants."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
+
+import anyio
+import pytest
+
+from mainspring import entropy, open_mailbox
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from mainspring import Mailbox
+
+SERVERS = ("redis", "postgres", "nats")
+KINDS = ("memory", "sqlite", *SERVERS)
+PLAIN = ("asyncio", {"use_uvloop": False})
+
+
+def on(*kinds: str) -> pytest.MarkDecorator:
+    """Run a test on these kinds of stores: without a server on every event loop, with one on one that its driver runs on."""
+    loops = {"asyncio": PLAIN, "uvloop": ("asyncio", {"use_uvloop": True}), "trio": ("trio", {})}
+    of = {"redis": ("trio",), "postgres": ("asyncio",), "nats": ("uvloop",)}
+    runs = [(kind, loop) for kind in kinds for loop in of.get(kind, loops)]
+    return pytest.mark.parametrize(
+        ("kind", "anyio_backend"), [pytest.param(kind, loops[loop], id=f"{kind}-{loop}") for kind, loop in runs]
+    )
+
+
+class Store:
+    """A mailbox of a name that nobody else has, by its URL."""
+
+    def __init__(self, kind: str, url: str, name: str, options: dict[str, str]) -> None:
+        self.kind = kind
+        self.name = name
+        self._url = url
+        self._options = options
+
+    def url(self, suffix: str = "", /, **options: Any) -> str:
+        """The URL of the mailbox, or of another one of this place."""
+        if self.kind == "memory":
+            return f"memory://{self.name}{suffix}"
+        return f"{self._url}?{urlencode({'name': self.name + suffix, **self._options, **options})}"
+
+    def box(self, suffix: str = "", /, **options: Any) -> Mailbox[Any, Any]:
+        """An unopened object of it."""
+        return open_mailbox(self.url(suffix), **options)
+
+
+@pytest.fixture(scope="module")
+def store_schema(postgres_url: str) -> Iterator[str]:
+    """A schema that the tests of a module share."""
+    from postgres_support import drop_schema, new_schema
+
+    made = new_schema()
+    yield made
+    drop_schema(postgres_url, made)
+
+
+@pytest.fixture
+def store(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Store]:
+    """What a test that is parametrized by ``kind`` works on."""
+    with _store(kind, tmp_path, request.getfixturevalue) as made:
+        yield made
+
+
+@contextmanager
+def _store(kind: str, directory: Path, given: Any) -> Iterator[Store]:
+    name = f"test-{entropy.token(48)}"
+    if kind == "memory":
+        yield Store(kind, "", name, {})
+    elif kind == "sqlite":
+        yield Store(kind, f"sqlite:///{directory / 'mail.db'}", name, {})
+    elif kind == "postgres":
+        yield Store(kind, given("postgres_url"), name, {"schema": given("store_schema")})
+    elif kind == "redis":
+        from redis_support import place
+
+        url = given("redis_url")
+        with place(url) as here:
+            yield Store(kind, url, here.prefix, {})
+    else:
+        from mainspring.mailbox.nats_names import encoded
+        from nats_support import remove
+
+        url = given("nats_url")
+        try:
+            yield Store(kind, url, name, {})
+        finally:
+            anyio.run(remove, url, encoded(name))
