@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from urllib.parse import urlsplit
 
 import anyio
@@ -47,9 +47,7 @@ class Pooler:
     """What pgbouncer does in transaction mode: a client has a server connection from its first message to the end of that
     transaction, then the next client may get it; what a server connection says while nobody has it is dropped."""
 
-    def __init__(self, url, port):
-        self.url = url
-        self.port = port
+    def __init__(self, url):
         self.opened = 0
         self._idle = []
         server = urlsplit(url)
@@ -118,6 +116,37 @@ class Pooler:
         return server, replies
 
 
+class Gate:
+    """A way to the server on which traffic can stop, as on a network that fails: nobody is told of it."""
+
+    def __init__(self, url):
+        server = urlsplit(url)
+        self._server = (server.hostname, server.port or 5432)
+        self._frozen = anyio.Event()
+
+    def freeze(self):
+        """Nothing passes on the connections of now any more; new ones work."""
+        self._frozen.set()
+        self._frozen = anyio.Event()
+
+    async def serve(self, client):
+        frozen = self._frozen
+        async with client, await anyio.connect_tcp(*self._server) as server, anyio.create_task_group() as tasks:
+            tasks.start_soon(self._pump, client, server, frozen, tasks)
+            tasks.start_soon(self._pump, server, client, frozen, tasks)
+
+    async def _pump(self, source, target, frozen, tasks):
+        with suppress(anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError):
+            while True:
+                said = await source.receive()
+                if frozen.is_set():
+                    await anyio.sleep_forever()
+                await target.send(said)
+        if frozen.is_set():  # the server does not hear that the client has gone
+            await anyio.sleep_forever()
+        tasks.cancel_scope.cancel()
+
+
 class _Frames:
     """The messages of a stream, one by one; a cancelled read loses nothing."""
 
@@ -152,15 +181,32 @@ _SETTINGS = b"".join(
 @asynccontextmanager
 async def pooler(url):
     """The URL of a pooler before the server of ``url``, and the pooler."""
-    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
-    port = listener.extra(anyio.abc.SocketAttribute.local_port)
-    here = Pooler(url, port)
-    parts = urlsplit(url)
-    user, _, _ = parts.netloc.rpartition("@")
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(listener.serve, here.serve)
-        yield parts._replace(netloc=f"{user}@127.0.0.1:{port}").geturl(), here
-        tasks.cancel_scope.cancel()
-    await listener.aclose()
+    here = Pooler(url)
+    async with _before(url, here) as its_url:
+        yield its_url, here
     for server, _ in here._idle:
         await server.aclose()
+
+
+@asynccontextmanager
+async def gate(url):
+    """The URL of a gate before the server of ``url``, and the gate."""
+    here = Gate(url)
+    async with _before(url, here) as its_url:
+        yield its_url, here
+
+
+@asynccontextmanager
+async def _before(url, here):
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, here.serve)
+        yield moved(url, listener.extra(anyio.abc.SocketAttribute.local_port))
+        tasks.cancel_scope.cancel()
+
+
+def moved(url, port):
+    """The URL of what stands before a server, on a port of this machine."""
+    parts = urlsplit(url)
+    user, _, _ = parts.netloc.rpartition("@")
+    return parts._replace(netloc=f"{user}@127.0.0.1:{port}").geturl()

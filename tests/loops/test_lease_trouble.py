@@ -19,7 +19,7 @@ from mainspring.events import (
     MessageFinished,
     MessageNotAcknowledged,
 )
-from support import FaultyMailbox, background, fail, hang, record, slow
+from support import FaultyMailbox, background, fail, hang, record, slow, work
 
 # ------------------------------------------------------------------------------------------------- failing renewals
 
@@ -152,6 +152,51 @@ async def test_a_handler_whose_lease_is_surely_lost_is_cancelled_and_nothing_is_
         assert mailbox.settlements() == []
         assert [type(event) for event in events[:2]] == [LeaseLost, MessageNotAcknowledged]
         assert events[1].outcome == "lost"
+
+
+async def test_a_handler_whose_own_settlement_hangs_is_cancelled_when_its_lease_is_surely_lost(virtual_clock):
+    log = []
+
+    async def handle(job: int, ctx: Context) -> None:
+        try:
+            await anyio.sleep(5)
+            await ctx.message.acknowledge()
+        finally:
+            log.append(anyio.current_time())
+
+    mailbox = FaultyMailbox()
+    mailbox.always("settle", hang)
+    mailbox.next("extend", work)
+    mailbox.always("extend", fail(DOWN))
+    await mailbox.send(1)
+    loop = MainLoop(mailbox, handle, visibility_timeout=30)
+    async with background(loop, max_iterations=1):
+        await anyio.sleep(100)
+    assert log == [40]  # the lease was still renewed at 10
+    assert loop.outcomes == {"lost": 1}
+
+
+async def test_a_renewal_that_its_own_settlement_forestalls_is_no_lost_lease(virtual_clock):
+    log = []
+
+    async def answer_late(hook):
+        await hook()
+        await anyio.sleep(1)
+
+    async def handle(job: int, ctx: Context) -> None:
+        await anyio.sleep(9.5)
+        await ctx.message.acknowledge()
+        log.append(anyio.current_time())
+        await anyio.sleep(50)
+        log.append(anyio.current_time())
+
+    mailbox = FaultyMailbox()
+    mailbox.next("settle", answer_late)
+    await mailbox.send(1)
+    async with background(MainLoop(mailbox, handle, visibility_timeout=30)) as loop:
+        await anyio.sleep(100)
+    assert log == [10.5, 60.5]
+    assert loop.outcomes == {"acknowledged": 1}
 
 
 async def test_a_renewal_that_the_store_refuses_cancels_the_handler_at_once(virtual_clock):

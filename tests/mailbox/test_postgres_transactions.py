@@ -15,6 +15,7 @@ from mainspring import (
     InMemoryMailbox,
     InvalidParameterError,
     LoopGroup,
+    MailboxConnectionError,
     MainLoop,
     MessageSettledError,
     Retry,
@@ -23,7 +24,7 @@ from mainspring import (
 )
 from mainspring.errors import ConfigError, ReceiptHandleExpiredError
 from mainspring.mailbox import postgres_hub, postgres_lanes
-from postgres_support import Place, drop_schema, new_schema
+from postgres_support import Place, drop_schema, gate, new_schema
 
 pytestmark = pytest.mark.anyio
 
@@ -348,3 +349,98 @@ async def test_in_a_loop_effects_happen_once_however_often_it_is_tried(place, ma
     assert effects(place) == [str(number) for number in range(9)]
     assert len(tried) == 15
     assert (await mailbox.counts()).settled == 9
+
+
+# ----------------------------------------------------------------------------------------- a server that does not answer
+
+
+@pytest.mark.parametrize(
+    ("standstill", "says"),
+    [
+        ("before", "to BEGIN"),
+        ("in the block", "to the settlement"),
+        ("settled", "to COMMIT, which may have taken place"),
+        ("failed", None),
+    ],
+)
+async def test_what_the_mailbox_does_in_a_transaction_has_an_end(place, mailbox, standstill, says):
+    async with gate(place.url) as (url, way), place.mailbox(url=url, timeout=0.5, listen=False) as through:
+        await mailbox.send("x")
+        (message,) = await through.receive()
+        if standstill == "before":
+            way.freeze()
+        began = anyio.current_time()
+        with pytest.raises(LookupError if says is None else MailboxConnectionError, match=says):  # noqa: PT012
+            async with through.transaction(message) as connection:
+                if standstill == "settled":
+                    await message.acknowledge()
+                way.freeze()
+                if says is None:
+                    raise LookupError
+        assert anyio.current_time() - began < 2
+        assert standstill == "before" or connection.closed
+        assert not message.is_settled
+
+
+async def test_what_the_handler_does_in_a_transaction_may_last(place):
+    async with place.mailbox(timeout=0.3) as mailbox:
+        await mailbox.send("x")
+        (message,) = await mailbox.receive()
+        async with mailbox.transaction(message) as connection:
+            await connection.execute("SELECT pg_sleep(1)")
+        assert (await mailbox.counts()).settled == 1
+
+
+async def test_a_transaction_that_was_given_up_holds_up_nobody_else(place, mailbox):
+    async with gate(place.url) as (url, way), place.mailbox(url=url, timeout=2, listen=False) as through:
+        await mailbox.send_many(["x", "y"])
+        message, other = await through.receive(max_messages=2)
+        with pytest.raises(MailboxConnectionError, match="COMMIT"):  # noqa: PT012
+            async with through.transaction(message):
+                await message.acknowledge()
+                way.freeze()
+        ends = []
+
+        async def end(name, settle):
+            began = anyio.current_time()
+            with suppress(MailboxConnectionError):
+                await settle()
+                ends.append((name, anyio.current_time() - began < 1.5))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(end, "its row is still locked", message.nack)
+            tasks.start_soon(end, "other", other.acknowledge)
+        assert ends == [("other", True)]
+
+
+@pytest.mark.parametrize("early", [False, True])
+async def test_a_handler_whose_acknowledgement_hangs_is_cancelled_when_its_lease_is_lost(place, mailbox, early):
+    log = []
+
+    def handler(name, way):
+        async def handle(job: str, ctx: Context) -> None:
+            log.append(f"{name} begins")
+            try:
+                async with ctx.transaction():
+                    if way is not None:
+                        way.freeze()
+                    if early:
+                        await ctx.message.acknowledge()
+            finally:
+                log.append(f"{name} ends")
+
+        return handle
+
+    async with gate(place.url) as (url, way), place.mailbox(url=url, listen=False) as through:
+        await mailbox.send("x")
+        one = MainLoop(through, handler("one", way), visibility_timeout=1, name="one")
+        two = MainLoop(mailbox, handler("two", None), visibility_timeout=1, name="two")
+        with anyio.fail_after(10):
+            async with one:
+                while not log:
+                    await anyio.sleep(0.01)
+                async with two:
+                    while "two ends" not in log:
+                        await anyio.sleep(0.01)
+    assert log == ["one begins", "one ends", "two begins", "two ends"]
+    assert one.outcomes == {"lost": 1}

@@ -94,7 +94,8 @@ class LeaseKeeper:
         return due
 
     def _attend(self, run: Run, now: float) -> None:
-        if run.phase <= Phase.HANDLING and run.message.is_settled:
+        message = run.message
+        if run.phase <= Phase.HANDLING and message.is_settled and not message.is_settling:
             run.renew_at = now + self._period  # the handler has done it itself; if that fails, its lease matters again
         elif now >= run.trusted_until:
             self._lose(run)
@@ -122,7 +123,13 @@ class LeaseKeeper:
                 with anyio.fail_after(min(self._period, run.trusted_until - began)):
                     await run.message.renew(self._visibility)
             except ReceiptHandleExpiredError:
-                self._lose(run)
+                if (
+                    run.phase is Phase.HANDLING and run.message.is_settling
+                ):  # which may be what has ended it, and tells soon
+                    run.renew_at = run.trusted_until
+                    self._timer.wake_by(run.renew_at)
+                else:
+                    self._lose(run)
                 return
             except Exception as error:  # whatever it is, the handlers go on as long as their leases do
                 failures += 1
@@ -151,7 +158,8 @@ class LeaseKeeper:
 
     def _lose(self, run: Run) -> None:
         run.renew_at = math.inf
-        if run.lost or run.phase >= Phase.ENDED or run.message.is_settled:
+        message = run.message
+        if run.lost or run.phase >= Phase.ENDED or (message.is_settled and not message.is_settling):
             return  # its settlement tells
         run.lost = True
         run.cancel(Cause.LEASE_LOST)

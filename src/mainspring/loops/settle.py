@@ -82,7 +82,7 @@ class Settler:
         for ``REPLY_TIMEOUT`` (then what ``judge`` makes of that).
         """
         message = run.message
-        if message.settlement is not None:
+        if message.settlement is not None and not run.lost:  # else it was cut off, as its lease was lost meanwhile
             return as_settled(message.settlement)
         if decision.settlement is None:
             return decision

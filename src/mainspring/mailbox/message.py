@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias
 from typing_extensions import TypeVar
 
 from mainspring import clock
-from mainspring.errors import (
-    MessageSettledError,
-    ReplyNotAvailableError,
-    SerializationError,
-    message_of,
-)
+from mainspring.errors import MessageSettledError, ReplyNotAvailableError, SerializationError, message_of
 from mainspring.mailbox.history import Failure, read_history, remember, silences
 from mainspring.mailbox.limits import check_seconds
 from mainspring.values import MAX_DELAY
@@ -216,7 +211,7 @@ class Message(Generic[T, R]):
     delivery unsettled and may be tried again. A call that is cancelled may or may not have taken effect.
     """
 
-    __slots__ = ("_body", "_decode_error", "_delivery", "_mailbox", "_replied", "_settled")
+    __slots__ = ("_body", "_decode_error", "_delivery", "_mailbox", "_replied", "_settled", "_settling")
 
     def __init__(
         self,
@@ -230,6 +225,7 @@ class Message(Generic[T, R]):
         self._body = body
         self._decode_error = decode_error
         self._settled: Settlement | None = None
+        self._settling = False
         self._replied = False
 
     def __repr__(self) -> str:
@@ -298,6 +294,11 @@ class Message(Generic[T, R]):
     def is_settled(self) -> bool:
         """Whether this delivery was ended through this object."""
         return self._settled is not None
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether the store has yet to answer the settlement that ``is_settled`` tells of."""
+        return self._settling
 
     @property
     def settlement(self) -> Settlement | None:
@@ -378,14 +379,15 @@ class Message(Generic[T, R]):
 
     async def settle(self, settlement: Settlement) -> None:
         """End this delivery as ``settlement`` says: the step the named calls above come down to."""
-        if self._settled is not None:
-            self._check_unsettled()
-        self._settled = settlement
+        self._check_unsettled()
+        self._settled, self._settling = settlement, True
         try:
             await self._mailbox.settle(self._delivery, settlement)
         except Exception:
             self._settled = None
             raise
+        finally:
+            self._settling = False
 
     def _check_unsettled(self) -> None:
         if self._settled is not None:

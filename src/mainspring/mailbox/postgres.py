@@ -31,7 +31,7 @@ from mainspring.mailbox.postgres_arrays import Shorts, numbers, texts
 from mainspring.mailbox.postgres_connection import Pool
 from mainspring.mailbox.postgres_hub import Hub
 from mainspring.mailbox.postgres_lanes import Lanes
-from mainspring.mailbox.postgres_transactions import Joined, driver_connection, joined, put_into, put_within
+from mainspring.mailbox.postgres_transactions import Transactions, driver_connection, put_into, put_within
 from mainspring.values import is_number, is_whole
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class PostgresMailbox(Mailbox[T, R]):
         self._number = 0
         self._store = ""
         self._ranks: set[int] = {0}
-        self._transactions: dict[str, Joined] = {}
+        self._transactions = Transactions()
 
     @classmethod
     def from_url(
@@ -227,7 +227,7 @@ class PostgresMailbox(Mailbox[T, R]):
         Change settings of the connection by ``SET LOCAL`` only: it is used again.
         """
         self._check_open()
-        async with joined(self._here, message, self._transactions) as connection:
+        async with self._transactions.join(self._here, message) as connection:
             yield connection
 
     # ------------------------------------------------------------------------------------------------------ receiving
@@ -261,9 +261,16 @@ class PostgresMailbox(Mailbox[T, R]):
         else:
             settlement, target = await self._answered(settlement)
             command = do.Finish(delivery, lease, settlement, target)
-        under_way = self._transactions.get(delivery.receipt_handle) if self._transactions else None
+        under_way = self._transactions.under_way.get(delivery.receipt_handle)
         if under_way is not None:
             await under_way.settle(self._lanes.calls(), command)
+        else:
+            await self._do(command)
+
+    async def _do(self, command: do.OfDelivery) -> None:
+        """With whatever else is to be done; where it may have to wait for a transaction that was given up, by itself."""
+        if command.delivery.receipt_handle in self._transactions.doubtful:
+            await self._lanes.alone(command)
         else:
             await self._lanes.work.call(command)
 
@@ -277,13 +284,15 @@ class PostgresMailbox(Mailbox[T, R]):
         return replace(settlement, reply=replace(reply, reply_to=None)), target
 
     async def _extend(self, delivery: Delivery, timeout: float) -> None:
-        under_way = self._transactions.get(delivery.receipt_handle)
-        if under_way is not None and under_way.settled:
-            return  # its row is locked until that commits: nobody can take it, and a renewal would wait, with all others
-        await self._lanes.work.call(do.Extend(delivery, _lease(delivery), timeout))
+        under_way = self._transactions.under_way.get(delivery.receipt_handle)
+        if under_way is not None:
+            under_way.check_renewal()
+            if under_way.settled:
+                return  # its row is locked until that commits: nobody can take it, and a renewal would wait, with all others
+        await self._do(do.Extend(delivery, _lease(delivery), timeout))
 
     async def _save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
-        await self._lanes.work.call(do.SaveCheckpoint(delivery, _lease(delivery), state))
+        await self._do(do.SaveCheckpoint(delivery, _lease(delivery), state))
 
     # -------------------------------------------------------------------------------------------------- looking after
 

@@ -41,15 +41,20 @@ _MIGRATE = (
 class Connection(psycopg.AsyncConnection[Any]):
     """One whose cancellation reaches the server: what is not finished is not done later, behind the caller's back.
 
-    The driver does so too, but in awaits that anyio cancels again and again.
+    The driver does so too, but in awaits that anyio cancels again and again. While it ``is_expendable``, a cancellation
+    closes it instead, which takes no time.
     """
+
+    is_expendable = False
 
     async def wait(self, gen: Any, interval: float = 0.1, *args: Any, **keywords: Any) -> Any:
         """Wait for an operation of the driver; the parameters are its own (its versions differ in them)."""
         try:
             return await wait_async(gen, self.pgconn.socket, interval, *args, **keywords)
         except anyio.get_cancelled_exc_class():
-            if self.pgconn.transaction_status == TransactionStatus.ACTIVE:
+            if self.is_expendable:
+                self.pgconn.finish()
+            elif self.pgconn.transaction_status == TransactionStatus.ACTIVE:
                 await self._leave_off(gen)
             raise
 

@@ -70,6 +70,17 @@ class Lanes:
         """For calls outside of the batches."""
         return Calls(self.hub.schema, self.number, self.view, self.now())
 
+    async def alone(self, command: do.OfDelivery) -> None:
+        """Have a command executed in no batch, as it may have to wait for a lock; raises its error."""
+        batch = self.calls()
+        try:
+            await self.hub.pool.run(batch.build([command]))
+        except psycopg.Error as error:
+            raise faulty(error) from error
+        if command.error is not None:
+            raise command.error
+        self.tell(batch)
+
     async def _execute(self, commands: list[Command]) -> None:
         """Have commands executed together; where one has a value that the server does not take, each by itself."""
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -13,17 +13,20 @@ from mainspring.errors import InvalidParameterError, MailboxConnectionError, Mes
 from mainspring.mailbox.limits import full
 from mainspring.mailbox.postgres_arrays import texts
 from mainspring.mailbox.postgres_calls import Call, Calls, ask, make
-from mainspring.mailbox.postgres_connection import explained, faulty, one_line
+from mainspring.mailbox.postgres_connection import Connection, explained, faulty, one_line
 from mainspring.mailbox.postgres_values import stored_key
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
     from mainspring.mailbox import postgres_commands as do
     from mainspring.mailbox.message import Message
     from mainspring.mailbox.postgres_hub import Hub
 
 WRONG_STORE = "MS001"
+REMEMBERED = 1_000
+"""How many transactions that were given up are remembered."""
+UNCERTAIN = "which may have taken place"
 
 
 async def driver_connection(given: Any) -> psycopg.AsyncConnection[Any]:
@@ -90,23 +93,94 @@ async def put_within(hub: Hub, batch: Calls, put: do.Put, capacity: int) -> None
         raise (faulty(error) if told is error else told) from error
 
 
+class Transactions:
+    """The handlers' transactions of one mailbox object that are under way, by receipt handle.
+
+    ``doubtful`` are the handles of those that were given up with a settlement in them: the server may still hold the message's
+    row for them, so that whoever settles it anew, or renews its lease, may have to wait, and does so apart from all others.
+    """
+
+    def __init__(self) -> None:
+        self.under_way: dict[str, Joined] = {}
+        self.doubtful: dict[str, None] = {}
+
+    def doubt(self, handle: str) -> None:
+        """See ``doubtful``."""
+        self.doubtful[handle] = None
+        while len(self.doubtful) > REMEMBERED:
+            del self.doubtful[next(iter(self.doubtful))]
+
+    @asynccontextmanager
+    async def join(self, hub: Hub, message: Message[Any, Any]) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
+        """A connection in a transaction that ends with the block, and with which the message is settled.
+
+        See :meth:`Mailbox.transaction`.
+        """
+        handle = message.receipt_handle
+        if message.is_settled or handle in self.under_way:
+            raise MessageSettledError(f"message {message.id}: it is already settled, or in a transaction")
+        async with hub.transactions, AsyncExitStack() as stack:
+            try:
+                with anyio.fail_after(hub.pool.timeout):
+                    connection = await stack.enter_async_context(hub.pool.connection())
+            except TimeoutError:
+                raise MailboxConnectionError(f"PostgreSQL did not answer within {hub.pool.timeout:g} s") from None
+            this = self.under_way[handle] = Joined(connection, hub.pool.timeout)
+            ended = False
+            try:
+                async with _transaction(connection, hub.pool.timeout):
+                    yield connection
+                    if not this.sent:
+                        await message.acknowledge()
+                    this.check(TransactionStatus.IDLE, TransactionStatus.INERROR)
+                    ended = True
+            except BaseException as error:
+                ended = False
+                if this.sent and connection.closed:
+                    self.doubt(handle)
+                if not (isinstance(error, psycopg.Error) and connection.closed):  # the handler's own affair
+                    raise
+                raise MailboxConnectionError(f"the transaction was lost: {one_line(error)}") from error
+            finally:
+                del self.under_way[handle]
+                connection.row_factory = psycopg.rows.tuple_row
+                if not ended:
+                    message._settled = None  # noqa: SLF001 - if it was, then in what was rolled back
+
+
 class Joined:
-    """A handler's transaction under way: settlements of its message go through its connection."""
+    """A handler's transaction under way: settlements of its message go through its connection.
 
-    __slots__ = ("connection", "settled")
+    ``sent`` says that one was sent, ``settled`` that it was answered, and so that the message's row is locked.
+    """
 
-    def __init__(self, connection: psycopg.AsyncConnection[Any]) -> None:
+    __slots__ = ("_timeout", "connection", "sent", "settled")
+
+    def __init__(self, connection: psycopg.AsyncConnection[Any], timeout: float) -> None:
         self.connection = connection
+        self.sent = False
         self.settled = False
+        self._timeout = timeout
 
     async def settle(self, calls: Calls, command: do.OfDelivery) -> None:
         """Settle in the transaction; raises what the command says, and where the block has ended the transaction."""
         self.check(TransactionStatus.IDLE)
-        for each in calls.build([command]):
-            each.finish(await make(self.connection, each))
+        self.sent = True
+        with step(self.connection, self._timeout, "to the settlement in the transaction, which is given up"):
+            for each in calls.build([command]):
+                each.finish(await make(self.connection, each))
         if command.error is not None:
+            self.sent = False
             raise command.error
         self.settled = True
+
+    def check_renewal(self) -> None:
+        """Raise :class:`MailboxConnectionError` while it is not known whether the lease is needed any more.
+
+        A renewal would wait for the row, and so would all that travels with it.
+        """
+        if self.sent and not self.settled:
+            raise MailboxConnectionError("the settlement in its transaction has not been answered yet")
 
     def check(self, *ended: TransactionStatus) -> None:
         """Raise :class:`TransactionEndedError` in one of these states, in which no COMMIT commits what the block did.
@@ -121,35 +195,46 @@ class Joined:
 
 
 @asynccontextmanager
-async def joined(
-    hub: Hub, message: Message[Any, Any], under_way: dict[str, Joined]
-) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
-    """A connection in a transaction that ends with the block, and with which the message is settled.
+async def _transaction(connection: psycopg.AsyncConnection[Any], timeout: float) -> AsyncIterator[None]:
+    """The driver's transaction, of which BEGIN, COMMIT and ROLLBACK have an end; what stands in the block has none."""
+    transaction = connection.transaction()
+    with step(connection, timeout, "to BEGIN"):
+        await transaction.__aenter__()
+    try:
+        yield
+    except Exception as error:
+        with suppress(MailboxConnectionError), step(connection, timeout, "to ROLLBACK"):  # lost, it is rolled back too
+            if await transaction.__aexit__(type(error), error, error.__traceback__):
+                return
+        raise
+    try:
+        with step(connection, timeout, f"to COMMIT, {UNCERTAIN}"):
+            await transaction.__aexit__(None, None, None)
+    except psycopg.Error as error:
+        if not connection.closed:
+            raise
+        raise MailboxConnectionError(
+            f"the transaction was lost in its COMMIT, {UNCERTAIN}: {one_line(error)}"
+        ) from error
 
-    See :meth:`Mailbox.transaction`.
+
+@contextmanager
+def step(connection: psycopg.AsyncConnection[Any], timeout: float, what: str) -> Iterator[None]:
+    """For what the mailbox itself does in a transaction: it ends in time, if need be by giving the connection up, at once.
+
+    So whoever has lost its lease meanwhile, and is cancelled, does not wait for a server that has gone. What is not committed
+    is rolled back when the server sees that the connection is closed.
     """
-    handle = message.receipt_handle
-    if message.is_settled or handle in under_way:
-        raise MessageSettledError(f"message {message.id}: it is already settled, or in a transaction")
-    async with hub.transactions, hub.pool.connection() as connection:
-        this = under_way[handle] = Joined(connection)
-        settled = False
-        try:
-            async with connection.transaction():
-                yield connection
-                if not this.settled:
-                    await message.acknowledge()
-                this.check(TransactionStatus.IDLE, TransactionStatus.INERROR)
-            settled = True
-        except psycopg.Error as error:
-            if not connection.closed:  # the handler's own affair
-                raise
-            raise MailboxConnectionError(f"the transaction was lost: {one_line(error)}") from error
-        finally:
-            del under_way[handle]
-            connection.row_factory = psycopg.rows.tuple_row
-            if not settled:
-                message._settled = None  # noqa: SLF001 - if it was, then in what was rolled back
+    if isinstance(connection, Connection):
+        connection.is_expendable = True
+    try:
+        with anyio.fail_after(timeout):
+            yield
+    except TimeoutError:
+        raise MailboxConnectionError(f"PostgreSQL did not answer within {timeout:g} s {what}") from None
+    finally:
+        if isinstance(connection, Connection):
+            connection.is_expendable = False
 
 
 def _nothing(rows: list[tuple[Any, ...]]) -> None:
