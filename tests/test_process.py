@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import gc
 import subprocess
 import sys
@@ -124,6 +126,41 @@ def test_call_soon_on_a_loop_that_is_gone_does_nothing(backend):
 def test_there_is_no_loop_outside_of_one():
     with pytest.raises(RuntimeError):
         process.event_loop()
+    assert not process.in_event_loop()
+
+
+@pytest.mark.anyio
+async def test_a_bare_callback_runs_in_the_event_loop_though_anyio_does_not_know_it(anyio_backend):
+    """Whoever blocked there would stop everything just the same."""
+    loop, answers, over = process.event_loop(), [], anyio.Event()
+
+    def ask() -> None:
+        answers.append(process.in_event_loop())
+        if len(answers) == 2:
+            over.set()
+
+    assert process.in_event_loop()
+    await anyio.to_thread.run_sync(process.call_soon, loop, ask)
+    contextvars.Context().run(process.call_soon, loop, ask)
+    with anyio.fail_after(60):
+        await over.wait()
+    assert answers == [True, True]
+    assert not await anyio.to_thread.run_sync(process.in_event_loop)
+
+
+def test_so_it_is_under_a_plain_asyncio_run():
+    """With and without sniffio, which anyio asks where it is installed."""
+    answers = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_soon(lambda: answers.append(process.in_event_loop()))
+        loop.call_soon(lambda: answers.append(process.in_event_loop()), context=contextvars.Context())
+        loop.call_later(0, lambda: answers.append(process.in_event_loop()))
+        await anyio.sleep(0.01)
+
+    asyncio.run(main())
+    assert answers == [True, True, True]
 
 
 def test_the_main_thread_is_told_from_others():

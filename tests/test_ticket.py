@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
+import os
+import signal
+import subprocess
 import sys
 import threading
+import time
+from functools import partial
 
 import anyio
 import anyio.to_thread
 import pytest
 
+import mainspring.ticket as ticket_module
+from interrupts import Interruption, in_thread
 from mainspring import (
     ConfigError,
     InvalidParameterError,
@@ -18,6 +26,7 @@ from mainspring import (
     TicketAlreadyCompletedError,
     TicketTimeoutError,
 )
+from mainspring.process import call_soon, event_loop
 
 pytestmark = pytest.mark.anyio
 
@@ -163,6 +172,89 @@ async def test_a_blocking_wait_is_refused_on_the_event_loop(anyio_backend):
         ticket.wait_sync(1)
     ticket.complete(1)
     assert ticket.wait_sync() == 1  # nothing to wait for
+
+
+@pytest.mark.parametrize("context", [contextvars.copy_context, contextvars.Context])
+async def test_nor_may_a_bare_callback_of_the_event_loop_wait(anyio_backend, context):
+    """There anyio does not know on what it runs; it blocks everything all the same."""
+    refused, over = [], anyio.Event()
+
+    def wait() -> None:
+        try:
+            Ticket().wait_sync(1)
+        except ConfigError as error:
+            refused.append(str(error))
+        over.set()
+
+    await anyio.to_thread.run_sync(context().run, call_soon, event_loop(), wait)
+    await over.wait()
+    assert len(refused) == 1
+
+
+async def test_a_signal_handler_wakes_the_event_loop_that_it_interrupts(anyio_backend):
+    ticket = Ticket()
+    before = signal.signal(signal.SIGUSR1, lambda *_: ticket.complete("hello"))
+    kill = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1))
+    kill.start()
+    began = time.monotonic()
+    try:
+        with anyio.move_on_after(5):  # else nothing else would ever wake it
+            assert await ticket.wait() == "hello"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        kill.join()
+    assert time.monotonic() - began < 3
+
+
+def test_a_signal_handler_may_answer_wherever_it_interrupts_its_reader():
+    def every_line():
+        for line in range(1000):
+            ticket = Ticket()
+            otherwise = threading.Timer(0.3, ticket.offer, ("nobody else",))
+            otherwise.start()
+            with Interruption((ticket_module, threading), line, partial(ticket.offer, line)):
+                answer = ticket.wait_sync(20)
+            otherwise.cancel()
+            if answer == "nobody else":  # all lines before its wait have been gone through
+                return
+            assert answer == line
+
+    in_thread(every_line, 15)
+
+
+FORK = """
+import os, sys, threading
+from mainspring import ConfigError, Ticket
+ticket, own, answered, held = Ticket("price"), Ticket("own"), Ticket(), Ticket("held")
+writer = held.writer()
+answered.complete(7)
+with held._lock:  # a thread of the parent's is at it
+    def fork():
+        child = os.fork()
+        if child == 0:
+            for wait in (ticket.wait_sync, lambda: ticket.wait_sync(60), held.wait_sync):
+                try:
+                    print(wait(), "was not refused")
+                except ConfigError as error:
+                    assert f"was made in process {os.getppid()}, from which this one was forked" in str(error), error
+            assert answered.wait_sync() == 7
+            own.complete(5)
+            assert own.wait_sync() == 5
+            global writer
+            del writer  # fails the child's copy
+            assert held.is_ready
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    other = threading.Thread(target=fork)
+    other.start()
+    other.join()
+print(ticket.is_ready, held.is_ready)
+"""
+
+
+def test_a_forked_child_does_not_wait_for_what_comes_in_its_parent():
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("0\nFalse False\n", "")
 
 
 async def test_an_error_must_be_one(anyio_backend):

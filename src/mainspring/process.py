@@ -28,6 +28,7 @@ class _Registry:
     """What this process has claimed. One instance, renewed in a forked child."""
 
     def __init__(self) -> None:
+        self.pid = os.getpid()
         self.lock = threading.RLock()
         self.owners: dict[str, str] = {}
         self.shared: WeakValueDictionary[tuple[str, str], Any] = WeakValueDictionary()
@@ -53,6 +54,12 @@ def identity() -> object:
     return _registry
 
 
+def process_id(of: object) -> int:
+    """The process id of the process for which :func:`identity` has said ``of``."""
+    assert isinstance(of, _Registry)
+    return of.pid
+
+
 def async_library() -> str:
     """``"asyncio"`` or ``"trio"``: what the running event loop is."""
     return "trio" if type(current_token().native_token).__module__.partition(".")[0] == "trio" else "asyncio"
@@ -64,7 +71,19 @@ def event_loop() -> object:
 
 
 def in_event_loop() -> bool:
-    """Whether this thread runs an event loop just now, so that blocking it would stop everything there."""
+    """Whether this thread runs an event loop just now, so that blocking it would stop everything there.
+
+    Asked of the libraries themselves: in a bare callback of the event loop, which no task has scheduled, anyio does not
+    know on what it runs.
+    """
+    asyncio, trio = sys.modules.get("asyncio"), sys.modules.get("trio")  # what nobody has imported runs nothing
+    return (asyncio is not None and asyncio._get_running_loop() is not None) or (  # noqa: SLF001 - asyncio's documented name for libraries
+        trio is not None and trio.lowlevel.in_trio_run()
+    )
+
+
+def anyio_knows() -> bool:
+    """Whether anyio's functions can be used right here: in an event loop, and in no bare callback of it."""
     try:
         current_token()
     except RuntimeError:  # anyio's NoEventLoopError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Generic, Self, TypeVar, cast
 
 import anyio
@@ -14,11 +15,12 @@ from mainspring.errors import (
     TicketAlreadyCompletedError,
     TicketTimeoutError,
 )
-from mainspring.process import call_soon, event_loop, in_event_loop
+from mainspring.process import call_soon, event_loop, identity, in_event_loop, in_main_thread, process_id
 from mainspring.values import is_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
 T = TypeVar("T")
@@ -32,7 +34,9 @@ class Ticket(Generic[T]):
     writer that might die before it has answered takes :meth:`writer`, whose end, however it comes, fails the ticket.
     """
 
-    __slots__ = ("__weakref__", "_error", "_lock", "_name", "_once", "_ready", "_value", "_wake", "_writer_taken")
+    __slots__ = (
+        "__weakref__", "_error", "_lock", "_name", "_once", "_process", "_ready", "_value", "_wake", "_writer_taken",
+    )  # fmt: skip
 
     def __init__(self, name: str = "") -> None:
         self._name = name
@@ -45,6 +49,7 @@ class Ticket(Generic[T]):
         self._error: BaseException | None = None
         self._wake: Callable[[], object] | None = None
         self._writer_taken = False
+        self._process = identity()
 
     def __repr__(self) -> str:
         state = "waiting" if not self._ready else "completed" if self._error is None else f"failed: {self._error!r}"
@@ -87,7 +92,7 @@ class Ticket(Generic[T]):
 
         :raises ConfigError: somebody has taken it; a ticket has one writer.
         """
-        with self._lock:
+        with self._held():
             if self._writer_taken:
                 raise ConfigError(f"{self._called()} has a writer already; make one ticket for each answer")
             self._writer_taken = True
@@ -98,12 +103,16 @@ class Ticket(Generic[T]):
         if not self._once.acquire(blocking=False):
             return False
         self._value, self._error = value, error
-        with self._lock:
+        with self._held():
             self._ready = True
             wake, self._wake = self._wake, None
         if wake is not None:
             wake()
         return True
+
+    def _held(self) -> AbstractContextManager[object]:
+        # In a forked child nobody gives back what a thread of the parent held as it forked; and nobody waits there.
+        return self._lock if self._process is identity() else nullcontext()
 
     def _twice(self, what: str) -> TicketAlreadyCompletedError:
         before = "completed" if self._error is None else "failed"
@@ -122,16 +131,20 @@ class Ticket(Generic[T]):
         Cancelled, it leaves the ticket as it is, to be waited for again.
 
         :raises TicketTimeoutError: it did not come in time; it may come later.
-        :raises ConfigError: somebody else is waiting for it; a ticket has one reader.
+        :raises ConfigError: somebody else is waiting for it; a ticket has one reader. Or it has no answer, and was made before
+            this process was forked: what comes in the parent is not heard of here.
         :raises BaseException: the error that the writer gave.
         """
         self._check(timeout)
         if not self._ready:
             event = anyio.Event()
-            loop, thread = event_loop(), threading.get_ident()
+            loop = event_loop()
+            # In the main thread it may be a signal handler that answers: in the midst of whatever the event loop does there,
+            # which may be to sleep until something else wakes it.
+            here = None if in_main_thread() else threading.get_ident()
 
             def wake() -> None:
-                if threading.get_ident() == thread:
+                if threading.get_ident() == here:
                     event.set()
                 else:
                     call_soon(loop, event.set)
@@ -150,7 +163,8 @@ class Ticket(Generic[T]):
         """Block this thread until the answer is there, at most ``timeout`` seconds (None: for as long as the writer lives).
 
         :raises TicketTimeoutError: it did not come in time; it may come later.
-        :raises ConfigError: an event loop runs in this thread and would stand still, or somebody else is waiting.
+        :raises ConfigError: an event loop runs in this thread and would stand still, somebody else is waiting, or it was made
+            before this process was forked, as for :meth:`wait`.
         :raises BaseException: the error that the writer gave.
         """
         self._check(timeout)
@@ -159,12 +173,15 @@ class Ticket(Generic[T]):
                 raise ConfigError(
                     f"{self._called()}: wait_sync() would block the event loop; use `await ticket.wait()`"
                 )
-            ready = threading.Event()
-            if self._wait_with(ready.set):
+            # No threading.Event, whose own lock the reader would hold where a signal handler comes in to answer.
+            gate = threading.Lock()
+            gate.acquire()
+            wake = gate.release
+            if self._wait_with(wake):
                 try:
-                    ready.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
+                    gate.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX))
                 finally:
-                    self._wait_no_more(ready.set)
+                    self._wait_no_more(wake)
         return self._answer(timeout)
 
     def _check(self, timeout: float | None) -> None:
@@ -175,6 +192,11 @@ class Ticket(Generic[T]):
 
     def _wait_with(self, wake: Callable[[], object]) -> bool:
         """Have ``wake()`` called by the writer; False where the answer has come by now."""
+        if self._process is not identity():
+            raise ConfigError(
+                f"{self._called()} was made in process {process_id(self._process)}, from which this one was forked, and"
+                " would be answered there; make one of its own after the fork"
+            )
         with self._lock:
             if self._wake is not None:
                 raise ConfigError(f"{self._called()} is waited for by somebody else; make one ticket for each reader")

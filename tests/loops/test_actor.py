@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -514,6 +516,48 @@ async def test_nobody_is_there_before_the_start_and_after_the_end():
         assert message.ticket.is_ready
         with pytest.raises(LoopNotRunningError):
             await message.ticket.wait()
+
+
+FORK = """
+import anyio, os, sys, time
+from mainspring import ConfigError, Heartbeat, LoopActor, LoopThread, PingRequest, ShutdownRequest
+class Poller:
+    name, running, heartbeat = "poller", False, Heartbeat()
+    async def run(self): await anyio.sleep_forever()
+    async def shutdown(self, *, timeout=30): return True
+actor, own = LoopActor(Poller()), LoopActor(Poller())
+with LoopThread(stop_timeout=0) as thread:
+    thread.submit(actor.run)
+    while not actor.running:
+        time.sleep(0.001)
+    with actor._lock, own._lock:  # held for ever in the child
+        child = os.fork()
+    if child == 0:
+        assert not actor.running
+        for message in (PingRequest(), ShutdownRequest()):
+            try:
+                print(actor.tell(message), "was not refused")
+            except ConfigError as error:
+                assert f"runs in process {os.getppid()}, from which this one was forked" in str(error), error
+        with LoopThread(stop_timeout=0) as thread:  # one that did not run works here
+            thread.submit(own.run)
+            while not own.running:
+                time.sleep(0.001)
+            ping = PingRequest()
+            own.tell(ping)
+            assert ping.ticket.wait_sync(60) >= 0
+            own.tell(ShutdownRequest())
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    ping = PingRequest()
+    actor.tell(ping)
+    assert ping.ticket.wait_sync(60) >= 0
+"""
+
+
+def test_a_forked_child_is_told_that_the_actor_runs_in_its_parent():
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("0\n", "")
 
 
 async def test_threads_that_tell_an_actor_as_it_ends_all_get_an_answer():

@@ -31,7 +31,7 @@ from mainspring.errors import (
 from mainspring.loops.base import Runnable, Steerable, stop_in_time
 from mainspring.loops.foreign import ForeignLoop
 from mainspring.loops.worker import is_inside
-from mainspring.process import call_soon, event_loop, in_event_loop
+from mainspring.process import anyio_knows, call_soon, event_loop, identity, process_id
 from mainspring.scope import DaemonScope
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ class LoopActor:
         self._lock = threading.RLock()
         self._inbox: deque[tuple[ControlMessage[Any], TicketWriter[Any]]] = deque()
         self._event_loop: object | None = None  # while it serves; None refuses messages
+        self._process = identity()  # in which it was made, or has last served
         self._thread = 0
         self._wake = anyio.Event()
         self._ended = anyio.Event()
@@ -104,10 +105,13 @@ class LoopActor:
         loop cannot do that.
 
         :raises InvalidParameterError: it is no :class:`ControlMessage`.
-        :raises ConfigError: it has been told before; make a new one.
+        :raises ConfigError: it has been told before; make a new one. Or the actor runs in the process from which this one was
+            forked, where nobody would hear of it.
         """
         if not isinstance(message, ControlMessage):
             raise InvalidParameterError(f"{self!r} takes control messages such as PauseRequest(), not {message!r}")
+        if self._process is not identity():
+            self._come_from_a_fork()
         answer = message.ticket.writer()
         with self._lock:
             loop = self._event_loop
@@ -115,10 +119,20 @@ class LoopActor:
                 self._inbox.append((message, answer))
         if loop is None:
             answer.offer_error(self._not_running(message))
-        elif threading.get_ident() == self._thread and in_event_loop():
+        elif threading.get_ident() == self._thread and anyio_knows():
             self._serve_inbox()
         else:
             call_soon(loop, self._rouse)
+
+    def _come_from_a_fork(self) -> None:
+        """Raise where the parent runs it; else it is this process's own from here on."""
+        if self._event_loop is not None:
+            raise ConfigError(
+                f"loop {self.name!r} runs in process {process_id(self._process)}, from which this one was forked; make a new"
+                " LoopActor after the fork"
+            )
+        self._lock = threading.RLock()  # a thread of the parent may have held the other one as it forked
+        self._process = identity()
 
     async def ask(self, message: ControlMessage[T], timeout: float | None = None) -> T:
         """:meth:`tell`, and wait for the answer, at most ``timeout`` seconds (None: for as long as the actor runs).
@@ -219,6 +233,8 @@ class LoopActor:
         self._crashed = False
         async with DaemonScope(f"control of {self.name}") as self._scope:
             self._scope.start_soon(self._serve, name=f"control of {self.name}")
+            if self._process is not identity():
+                self._come_from_a_fork()
             with self._lock:
                 self._thread = threading.get_ident()
                 self._event_loop = event_loop()
@@ -272,7 +288,7 @@ class LoopActor:
     @property
     def running(self) -> bool:
         """Whether it runs, and serves control messages."""
-        return self._event_loop is not None
+        return self._event_loop is not None and self._process is identity()
 
     @property
     def heartbeat(self) -> Heartbeat:
