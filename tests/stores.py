@@ -22,11 +22,12 @@ KINDS = ("memory", "sqlite", *SERVERS)
 PLAIN = ("asyncio", {"use_uvloop": False})
 
 
-def on(*kinds: str) -> pytest.MarkDecorator:
-    """Run a test on these kinds of stores: without a server on every event loop, with one on one that its driver runs on."""
+def on(*kinds: str, everywhere: bool = True) -> pytest.MarkDecorator:
+    """Run a test on these kinds of stores: with a server on one event loop that its driver runs on, without one on every event
+    loop, or (not ``everywhere``) on one as well."""
     loops = {"asyncio": PLAIN, "uvloop": ("asyncio", {"use_uvloop": True}), "trio": ("trio", {})}
     of = {"redis": ("trio",), "postgres": ("asyncio",), "nats": ("uvloop",)}
-    runs = [(kind, loop) for kind in kinds for loop in of.get(kind, loops)]
+    runs = [(kind, loop) for kind in kinds for loop in of.get(kind, loops if everywhere else ("asyncio",))]
     return pytest.mark.parametrize(
         ("kind", "anyio_backend"), [pytest.param(kind, loops[loop], id=f"{kind}-{loop}") for kind, loop in runs]
     )

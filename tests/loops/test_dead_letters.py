@@ -146,10 +146,10 @@ async def test_two_consumers_do_not_handle_one_dead_letter_twice(store):
         seen.append(letter.body)
 
     async with store.box() as mailbox, store.box() as other:
-        await bury(mailbox, *range(60))
+        await bury(mailbox, *range(30))
         loops = [DLQConsumer(box, handle, concurrency=4, look_every=0.005) for box in (mailbox, other)]
         await LoopGroup(loops).run(install_signals=False, until_empty=True)
-        assert sorted(seen) == list(range(60))
+        assert sorted(seen) == list(range(30))
         assert (await mailbox.counts()).dead == 0
 
 

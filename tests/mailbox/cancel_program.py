@@ -6,8 +6,7 @@ import sys
 
 import anyio
 
-from mainspring import MainLoop
-from mainspring.mailbox.sqlite import SQLiteMailbox
+from mainspring import MainLoop, open_mailbox
 
 
 async def handle(job: str) -> None:
@@ -15,8 +14,8 @@ async def handle(job: str) -> None:
     await anyio.sleep(3_600)
 
 
-async def main(path: str) -> None:
-    async with SQLiteMailbox(path) as mailbox:
+async def main(url: str) -> None:
+    async with open_mailbox(url) as mailbox:
         loop = MainLoop(mailbox, handle, visibility_timeout=3_600)
         async with loop:
             while not loop.outcomes:
