@@ -50,11 +50,14 @@ class Member:
         self.frozen = False
 
     def signal(self, number: int) -> bool:
-        """Send a signal, if it has not ended; whether that was so."""
-        if self.life.ended is not None:
+        """Send a signal, if it has not ended; whether that was so.
+
+        Not by the process object, which would take the exit status away from the event loop that waits for it too.
+        """
+        if self.life.ended is not None or self.process.returncode is not None:
             return False
         with suppress(ProcessLookupError):
-            self.process.send_signal(number)
+            os.kill(self.process.pid, number)
             return True
         return False
 
@@ -189,7 +192,7 @@ class Fleet:
             await process.wait()
         finally:
             if process.returncode is None:
-                process.kill()
+                member.signal(signal.SIGKILL)
                 with anyio.CancelScope(shield=True, deadline=anyio.current_time() + START):
                     await process.wait()
                 life.killed = life.killed or time.monotonic()

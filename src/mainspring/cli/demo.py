@@ -223,7 +223,9 @@ class Demo:
 
     async def _stop(self, process: Process) -> None:
         with suppress(ProcessLookupError):
-            process.terminate()
+            # Not by the process object, which would take the exit status away from the event loop that waits for it too.
+            if process.returncode is None:
+                os.kill(process.pid, signal.SIGTERM)
         with anyio.move_on_after(STOP_TIMEOUT - 5):
             self._service_status = await process.wait()
             return
