@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
+from interrupts import Interruption, in_thread
 from mainspring import (
     ConfigError,
     Heartbeat,
@@ -28,6 +30,9 @@ from mainspring import (
     Ticket,
     TicketAbandonedError,
     open_mailbox,
+    portal,
+    portal_core,
+    portal_state,
 )
 from mainspring.process import async_library, in_event_loop
 from mainspring.states import LoopThreadState
@@ -626,6 +631,67 @@ def test_a_signal_handler_may_stop_it(thread):
     assert thread.state is LoopThreadState.STOPPED
 
 
+WHERE_A_START_OR_STOP_STANDS = (portal, portal_core, portal_state, threading)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_signal_handler_may_stop_it_wherever_it_interrupts_a_start_or_a_stop(make, begun):
+    """Before every line of either, one after the other."""
+
+    def start_and_stop():
+        if not begun:
+            with suppress(LoopNotRunningError):
+                thread.start()
+        thread.stop()
+
+    def stop():
+        answers.append(thread.stop())
+
+    def each_line():
+        nonlocal thread
+        for line in range(1000):
+            thread = make(stop_timeout=20)
+            if begun:
+                thread.start()
+            answers.clear()
+            with Interruption(WHERE_A_START_OR_STOP_STANDS, line, stop) as between:
+                start_and_stop()
+            assert thread.state is LoopThreadState.STOPPED
+            assert thread._core._thread is None or not thread._core._thread.is_alive()
+            if not between.happened:
+                assert line > 20
+                return
+            assert answers == [True]
+
+    thread, answers = None, []
+    in_thread(each_line, 18)
+
+
+def test_a_signal_handler_that_starts_what_is_being_started_is_told_or_finds_it_running(make):
+    def start():
+        try:
+            thread.start()
+        except LoopNotRunningError as error:
+            answers.append(str(error))
+        else:
+            answers.append("running")
+
+    def each_line():
+        nonlocal thread
+        for line in range(1000):
+            thread = make()
+            with Interruption((portal, portal_core, portal_state), line, start) as between:
+                thread.start()
+            thread.stop()
+            if not between.happened:
+                return
+
+    thread, answers = None, []
+    in_thread(each_line)
+    told = "loop thread 'loop thread' is being started by what this signal handler has interrupted"
+    assert {*answers} == {"running", told}
+
+
 def test_a_callback_that_blocks_is_named_and_no_wait_for_ever(make, caplog):
     thread = make(stop_timeout=0, cancel_grace=0.1)
     thread.start()
@@ -732,16 +798,15 @@ def test_a_loop_that_breaks_lets_nobody_wait(make, caplog):
 
 def test_what_a_broken_loop_had_accepted_is_told(monkeypatch, caplog):
     """It ends without having been told to, and without another turn."""
-    from mainspring import portal_core
-
     thread = LoopThread(name="own")
     core = thread._core
     go = threading.Event()
 
     def run(main, **keywords):
         core._loop = SimpleNamespace(call_soon_threadsafe=lambda fn: None)
-        core._to(LoopThreadState.RUNNING)
-        core._ready.set()
+        core.life.leave(LoopThreadState.STARTING, LoopThreadState.RUNNING)
+        core._loop_runs = True
+        core._ready.open()
         go.wait(PATIENCE)
         raise RuntimeError("broken")
 

@@ -77,12 +77,16 @@ class LoopThread:
     @property
     def state(self) -> LoopThreadState:
         """Idle, starting, running, stopping or stopped."""
-        return self._core.machine.state
+        return self._core.life.state
 
     def start(self) -> None:
         """Start the thread and return once its event loop runs; while that runs already, at once.
 
-        :raises LoopNotRunningError: it was stopped, before or meanwhile; make a new one.
+        Not from a signal handler: a thread needs locks of the interpreter's to begin, and what the handler has interrupted may
+        hold one of them.
+
+        :raises LoopNotRunningError: it was stopped, before or meanwhile; make a new one. Or this is a signal handler in the
+            midst of the start itself.
         :raises BaseException: what kept the event loop from starting.
         """
         self._core.start()
@@ -145,7 +149,9 @@ class LoopThread:
         From any thread, any number of times; all calls wait for the same end, and the shortest timeout holds. After one has
         returned False all do, and where the event loop broke. In the event loop's own thread, as in a callback, it does not
         wait, and returns True. In another event loop it blocks that one: there,
-        ``await anyio.to_thread.run_sync(thread.stop)``.
+        ``await anyio.to_thread.run_sync(thread.stop)``. From a signal handler too: one in the midst of the :meth:`start` does
+        not wait, and that raises. What still runs may need a lock that the interrupted code holds; it is then cancelled or
+        given up at the timeouts.
 
         :raises InvalidParameterError: ``timeout`` is not a time.
         """

@@ -24,9 +24,9 @@ from mainspring.errors import (
     TaskExitError,
     TicketAbandonedError,
 )
+from mainspring.portal_state import IDLE, JOIN_WITHIN, RUNNING, STARTING, Gate, Life
 from mainspring.process import call_soon, carried_context, event_loop
 from mainspring.stacks import where, where_thread
-from mainspring.states import LOOP_THREAD, LoopThreadState, StateMachine
 from mainspring.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -41,9 +41,6 @@ T = TypeVar("T")
 TURN: Final = 0.005
 """Seconds for which callbacks are called before the event loop looks at its other work: as long as Python lets a thread run."""
 
-_IDLE, _STARTING, _RUNNING = LoopThreadState.IDLE, LoopThreadState.STARTING, LoopThreadState.RUNNING
-_STOPPING, _STOPPED = LoopThreadState.STOPPING, LoopThreadState.STOPPED
-
 
 class LoopCore:
     """What the thread of a LoopThread knows: the queue, the event loop, and when both come to their end."""
@@ -56,19 +53,21 @@ class LoopCore:
         self.options = options
         self.stop_timeout = stop_timeout
         self.cancel_grace = cancel_grace
-        self.machine: StateMachine[LoopThreadState] = StateMachine(LOOP_THREAD, _IDLE, name=f"loop thread {name!r}")
-        # For the moves of the machine. A signal handler may come in between and make one of its own, hence the R.
-        self._lock = threading.RLock()
+        self.life = Life()
         self._pid: int | None = None
         self._thread: threading.Thread | None = None
-        self._ready = threading.Event()
+        self._starter: dict[str, tuple[int, object]] = {}
+        self._launched = False
+        self._ready = Gate()
+        self._over = Gate()
         self._error: BaseException | None = None
         # Each entry is a list of the one function, so that it can be taken out of it once: to be called, or to be refused.
         self._queue: deque[list[Callable[[], object]]] = deque()
         self._awake = False
+        self._loop_runs = False
         self._loop: object = None
         self._stop_told: anyio.Event | None = None
-        self._timeout: float | None = None
+        self._timeouts: list[float] = []
         self._longest = stop_timeout
         self.tasks: TaskGroup | None = None
         self.running: set[Submission[Any]] = set()
@@ -96,35 +95,47 @@ class LoopCore:
 
     def not_running(self) -> LoopNotRunningError:
         """The error of what it cannot take (any more)."""
-        advice = "start() it first" if self.machine.state is _IDLE else "make a new LoopThread"
-        return LoopNotRunningError(f"{self} is {self.machine.state}; {advice}")
-
-    def _to(self, state: LoopThreadState) -> None:
-        self.machine.to(state, clock.monotonic())
+        advice = "start() it first" if self.life.state is IDLE else "make a new LoopThread"
+        return LoopNotRunningError(f"{self} is {self.life.state}; {advice}")
 
     def start(self) -> None:
         self._claim()
-        with self._lock:
-            if self.machine.state is _IDLE:
-                self._to(_STARTING)
-                # A daemon, since Python waits for all others before it calls what `atexit` holds, and would wait for ever.
-                thread = threading.Thread(target=self._run, name=self.name, daemon=True)
-                atexit.register(self._at_exit)
-                try:
-                    thread.start()
-                except BaseException as error:
-                    self._end(error)
-                    raise
-                self._thread = thread
+        mine = (threading.get_ident(), object())
+        first = self._starter.setdefault("", mine)  # one step: of all who come at once one is the starter
+        if first is mine:
+            self._launch()
+        elif self._interrupts_the_launch():
+            raise LoopNotRunningError(f"{self} is being started by what this signal handler has interrupted")
         self._ready.wait()
         if self._error is not None:
             raise self._error
-        if self.machine.state is not _RUNNING:
+        if self.life.state is not RUNNING:
             raise self.not_running()
 
+    def _launch(self) -> None:
+        try:
+            self.life.leave(IDLE, STARTING)
+            if not self.life.was_started:  # it was stopped before
+                self._ready.open()
+                return
+            # A daemon, since Python waits for all others before it calls what `atexit` holds, and would wait for ever.
+            self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+            atexit.register(self._at_exit)
+            try:
+                self._thread.start()
+            except BaseException as error:
+                self._end(error)
+                raise
+        finally:
+            self._launched = True
+
+    def _interrupts_the_launch(self) -> bool:
+        """Whether this is a signal handler in the midst of the start: it must not wait for what can only come behind it."""
+        return not self._launched and self._starter.get("", (0,))[0] == threading.get_ident()
+
     def post(self, fn: Callable[[], object]) -> bool:
-        machine = self.machine
-        if machine.state is not _RUNNING:
+        left = self.life.left
+        if not self._loop_runs or RUNNING in left:
             self._check_process()
             return False
         if self._pid != os.getpid():
@@ -133,7 +144,7 @@ class LoopCore:
         self._queue.append(entry)
         # No lock, so that a signal handler or a garbage collection can come in at any point, and do the same. What is in
         # the queue before the flip is called. Where the flip came first, it is taken back, if it is still there to be taken.
-        if machine.state is not _RUNNING and _taken(entry) is not None:
+        if RUNNING in left and _taken(entry) is not None:
             return False
         if not self._awake:
             self._awake = True
@@ -147,16 +158,17 @@ class LoopCore:
     def stop(self, timeout: float | None) -> bool:
         self._claim()
         self._ask_to_stop(timeout)
-        thread = self._thread
-        if thread is None or thread is threading.current_thread():
+        if not self.life.was_started or self._thread is threading.current_thread() or self._interrupts_the_launch():
             return True
         began = clock.monotonic()
-        while thread.is_alive() and (left := began + self._stop_within(timeout) - clock.monotonic()) > 0:
-            thread.join(min(left, threading.TIMEOUT_MAX))
-        if thread.is_alive():
+        while not self._over.is_open and (left := began + self._stop_within(timeout) - clock.monotonic()) > 0:
+            self._over.wait(left)
+        if not self._over.is_open:
             self.clean = False
             _log.error("%s has not ended within %g s: %s", self, self._stop_within(timeout), self._what_holds_it())
             return False
+        if self._thread is not None and self._thread.ident is not None:  # else it could not be started
+            self._thread.join(JOIN_WITHIN)
         return self.clean
 
     def _stop_within(self, timeout: float | None) -> float:
@@ -169,16 +181,16 @@ class LoopCore:
         return "; ".join([f"it stands at {at}", *tasks])
 
     def _ask_to_stop(self, timeout: float | None = None) -> None:
-        with self._lock:
-            if self.machine.state is _IDLE:
-                self._to(_STOPPED)
-                self._ready.set()
-            elif self.machine.state in (_STARTING, _RUNNING):
-                self._to(_STOPPING)
-            if timeout is not None:
-                self._timeout = timeout if self._timeout is None else min(timeout, self._timeout)
+        if timeout is not None:
+            self._timeouts.append(timeout)
+        self.life.ask_to_stop()
         if self._loop is not None:
             call_soon(self._loop, self._told_to_stop)
+
+    @property
+    def _timeout(self) -> float | None:
+        """The shortest that a stop has named."""
+        return min(self._timeouts, default=None)
 
     def drop(self) -> None:
         """The user's object is gone. This is called from wherever the garbage collector runs, and must not wait."""
@@ -204,12 +216,11 @@ class LoopCore:
         self._context = copy_context()
         async with anyio.create_task_group() as self.tasks:
             self._loop = event_loop()
-            with self._lock:
-                if self.machine.state is _STARTING:
-                    self._to(_RUNNING)
-                else:
-                    self._stop_told.set()
-            self._ready.set()
+            self.life.leave(STARTING, RUNNING)
+            self._loop_runs = self.life.left[STARTING] is RUNNING
+            if self.life.state is not RUNNING:
+                self._stop_told.set()
+            self._ready.open()
             await self._stop_told.wait()
             while self._queue:
                 self._turn()
@@ -219,21 +230,19 @@ class LoopCore:
         """The event loop has ended, or could not start: let nobody wait for it."""
         atexit.unregister(self._at_exit)
         began = self._loop is not None
-        with self._lock:
-            if self.machine.state is _RUNNING:
-                self._to(_STOPPING)
-            self._to(_STOPPED)
+        self.life.end()
         if began and error is not None:
             self.clean = False
             _log.critical("the event loop of %s broke", self, exc_info=error)
         elif error is not None:
             self._error = error
-        self._ready.set()
+        self._ready.open()
         for submission in tuple(self.running):
             submission.fail(self.not_running())
         if error is not None:
             self._give_up()
         # Else all that came in before the flip was called. What is left came after it, and its posters take it back.
+        self._over.open()
 
     def _give_up(self) -> None:
         """Tell of what is in the queue of an event loop that broke."""

@@ -71,11 +71,9 @@ class LoopActor:
         """Set once it is told to stop."""
         self.cancelled_at: tuple[str, ...] | None = None
         """The lines its work stood on when that was cancelled, or None."""
-        # A signal handler may come in between and tell it something of its own, hence the R.
-        self._lock = threading.RLock()
+        self._belong_here()
         self._inbox: deque[tuple[ControlMessage[Any], TicketWriter[Any]]] = deque()
         self._event_loop: object | None = None  # while it serves; None refuses messages
-        self._process = identity()  # in which it was made, or has last served
         self._thread = 0
         self._wake = anyio.Event()
         self._ended = anyio.Event()
@@ -124,6 +122,12 @@ class LoopActor:
         else:
             call_soon(loop, self._rouse)
 
+    def _belong_here(self) -> None:
+        # A signal handler may come in between and tell it something of its own, hence the R. A forked child needs one of
+        # its own: a thread of the parent may have held the other one as it forked.
+        self._lock = threading.RLock()
+        self._process = identity()
+
     def _come_from_a_fork(self) -> None:
         """Raise where the parent runs it; else it is this process's own from here on."""
         if self._event_loop is not None:
@@ -131,8 +135,7 @@ class LoopActor:
                 f"loop {self.name!r} runs in process {process_id(self._process)}, from which this one was forked; make a new"
                 " LoopActor after the fork"
             )
-        self._lock = threading.RLock()  # a thread of the parent may have held the other one as it forked
-        self._process = identity()
+        self._belong_here()
 
     async def ask(self, message: ControlMessage[T], timeout: float | None = None) -> T:
         """:meth:`tell`, and wait for the answer, at most ``timeout`` seconds (None: for as long as the actor runs).
