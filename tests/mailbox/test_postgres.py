@@ -12,6 +12,7 @@ import pytest
 
 from mainspring import MailboxClosedError, MailboxConnectionError, open_mailbox
 from mainspring.errors import ConfigError, MailboxError
+from mainspring.mailbox import postgres_commands as do
 from mainspring.mailbox import postgres_hub, postgres_lanes
 from mainspring.mailbox import postgres_schema as schemas
 from mainspring.mailbox.message import Envelope
@@ -124,6 +125,19 @@ async def test_a_migration_that_fails_leaves_nothing(place, monkeypatch):
     assert place.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", place.schema) == []
 
 
+async def test_an_upgrade_brings_the_functions_of_its_version(place):
+    await place.mailbox().migrate_schema()
+    place.execute("UPDATE SCHEMA.store SET version = 1")
+    place.execute("DROP FUNCTION SCHEMA.sweep_from")
+    place.execute("DROP FUNCTION SCHEMA.try_keyed")
+    with pytest.raises(ConfigError, match=f"has version 1, and this Mainspring needs {schemas.SCHEMA_VERSION}"):
+        await place.mailbox(migrate=False).__aenter__()
+    async with place.mailbox() as mailbox:
+        await mailbox.send("x", delay=0.01, dedup_key="k")
+        assert [message.body for message in await mailbox.receive(wait_time_seconds=5)] == ["x"]
+    assert place.execute("SELECT version FROM SCHEMA.store") == [(schemas.SCHEMA_VERSION,)]
+
+
 async def test_serializable_by_default_is_refused(place):
     with pytest.raises(ConfigError, match="read committed"):
         await place.mailbox(options="-c default_transaction_isolation=serializable").__aenter__()
@@ -220,6 +234,118 @@ async def test_every_call_has_an_end(place):
         assert [message.body for message in await mailbox.receive(max_messages=9)] == ["z"]
 
 
+@pytest.mark.parametrize("capacity", [None, 100])
+async def test_a_key_that_is_held_up_delays_and_fails_only_its_own_sends(place, capacity):
+    async with (
+        place.mailbox(timeout=1, capacity=capacity) as mailbox,
+        place.mailbox() as other,
+        await place.connect() as connection,
+    ):
+        first = await other.send("x", dedup_key="k", connection=connection)
+        took, failed = {}, []
+
+        async def send(key, count):
+            began = anyio.current_time()
+            try:
+                for _ in range(count):
+                    await mailbox.send("y", dedup_key=key)
+            except MailboxConnectionError as error:
+                failed.append(str(error))
+            took[key] = anyio.current_time() - began
+
+        async with anyio.create_task_group() as tasks:
+            for key in ("a", "k", "b", "k"):
+                tasks.start_soon(send, key, 1)
+            await anyio.sleep(0.1)
+            tasks.start_soon(send, "c", 10)
+        assert len(failed) == 2
+        assert "same dedup_key ('k') has not ended within 1 s; nothing was sent" in failed[0]
+        assert max(took.pop(key) for key in "abc") < 0.7
+        assert 0.9 < took.pop("k") < 2
+        ids = []
+
+        async def send_again():
+            ids.append(await mailbox.send("z", dedup_key="k"))
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(send_again)
+            await anyio.sleep(0.05)
+            await connection.commit()
+        assert ids == [first] * 3
+        assert (await mailbox.counts()).pending == 4
+        assert mailbox._here.pool.opened < 10
+
+
+async def test_keys_that_hold_each_other_up_are_sent(place):
+    """As each process has sent one of them, and not committed, when it comes to the other."""
+    async with place.mailbox() as one, place.mailbox(application_name="another hub") as two:
+
+        async def send(mailbox, keys):
+            async with anyio.create_task_group() as tasks:
+                for key in keys:
+                    tasks.start_soon(lambda key: mailbox.send(key, dedup_key=key), key)
+
+        for turn in range(10):
+            keys = [f"{turn} {number}" for number in range(20)]
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(send, one, keys)
+                tasks.start_soon(send, two, keys[::-1])
+        assert (await one.counts()).pending == 200
+
+
+async def test_a_put_of_several_keys_is_stored_whole_or_not_at_all(place):
+    async with place.mailbox(timeout=0.5) as mailbox, await place.connect() as connection:
+        await mailbox.send("x", dedup_key="k", connection=connection)
+        pair = [Envelope("one", b"1", dedup_key="j"), Envelope("two", b"2", dedup_key="k")]
+        with pytest.raises(MailboxConnectionError, match="'j', 'k'"):
+            await mailbox._put(pair)
+        await connection.rollback()
+        assert (await mailbox.counts()).pending == 0
+        assert await mailbox._put(pair) == ["one", "two"]
+
+
+async def test_keys_that_deadlock_in_the_senders_own_transactions_are_told_as_what_may_be_tried_again(place):
+    async with place.mailbox() as mailbox, await place.connect() as one, await place.connect() as two:
+        await mailbox.send(1, dedup_key="a", connection=one)
+        await mailbox.send(2, dedup_key="b", connection=two)
+        failed = []
+
+        async def send(connection, key):
+            try:
+                await mailbox.send(3, dedup_key=key, connection=connection)
+                await connection.commit()
+            except MailboxError as error:
+                failed.append(error)
+                await connection.rollback()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send, one, "b")
+            tasks.start_soon(send, two, "a")
+        assert [type(error) for error in failed] == [MailboxConnectionError]
+        assert (await mailbox.counts()).pending == 2
+
+
+async def test_a_replay_beside_a_send_of_its_key_goes_without_it(place):
+    async with place.mailbox() as mailbox, await place.connect() as connection:
+        await mailbox.send("x", dedup_key="k")
+        (message,) = await mailbox.receive()
+        await message.dead_letter("no")
+        await mailbox.send("y", dedup_key="k", connection=connection)
+        replayed = []
+
+        async def replay():
+            replayed.append(await mailbox.replay_dead_letters())
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(replay)
+            await anyio.sleep(0.2)
+            await connection.commit()
+        assert replayed == [1]
+        assert sorted(message.body for message in await mailbox.receive(max_messages=9)) == ["x", "y"]
+        assert (await mailbox.counts()).dead == 0
+
+
 async def test_a_cancelled_purge_is_left_off_by_the_server(place):
     async with place.mailbox() as mailbox, await place.connect() as connection:
         await mailbox.send("x")
@@ -239,13 +365,15 @@ def test_a_claim_starts_at_the_floors():
     view.claimed(0, 7)
     view.claimed(-1, 3)
     view.claimed(0, 5)
-    view.swept(50.0)
+    view.swept(50.0, 999)
     assert view.start(100.1) == ([0, -1], [7, 3], 50.0 - LOOK_BACK)
     view.returned(0, 2)
     view.returned(-1, 9)
     assert view.start(100.2)[:2] == ([0, -1], [2, 3])
     assert view.start(100.0 + LOOK_BACK) == ([], [], None)
     assert view.start(100.1 + LOOK_BACK) == ([], [], 50.0 - LOOK_BACK)
+    view.swept(49.0, 1_000)
+    assert view.start(100.2 + LOOK_BACK) == ([], [], 49.0)
 
 
 async def test_what_comes_behind_the_floors_is_found(place):
@@ -257,6 +385,19 @@ async def test_what_comes_behind_the_floors_is_found(place):
         found += [message.body for message in await mailbox.receive(max_messages=9)]
         assert sorted(found) == ["a", "b", "c", "late"]
         assert late
+
+
+async def test_what_was_overdue_before_a_worker_looked_comes_at_once(place):
+    async with place.mailbox() as mailbox:
+        await mailbox.send_many(range(1_500), delay=60)
+        await mailbox.send_many(range(1_500, 3_500), delay=70)
+        place.execute("UPDATE SCHEMA.messages SET due = due - interval '2 minutes' - random() * interval '1 second'")
+        found = await mailbox.receive(max_messages=1_000)
+        mailbox._lanes.view._full_at = float("inf")  # no claim starts from the very front
+        assert await mailbox._lanes.work.call(do.Look()) == (100, 0.0)  # and there is more to be moved
+        for _ in range(3):
+            found += await mailbox.receive(max_messages=1_000)
+        assert sorted(message.body for message in found) == list(range(3_500))
 
 
 async def test_many_priorities_are_served_in_order(place):

@@ -190,15 +190,16 @@ class PostgresMailbox(Mailbox[T, R]):
     async def _put(self, envelopes: list[Envelope]) -> list[str]:
         await self._ready_for(envelopes)
         if self._capacity is not None:
-            put = do.Put(envelopes)
-            batch = self._lanes.calls()
-            await put_within(self._here, batch, put, self._capacity)
-            self._lanes.tell(batch)
-            return list(put.result)
-        keyed = any(envelope.dedup_key is not None for envelope in envelopes)
-        batcher = self._lanes.keyed if keyed else self._lanes.sends  # a key can be held up by somebody's transaction
-        ids: list[str] = await batcher.call(do.Put(envelopes))
+            return await self._lanes.keyed.patiently(envelopes, partial(self._put_within, self._capacity))
+        if any(envelope.dedup_key is not None for envelope in envelopes):
+            return await self._lanes.keyed.send(envelopes)
+        ids: list[str] = await self._lanes.sends.call(do.Put(envelopes))
         return ids
+
+    async def _put_within(self, capacity: int, put: do.Put) -> None:
+        batch = self._lanes.calls()
+        await put_within(self._here, batch, put, capacity)
+        self._lanes.tell(batch)
 
     async def _ready_for(self, envelopes: list[Envelope]) -> None:
         for envelope in envelopes:

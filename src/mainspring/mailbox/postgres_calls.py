@@ -57,11 +57,12 @@ class Calls:
     have only now been asked to tell.
     """
 
-    def __init__(self, schema: str, box: int, view: View, now: float) -> None:
+    def __init__(self, schema: str, box: int, view: View, now: float, *, put_keyed: str = "put_keyed") -> None:
         self._schema = schema
         self.box = box
         self._view = view
         self._now = now
+        self._keyed_function = put_keyed
         self.calls: list[Call] = []
         self.gained: dict[int, int] = {}
         self.unreadable: list[Delivery] = []
@@ -92,9 +93,9 @@ class Calls:
         for put in puts:
             put.result = [envelope.message_id for envelope in put.envelopes]
             some_special = False
-            for envelope in put.envelopes:
+            for place, envelope in enumerate(put.envelopes):
                 if envelope.dedup_key is not None:
-                    self._put_keyed(put, put.result, put.envelopes.index(envelope), envelope)
+                    self._put_keyed(put, put.result, place, envelope)
                 elif is_special(envelope):
                     some_special = True
             if len(put.envelopes) == 1 and put.envelopes[0].dedup_key is not None:
@@ -113,12 +114,14 @@ class Calls:
 
     def _put_keyed(self, put: do.Put, ids: list[str], place: int, envelope: Envelope) -> None:
         def finish(rows: list[tuple[Any, ...]]) -> None:
-            ids[place] = rows[0][0]
+            ids[place] = name = rows[0][0]
+            put.held_up = name is None
+            if name == envelope.message_id:
+                self._gain(self.box, int(not envelope.delay))
+                if envelope.delay:
+                    self.due_in = envelope.delay if self.due_in is None else min(self.due_in, envelope.delay)
 
-        self._add("put_keyed", put_keyed_values(envelope), finish)
-        self._gain(self.box, int(not envelope.delay))
-        if envelope.delay:
-            self.due_in = envelope.delay
+        self._add(self._keyed_function, put_keyed_values(envelope), finish)
 
     # ------------------------------------------------------------------------------------------------------- receiving
 
@@ -136,7 +139,7 @@ class Calls:
     def _claimed(self, claims: list[do.Claim]) -> Callable[[list[tuple[Any, ...]]], None]:
         def finish(rows: list[tuple[Any, ...]]) -> None:
             told = rows.pop()  # the row that is no message comes last
-            self._view.swept(told[5])
+            self._view.swept(told[5], told[2])
             self._gain(self.box, told[2])
             if told[6] is not None:
                 self.due_in = told[6]
@@ -191,8 +194,8 @@ class Calls:
 
     def add_look(self, looks: list[do.Look]) -> None:
         def finish(rows: list[tuple[Any, ...]]) -> None:
-            _, pending, due_in, fresh, at = rows[0]
-            self._view.swept(at)
+            moved, pending, due_in, fresh, at = rows[0]
+            self._view.swept(at, moved)
             self.fresh = self.fresh or fresh
             for look in looks:
                 look.result = (pending, due_in)

@@ -11,13 +11,14 @@ if TYPE_CHECKING:
 
 
 class Put(Command):
-    """Store all or none; results in the ids."""
+    """Store all or none; results in the ids. ``held_up``: none is, as an open transaction has sent one of their keys."""
 
-    __slots__ = ("envelopes",)
+    __slots__ = ("envelopes", "held_up")
 
     def __init__(self, envelopes: list[Envelope]) -> None:
         super().__init__()
         self.envelopes = envelopes
+        self.held_up = False
 
 
 class Claim(Command):

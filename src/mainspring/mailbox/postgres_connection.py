@@ -108,11 +108,17 @@ class Pool:
         connection = self._take() or await self.connect()
         try:
             yield connection
+        except HeldUpError:
+            await self._give_back(connection)
+            raise
         except BaseException as error:
             await self.drop(connection)
-            if isinstance(error, MailboxConnectionError):
+            if type(error) is MailboxConnectionError:
                 await self.drop_idle()
             raise
+        await self._give_back(connection)
+
+    async def _give_back(self, connection: psycopg.AsyncConnection[Any]) -> None:
         if connection.closed or connection.pgconn.transaction_status != TransactionStatus.IDLE:
             await self.drop(connection)
         else:
@@ -122,9 +128,9 @@ class Pool:
         """Make the calls in one transaction and one round trip, and hand each its rows.
 
         Raises :class:`MailboxConnectionError` where the server cannot be reached or does not answer in time (then the calls
-        may have taken effect), :class:`ConfigError` where it lacks the schema or a right, and ``psycopg.Error`` for what is
-        the fault of a value. What it raises otherwise than by a lost connection has had no effect. Cancelled, or out of
-        time, it tells the server to leave off.
+        may have taken effect), :class:`HeldUpError` where a lock_timeout strikes, :class:`ConfigError` where it lacks the
+        schema or a right, and ``psycopg.Error`` for what is the fault of a value. What it raises otherwise than by a lost
+        connection has had no effect. Cancelled, or out of time, it tells the server to leave off.
         """
         patience = self.timeout if timeout is None else timeout
         for again in range(TRIES):
@@ -186,8 +192,12 @@ class Pool:
             connection.pgconn.finish()
 
 
-class _ConflictError(MailboxError):
+class _ConflictError(MailboxConnectionError):
     """Another transaction was in the way; nothing was done."""
+
+
+class HeldUpError(MailboxConnectionError):
+    """Another transaction was in the way for longer than the lock_timeout; nothing was done."""
 
 
 async def send(connection: psycopg.AsyncConnection[Any], calls: Sequence[Call]) -> list[list[tuple[Any, ...]]]:
@@ -207,6 +217,8 @@ async def send(connection: psycopg.AsyncConnection[Any], calls: Sequence[Call]) 
 
 def explained(error: psycopg.Error) -> Exception:
     """What an error of the driver is to the user of a mailbox; itself, where it is the fault of a value."""
+    if isinstance(error, psycopg.errors.LockNotAvailable):
+        return HeldUpError(f"PostgreSQL: {one_line(error)}")
     if isinstance(error, _AGAIN):
         return _ConflictError(one_line(error))
     if isinstance(error, _MIGRATE):
@@ -219,6 +231,18 @@ def explained(error: psycopg.Error) -> Exception:
     if isinstance(error, _AWAY):
         return MailboxConnectionError(f"PostgreSQL: {one_line(error)}")
     return error
+
+
+def told(error: psycopg.Error) -> Exception:
+    """What it is to a user whose call is not tried again by itself."""
+    known = explained(error)
+    if known is error:
+        return faulty(error)
+    return (
+        MailboxConnectionError(f"PostgreSQL gave up the transaction: {known}")
+        if type(known) is _ConflictError
+        else known
+    )
 
 
 def faulty(error: psycopg.Error) -> MainspringError:

@@ -15,12 +15,14 @@ from mainspring.mailbox.batching import Batcher, Command
 from mainspring.mailbox.postgres_calls import Calls
 from mainspring.mailbox.postgres_connection import faulty
 from mainspring.mailbox.postgres_hub import Waiters
+from mainspring.mailbox.postgres_keyed import KeyedSends
 from mainspring.mailbox.postgres_values import UNREADABLE, lease_of
 from mainspring.periodic import Periodic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from mainspring.mailbox.postgres_calls import Call
     from mainspring.mailbox.postgres_hub import Hub
     from mainspring.scope import DaemonScope
 
@@ -30,10 +32,10 @@ not know that it must tell."""
 
 
 class Lanes:
-    """Three batchers, each with one batch out at a time: they do not wait for each other.
+    """Batchers, each with one batch out at a time: they do not wait for each other.
 
-    ``work`` is for claims and all that a lease allows, in the order in which it comes; ``sends`` for messages; ``keyed`` for
-    those with a dedup key, which can be held up by somebody's open transaction that has sent the same key.
+    ``work`` is for claims and all that a lease allows, in the order in which it comes; ``sends`` for messages; those with a
+    dedup key have lanes of their own, see :class:`KeyedSends`.
     """
 
     def __init__(self, hub: Hub, number: int, name: str, announce: Callable[[list[str]], None]) -> None:
@@ -43,7 +45,7 @@ class Lanes:
         self.now = loop_clock()
         self.work: Batcher[Command] = Batcher(self._execute, undo=self.undo, name=name)
         self.sends: Batcher[Command] = Batcher(self._execute, name=name)
-        self.keyed: Batcher[Command] = Batcher(self._execute, name=name)
+        self.keyed = KeyedSends(hub, self._transact, name)
         self.waiters = Waiters(self._look_now, self.due_in, announce)
         self._name = name
         self._looker = Periodic(self._look)
@@ -54,14 +56,14 @@ class Lanes:
         self.hub.add_waiters(self.number, self.waiters)
         scope.start_soon(self.hub.host, name=f"{self._name} notifications")
         scope.start_soon(self._looker.run, name=f"{self._name} due times")
-        for batcher in (self.keyed, self.sends, self.work):
+        for batcher in (*self.keyed.batchers, self.sends, self.work):
             scope.start_soon(batcher.run, name=f"{self._name} batches", stop=batcher.stop)
 
     async def close(self) -> None:
         """Finish what is queued and out, and take nothing new."""
         try:
             async with anyio.create_task_group() as tasks:
-                for batcher in (self.keyed, self.sends, self.work):
+                for batcher in (*self.keyed.batchers, self.sends, self.work):
                     tasks.start_soon(batcher.close)
         finally:
             self.hub.remove_waiters(self.number, self.waiters)
@@ -95,11 +97,11 @@ class Lanes:
                 except psycopg.Error as its_own:
                     command.error = faulty(its_own)
 
-    async def _transact(self, commands: Sequence[Command]) -> None:
+    async def _transact(self, commands: Sequence[Command], *before: Call, put_keyed: str = "put_keyed") -> None:
         hub = self.hub
         leased_at = self.now()
-        batch = Calls(hub.schema, self.number, self.view, leased_at)
-        await hub.pool.run(batch.build(commands))
+        batch = Calls(hub.schema, self.number, self.view, leased_at, put_keyed=put_keyed)
+        await hub.pool.run([*before, *batch.build(commands)])
         for command in commands:
             if type(command) is do.Claim:
                 for delivery in command.result:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.postgres_connection import Pool
 
-_TABLES = ("0001_tables.sql",)
-"""What brings the tables from each version to the next: the first makes version 1."""
+_TABLES = ("0001_tables.sql", None)
+"""What brings the tables from each version to the next: the first makes version 1. None: only functions are others."""
 _FUNCTIONS = ("sends.sql", "claims.sql", "settlements.sql", "upkeep.sql")
 SCHEMA_VERSION = len(_TABLES)
 
@@ -64,7 +64,7 @@ async def migrate(connection: AsyncConnection[Any], schema: str) -> tuple[int, i
         if before < SCHEMA_VERSION:
             if not before:
                 await connection.execute(f"CREATE SCHEMA IF NOT EXISTS {schema}".encode())
-            for name in (*_TABLES[before:], *_FUNCTIONS):
+            for name in filter(None, (*_TABLES[before:], *_FUNCTIONS)):
                 await connection.execute(sql_file(name, schema).encode())
             text = f"""INSERT INTO {schema}.store VALUES (true, %s, %s)
                 ON CONFLICT (one) DO UPDATE SET version = excluded.version"""  # noqa: S608 - a checked name

@@ -13,7 +13,8 @@ from mainspring.errors import InvalidParameterError, MailboxConnectionError, Mes
 from mainspring.mailbox.limits import full
 from mainspring.mailbox.postgres_arrays import texts
 from mainspring.mailbox.postgres_calls import Call, Calls, ask, make
-from mainspring.mailbox.postgres_connection import Connection, explained, faulty, one_line
+from mainspring.mailbox.postgres_connection import Connection, HeldUpError, one_line, told
+from mainspring.mailbox.postgres_keyed import HASTE, hasty
 from mainspring.mailbox.postgres_values import stored_key
 
 if TYPE_CHECKING:
@@ -66,31 +67,40 @@ async def put_into(connection: psycopg.AsyncConnection[Any], hub: Hub, store: st
     except psycopg.Error as error:
         if error.sqlstate == WRONG_STORE:
             raise InvalidParameterError(f"send: {one_line(error)}") from None
-        told = explained(error)
-        raise (faulty(error) if told is error else told) from error
+        raise told(error) from error
 
 
 async def put_within(hub: Hub, batch: Calls, put: do.Put, capacity: int) -> None:
-    """Look whether there is room, and store, in one transaction, in which no other sender looks."""
+    """Look whether there is room, and store, in one transaction, in which no other sender looks.
+
+    Where an open transaction has sent one of the keys, the put is ``held_up``.
+    """
     envelopes = put.envelopes
     keys = sorted({stored_key(e.dedup_key) for e in envelopes if e.dedup_key is not None})
     try:
         with anyio.fail_after(hub.pool.timeout, shield=True):
-            async with hub.pool.connection() as connection, connection.transaction():
-                waiting = (await ask(connection, hub.schema, "room", batch.box))[0][0]
-                more = len(envelopes)
-                if keys:
-                    known = await ask(connection, hub.schema, "known_keys", batch.box, texts(keys))
-                    more = sum(e.dedup_key is None for e in envelopes) + len(keys) - len(known)
-                if more and waiting + more > capacity:
-                    raise full(waiting, capacity, more)
-                for each in batch.build([put]):
-                    each.finish(await make(connection, each))
+            async with hub.pool.connection() as connection:
+                try:
+                    async with connection.transaction():
+                        waiting = (await ask(connection, hub.schema, "room", batch.box))[0][0]
+                        more = len(envelopes)
+                        if keys:
+                            known = await ask(connection, hub.schema, "known_keys", batch.box, texts(keys))
+                            more = sum(e.dedup_key is None for e in envelopes) + len(keys) - len(known)
+                        if more and waiting + more > capacity:
+                            raise full(waiting, capacity, more)
+                        if keys:  # the lock that keeps other senders out is not to be kept while a key is held up
+                            await make(connection, hasty(HASTE))
+                        for each in batch.build([put]):
+                            each.finish(await make(connection, each))
+                except psycopg.Error as error:
+                    raise told(error) from error
     except TimeoutError:
         raise MailboxConnectionError(f"PostgreSQL did not answer within {hub.pool.timeout:g} s") from None
-    except psycopg.Error as error:
-        told = explained(error)
-        raise (faulty(error) if told is error else told) from error
+    except HeldUpError:
+        if not keys:
+            raise
+        put.held_up = True
 
 
 class Transactions:

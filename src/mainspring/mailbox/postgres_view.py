@@ -5,6 +5,8 @@ from __future__ import annotations
 LOOK_BACK = 1.0
 """Seconds after which a claim starts from the very front again: what a long transaction or another process put behind the
 floors waits at most so long."""
+SWEEP = 1_000
+"""How many messages the server moves at most, as their time has come, in one claim."""
 
 
 class View:
@@ -29,9 +31,13 @@ class View:
             return [], [], None
         return list(self._floors), list(self._floors.values()), self._swept_at
 
-    def swept(self, at: float) -> None:
-        """All that was due by ``at`` (the server's clock) has been done, but for what was committed late."""
-        self._swept_at = at - LOOK_BACK
+    def swept(self, at: float, moved: int) -> None:
+        """All that was due by ``at`` (the server's clock) has been done, but for what was committed late.
+
+        Where as many were ``moved`` as one sweep may, the next one goes on just there: it shall not read again what this one
+        has moved.
+        """
+        self._swept_at = at if moved >= SWEEP else at - LOOK_BACK
 
     def claimed(self, rank: int, pos: int) -> None:
         """A claim got to that place."""

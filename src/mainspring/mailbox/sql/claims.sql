@@ -1,10 +1,12 @@
 -- What time brings, and claims.
 
-CREATE OR REPLACE FUNCTION mainspring.sweep(box integer, since timestamptz, most integer) RETURNS integer
-LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
+CREATE OR REPLACE FUNCTION mainspring.sweep_from(
+    box integer, since timestamptz, most integer, OUT moved integer, OUT through timestamptz
+) LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off SET enable_sort = off SET jit = off SET plan_cache_mode = force_generic_plan AS $$
 -- Leases that ended and delays that are over make pending, the earliest first and each at the tail; an ended lease is a
--- charged attempt. Messages that expired go to the dead letters. At most `most` of each. How many messages it moved.
+-- charged attempt. Messages that expired go to the dead letters. At most `most` of each. How many messages it moved,
+-- and through which instant it got: that of the call, or where it moved as many as it may, that of the last one's due time.
 -- `since`: what was due earlier was swept before. One that another transaction works on is left to it.
 DECLARE
     at timestamptz := clock_timestamp();
@@ -13,22 +15,24 @@ DECLARE
     from_delayed bigint;
     from_pending bigint;
 BEGIN
+    through := at;
     IF EXISTS (
         SELECT FROM mainspring.messages m WHERE m.mailbox = box AND m.state <> 0 AND m.due <= at
             AND m.due >= coalesce(since, '-infinity'::timestamptz)
     ) THEN
         WITH ended_ones AS MATERIALIZED (
-            SELECT m.id, m.state FROM mainspring.messages m
+            SELECT m.id, m.state, m.due FROM mainspring.messages m
             WHERE m.mailbox = box AND m.state <> 0 AND m.due <= at AND m.due >= coalesce(since, '-infinity'::timestamptz)
             ORDER BY m.due LIMIT most FOR UPDATE SKIP LOCKED
         ), placed AS MATERIALIZED (
-            SELECT o.id, o.state, nextval('mainspring.positions') AS pos FROM ended_ones o
+            SELECT o.id, o.state, o.due, nextval('mainspring.positions') AS pos FROM ended_ones o
         ), back AS (
             UPDATE mainspring.messages m SET state = 0, due = NULL, pos = p.pos,
                 attempts = m.attempts + CASE WHEN p.state = 2 THEN 1 ELSE 0 END
-            FROM placed p WHERE m.id = p.id RETURNING p.state
+            FROM placed p WHERE m.id = p.id RETURNING p.state, p.due
         )
-        SELECT count(*), count(*) FILTER (WHERE b.state = 2) INTO gained, ended FROM back b;
+        SELECT count(*), count(*) FILTER (WHERE b.state = 2), CASE WHEN count(*) >= most THEN max(b.due) ELSE at END
+            INTO gained, ended, through FROM back b;
         INSERT INTO mainspring.tallies (mailbox, delayed, pending, in_flight)
             VALUES (box, ended - gained, gained, -ended);
     END IF;
@@ -55,8 +59,13 @@ BEGIN
         INSERT INTO mainspring.tallies (mailbox, delayed, pending, dead)
             VALUES (box, -from_delayed, -from_pending, from_delayed + from_pending);
     END IF;
-    RETURN gained + coalesce(from_delayed + from_pending, 0);
+    moved := gained + coalesce(from_delayed + from_pending, 0);
 END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.sweep(box integer, since timestamptz, most integer) RETURNS integer LANGUAGE sql AS $$
+-- The same, for those who do not come again for the rest.
+    SELECT s.moved FROM mainspring.sweep_from(box, since, most) AS s
+$$;
 
 CREATE OR REPLACE FUNCTION mainspring.sweep_all(box integer) RETURNS void LANGUAGE plpgsql AS $$
 -- All that is due by now, for whoever wants exact counts.
@@ -94,13 +103,15 @@ CREATE OR REPLACE FUNCTION mainspring.look(
     box integer, since float8, OUT moved integer, OUT pending integer, OUT due_in float8, OUT fresh boolean,
     OUT looked_at float8
 ) LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $$
--- For those who wait: do what is due, see whether there is something (at most 100), and when more will be.
+-- For those who wait: do what is due, see whether there is something (at most 100), and when more will be. `looked_at`: what
+-- was due by then is done.
+DECLARE through timestamptz;
 BEGIN
-    looked_at := extract(epoch FROM clock_timestamp());
-    moved := mainspring.sweep(box, to_timestamp(since), 1000);
+    SELECT s.moved, s.through INTO moved, through FROM mainspring.sweep_from(box, to_timestamp(since), 1000) AS s;
+    looked_at := extract(epoch FROM through);
     SELECT count(*) INTO pending
         FROM (SELECT FROM mainspring.messages m WHERE m.mailbox = box AND m.state = 0 LIMIT 100) AS found;
-    due_in := mainspring.next_due(box);
+    due_in := CASE WHEN moved < 1000 THEN mainspring.next_due(box) ELSE 0 END;
     fresh := mainspring.listen(box);
 END $$;
 
@@ -112,7 +123,7 @@ CREATE OR REPLACE FUNCTION mainspring.claim(
 ) LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off SET enable_sort = off SET jit = off SET plan_cache_mode = force_generic_plan AS $$
 -- Lease what comes first. The first row that comes out is no message (its id is NULL): `lease` says how many messages time
--- has moved, `enqueued_at` the instant of the call, and, where the claim `waits` and found nothing, `first_received_at`
+-- has moved, `enqueued_at` by when all that was due is done, and, where the claim `waits` and found nothing, `first_received_at`
 -- in how many seconds something will be due, and `deliveries` whether senders have only now been asked to tell (1).
 --
 -- `known` and `floors` say for ranks that the caller has seen everything before that place; what may have come there all the
@@ -125,8 +136,10 @@ DECLARE
     taken integer;
     lane record;
     lowest boolean := cardinality(floors) = 0;
+    moved integer;
+    through timestamptz;
 BEGIN
-    lease := mainspring.sweep(box, to_timestamp(since), 1000);
+    SELECT s.moved, s.through INTO moved, through FROM mainspring.sweep_from(box, to_timestamp(since), 1000) AS s;
     LOOP
         FOR lane IN
             SELECT r.rank, CASE WHEN lowest THEN 0 ELSE coalesce(floors[array_position(known, r.rank)], 0) END AS floor
@@ -155,10 +168,11 @@ BEGIN
     IF missing < want THEN
         INSERT INTO mainspring.tallies (mailbox, pending, in_flight) VALUES (box, missing - want, want - missing);
     ELSIF waits THEN
-        first_received_at := mainspring.next_due(box);
+        first_received_at := CASE WHEN moved < 1000 THEN mainspring.next_due(box) ELSE 0 END;
         deliveries := CASE WHEN mainspring.listen(box) THEN 1 ELSE 0 END;
     END IF;
-    enqueued_at := extract(epoch FROM at);
+    lease := moved;
+    enqueued_at := extract(epoch FROM through);
     id := NULL;
     RETURN NEXT;
 END $$;

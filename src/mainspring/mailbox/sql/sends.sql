@@ -91,6 +91,17 @@ BEGIN
     END LOOP;
 END $$;
 
+CREATE OR REPLACE FUNCTION mainspring.try_keyed(
+    box integer, new_id text, new_body bytea, delay float8, new_rank smallint, new_reply_to text, new_headers text,
+    life float8, key text
+) RETURNS text LANGUAGE plpgsql AS $$
+-- The same; NULL where another transaction, which has sent the key, has not ended by the lock_timeout.
+BEGIN
+    RETURN mainspring.put_keyed(box, new_id, new_body, delay, new_rank, new_reply_to, new_headers, life, key);
+EXCEPTION WHEN lock_not_available THEN
+    RETURN NULL;
+END $$;
+
 CREATE OR REPLACE FUNCTION mainspring.check_store(store_id text) RETURNS void LANGUAGE plpgsql AS $$
 -- For a connection that is somebody else's: whether it leads to the store of the mailbox.
 BEGIN

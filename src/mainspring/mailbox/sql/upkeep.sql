@@ -56,6 +56,7 @@ CREATE OR REPLACE FUNCTION mainspring.replay(box integer, named text[], capacity
 LANGUAGE plpgsql AS $$
 -- Dead letters (NULL: all) to the tail of the queue, with fresh counts. `waiting` is set, and none is sent, where they would
 -- be more than `capacity`.
+DECLARE clashed text;
 BEGIN
     IF capacity IS NOT NULL THEN
         waiting := mainspring.room(box);
@@ -66,6 +67,25 @@ BEGIN
             RETURN;
         END IF;
     END IF;
+    LOOP
+        BEGIN
+            number := mainspring.raise_dead(box, named);
+            EXIT;
+        EXCEPTION WHEN unique_violation THEN
+            GET STACKED DIAGNOSTICS clashed = CONSTRAINT_NAME;
+            IF clashed <> 'messages_by_key' THEN
+                RAISE;
+            END IF;  -- else somebody has sent one of the keys meanwhile, and is seen now
+        END;
+    END LOOP;
+    INSERT INTO mainspring.tallies (mailbox, pending, dead) VALUES (box, number, -number);
+    PERFORM mainspring.tell(box, number);
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.raise_dead(box integer, named text[]) RETURNS bigint LANGUAGE plpgsql AS $$
+-- The messages of a replay; how many. Fails where one has a key that another transaction sends just now.
+DECLARE number bigint;
+BEGIN
     WITH raised AS (
         DELETE FROM mainspring.dead d WHERE d.mailbox = box AND (named IS NULL OR d.id = ANY (named)) RETURNING d.*
     ), in_order AS (
@@ -81,8 +101,7 @@ BEGIN
         FROM in_order o RETURNING 1
     )
     SELECT count(*) INTO number FROM sent;
-    INSERT INTO mainspring.tallies (mailbox, pending, dead) VALUES (box, number, -number);
-    PERFORM mainspring.tell(box, number);
+    RETURN number;
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.forget(box integer, named text[]) RETURNS bigint LANGUAGE plpgsql AS $$
