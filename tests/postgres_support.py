@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import struct
 from contextlib import asynccontextmanager, suppress
 from urllib.parse import urlsplit
 
 import anyio
 import psycopg
+import pytest
 
 from mainspring import entropy
 from mainspring.mailbox.postgres import PostgresMailbox
+from servers import Program, _without_root, find
 
 
 def new_schema():
@@ -21,6 +25,13 @@ def drop_schema(url, schema):
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute("SET client_min_messages = warning")
         connection.execute(f"DROP SCHEMA IF EXISTS {schema} CASCADE")
+
+
+async def until(condition):
+    """Wait for it."""
+    with anyio.fail_after(20):
+        while not condition():
+            await anyio.sleep(0.01)
 
 
 class Place:
@@ -114,6 +125,53 @@ class Pooler:
         while (await replies.next())[0] != b"Z":
             pass
         return server, replies
+
+
+class PgBouncer(Program):
+    """A pgbouncer of a test's own, in transaction mode, before the server of ``url``. It refuses to run as root."""
+
+    def __init__(self, url):
+        binary = find("pgbouncer")
+        if binary is None:
+            pytest.skip("no pgbouncer here: apt install pgbouncer")
+        super().__init__("pgbouncer", binary, variable="", package="pgbouncer")
+        self._server = url
+
+    @property
+    def url(self):
+        return moved(self._server, self.port)
+
+    @property
+    def log(self):
+        """What it has written so far."""
+        return (self.directory / "output").read_text()
+
+    def command(self):
+        server = urlsplit(self._server)
+        to = {
+            "host": server.hostname,
+            "port": server.port or 5432,
+            "user": server.username,
+            "password": server.password,
+        }
+        settings = {
+            "listen_addr": "127.0.0.1",
+            "listen_port": self.port,
+            "unix_socket_dir": "",
+            "auth_type": "any",
+            "pool_mode": "transaction",
+            "default_pool_size": 4,
+        }
+        lines = [
+            "[databases]",
+            "* = " + " ".join(f"{key}={value}" for key, value in to.items() if value),
+            "[pgbouncer]",
+        ]
+        config = self.directory / "pgbouncer.ini"
+        config.write_text("\n".join([*lines, *(f"{key} = {value}" for key, value in settings.items()), ""]))
+        if os.geteuid() == 0:
+            shutil.chown(self.directory, "nobody")
+        return [*_without_root(), self.binary, str(config)]
 
 
 class Gate:

@@ -1,4 +1,4 @@
-"""What is PostgreSQL's own: migrations, batches, floors, notifications, poolers, addresses."""
+"""What is PostgreSQL's own: migrations, batches, floors, connections, addresses."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ import pytest
 from mainspring import MailboxClosedError, MailboxConnectionError, open_mailbox
 from mainspring.errors import ConfigError, MailboxError
 from mainspring.mailbox import postgres_commands as do
-from mainspring.mailbox import postgres_hub, postgres_lanes
 from mainspring.mailbox import postgres_schema as schemas
 from mainspring.mailbox.message import Envelope
 from mainspring.mailbox.postgres import PostgresMailbox
 from mainspring.mailbox.postgres_arrays import Floats, Integers, Longs, Shorts, blobs, numbers, register, texts
 from mainspring.mailbox.postgres_upkeep import Upkeep, worth_a_vacuum
-from mainspring.mailbox.postgres_values import stored_key
 from mainspring.mailbox.postgres_view import LOOK_BACK, View
-from postgres_support import Place, drop_schema, new_schema, pooler
+from postgres_support import Place, drop_schema, new_schema, until
 
 pytestmark = pytest.mark.anyio
 
@@ -36,12 +34,6 @@ def place(postgres_url):
     made = Place(postgres_url, new_schema())
     yield made
     drop_schema(postgres_url, made.schema)
-
-
-async def until(condition):
-    with anyio.fail_after(20):
-        while not condition():
-            await anyio.sleep(0.01)
 
 
 # --------------------------------------------------------------------------------------------------------- migrations
@@ -205,25 +197,6 @@ async def test_a_stale_acknowledgement_beside_the_valid_one_is_refused(place):
         assert dict(outcomes) == {stale: "ReceiptHandleExpiredError", valid: None}
 
 
-async def test_a_key_that_a_transaction_holds_up_holds_up_nobody_else(place):
-    async with place.mailbox() as mailbox, await place.connect() as connection:
-        first = await mailbox.send("x", dedup_key="k", connection=connection)
-        ids = []
-
-        async def send_again():
-            ids.append(await mailbox.send("y", dedup_key="k"))
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(send_again)
-            with anyio.fail_after(10):
-                await mailbox.send("z")
-                (message,) = await mailbox.receive()
-                await message.acknowledge()
-            assert (message.body, ids) == ("z", [])
-            await connection.commit()
-        assert ids == [first]
-
-
 async def test_every_call_has_an_end(place):
     async with place.mailbox(timeout=0.5) as mailbox, await place.connect() as connection:
         await mailbox.send("x", dedup_key="k", connection=connection)
@@ -232,118 +205,6 @@ async def test_every_call_has_an_end(place):
         await connection.rollback()
         await mailbox.send("z", dedup_key="k")
         assert [message.body for message in await mailbox.receive(max_messages=9)] == ["z"]
-
-
-@pytest.mark.parametrize("capacity", [None, 100])
-async def test_a_key_that_is_held_up_delays_and_fails_only_its_own_sends(place, capacity):
-    async with (
-        place.mailbox(timeout=1, capacity=capacity) as mailbox,
-        place.mailbox() as other,
-        await place.connect() as connection,
-    ):
-        first = await other.send("x", dedup_key="k", connection=connection)
-        took, failed = {}, []
-
-        async def send(key, count):
-            began = anyio.current_time()
-            try:
-                for _ in range(count):
-                    await mailbox.send("y", dedup_key=key)
-            except MailboxConnectionError as error:
-                failed.append(str(error))
-            took[key] = anyio.current_time() - began
-
-        async with anyio.create_task_group() as tasks:
-            for key in ("a", "k", "b", "k"):
-                tasks.start_soon(send, key, 1)
-            await anyio.sleep(0.1)
-            tasks.start_soon(send, "c", 10)
-        assert len(failed) == 2
-        assert "same dedup_key ('k') has not ended within 1 s; nothing was sent" in failed[0]
-        assert max(took.pop(key) for key in "abc") < 0.7
-        assert 0.9 < took.pop("k") < 2
-        ids = []
-
-        async def send_again():
-            ids.append(await mailbox.send("z", dedup_key="k"))
-
-        async with anyio.create_task_group() as tasks:
-            for _ in range(3):
-                tasks.start_soon(send_again)
-            await anyio.sleep(0.05)
-            await connection.commit()
-        assert ids == [first] * 3
-        assert (await mailbox.counts()).pending == 4
-        assert mailbox._here.pool.opened < 10
-
-
-async def test_keys_that_hold_each_other_up_are_sent(place):
-    """As each process has sent one of them, and not committed, when it comes to the other."""
-    async with place.mailbox() as one, place.mailbox(application_name="another hub") as two:
-
-        async def send(mailbox, keys):
-            async with anyio.create_task_group() as tasks:
-                for key in keys:
-                    tasks.start_soon(lambda key: mailbox.send(key, dedup_key=key), key)
-
-        for turn in range(10):
-            keys = [f"{turn} {number}" for number in range(20)]
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(send, one, keys)
-                tasks.start_soon(send, two, keys[::-1])
-        assert (await one.counts()).pending == 200
-
-
-async def test_a_put_of_several_keys_is_stored_whole_or_not_at_all(place):
-    async with place.mailbox(timeout=0.5) as mailbox, await place.connect() as connection:
-        await mailbox.send("x", dedup_key="k", connection=connection)
-        pair = [Envelope("one", b"1", dedup_key="j"), Envelope("two", b"2", dedup_key="k")]
-        with pytest.raises(MailboxConnectionError, match="'j', 'k'"):
-            await mailbox._put(pair)
-        await connection.rollback()
-        assert (await mailbox.counts()).pending == 0
-        assert await mailbox._put(pair) == ["one", "two"]
-
-
-async def test_keys_that_deadlock_in_the_senders_own_transactions_are_told_as_what_may_be_tried_again(place):
-    async with place.mailbox() as mailbox, await place.connect() as one, await place.connect() as two:
-        await mailbox.send(1, dedup_key="a", connection=one)
-        await mailbox.send(2, dedup_key="b", connection=two)
-        failed = []
-
-        async def send(connection, key):
-            try:
-                await mailbox.send(3, dedup_key=key, connection=connection)
-                await connection.commit()
-            except MailboxError as error:
-                failed.append(error)
-                await connection.rollback()
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(send, one, "b")
-            tasks.start_soon(send, two, "a")
-        assert [type(error) for error in failed] == [MailboxConnectionError]
-        assert (await mailbox.counts()).pending == 2
-
-
-async def test_a_replay_beside_a_send_of_its_key_goes_without_it(place):
-    async with place.mailbox() as mailbox, await place.connect() as connection:
-        await mailbox.send("x", dedup_key="k")
-        (message,) = await mailbox.receive()
-        await message.dead_letter("no")
-        await mailbox.send("y", dedup_key="k", connection=connection)
-        replayed = []
-
-        async def replay():
-            replayed.append(await mailbox.replay_dead_letters())
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(replay)
-            await anyio.sleep(0.2)
-            await connection.commit()
-        assert replayed == [1]
-        assert sorted(message.body for message in await mailbox.receive(max_messages=9)) == ["x", "y"]
-        assert (await mailbox.counts()).dead == 0
 
 
 async def test_a_cancelled_purge_is_left_off_by_the_server(place):
@@ -444,100 +305,6 @@ async def test_transient_mailboxes_that_nobody_opened_for_a_day_are_dropped(plac
         assert place.execute("SELECT count(*) FROM SCHEMA.messages") == [(2,)]
 
 
-# ------------------------------------------------------------------------------------------------------ notifications
-
-
-@asynccontextmanager
-async def receiving(mailbox):
-    """Somebody receives, for long; the list of what came."""
-    got = []
-
-    async def receive():
-        got.extend(await mailbox.receive(wait_time_seconds=60))
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(receive)
-        await until(lambda: mailbox._lanes.waiters.parked)
-        yield got
-        await until(lambda: got)
-
-
-async def test_another_process_is_notified(place, monkeypatch):
-    monkeypatch.setattr(postgres_hub, "LOOK_AGAIN", 1_000.0)
-    monkeypatch.setattr(postgres_lanes, "QUICK_LOOKS", (1_000.0,))
-    async with place.mailbox() as receiver, place.mailbox(application_name="another hub") as sender:
-        assert receiver._here is not sender._here
-        await until(lambda: receiver._here.listening)
-        async with receiving(receiver):
-            await sender.send("x")
-
-
-async def test_a_delay_that_another_process_sets_is_waited_for(place, monkeypatch):
-    monkeypatch.setattr(postgres_hub, "LOOK_AGAIN", 1_000.0)
-    monkeypatch.setattr(postgres_lanes, "QUICK_LOOKS", (1_000.0,))
-    async with place.mailbox() as receiver, place.mailbox(application_name="another hub") as sender:
-        await until(lambda: receiver._here.listening)
-        async with receiving(receiver):
-            await sender.send("x", delay=0.2)
-
-
-async def test_nobody_waiting_costs_senders_no_notification(place):
-    async with place.mailbox(listen=False) as mailbox, await place.connect(autocommit=True) as listener:
-        await listener.execute(f"LISTEN {place.schema}")
-        await mailbox.send("x")
-        assert [note async for note in listener.notifies(timeout=0.1)] == []
-
-
-async def test_the_next_mailbox_listens_on_when_the_first_closes(place):
-    async with place.mailbox("second") as second:
-        async with place.mailbox("first") as first:
-            assert first._here is second._here
-            await until(lambda: second._here.listening)
-        await until(lambda: second._here.listening)
-
-
-async def test_a_lost_listening_connection_comes_back(place):
-    async with place.mailbox() as mailbox:
-        await until(lambda: mailbox._here.listening)
-        kill = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query = %s AND pid <> pg_backend_pid()"
-        assert place.execute(kill, f"LISTEN {place.schema}")
-        await until(lambda: not mailbox._here.listening)
-        await until(lambda: mailbox._here.listening)
-        async with receiving(mailbox):
-            place.execute("SELECT SCHEMA.put(%s, ARRAY['by hand'], ARRAY['1'::bytea])", mailbox._number)
-
-
-async def test_behind_a_pooler_in_transaction_mode(place, monkeypatch):
-    monkeypatch.setattr(postgres_hub, "PROBE_TIMEOUT", 0.3)
-    monkeypatch.setattr(postgres_lanes, "QUICK_LOOKS", (1_000.0,))
-    probed = []
-    arrives = postgres_hub.Hub._arrives
-
-    async def probe(self, connection):
-        probed.append(await arrives(self, connection))
-        return probed[-1]
-
-    monkeypatch.setattr(postgres_hub.Hub, "_arrives", probe)
-    async with pooler(place.url) as (url, before), place.mailbox(url=url) as mailbox:
-        async with anyio.create_task_group() as tasks:
-            for number in range(40):
-                tasks.start_soon(lambda n: mailbox.send(n, dedup_key=str(n % 20)), number)
-        seen = []
-        while messages := await mailbox.receive(max_messages=7):
-            async with anyio.create_task_group() as tasks:
-                for message in messages:
-                    seen.append(message.body)
-                    tasks.start_soon(message.acknowledge)
-        assert len(seen) == 20
-        assert before.opened >= 1
-        await until(lambda: probed == [False])
-        async with place.mailbox() as direct, receiving(mailbox) as got:
-            await direct.send("x")  # it looks ten times a second
-        await got[0].acknowledge()
-        assert not mailbox._here.listening
-        assert (await mailbox.counts()).settled == 21
-
-
 # ----------------------------------------------------------------------------------------------------- connections
 
 
@@ -632,9 +399,3 @@ async def test_arrays_arrive_as_they_are(place):
             cursor = psycopg.AsyncRawCursor(connection)
             row = await (await cursor.execute("SELECT $1, pg_typeof($1)::text", (sent,), binary=True)).fetchone()
             assert row == (expected, kind)
-
-
-def test_keys_that_an_index_cannot_hold_are_digests():
-    assert stored_key("order 7") == "order 7"
-    for key in ("x" * 5_000, "a\0b", "\ud800"):
-        assert stored_key(key).startswith("sha256:")

@@ -33,6 +33,8 @@ PROBE_TIMEOUT = 2.0
 """Seconds in which a notification to oneself must arrive."""
 PROBE_AGAIN = 60.0
 """Seconds until it is tried again whether notifications arrive."""
+PROCESSES_ASKED = 3
+"""How often it is tried to catch a pooler at giving one server's process to two connections."""
 QUIET = 20.0
 """Seconds without a notification after which the listening connection is asked whether it is alive."""
 REMEMBERED = 1_000
@@ -204,8 +206,12 @@ class Hub:
         connection = await self.pool.connect()
         try:
             with anyio.fail_after(self.pool.timeout, shield=True):
+                if await self._is_shared(connection):
+                    return
                 await connection.execute(f"LISTEN {self.schema}".encode())
             if not await self._arrives(connection):
+                with anyio.fail_after(self.pool.timeout, shield=True):
+                    await connection.execute(f"UNLISTEN {self.schema}".encode())
                 return
             self.listening = True
             self._all_look()  # for what came before
@@ -216,6 +222,27 @@ class Hub:
                     await connection.execute(b"SELECT 1")
         finally:
             await self.pool.drop(connection)
+
+    async def _is_shared(self, connection: psycopg.AsyncConnection[Any]) -> bool:
+        """Whether a pooler gives what serves this connection to others between its transactions.
+
+        This is asked before LISTEN, which would stay with the server's process, and bring notifications to whom they are not
+        for. What it asks leaves nothing behind. Where it cannot tell, the probe will.
+        """
+        mine = {await _process_of(connection)}
+        if connection.pgconn.backend_pid in mine:
+            return False  # no pooler: those give numbers of their own
+        for _ in range(PROCESSES_ASKED):
+            async with self.pool.connection() as other:
+                if await _process_of(other) in mine:
+                    return True
+            mine |= {
+                await _process_of(connection),
+                await _process_of(connection),
+            }  # twice, for those who give them in turn
+            if len(mine) > 1:
+                return True
+        return False
 
     async def _arrives(self, connection: psycopg.AsyncConnection[Any]) -> bool:
         """Whether a notification, sent over another connection, comes in here."""
@@ -245,6 +272,13 @@ class Hub:
         for group in self._waiters.values():
             for waiters in group:
                 waiters.look()
+
+
+async def _process_of(connection: psycopg.AsyncConnection[Any]) -> int:
+    """The server's process that has just served it."""
+    row = await (await connection.execute("SELECT pg_backend_pid()")).fetchone()
+    assert row is not None
+    return int(row[0])
 
 
 def _nothing(rows: list[tuple[Any, ...]]) -> None:
