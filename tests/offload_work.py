@@ -6,8 +6,10 @@ import asyncio
 import concurrent.futures
 import ctypes
 import os
+import re
 import signal
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -33,6 +35,20 @@ def sleep_in(path, seconds=60):
     """Say in a file which process this is, and sleep."""
     Path(path).write_text(str(os.getpid()))
     time.sleep(seconds)
+
+
+def hold_the_interpreter(path):
+    """Start a program, say in a file who both are, and let no other thread of this process run any more."""
+    program = subprocess.Popen(["sleep", "60"])
+    Path(path).write_text(f"{os.getpid()} {program.pid}")
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+
+def start_and_sleep(path):
+    """Start a program, say in a file who both are, and sleep."""
+    program = subprocess.Popen(["sleep", "60"])
+    Path(path).write_text(f"{os.getpid()} {program.pid}")
+    time.sleep(60)
 
 
 def kill_oneself(*args):
@@ -158,7 +174,7 @@ def note(path, word):
 
 def _own_connection():
     """The descriptor by which this worker talks to its owner."""
-    return int(Path("/proc/self/cmdline").read_bytes().split(b"\0")[-2])
+    return int(Path("/proc/self/cmdline").read_bytes().split(b"\0")[-4])
 
 
 def _speak(descriptor, data):

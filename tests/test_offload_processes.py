@@ -188,6 +188,47 @@ async def test_a_worker_that_dies_idle_is_not_noticed_by_the_next_call():
         assert await pool.run(offload_work.pid) != second
 
 
+async def test_a_call_that_kills_whoever_receives_it_is_given_up(tmp_path, monkeypatch):
+    """As one that is too large for the memory there is: it never begins, and worker after worker would die of it."""
+    program, starts = tmp_path / "greedy_worker.py", tmp_path / "starts"
+    program.write_text(
+        f"import os, runpy\n"
+        f"from multiprocessing.connection import Connection\n"
+        f"open({str(starts)!r}, 'a').write(f'{{os.getpid()}} ')\n"
+        f"receive = Connection.recv_bytes\n"
+        f"def too_much(self, maxlength=None):\n"
+        f"    data = receive(self, maxlength)\n"
+        f"    if b'deadly' in data:\n"
+        f"        os.kill(os.getpid(), 9)\n"
+        f"    return data\n"
+        f"Connection.recv_bytes = too_much\n"
+        f"runpy.run_path({offload_worker.__file__!r}, run_name='__main__')\n"
+    )
+    monkeypatch.setattr("mainspring.offload_worker.__file__", str(program))
+    async with OffloadPool("process", workers=1) as pool:
+        with (
+            anyio.fail_after(30),
+            pytest.raises(OffloadWorkerDiedError, match=r"len was killed by SIGKILL as it rec.* not begun"),
+        ):
+            await pool.run(len, b"deadly")
+        assert len(await told(starts)) == 2
+        assert await pool.run(len, b"harmless") == 8
+
+
+async def test_of_workers_that_died_idle_none_costs_a_call_its_try():
+    async with OffloadPool("process", workers=3) as pool:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(pool.run, offload_work.sleep, 0.3)
+        workers = {*children()}
+        assert len(workers) == 3
+        for worker in workers:
+            os.kill(worker, signal.SIGKILL)
+            await ended(worker)
+        assert await pool.run(offload_work.pid) not in workers
+        assert len({*children()}) == 1
+
+
 @pytest.mark.parametrize("fn", [offload_work.fork_and_return, offload_work.fork_and_raise, offload_work.fork_and_leave])
 async def test_the_child_of_a_job_that_forks_takes_no_jobs_and_gives_no_answers(fn, tmp_path):
     path = tmp_path / "done"
@@ -430,38 +471,57 @@ def children():
                 yield int(pid)
 
 
-async def test_the_death_of_the_owner_ends_a_busy_worker(tmp_path):
+OWNER = """
+import os, signal, sys, time
+from pathlib import Path
+import anyio
+import offload_work
+from mainspring import OffloadPool
+
+def work(path):  # of __main__
+    offload_work.start_and_sleep(path)
+
+def hold(path):
+    offload_work.hold_the_interpreter(path)
+
+async def main(fn, path, forks):
+    async with OffloadPool("process", workers=1) as pool, anyio.create_task_group() as tasks:
+        tasks.start_soon(pool.run, fn, path)
+        while not (os.path.exists(path) and Path(path).read_text()):
+            await anyio.sleep(0.005)
+        if forks and os.fork() == 0:  # as multiprocessing does
+            signal.alarm(60)
+            while os.getppid() == owner:
+                time.sleep(0.005)
+            time.sleep(20)
+            os._exit(0)
+        Path(path + ".forked").write_text("1")
+        await anyio.sleep_forever()
+
+if __name__ == "__main__":
+    owner = os.getpid()
+    anyio.run(main, {"work": work, "hold": hold}[sys.argv[1]], sys.argv[2], sys.argv[3] == "True")
+"""
+
+
+@pytest.mark.parametrize("forks", [False, True])
+@pytest.mark.parametrize("fn", ["work", "hold"])
+async def test_the_death_of_the_owner_ends_a_busy_worker_and_what_it_has_started(fn, forks, tmp_path):
+    """Also one whose job lets no other thread of it run, and though a child that the owner has forked lives on."""
     program = tmp_path / "owner.py"
-    program.write_text(
-        textwrap.dedent(
-            """
-            import sys, time
-            from pathlib import Path
-            import anyio
-            from mainspring import OffloadPool
-
-            def work(path):  # of __main__
-                import os
-                Path(path).write_text(str(os.getpid()))
-                time.sleep(60)
-
-            async def main():
-                async with OffloadPool("process", workers=1) as pool:
-                    await pool.run(work, sys.argv[1])
-
-            if __name__ == "__main__":
-                anyio.run(main)
-            """
-        )
-    )
-    owner = subprocess.Popen([sys.executable, str(program), str(tmp_path / "pid")])
+    program.write_text(OWNER)
+    path = {**os.environ, "PYTHONPATH": str(Path(offload_work.__file__).parent)}
+    owner = subprocess.Popen([sys.executable, str(program), fn, str(tmp_path / "pid"), str(forks)], env=path)
     try:
-        (worker,) = await told(tmp_path / "pid")
-        assert is_there(worker)
+        processes = await told(tmp_path / "pid")
+        await told(tmp_path / "pid.forked")
+        assert all(map(is_there, processes))
     finally:
         owner.kill()
         owner.wait()
-    await ended(worker)
+    with anyio.fail_after(10):
+        for process in processes:
+            await ended(process)
 
 
 async def test_a_script_without_a_guard_is_told_of_it(tmp_path):

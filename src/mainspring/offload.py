@@ -157,7 +157,8 @@ class OffloadPool:
         :raises OffloadFullError: ``queue_limit`` calls are waiting for a worker.
         :raises OffloadClosedError: the pool is not open here, or was closed before the call had ended.
         :raises OffloadPickleError: something of it cannot be pickled.
-        :raises OffloadWorkerDiedError: the process died of it, or answered nothing that can be understood.
+        :raises OffloadWorkerDiedError: the process died of it, two died as they received it, or one answered nothing that can
+            be understood.
         :raises TaskExitError: it raised an exit, or a cancellation (of an event loop of its own, say) that is not the caller's.
         :raises InvalidParameterError: ``timeout`` is negative or not a number, or ``fn`` is async.
         """

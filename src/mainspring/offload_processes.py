@@ -26,6 +26,7 @@ from mainspring import offload_worker
 from mainspring.callables import name_of
 from mainspring.clock import monotonic
 from mainspring.errors import OffloadClosedError, OffloadPickleError, OffloadWorkerDiedError, describe
+from mainspring.offload_lifeline import Lifeline
 from mainspring.offload_worker import BEGUN, LEAVE, READY, TAG_SIZE
 
 if TYPE_CHECKING:
@@ -64,13 +65,21 @@ class Processes:
 
         :raises OffloadWorkerDiedError: it could not be started.
         """
-        with self._lock:
-            if self._closed:
-                raise OffloadClosedError("the pool of processes is closed")
-            if self._idle:
-                return self._idle.pop()
-            worker = WorkerProcess()
-            self._all.add(worker)
+        dead: list[WorkerProcess] = []
+        try:
+            with self._lock:
+                if self._closed:
+                    raise OffloadClosedError("the pool of processes is closed")
+                while self._idle:
+                    worker = self._idle.pop()
+                    if not worker.has_ended:
+                        return worker
+                    dead.append(worker)
+                worker = WorkerProcess()
+                self._all.add(worker)
+        finally:
+            for ended in dead:
+                self.discard(ended)
         try:
             worker.get_ready()
         except WorkerDied as death:
@@ -142,7 +151,7 @@ class ProcessJob:
         :raises OffloadPickleError: the job, its result or its exception cannot be pickled.
         """
         job = pack(self.fn, self._args)
-        while True:
+        for last in (False, True):
             worker = self._processes.take()
             if not self._hold(worker):
                 self._processes.give_back(worker)  # it was given up meanwhile; the worker is as good as new
@@ -156,11 +165,17 @@ class ProcessJob:
                     raise OffloadWorkerDiedError(
                         f"the worker process of {name_of(self.fn)} {death}; the call may have had effects"
                     ) from None
+                if last:
+                    raise OffloadWorkerDiedError(
+                        f"the worker process of {name_of(self.fn)} {death} as it received the call, which is"
+                        f" {len(job):,} bytes, and so did the one before it; the call has not begun"
+                    ) from None
             else:
                 self._let_go(begun=True)
                 self._processes.give_back(worker)
                 return unpack(self.fn, answer)
-            # It had died unnoticed, with no job in its hands: another one does this.
+            # It died with no job in its hands, maybe before it came to this one: another one does this.
+        raise AssertionError
 
     def give_up(self) -> bool:
         """Kill the worker that is at it, if it has begun. Does not block; callable from the event loop.
@@ -201,18 +216,20 @@ class WorkerProcess:
 
     def __init__(self) -> None:
         self._connection, theirs = Pipe()
+        self._lifeline = Lifeline()
+        passed = (theirs.fileno(), self._lifeline.theirs)
         try:
             # -P: the package's folder must not be where the child imports from.
-            command = [sys.executable, "-P", offload_worker.__file__, str(theirs.fileno())]
-            self._child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True
-            )
+            command = [sys.executable, "-P", offload_worker.__file__, *map(str, passed), str(os.getpid())]
+            self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed, start_new_session=True)
             self._end = os.pidfd_open(self._child.pid)
         except OSError as error:
             self._connection.close()
+            self._lifeline.close()
             raise OffloadWorkerDiedError(f"a worker process could not be started: {error}") from error
         finally:
             theirs.close()
+            self._lifeline.given()
         self._jobs = 0
         self._lock = threading.Lock()  # no signal may go to a number that was reaped, and may be another's by now
 
@@ -220,6 +237,11 @@ class WorkerProcess:
     def pid(self) -> int:
         """Its process id."""
         return self._child.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is of no use any more."""
+        return bool(wait([self._end], 0))
 
     def get_ready(self) -> None:
         """Wait until it can take jobs."""
@@ -281,6 +303,7 @@ class WorkerProcess:
         os.close(self._end)
         self._end = -1
         self._connection.close()
+        self._lifeline.close()
 
     def _receive(self, seconds: float | None = None) -> bytes | None:
         """What it says next; None where it has ended, or said nothing for so long and is killed for that."""

@@ -6,6 +6,7 @@ one machine and of one installation, and nothing of it is ever stored. An interp
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pickle  # noqa: TID251 - between this process and its own child, as in the standard library's pools
 import select
@@ -64,8 +65,10 @@ def _lost(what: str, error: BaseException, text: str = "") -> bytes:
     return _answer("lost", f"{what} ({type(error).__qualname__}: {said})", text)
 
 
-def main(descriptor: int) -> None:
-    """Take jobs until told to leave. Whoever started this process is at the other end of the connection ``descriptor``."""
+def main(descriptor: int, lifeline: int, owner: int) -> None:
+    """Take jobs until told to leave. The process ``owner`` is at the other end of the connection ``descriptor``, and holds
+    that of the pipe ``lifeline`` for as long as it lives."""
+    _die_with_the_owner(lifeline)
     for signum in (signal.SIGINT, signal.SIGTERM):
         # The owner decides when a worker ends: a service manager signals all of a service's processes at once, and a job in
         # hand is to be finished. A handler, unlike SIG_IGN, is not passed on to programs that a job starts.
@@ -76,7 +79,7 @@ def main(descriptor: int) -> None:
     os.register_at_fork(after_in_child=connection.close)
     try:
         spawn.prepare(pickle.loads(connection.recv_bytes()))  # noqa: S301 - sys.path, __main__ and the like
-        threading.Thread(target=_die_with_the_owner, args=(descriptor,), name="owner", daemon=True).start()
+        threading.Thread(target=_watch_the_owner, args=(descriptor, owner), name="owner", daemon=True).start()
         connection.send_bytes(READY)
         while (order := connection.recv_bytes()) != LEAVE:
             tag = order[:TAG_SIZE]
@@ -99,14 +102,31 @@ def _leave_it_to_the_owner(signum: int, frame: Any) -> None:
     """Do nothing."""
 
 
-def _die_with_the_owner(descriptor: int) -> None:
-    """Wait for the other end to be closed, which the owner's death does, and leave at once, whatever job is in hand."""
+def _die_with_the_owner(lifeline: int) -> None:
+    """Have the kernel kill this process, and what its jobs start, once the other end is closed.
+
+    No thread of this process could: a job may hold the interpreter's lock for ever.
+    """
+    os.set_inheritable(lifeline, False)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _watch_the_owner(descriptor: int, owner: int) -> None:
+    """Do the same from here, for what the kernel does not notice: a program that the owner has forked off in a way of its own
+    holds the other ends as well."""
     poll = select.poll()
     poll.register(descriptor, 0)  # a hang-up is reported unasked
-    while not poll.poll():
+    try:
+        poll.register(os.pidfd_open(owner), select.POLLIN)
+        there = os.getppid() == owner
+    except OSError:
+        there = False
+    while there and not poll.poll():
         pass
     os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))
