@@ -26,6 +26,7 @@ from mainspring import (
     LoopNotRunningError,
     LoopThread,
     MainLoop,
+    MainspringError,
     TaskExitError,
     Ticket,
     TicketAbandonedError,
@@ -851,6 +852,70 @@ def test_a_group_runs_in_it_and_shuts_down_within_its_own_time(make):
     stopper.join(PATIENCE)
     assert handled == [7]
     assert ticket.wait_sync(0).clean
+
+
+def test_a_group_in_it_has_started_when_its_start_returns(make, tmp_path):
+    thread = make()
+    thread.start()
+    handled = []
+    for number in range(5):
+        mailbox = open_mailbox(f"sqlite:///{tmp_path}/{number}.db?name=jobs", body=int)
+
+        async def handle(job: int) -> None:
+            handled.append(job)
+
+        group = LoopGroup([MainLoop(mailbox, handle)], guardian=False)
+        report = group.start_in(thread)
+        mailbox.sync.send(number)  # it is open
+        while len(handled) <= number:
+            time.sleep(0.001)
+        assert not report.is_ready
+
+        async def ask(group=group):
+            return group.status()
+
+        assert thread.submit(ask).wait_sync(PATIENCE).started
+        with pytest.raises(ConfigError, match=r"group 'mainspring' runs in another thread: ask there"):
+            group.status()
+        thread.post(group.request_shutdown)
+        assert report.wait_sync(PATIENCE).clean
+        assert group.status().reasons == ("not running",)
+    assert handled == [*range(5)]
+
+
+def test_a_group_that_cannot_start_in_it_keeps_nobody_waiting(make, tmp_path):
+    async def handle(job: int) -> None: ...
+
+    def group():
+        return LoopGroup([MainLoop(open_mailbox(f"sqlite:///{tmp_path}/none/x.db?name=jobs"), handle)], guardian=False)
+
+    thread = make()
+    idle = group().start_in(thread)  # nobody has started the thread
+    thread.start()
+    broken = group().start_in(thread)
+    stopped = group()
+    stopped.request_shutdown()
+    ended = stopped.start_in(thread)
+    with pytest.raises(LoopNotRunningError):
+        idle.wait_sync(0)
+    with pytest.raises(MainspringError, match="none"):
+        broken.wait_sync(PATIENCE)
+    with suppress(MainspringError):
+        ended.wait_sync(PATIENCE)
+
+
+@pytest.mark.anyio
+async def test_in_an_event_loop_the_start_of_a_group_blocks_nothing(make, anyio_backend):
+    async def handle(job: int) -> None: ...
+
+    with make() as thread:
+        mailbox = open_mailbox("memory://portal-group-async")
+        started = anyio.current_time()
+        report = LoopGroup([MainLoop(mailbox, handle)], guardian=False).start_in(thread)
+        assert anyio.current_time() - started < 1
+        await anyio.to_thread.run_sync(thread.stop)
+        with suppress(LoopNotRunningError):
+            assert (await report.wait(PATIENCE)).clean
 
 
 def test_a_group_in_it_that_crashes(make):

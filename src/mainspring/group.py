@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-from contextlib import asynccontextmanager
-from functools import partial
+from contextlib import asynccontextmanager, suppress
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
@@ -22,6 +22,7 @@ from mainspring.supervision.actors import actors_of
 from mainspring.supervision.lifetime import Lifetime
 from mainspring.supervision.picture import picture, picture_at_rest
 from mainspring.supervision.settings import GroupSettings, OnCrash
+from mainspring.ticket import Ticket
 from mainspring.values import is_number
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from mainspring.portal import LoopThread
     from mainspring.report import ShutdownReport
     from mainspring.status import GroupStatus
-    from mainspring.ticket import Ticket
+    from mainspring.ticket import TicketWriter
 
 
 class LoopGroup:
@@ -116,6 +117,7 @@ class LoopGroup:
         self.loops: Sequence[Steerable] = [actor.loop for actor in self.actors]
         self.dispatcher = Dispatcher()
         self._lifetime: Lifetime | None = None
+        self._thread = 0
         self._report: ShutdownReport | None = None
         self._crash: Exception | None = None
         self._asked: tuple[str, float | None] | None = None
@@ -160,9 +162,21 @@ class LoopGroup:
         )
 
     def start_in(self, thread: LoopThread) -> Ticket[ShutdownReport]:
-        """Run in a LoopThread, without signals; the ticket gets the report. The thread's ``stop()`` shuts the group down."""
-        run = partial(self.run, install_signals=False)
-        return thread.submit(run, stop=self.request_shutdown, stop_timeout=self.settings.stop_within)
+        """Run in a LoopThread, without signals, and return once all has started, or the start has failed: the ticket gets the
+        report or the error. The thread's ``stop()`` shuts the group down. Called in an event loop it does not wait.
+        """
+        begun: Ticket[None] = Ticket(f"start of group {self.name}")
+        report = thread.submit(
+            self._run_in, begun.writer(), stop=self.request_shutdown, stop_timeout=self.settings.stop_within
+        )
+        while not (begun.is_ready or report.is_ready or process.in_event_loop()):
+            with suppress(Exception):  # the report has it; or it is time to see whether the event loop broke
+                begun.wait_sync(1)
+        return report
+
+    async def _run_in(self, begun: TicketWriter[None]) -> ShutdownReport:
+        with begun:
+            return await self._run(owner=False, keywords={}, until_empty=False, ready=lambda: begun.offer(None))
 
     async def _run(
         self, *, owner: bool, keywords: dict[str, Any], until_empty: bool, ready: Callable[[], object]
@@ -182,7 +196,7 @@ class LoopGroup:
             warnings=[str(rule) for rule in all_rules(self.timeouts()) if not rule.ok],
             serve=self._serve if self.settings.health_port is not None else None,
         )
-        self._lifetime = lifetime
+        self._lifetime, self._thread = lifetime, get_ident()
         if self._asked is not None:
             reason, timeout = self._asked
             lifetime.request(reason, timeout)
@@ -358,9 +372,16 @@ class LoopGroup:
             await self._lifetime.checks.refresh()
 
     def status(self) -> GroupStatus:
-        """The present picture of the group and its loops."""
+        """The present picture of the group and its loops.
+
+        :raises ConfigError: the group runs in another thread.
+        """
         if self._lifetime is None:
             return picture_at_rest(self.name, self._crash)
+        if self._thread != get_ident():
+            raise ConfigError(
+                f"group {self.name!r} runs in another thread: ask there, by an async function for its LoopThread's submit()"
+            )
         return picture(self._lifetime)
 
     async def check_health(self, timeout: float = 5.0) -> list[HealthStatus]:
