@@ -417,12 +417,12 @@ async def test_a_transaction_that_was_given_up_holds_up_nobody_else(place, mailb
 async def test_a_handler_whose_acknowledgement_hangs_is_cancelled_when_its_lease_is_lost(place, mailbox, early):
     log = []
 
-    def handler(name, way):
+    def handler(name):
         async def handle(job: str, ctx: Context) -> None:
             log.append(f"{name} begins")
             try:
                 async with ctx.transaction():
-                    if way is not None:
+                    if ctx.attempt == 1:
                         way.freeze()
                     if early:
                         await ctx.message.acknowledge()
@@ -433,14 +433,15 @@ async def test_a_handler_whose_acknowledgement_hangs_is_cancelled_when_its_lease
 
     async with gate(place.url) as (url, way), place.mailbox(url=url, listen=False) as through:
         await mailbox.send("x")
-        one = MainLoop(through, handler("one", way), visibility_timeout=1, name="one")
-        two = MainLoop(mailbox, handler("two", None), visibility_timeout=1, name="two")
+        one = MainLoop(through, handler("one"), visibility_timeout=1, name="one")
+        two = MainLoop(mailbox, handler("two"), visibility_timeout=1, name="two")
         with anyio.fail_after(10):
             async with one:
                 while not log:
                     await anyio.sleep(0.01)
                 async with two:
-                    while "two ends" not in log:
+                    while not (await mailbox.counts()).settled:
                         await anyio.sleep(0.01)
-    assert log == ["one begins", "one ends", "two begins", "two ends"]
-    assert one.outcomes == {"lost": 1}
+    assert log[:2] == ["one begins", "one ends"]
+    assert log[2:] in (["one begins", "one ends"], ["two begins", "two ends"])
+    assert one.outcomes["lost"] == 1

@@ -30,8 +30,10 @@ from mainspring.mailbox.postgres_address import (
 from mainspring.mailbox.postgres_arrays import Shorts, numbers, texts
 from mainspring.mailbox.postgres_connection import Pool
 from mainspring.mailbox.postgres_hub import Hub
+from mainspring.mailbox.postgres_joining import driver_connection, is_async, put_by_thread, put_into, steps_into
 from mainspring.mailbox.postgres_lanes import Lanes
-from mainspring.mailbox.postgres_transactions import Transactions, driver_connection, put_into, put_within
+from mainspring.mailbox.postgres_transactions import Transactions, put_within
+from mainspring.mailbox.sync import Errand
 from mainspring.values import is_number, is_whole
 
 if TYPE_CHECKING:
@@ -217,8 +219,12 @@ class PostgresMailbox(Mailbox[T, R]):
         if self._capacity is not None:
             raise InvalidParameterError("send: connection= cannot be used with a mailbox that has a capacity")
         put = do.Put(envelopes)
-        theirs = await driver_connection(connection)
-        await put_into(theirs, self._here, self._store, self._lanes.calls(), put)
+        steps = steps_into(self._here.schema, self._store, self._lanes.calls(), put)
+        if isinstance(connection, Errand) and not is_async(connection.connection):
+            connection.work = partial(put_by_thread, connection.connection, steps, put)
+            return [envelope.message_id for envelope in envelopes]
+        given = connection.connection if isinstance(connection, Errand) else connection
+        await put_into(await driver_connection(given), steps)
         return list(put.result)
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Transactions of several calls: one a message joins, one its settlement joins, and a send within a limit."""
+"""Transactions of several calls: those that the settlements of messages join, and sends within a limit."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import anyio
 import psycopg
 from psycopg.pq import TransactionStatus
 
-from mainspring.errors import InvalidParameterError, MailboxConnectionError, MessageSettledError, TransactionEndedError
+from mainspring.errors import MailboxConnectionError, MessageSettledError, TransactionEndedError
 from mainspring.mailbox.limits import full
 from mainspring.mailbox.postgres_arrays import texts
-from mainspring.mailbox.postgres_calls import Call, Calls, ask, make
+from mainspring.mailbox.postgres_calls import Calls, ask, make
 from mainspring.mailbox.postgres_connection import Connection, HeldUpError, one_line, told
 from mainspring.mailbox.postgres_keyed import HASTE, hasty
 from mainspring.mailbox.postgres_values import stored_key
@@ -24,50 +24,9 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Message
     from mainspring.mailbox.postgres_hub import Hub
 
-WRONG_STORE = "MS001"
 REMEMBERED = 1_000
 """How many transactions that were given up are remembered."""
 UNCERTAIN = "which may have taken place"
-
-
-async def driver_connection(given: Any) -> psycopg.AsyncConnection[Any]:
-    """The psycopg connection behind what a user gives: itself, or SQLAlchemy's connection or session, in a transaction.
-
-    Raises :class:`InvalidParameterError` for what is none, and for one on which every statement commits by itself.
-    """
-    connection = given
-    if hasattr(connection, "sync_session"):  # SQLAlchemy's AsyncSession, which begins a transaction with this
-        connection = await connection.connection()
-    if hasattr(connection, "get_raw_connection"):  # SQLAlchemy's AsyncConnection
-        if not connection.in_transaction():
-            await connection.begin()
-        connection = (await connection.get_raw_connection()).driver_connection
-    if not isinstance(connection, psycopg.AsyncConnection):
-        raise InvalidParameterError(
-            "send: connection must be a psycopg AsyncConnection, or an AsyncConnection or AsyncSession of SQLAlchemy on"
-            f" psycopg (postgresql+psycopg://), not {given!r}"
-        )
-    if connection.autocommit and connection.pgconn.transaction_status == TransactionStatus.IDLE:
-        raise InvalidParameterError(
-            "send: the connection is in autocommit and in no transaction, so there is nothing that the message could join;"
-            " send inside `async with connection.transaction():`, or without connection="
-        )
-    return connection
-
-
-async def put_into(connection: psycopg.AsyncConnection[Any], hub: Hub, store: str, batch: Calls, put: do.Put) -> None:
-    """Store the messages of ``put`` in the transaction of ``connection``; they exist, and wake receivers, if it commits."""
-    try:
-        await ask(connection, hub.schema, "check_store", store)
-        for each in batch.build([put]):
-            each.finish(await make(connection, each))
-        # Whether or not somebody waits by now: by the time of the commit somebody may.
-        word = f"{batch.box} {batch.gained.get(batch.box, 0)}"
-        await make(connection, Call("SELECT pg_notify($1, $2)", (hub.schema, word), _nothing))
-    except psycopg.Error as error:
-        if error.sqlstate == WRONG_STORE:
-            raise InvalidParameterError(f"send: {one_line(error)}") from None
-        raise told(error) from error
 
 
 async def put_within(hub: Hub, batch: Calls, put: do.Put, capacity: int) -> None:

@@ -52,7 +52,8 @@ class SyncMailbox(Generic[T, R]):
 
     ``send``, ``send_many``, ``receive``, ``request``, ``submit``, ``cancel``, ``counts``, ``approximate_count``, ``purge``,
     ``dead_letters``, ``dead_letter``, ``replay_dead_letters`` and ``purge_dead_letters`` are those of :class:`Mailbox`, and
-    :meth:`call` makes every other call of what they return.
+    :meth:`call` makes every other call of what they return. The ``connection=`` of ``send`` and ``send_many`` is the calling
+    thread's own, a synchronous one, and only that thread uses it.
 
     :raises ConfigError: the caller's thread runs an event loop, which would stand still; or this process was forked from the
         one in which the mailbox is open.
@@ -65,8 +66,8 @@ class SyncMailbox(Generic[T, R]):
         self._users = 0
         self._opening: _Opening | None = None
         self._pid: int | None = None
-        self.send = self._blocking(mailbox.send)
-        self.send_many = self._blocking(mailbox.send_many)
+        self.send = self._sending(mailbox.send)
+        self.send_many = self._sending(mailbox.send_many)
         self.receive = self._blocking(mailbox.receive)
         self.request = self._blocking(mailbox.request)
         self.submit = self._blocking(mailbox.submit)
@@ -88,6 +89,19 @@ class SyncMailbox(Generic[T, R]):
             return self.call(method, *args, **keywords)
 
         return call
+
+    def _sending(self, method: Callable[P, Awaitable[X]]) -> Callable[P, X]:
+        @wraps(method)
+        def send(*args: P.args, **keywords: P.kwargs) -> X:
+            given = keywords.get("connection")
+            if given is None:
+                return self.call(method, *args, **keywords)
+            errand = Errand(given)
+            cast("dict[str, Any]", keywords)["connection"] = errand
+            found = self.call(method, *args, **keywords)
+            return found if errand.work is None else cast("X", errand.run(many=isinstance(found, list)))
+
+        return send
 
     def call(self, method: Callable[P, Awaitable[X]], /, *args: P.args, **keywords: P.kwargs) -> X:
         """Run any async function where the mailbox lives, and return its result: ``mailbox.sync.call(message.acknowledge)``.
@@ -153,6 +167,23 @@ class SyncMailbox(Generic[T, R]):
                 f"mailbox {self._mailbox.name!r}: sync.{name}() would block the event loop of this thread; await the"
                 f" async {name}() instead"
             )
+
+
+class Errand:
+    """A ``connection=`` that a plain thread has given: what is to be done on it, that thread does itself.
+
+    A mailbox that takes such a connection sets ``work``, which results in the ids of what was sent, instead of sending.
+    """
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+        self.work: Callable[[], list[str]] | None = None
+
+    def run(self, *, many: bool) -> list[str] | str:
+        """Do it; the ids, or the one id."""
+        assert self.work is not None
+        ids = self.work()
+        return ids if many else ids[0]
 
 
 class Home:
