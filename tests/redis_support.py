@@ -69,3 +69,10 @@ def place(url: str, **options: Any) -> Iterator[Place]:
     made = Place(url, **options)
     yield made
     made.clean()
+
+
+def used_memory(here: Place) -> int:
+    """Bytes that the server counts against its ``maxmemory``."""
+    here.call("MEMORY", "PURGE")
+    lines = here.call("INFO", "memory").decode().splitlines()
+    return next(int(line.partition(":")[2]) for line in lines if line.startswith("used_memory:"))

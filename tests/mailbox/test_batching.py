@@ -280,3 +280,42 @@ def test_claims_are_first_on_every_backend_that_batches():
     for commands in (sqlite_commands, redis_commands, postgres_commands):
         assert commands.Claim.first, commands.__name__
         assert not commands.Acknowledge.first
+
+
+async def test_what_has_taken_place_keeps_its_result_where_the_rest_of_its_batch_fails(anyio_backend):
+    """Also where its caller was cancelled: then it is undone."""
+    undone, gone, out = [], anyio.CancelScope(), anyio.Event()
+
+    async def execute(commands):
+        out.set()
+        await go_on.wait()
+        for command in commands:
+            if command.number < 3:
+                command.result, command.done = command.number, True
+        raise MailboxConnectionError("no server")
+
+    batcher = Batcher(execute, undo=lambda command: undone.append(command.number))
+    outcomes, go_on = {}, anyio.Event()
+
+    async def call(number):
+        try:
+            outcomes[number] = await batcher.call(Add(number))
+        except MailboxConnectionError as error:
+            outcomes[number] = str(error)
+
+    async def cancelled(number):
+        with gone:
+            await batcher.call(Add(number))
+
+    async with DaemonScope("test") as daemons:
+        daemons.start_soon(batcher.run, stop=batcher.stop)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(cancelled, 1)
+            for number in (2, 3):
+                tasks.start_soon(call, number)
+            await out.wait()
+            gone.cancel()
+            go_on.set()
+        await batcher.close()
+    assert outcomes == {2: 2, 3: "no server"}
+    assert undone == [1]

@@ -22,16 +22,19 @@ if TYPE_CHECKING:
 class Command:
     """One operation on its way: whoever executes it sets ``result`` or ``error``.
 
+    ``done``: it has taken place, though the batch is not over yet; what goes wrong with the rest of it is not its error.
+
     ``first``: its caller goes on before the others of its batch, where the event loop keeps order. So the work that a claim
     brings is there when those look for more whose settlements have travelled with it, and none of them falls idle.
     """
 
-    __slots__ = ("error", "forsaken", "result")
+    __slots__ = ("done", "error", "forsaken", "result")
     first: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.result: Any = None
         self.error: Exception | None = None
+        self.done = False
         self.forsaken = False  # its caller was cancelled
 
 
@@ -54,7 +57,7 @@ class Batcher(Generic[C]):
     """Joins concurrent commands for one backend. :meth:`run` belongs in the scope of the mailbox.
 
     :param execute: performs the commands and sets the result or error of each. What it raises becomes the error of every
-        command that has none; it should raise only what leaves all of them without effect.
+        command that has none and is not ``done``; it should raise only what leaves all of those without effect.
     :param undo: called with a command that took place though its caller was cancelled while it was out; it may
         :meth:`post` the command that takes the effect back.
     :param name: whose commands these are, for messages.
@@ -189,9 +192,9 @@ class Batcher(Generic[C]):
             self._undo(command)
 
     def _refuse(self, batch: _Batch[C], error: Exception) -> None:
-        """Give each command without an error its own copy: a shared one would mix up the callers' tracebacks."""
+        """Give each command without a result its own copy: a shared one would mix up the callers' tracebacks."""
         for command in batch.commands:
-            if command.error is None:
+            if command.error is None and not command.done:
                 command.error = copy.copy(error)
                 command.error.__cause__ = error.__cause__
         self._end(batch)

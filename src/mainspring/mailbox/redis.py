@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from urllib.parse import parse_qsl, quote, urlsplit
 
 from mainspring import clock, entropy
-from mainspring.errors import ConfigError, MailboxConnectionError, MainspringError, ReceiptHandleExpiredError
+from mainspring.errors import (
+    ConfigError,
+    InvalidParameterError,
+    MailboxConnectionError,
+    MainspringError,
+    ReceiptHandleExpiredError,
+)
 from mainspring.mailbox import redis_commands as do
 from mainspring.mailbox import redis_looking as look
 from mainspring.mailbox.base import Mailbox
@@ -35,7 +41,7 @@ LOOK_AGAIN = 5.0
 AT_ONCE = 1_000
 """Dead letters that one operation moves: others want to be served in between."""
 MOST_AT_ONCE = 250_000
-"""Messages of one ``send_many``: the server takes only so many arguments."""
+"""Messages of one ``send_many``: all or none of them are stored, in one call, and the server serves nobody else meanwhile."""
 
 
 class RedisMailbox(Mailbox[T, R]):
@@ -43,8 +49,10 @@ class RedisMailbox(Mailbox[T, R]):
 
     Operations of concurrent callers leave together, as one call of a script that does all of them in one step. Leases, delays
     and expiries are by the server's clock. A send returns once the server has it; whether it outlives the server's end
-    depends on its settings (``appendonly``, ``appendfsync``), and what is missing there is logged on opening. A mailbox
-    object has two connections: one for calls, one on which the server calls when there are messages to wait for.
+    depends on its settings. On opening, a server without ``appendonly yes``, or with a ``maxmemory-policy`` other than
+    ``noeviction``, is warned of in the log, once; ``appendfsync``, which not everybody may ask for, is not looked at. One
+    ``send_many`` takes up to 250,000 messages (:class:`InvalidParameterError` beyond). A mailbox object has two connections:
+    one for calls, one on which the server calls when there are messages to wait for.
 
     :param url: ``redis://[user:password@]host:6379/0``, ``rediss://…`` (TLS), ``redis+sentinel://host:26379,host/service/0``,
         ``redis+cluster://host:6379,host``.
@@ -169,24 +177,23 @@ class RedisMailbox(Mailbox[T, R]):
     # ------------------------------------------------------------------------------------------------------- batches
 
     async def _execute(self, commands: list[do.Operation]) -> None:
-        """Have commands executed by the script; those whose call fails have no result, and the batcher gives them its error."""
+        """Have commands executed by the script; those whose call fails, or was not made, get its error from the batcher."""
         assert self._link is not None
-        claims = [command for command in commands if type(command) is do.Claim]
         if self._unheard:
             commands = [do.Unheard(self._waiter, self._heard), *commands]
-        leased_at = self._now()
-        try:
-            for call in calls(self.name, self._keys, commands, leased_at):
+        for call in calls(self.name, self._keys, commands, self._now()):
+            claims = [command for command in call.commands if type(command) is do.Claim]
+            try:
                 due = call.take(await self._link.call(call.keys, call.arguments))
-                if due >= 0:
-                    self._due_in(due / MICRO)
-        except MailboxConnectionError:
-            self._unheard = self._unheard or bool(claims)
-            raise
-        self._unheard = False
-        for claim in claims:
-            for delivery in (*claim.result[-1:], *claim.unreadable[-1:]):
-                self._heard = max(self._heard, claimed_at(delivery.receipt_handle))
+            except MailboxConnectionError:
+                self._unheard = self._unheard or bool(claims)
+                raise
+            self._unheard = False  # the first call has taken them back
+            for claim in claims:
+                for delivery in (*claim.result[-1:], *claim.unreadable[-1:]):
+                    self._heard = max(self._heard, claimed_at(delivery.receipt_handle))
+            if due >= 0:
+                self._due_in(due / MICRO)
 
     def _undo(self, command: do.Operation) -> None:
         """A claim whose receiver is gone goes back, before anything else is done."""
@@ -205,7 +212,7 @@ class RedisMailbox(Mailbox[T, R]):
             return float("inf")
         again = self._now() + LOOK_AGAIN
         try:
-            await self._batcher.call(do.Look())
+            await self._batcher.call(do.Look(self._waiter if self._waiters.parked and self._listener.live else ""))
         except MainspringError:
             self._waiters.wake_all()  # they look for themselves, and hear what is wrong
         else:
@@ -222,8 +229,8 @@ class RedisMailbox(Mailbox[T, R]):
 
     async def _put(self, envelopes: list[Envelope]) -> list[str]:
         if len(envelopes) > MOST_AT_ONCE:
-            raise MailboxConnectionError(
-                f"the server takes at most {MOST_AT_ONCE} messages at once, not {len(envelopes)}"
+            raise InvalidParameterError(
+                f"send_many: a Redis mailbox takes at most {MOST_AT_ONCE:,} messages at once, not {len(envelopes):,}"
             )
         ids: list[str] = await self._batcher.call(do.Put(envelopes, self._capacity))
         return ids

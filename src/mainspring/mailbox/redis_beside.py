@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import anyio
 
+from mainspring.errors import MailboxConnectionError
 from mainspring.mailbox.redis_calls import Call, base_of, keys_of
 from mainspring.mailbox.redis_commands import Put
 from mainspring.mailbox.redis_link import Link
@@ -17,35 +18,67 @@ if TYPE_CHECKING:
     from mainspring.mailbox.redis_url import Server
 
 MOST: Final = 16
-"""Connections that are kept: each requester of a fleet may have a mailbox of its own for its replies."""
+"""Connections that are kept while nothing is sent over them: each requester of a fleet may have a mailbox for its replies."""
+
+
+class _Way:
+    """The connection to one mailbox, and those who send over it: one after the other."""
+
+    __slots__ = ("link", "lock", "users")
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.lock = anyio.Lock()
+        self.users = 0
 
 
 class Beside:
-    """Sends to mailboxes by their names, each over a connection to the node that holds it."""
+    """Sends to mailboxes by their names, each over a connection to the node that holds it.
+
+    Those who send to one mailbox take turns; nobody waits for a node that only others send to.
+    """
 
     def __init__(self, server: Server, timeout: float) -> None:
         self._server = server
         self._timeout = timeout
-        self._links: dict[str, Link] = {}
-        self._lock = anyio.Lock()
+        self._ways: dict[str, _Way] = {}
 
     async def send(self, reply: Envelope, message_id: str) -> None:
-        """Send a reply before its request is settled; while it is unread, a second one to the same request is dropped."""
+        """Send a reply before its request is settled; while it is unread, a second one to the same request is dropped.
+
+        :raises MailboxConnectionError: it has not been taken within the timeout, the turns of others included.
+        """
         name = reply.reply_to or ""
         put = Put([replace(reply, reply_to=None, dedup_key=f"reply:{message_id}")], None)
         call = Call(name, keys_of(name))
         put.write(call.arguments, call.number)
-        async with self._lock:
-            await (await self._link(name)).call(call.keys, call.arguments)
+        call.add(put.take, (put,))
+        way = self._ways.pop(name, None) or _Way(Link(Directory(self._server, base_of(name)), self._timeout))
+        self._ways[name] = way  # the last one used is the last one
+        way.users += 1
+        try:
+            with anyio.fail_after(self._timeout):
+                async with way.lock:
+                    call.take(await way.link.call(call.keys, call.arguments))
+        except TimeoutError:
+            raise MailboxConnectionError(
+                f"the mailbox {name!r} has not taken the reply within {self._timeout:g} s"
+            ) from None
+        finally:
+            way.users -= 1
+        if put.error is not None:
+            raise put.error
+        await self._tidy()
 
-    async def _link(self, name: str) -> Link:
-        link = self._links.pop(name, None) or Link(Directory(self._server, base_of(name)), self._timeout)
-        self._links[name] = link  # the last one used is the last one
-        if len(self._links) > MOST:
-            await self._links.pop(next(iter(self._links))).close()
-        return link
+    async def _tidy(self) -> None:
+        """Hang up where nobody has sent for longest."""
+        while len(self._ways) > MOST:
+            name = next((name for name, way in self._ways.items() if not way.users), None)
+            if name is None:
+                return
+            await self._ways.pop(name).link.close()
 
     async def close(self) -> None:
         """Hang up everywhere."""
-        while self._links:
-            await self._links.popitem()[1].close()
+        while self._ways:
+            await self._ways.popitem()[1].link.close()

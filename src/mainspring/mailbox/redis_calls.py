@@ -15,7 +15,7 @@ from mainspring.mailbox.redis_commands import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
     from mainspring.mailbox.redis_commands import Argument
 
@@ -56,6 +56,7 @@ class Call:
     def __init__(self, name: str, keys: tuple[bytes, ...]) -> None:
         self.keys: list[bytes] = list(keys)
         self.arguments: list[Argument] = []
+        self.commands: list[Operation] = []
         self._takers: list[Callable[[Any], None]] = []
         self._numbers = {name: 0}
 
@@ -71,14 +72,17 @@ class Call:
             self.keys += keys_of(name)
         return self._numbers[name]
 
-    def add(self, taker: Callable[[Any], None]) -> None:
-        """What takes the result of the operation that was just written."""
+    def add(self, taker: Callable[[Any], None], commands: Sequence[Operation]) -> None:
+        """What takes the result of the operation that was just written, which is that of these commands."""
         self._takers.append(taker)
+        self.commands += commands
 
     def take(self, results: list[Any]) -> int:
         """Give the results out; in how many microseconds the next thing is due (-1: not known)."""
         for taker, result in zip(self._takers, results, strict=False):
             taker(result)
+        for command in self.commands:
+            command.done = True
         due: int = results[-1]
         return due
 
@@ -117,17 +121,17 @@ def _writers(commands: list[Operation], leased_at: float) -> Iterator[Callable[[
 def _single(command: Operation) -> Callable[[Call], None]:
     def write(call: Call) -> None:
         command.write(call.arguments, call.number)
-        call.add(command.take)
+        call.add(command.take, (command,))
 
     return write
 
 
 def _acks(acks: list[Any]) -> Callable[[Call], None]:
-    return lambda call: call.add(acknowledge(acks, call.arguments))
+    return lambda call: call.add(acknowledge(acks, call.arguments), acks)
 
 
 def _claims(claims: list[Any], leased_at: float) -> Callable[[Call], None]:
-    return lambda call: call.add(claim_alike(claims, leased_at, call.arguments))
+    return lambda call: call.add(claim_alike(claims, leased_at, call.arguments), claims)
 
 
 def _puts(puts: list[Any]) -> Iterator[Callable[[Call], None]]:
@@ -139,7 +143,7 @@ def _puts(puts: list[Any]) -> Iterator[Callable[[Call], None]]:
 
 
 def _put_alike(puts: list[Any]) -> Callable[[Call], None]:
-    return lambda call: call.add(put_alike(puts, call.arguments))
+    return lambda call: call.add(put_alike(puts, call.arguments), puts)
 
 
 def _by(commands: Iterable[Any], key: Callable[[Any], Hashable]) -> Iterator[tuple[Hashable, list[Any]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mainspring.errors import ReceiptHandleExpiredError, SerializationError
+from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError, SerializationError
 from mainspring.mailbox.batching import Command
 from mainspring.mailbox.limits import full
 from mainspring.mailbox.message import UNKNOWN, Cancelled, CancelOutcome, Delivery
@@ -209,7 +209,7 @@ class Cancel(Operation):
         self.message_id = message_id
 
     def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
-        out += ("cancel", self.message_id)
+        out += ("cancel", self.message_id.encode("utf-8", "surrogatepass"))
 
     def take(self, result: Any) -> None:
         found, value = result
@@ -260,7 +260,9 @@ class Put(Operation):
         _write_puts(self.envelopes, self.capacity, out)
 
     def take(self, result: Any) -> None:
-        if result and result[0] == b"full" and self.capacity is not None:
+        if result and result[0] == b"oom":
+            self.error = _no_memory(result)
+        elif result and result[0] == b"full" and self.capacity is not None:
             self.error = full(result[1], self.capacity, result[2])
         elif result:
             self.result = [str(message_id, "utf-8", "replace") for message_id in result]
@@ -272,11 +274,18 @@ def put_alike(puts: list[Put], out: list[Argument]) -> Callable[[Any], None]:
     """Write simple ones of one kind; what takes the result."""
     _write_puts([put.envelopes[0] for put in puts], None, out)
 
-    def take(_: Any) -> None:
+    def take(result: Any) -> None:
         for put in puts:
-            put.result = [put.envelopes[0].message_id]
+            if result:
+                put.error = _no_memory(result)
+            else:
+                put.result = [put.envelopes[0].message_id]
 
     return take
+
+
+def _no_memory(result: list[bytes]) -> MailboxConnectionError:
+    return MailboxConnectionError(f"the Redis server says: {result[1].decode('utf-8', 'replace')}")
 
 
 def _write_puts(envelopes: list[Envelope], capacity: int | None, out: list[Argument]) -> None:
@@ -355,13 +364,17 @@ def claim_alike(claims: list[Claim], leased_at: float, out: list[Argument]) -> C
 
 
 class Look(Operation):
-    """Let what is due be done, for the receives that wait for it."""
+    """Let what is due be done, for the receives that wait for it. ``waiter``: who, if any, is to be on the list of waiters."""
 
-    __slots__ = ()
+    __slots__ = ("waiter",)
     turn = 9
 
+    def __init__(self, waiter: str) -> None:
+        super().__init__()
+        self.waiter = waiter
+
     def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
-        out.append("look")
+        out += ("look", self.waiter)
 
 
 class Leave(Operation):

@@ -107,7 +107,7 @@ class Link:
             await self.close()
             raise MailboxConnectionError(f"the Redis server at {self._place}: {trouble(error)}") from error
         except BaseException as error:
-            if not isinstance(error, ServerError):
+            if not isinstance(error, ServerError) or error.is_last:
                 await self.close()
             raise
         finally:

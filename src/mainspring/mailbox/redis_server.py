@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import anyio
+
 from mainspring import process
 from mainspring.errors import ConfigError, MailboxConnectionError
 from mainspring.mailbox.redis_wire import LOST, ServerError, Wire, connect
@@ -87,13 +89,23 @@ class Directory:
             self._nodes.remove(host)
             self._nodes.insert(0, host)  # it is asked first the next time
             wire = await connect(self.server, (found[0].decode(), int(found[1])))
-            role = await wire.call("ROLE")
-            if role[0] == b"master":
+            if await _is_primary(wire):
                 return wire
-            await wire.close()
             failed = ServerError("READONLY the server that the sentinel named is no primary (yet)")
         assert failed is not None
         raise failed
+
+
+async def _is_primary(wire: Wire) -> bool:
+    """Whether it is one; else, and where it does not say so, the connection is closed."""
+    primary = False
+    try:
+        primary = bool((await wire.call("ROLE"))[0] == b"master")
+    finally:
+        if not primary:
+            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
+                await wire.close()
+    return primary
 
 
 def _node(row: list[Any], asked: Host) -> Host:
@@ -102,21 +114,28 @@ def _node(row: list[Any], asked: Host) -> Host:
 
 
 async def warn(wire: Wire, name: str, address: str) -> None:
-    """Log, one line each and once for a server, what of its settings can lose messages."""
-    warned: frozenset[str] = process.current(_WARNED) or frozenset()
-    if address in warned:
+    """Log, one line each and once for a server, what of its settings can lose messages: as far as it tells everybody."""
+    if address in _warned():
         return
-    process.set_current(_WARNED, warned | {address})
     memory = await _info(wire, "memory")
-    if memory.get("maxmemory_policy", "").startswith("allkeys"):
-        _log.warning(
-            "mailbox %r: the Redis server may evict messages when its memory is full (maxmemory-policy %s); set noeviction",
-            name,
-            memory["maxmemory_policy"],
-        )
     persistence = await _info(wire, "persistence")
+    if address in _warned():  # by another mailbox meanwhile
+        return
+    process.set_current(_WARNED, _warned() | {address})
+    policy = memory.get("maxmemory_policy", "")
+    if policy.startswith(("allkeys", "volatile")):
+        _log.warning(
+            "mailbox %r: the Redis server may evict %s when its memory is full (maxmemory-policy %s); set noeviction",
+            name,
+            "messages" if policy.startswith("allkeys") else "the replies to requests",  # which are kept for a day
+            policy,
+        )
     if persistence.get("aof_enabled", "1") != "1":
         _log.warning("mailbox %r: the Redis server keeps messages in memory only; set appendonly yes", name)
+
+
+def _warned() -> frozenset[str]:
+    return process.current(_WARNED) or frozenset()
 
 
 async def _info(wire: Wire, section: str) -> dict[str, str]:

@@ -46,6 +46,11 @@ class ServerError(MailboxConnectionError):
         super().__init__(f"the Redis server says: {text}")
         self.code, _, self.detail = text.partition(" ")
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the server hangs up behind it, as it could not read what it was sent."""
+        return self.code == "ERR" and self.detail.startswith("Protocol error")
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (f"{self.code} {self.detail}",)
 

@@ -43,13 +43,8 @@ local function chosen(box, from, count, most)
   return ids
 end
 
-local function drop_dead(box, id)
-  redis.call('HDEL', box.dead, id)
-  redis.call('ZREM', box.deaths, id)
-  redis.call('HDEL', box.epitaph, 'm' .. id, 'w' .. id, 'c' .. id, 'h' .. id, 'k' .. id)
-end
-
 local function replay(box, ids)
+  go_on_when_full(box) -- it adds nothing: they are there
   for _, id in ipairs(ids) do
     local value = redis.call('HGET', box.dead, id)
     local place, rank = of_head(value)

@@ -1,19 +1,76 @@
 -- Sending, claiming, settling.
 
--- Store `count` messages, from ARGV[from] on: id and body (with its flags), and the dedup key where `keyed`.
+-- Call `visit` with each lease. There are only as many as there are handlers.
+local function each_lease(box, visit)
+  local cursor = '0'
+  repeat
+    local scanned = redis.call('ZSCAN', box.leases, cursor, 'COUNT', 1000)
+    cursor = scanned[1]
+    for i = 1, #scanned[2], 2 do
+      visit(scanned[2][i])
+    end
+  until cursor == '0'
+end
+
+-- End a message wherever it is: whether it waited (else somebody held it, whose receipt is void), and its value; nil: there
+-- is none.
+local function end_message(box, id)
+  local waited, value = take_waiting(box, id)
+  if not value then
+    return false, nil
+  end
+  if not waited then
+    local held_by = {}
+    each_lease(box, function(receipt)
+      local _, _, _, holder = of_receipt(receipt)
+      if holder == id then
+        held_by[#held_by + 1] = receipt
+      end
+    end)
+    bulk('ZREM', box.leases, held_by)
+  end
+  forget(box, { id })
+  box.settled = box.settled + 1
+  return waited, value
+end
+
+-- Store `count` messages, from ARGV[from] on: id and body (with its flags), and the dedup key where `keyed`. Their ids; and
+-- what to tell the caller where there is no memory for them, in a second value: it is not for others of the batch to hear.
+--
+-- One whose id another one has, alive or dead, ends that: both would be one in most keys, and the end of the one would take
+-- the other along. An id comes twice only where the sender made it of something (a dead letter's id), or sends something
+-- once more, and then there is a dedup key; all other ids are new.
 local function put(box, from, count, rank, delay, expires, keyed)
   if delay > 0 or expires > 0 then
     know_due(box)
   end
   local step = keyed and 3 or 2
-  local ids = {}
+  local seq = box.seq
+  local ids, failure = {}, nil
   local values, spots = {}, {}
   local sent = '|' .. text(now) .. '|' .. rank .. '|'
   for i = 1, count do
     local at = from + (i - 1) * step
     local id = ARGV[at]
     local key = keyed and ARGV[at + 2] or ''
-    local same = key ~= '' and redis.call('HGET', box.keyed, key)
+    local same
+    if key ~= '' then
+      local new = redis.pcall('HSETNX', box.keyed, key, id)
+      if new == 1 then
+        end_message(box, id)
+        if redis.call('HEXISTS', box.dead, id) == 1 then
+          drop_dead(box, id)
+          box.settled = box.settled + 1
+        end
+        redis.call('HSET', box.more, 'k' .. id, key)
+      else
+        same = redis.call('HGET', box.keyed, key)
+        if not same then
+          failure = new
+          break
+        end
+      end
+    end
     if same then
       ids[i] = same
     else
@@ -21,17 +78,24 @@ local function put(box, from, count, rank, delay, expires, keyed)
       values[#values + 1] = id
       values[#values + 1] = place .. sent .. ARGV[at + 1]
       spots[#spots + 1] = place
-      if key ~= '' then
-        redis.call('HSET', box.keyed, key, id)
-        redis.call('HSET', box.more, 'k' .. id, key)
-      end
       ids[i] = id
     end
   end
-  if #values == 0 then
-    return ids
+  if not failure then
+    if #values == 0 then
+      return ids
+    end
+    local stored = redis.pcall('HSET', box.messages, unpack(values, 1, math.min(2000, #values)))
+    failure = type(stored) == 'table' and stored
   end
-  bulk('HSET', box.messages, values)
+  if failure then -- of the first write: nothing has happened
+    if string.sub(failure.err, 1, 3) ~= 'OOM' then
+      error(failure)
+    end
+    box.seq = seq
+    return {}, { 'oom', failure.err }
+  end
+  bulk('HSET', box.messages, values, 2001)
   local waiting = {}
   for i = 1, #spots do
     local id = values[2 * i - 1]
@@ -175,18 +239,6 @@ local function unclaim(box, receipts)
   end
 end
 
--- Call `visit` with each lease. There are only as many as there are handlers.
-local function each_lease(box, visit)
-  local cursor = '0'
-  repeat
-    local scanned = redis.call('ZSCAN', box.leases, cursor, 'COUNT', 1000)
-    cursor = scanned[1]
-    for i = 1, #scanned[2], 2 do
-      visit(scanned[2][i])
-    end
-  until cursor == '0'
-end
-
 -- Take back the claims of a claimant that were made after `known`: their answer never reached it.
 local function unclaim_unheard(box, claimant, known)
   local unheard = {}
@@ -216,12 +268,6 @@ local function give_back(box, receipt, delay, charged, front, history)
   return 1
 end
 
--- From the first write of a script on, a server whose memory is full refuses it nothing; and this one it never refuses. So
--- what is in hand can be finished there, and only what would add messages is refused.
-local function go_on_when_full(box)
-  redis.call('ZREM', box.leases, '')
-end
-
 local function extend(box, receipt, timeout)
   if not held(box, receipt) then
     return 0
@@ -244,22 +290,12 @@ end
 -- End a message by its id: 0 none such, 1 it waited, 2 it was in flight; and its value.
 local function cancel(box, id)
   sweep(box)
-  local waited, value = take_waiting(box, id)
+  local waited, value = end_message(box, id)
   if not value then
     return { 0, '' }
   end
   if not waited then -- in flight
-    local held_by = {}
-    each_lease(box, function(receipt)
-      local _, _, _, holder = of_receipt(receipt)
-      if holder == id then
-        held_by[#held_by + 1] = receipt
-      end
-    end)
-    bulk('ZREM', box.leases, held_by)
     redis.call('SPUBLISH', box.base .. 'all', 'x' .. id)
   end
-  forget(box, { id })
-  box.settled = box.settled + 1
   return { waited and 1 or 2, value }
 end

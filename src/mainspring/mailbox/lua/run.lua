@@ -75,8 +75,8 @@ local operations = {
         return { 'full', there, new }
       end
     end
-    local ids = put(box, from, count, rank, delay, expires, keyed)
-    return keyed and ids or {}
+    local ids, refusal = put(box, from, count, rank, delay, expires, keyed)
+    return refusal or (keyed and ids or {})
   end,
   claim = function()
     local limit, visible, claimant = next_number(), next_number(), next_argument()
@@ -94,7 +94,9 @@ local operations = {
         box.gained = math.max(box.gained, redis.call('ZCARD', box.ready))
       end
     end
-    box.used = true
+    if box.transient then -- the server may have lost it
+      exist(box)
+    end
     return found
   end,
   ack = function()
@@ -104,10 +106,8 @@ local operations = {
 
 local function rare_operations()
   return {
-    open = function() -- so that a transient mailbox exists
-      go_on_when_full(box)
-      redis.call('HSETNX', box.state, 'settled', 0)
-      box.used = true
+    open = function()
+      exist(box)
       return 1
     end,
     answer = function()
@@ -157,8 +157,13 @@ local function rare_operations()
       return 1
     end,
     look = function() -- by one who waits: also for what was meant for a process that was stopped just as it was woken
+      local waiter = next_argument()
       asked = true
       sweep(box)
+      if waiter ~= '' then -- the server may have lost the list, as it may have lost all
+        exist(box)
+        redis.call('ZADD', box.waiters, 'NX', now, waiter)
+      end
       if redis.call('ZCARD', box.ready) > 0 then
         box.gained = box.gained + 1
       end

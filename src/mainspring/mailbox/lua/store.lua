@@ -34,8 +34,8 @@ local function text(number)
 end
 
 -- A command with a list of arguments, in portions: a call takes only so many.
-local function bulk(command, key, list)
-  for from = 1, #list, 2000 do
+local function bulk(command, key, list, first)
+  for from = first or 1, #list, 2000 do
     redis.call(command, key, unpack(list, from, math.min(from + 1999, #list)))
   end
 end
@@ -69,6 +69,19 @@ local function box_of(behind)
   box.tick = tonumber(state[2]) or 0
   box.first_seq, box.first_tick = box.seq, box.tick
   return box
+end
+
+-- From the first write of a script on, a server whose memory is full refuses it nothing; and this one it never refuses. So
+-- what is in hand can be finished there, and only what would add messages is refused.
+local function go_on_when_full(box)
+  redis.call('ZREM', box.leases, '')
+end
+
+-- From now on a transient mailbox exists, and what is sent to it is kept. Only those who receive from it make it so.
+local function exist(box)
+  go_on_when_full(box)
+  redis.call('HSETNX', box.state, 'settled', 0)
+  box.used = true
 end
 
 local function new_place(box)
@@ -150,6 +163,12 @@ local function forget(box, ids)
   if redis.call('ZCARD', box.expiry) > 0 then
     bulk('ZREM', box.expiry, ids)
   end
+end
+
+local function drop_dead(box, id)
+  redis.call('HDEL', box.dead, id)
+  redis.call('ZREM', box.deaths, id)
+  redis.call('HDEL', box.epitaph, 'm' .. id, 'w' .. id, 'c' .. id, 'h' .. id, 'k' .. id)
 end
 
 -- Deliveries, attempts and time of the first claim of a message that was returned before.
