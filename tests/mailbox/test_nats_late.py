@@ -1,11 +1,14 @@
-"""What comes late on NATS: a receiver that stood still while it waited does not take what another one has by now."""
+"""What comes late on NATS: a receiver that stood still while it waited does not take what another one has by now, and one
+whose server thinks that there is something is told in time that there is nothing."""
 
 from __future__ import annotations
 
 import anyio
 import pytest
 
+from mainspring.errors import MailboxConnectionError
 from mainspring.mailbox.message import Counts
+from mainspring.mailbox.nats_names import CONSUMER
 from nats_support import ON_ASYNCIO, place
 
 pytestmark = [
@@ -43,3 +46,51 @@ async def test_what_came_while_its_receiver_stood_still_is_the_next_ones(nats_ur
         assert got == []
         await message.acknowledge()
         assert await other.counts() == Counts(settled=1)
+
+
+async def test_a_receive_without_a_wait_ends_although_the_server_counts_what_was_purged(nats_url, anyio_backend):
+    """The server parks a request for what it has miscounted. Then only the end of the request ends it."""
+    async with place(nats_url) as here, here.box() as box, here.box() as other:
+        for _ in range(5):
+            await other.send_many(range(6))
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(other.purge)
+                with anyio.fail_after(2):
+                    await box.receive(max_messages=3, visibility_timeout=0)
+            with anyio.fail_after(2):
+                await box.receive(max_messages=3)
+            await other.purge()
+
+
+async def test_a_cancelled_receive_ends_although_the_server_counts_what_was_purged(nats_url, anyio_backend):
+    async with place(nats_url) as here, here.box() as box, here.box() as other:
+        for _ in range(5):
+            await other.send_many(range(6))
+            await other.purge()
+            with anyio.fail_after(3), anyio.move_on_after(0.05):
+                await box.receive(wait_time_seconds=30)
+        await other.send("x")
+        (message,) = await box.receive(wait_time_seconds=5)
+        assert (message.delivery_count, message.body) == (1, "x")
+
+
+async def test_one_receive_too_many_is_told_so_and_does_not_end_the_others(nats_url, anyio_backend):
+    async with place(nats_url) as here, here.box() as box:
+        names, wire = box._store.names, box._store.wire
+        config = dict(dict(names.consumers(60.0))[names.queue], max_waiting=1)
+        await wire.api(f"CONSUMER.DELETE.{names.queue}.{CONSUMER}")
+        request = {"stream_name": names.queue, "config": config}
+        await wire.api(f"CONSUMER.DURABLE.CREATE.{names.queue}.{CONSUMER}", request)
+        got = []
+
+        async def wait():
+            got.extend(await box.receive(wait_time_seconds=20))
+
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(wait)
+                await anyio.wait_all_tasks_blocked()
+                with pytest.raises(MailboxConnectionError, match="max_waiting"):
+                    await box.receive(wait_time_seconds=5)
+                await box.send("x")
+        assert [message.body for message in got] == ["x"]

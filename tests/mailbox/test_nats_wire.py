@@ -1,11 +1,20 @@
-"""The connection to a NATS server when it breaks under a call."""
+"""The connection to a NATS server: whom it trusts, what it says of one that refuses, and when it breaks under a call."""
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+import subprocess
+from contextlib import asynccontextmanager, suppress
+
+import anyio
 import pytest
 
-from mainspring.errors import MailboxConnectionError
+from mainspring.errors import ConfigError, MailboxClosedError, MailboxConnectionError
+from mainspring.mailbox import nats_wire
+from mainspring.mailbox.nats import NatsMailbox
 from nats_support import ON_ASYNCIO, place
+from servers import NatsServer, free_port
 
 pytestmark = [
     pytest.mark.anyio,
@@ -33,3 +42,227 @@ async def test_what_a_closed_transport_says_is_a_lost_connection(nats_url, anyio
             with pytest.raises(MailboxConnectionError, match="the handler is closed"):
                 await CALLS[call](box)
         await box.send("x")
+
+
+class Listener:
+    """A server that says ``first`` to everybody, and remembers what it hears."""
+
+    def __init__(self, first=b""):
+        self.first = first
+        self.heard = b""
+        self.port = 0
+
+    async def serve(self, reader, writer):
+        writer.write(self.first)
+        while more := await reader.read(65_536):
+            self.heard += more
+        writer.close()
+
+
+@asynccontextmanager
+async def listening(first=b""):
+    """A :class:`Listener` on a free port."""
+    made = Listener(first)
+    server = await asyncio.start_server(made.serve, "127.0.0.1", 0)
+    made.port = server.sockets[0].getsockname()[1]
+    try:
+        yield made
+    finally:
+        server.close()
+
+
+# ------------------------------------------------------------------------------------------------------------ opening
+
+
+async def test_tls_is_insisted_on_before_the_login_is_told(anyio_backend):
+    info = b'INFO {"server_id":"x","version":"2.9.10","auth_required":true,"headers":true,"max_payload":1048576}\r\n'
+    async with listening(info) as server:
+        with anyio.fail_after(5), pytest.raises(ConfigError, match=r"does not offer TLS.*or write nats://") as refused:
+            async with NatsMailbox(f"tls://me:secret@127.0.0.1:{server.port}", timeout=30):
+                pass
+        assert "secret" not in str(refused.value)
+        await anyio.sleep(0.1)
+        assert server.heard == b""
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """The files of a certificate for localhost that vouches for itself, and of its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl to make certificates with")
+    home = tmp_path_factory.mktemp("tls")
+    cert, key = str(home / "cert.pem"), str(home / "key.pem")
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    new = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    subprocess.run([*new, *subject, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    return cert, key
+
+
+async def test_tls_is_insisted_on_when_the_server_comes_back(certificate, anyio_backend, monkeypatch):
+    cert, key = certificate
+    options = ("--tls", "--tlscert", cert, "--tlskey", key)
+    with NatsServer(*options) as server:
+        box = NatsMailbox(f"tls://localhost:{server.port}", timeout=30)
+        with anyio.fail_after(5), pytest.raises(MailboxConnectionError, match="certificate verify failed"):
+            async with box:
+                pass
+        monkeypatch.setenv("SSL_CERT_FILE", cert)
+        async with box:
+            await box.send("x" * 100_000)
+            server.stop()
+            server._options = ()
+            server.start()
+            with anyio.fail_after(20):
+                while not (told := await refusal(box)) or "TLS" not in told:
+                    await anyio.sleep(0.05)
+            server.stop()
+            server._options = options
+            server.start()
+            with anyio.fail_after(20):
+                while await refusal(box):
+                    await anyio.sleep(0.05)
+            (message,) = await box.receive(wait_time_seconds=5)
+            await message.acknowledge()
+
+
+async def refusal(box):
+    """What a send says that fails."""
+    try:
+        await box.send("y")
+    except MailboxConnectionError as error:
+        return str(error)
+    return ""
+
+
+async def test_a_refused_connection_is_told_at_once(anyio_backend):
+    ports = [free_port(), free_port()]
+    places = ",".join(f"127.0.0.1:{port}" for port in ports)
+    with (
+        anyio.fail_after(5),
+        pytest.raises(MailboxConnectionError, match="no connection to a NATS server at") as refused,
+    ):
+        async with NatsMailbox(f"nats://me:secret@{places}", timeout=30):
+            pass
+    assert all(f"127.0.0.1:{port}" in str(refused.value) for port in ports)
+    assert "secret" not in str(refused.value)
+
+
+async def test_a_server_that_does_not_answer_leaves_time_for_the_next(nats_url, anyio_backend, monkeypatch):
+    monkeypatch.setattr("nats.aio.client.shuffle", lambda pool: None)
+    async with listening() as silent, place(nats_url) as here:
+        here.url = f"nats://127.0.0.1:{silent.port},{nats_url.removeprefix('nats://')}"
+        async with here.box(timeout=2) as box:
+            await box.send("x")
+
+
+async def test_a_login_of_any_letters(anyio_backend):
+    with NatsServer("--user", "us er", "--pass", "p@s:s%/") as server:
+        url = f"nats://us%20er:{{}}@127.0.0.1:{server.port}"
+        async with NatsMailbox(url.format("p%40s%3As%25%2F"), timeout=5) as box:
+            await box.send("x")
+        with anyio.fail_after(5), pytest.raises(MailboxConnectionError, match="Authorization Violation"):
+            async with NatsMailbox(url.format("wrong"), timeout=30):
+                pass
+
+
+async def test_a_token_of_any_letters(anyio_backend):
+    with NatsServer("--auth", "to@k/en") as server:
+        async with NatsMailbox(f"nats://to%40k%2Fen@127.0.0.1:{server.port}", timeout=5) as box:
+            await box.send("x")
+
+
+# ------------------------------------------------------------------------------------------------------------ closing
+
+
+def tasks_of(client):
+    """The tasks of the driver's that are still there."""
+    tasks = [client._reading_task, client._ping_interval_task, client._flusher_task]
+    tasks += [subscription._wait_for_msgs_task for subscription in client._subs.values()]
+    return tasks
+
+
+async def all_end(tasks):
+    """Whether those tasks end."""
+    with anyio.move_on_after(5):
+        while not all(task.done() for task in tasks):
+            await anyio.sleep(0.01)
+    return all(task.done() for task in tasks)
+
+
+async def closed_under(box, subject):
+    """Ask what nobody answers, until the mailbox is closed."""
+    with pytest.raises(MailboxClosedError):
+        await box._wire.ask(subject)
+
+
+async def test_a_close_that_is_cancelled_hangs_up(nats_url, anyio_backend):
+    """Nobody comes again to do it: what is left would be there until the process ends."""
+    async with place(nats_url) as here, here.box() as box, here.box("other") as other:
+
+        async def silent(message):
+            pass
+
+        subject = f"{here.prefix}.silent"
+        await other._wire.listen(subject, silent)
+        await other.counts()  # so that the server knows of it
+        client = box._wire.client
+        tasks = tasks_of(client)
+        async with anyio.create_task_group() as group:
+            group.start_soon(closed_under, box, subject)
+            await anyio.wait_all_tasks_blocked()
+            with anyio.move_on_after(0.2) as scope:
+                await box.close()
+            assert scope.cancelled_caught
+        assert client.is_closed
+        assert await all_end(tasks)
+
+
+class Forwarder:
+    """Stands before a server, and stops taking anything when told to."""
+
+    def __init__(self, url):
+        self._host, _, self._port = url.removeprefix("nats://").rpartition(":")
+        self.taking = anyio.Event()
+        self.taking.set()
+
+    async def serve(self, reader, writer):
+        there, upstream = await asyncio.open_connection(self._host, int(self._port))
+        ways = ((reader, upstream), (there, writer))
+        await asyncio.gather(*(self._pump(*way) for way in ways), return_exceptions=True)
+
+    async def _pump(self, reader, writer):
+        try:
+            while more := await reader.read(65_536):
+                await self.taking.wait()
+                writer.write(more)
+                await writer.drain()
+        finally:
+            writer.close()
+
+
+async def lost(box, body):
+    """Send what does not arrive."""
+    with suppress(MailboxConnectionError, MailboxClosedError):
+        await box.send(body)
+
+
+async def test_a_close_does_not_wait_for_one_who_takes_nothing(nats_url, anyio_backend, monkeypatch):
+    """What is still to be written stands in the way of the driver's own close: it is dropped, and its tasks end."""
+    monkeypatch.setattr(nats_wire, "CLOSE_TIMEOUT", 0.4)
+    forwarder = Forwarder(nats_url)
+    server = await asyncio.start_server(forwarder.serve, "127.0.0.1", 0)
+    async with place(nats_url) as here:
+        here.url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with here.box(timeout=2) as box, anyio.create_task_group() as group:
+            client = box._wire.client
+            tasks = tasks_of(client)
+            forwarder.taking = anyio.Event()
+            for _ in range(40):
+                group.start_soon(lost, box, "x" * 500_000)
+            await anyio.sleep(0.2)
+            await box.close()
+            assert await all_end(tasks)
+            assert client._transport._io_writer.transport.is_closing()
+            group.cancel_scope.cancel()
+        forwarder.taking.set()
+    server.close()

@@ -131,7 +131,9 @@ class NatsMailbox(Mailbox[T, R]):
 
     async def _open(self, scope: DaemonScope) -> None:
         settings = self._settings
-        options = {"user_credentials": settings["credentials"]} if settings["credentials"] else {}
+        options = self._server.login | (
+            {"user_credentials": settings["credentials"]} if settings["credentials"] else {}
+        )
         wire = Wire(self._server.urls, options, settings["timeout"], f"mailbox {self.name!r}")
         await wire.open()
         try:

@@ -13,6 +13,7 @@ from mainspring.errors import MailboxConnectionError, MailboxError, ReceiptHandl
 from mainspring.mailbox.limits import CLOSE_TIMEOUT
 from mainspring.mailbox.message import EXPIRED, Delivery
 from mainspring.mailbox.nats_names import CONSUMER, nanoseconds
+from mainspring.mailbox.nats_pull import GLANCE
 from mainspring.mailbox.nats_record import Record, dead_headers, decode, token_of
 from mainspring.mailbox.nats_store import Add, Added
 from mainspring.mailbox.nats_wire import Ask
@@ -123,13 +124,12 @@ class Claims:
         raise MailboxConnectionError("the NATS server did not answer in time")
 
     async def _pull(self, limit: int, wait: float) -> list[Msg]:
-        request = b'{"batch":%d,"no_wait":true}' % limit
-        if wait > 0:
-            request = b'{"batch":%d,"no_wait":true,"expires":%d}' % (limit, nanoseconds(max(wait, 0.001)))
+        lasts = max(wait, GLANCE)
+        request = b'{"batch":%d,"no_wait":true,"expires":%d}' % (limit, nanoseconds(lasts))
         puller = await self._store.wire.puller()
         if not self._usable():
             return []
-        return await puller.pull(self._next, request, limit, wait, self._take_back)
+        return await puller.pull(self._next, request, limit, lasts, self._take_back)
 
     async def _take_back(self, broken_off: Puller) -> None:
         """What a pull that was broken off has brought goes back, and so does what it would have brought.

@@ -20,8 +20,25 @@ class ApiError(MailboxError):
         self.text = text
 
 
-class NobodyAnswersError(MailboxConnectionError):
+class GoneError(MailboxConnectionError):
+    """A stream or a consumer is not there, or not any more: a server has lost its data, or somebody has deleted it."""
+
+
+class NobodyAnswersError(GoneError):
     """The server is there, but no stream or consumer takes what was sent: it does not exist, or JetStream is off."""
+
+
+class PullEndedError(GoneError):
+    """A pull request was refused, or did not end: perhaps its consumer is gone."""
+
+
+NO_STREAM = 10059
+NO_CONSUMER = 10014
+
+
+def is_gone(error: Exception) -> bool:
+    """Whether a call failed as a stream or a consumer is not there, or may have."""
+    return isinstance(error, GoneError) or (isinstance(error, ApiError) and error.code in (NO_STREAM, NO_CONSUMER))
 
 
 def parse(answer: Msg) -> dict[str, Any]:

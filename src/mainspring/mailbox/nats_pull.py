@@ -9,7 +9,7 @@ import anyio
 
 from mainspring.errors import MailboxConnectionError
 from mainspring.mailbox.limits import CLOSE_TIMEOUT
-from mainspring.mailbox.nats_errors import NobodyAnswersError
+from mainspring.mailbox.nats_errors import ApiError, NobodyAnswersError, PullEndedError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 
     from mainspring.errors import MailboxError
     from mainspring.mailbox.nats_wire import Wire
+
+
+GLANCE = 0.02
+"""Seconds that a pull lasts at least. Without an end the server answers at once that there is nothing, and at times wrongly:
+what was sent just now it may not have noticed yet; and where what it has counted was removed, it waits for ever instead."""
+OVERDUE = 0.5
+"""Seconds after its end at which a pull is taken for ended although the server does not say so: where several wait, 2.9 now
+and then drops one that is over without a word."""
 
 
 class Puller:
@@ -61,6 +69,8 @@ class Puller:
     ) -> list[Msg]:
         """Send a pull request and return what comes until it ends: by itself, within ``lasts`` seconds, or by :meth:`end`.
 
+        One that the server does not end in time, but has not lost, has brought what has come.
+
         Where this is cancelled, or its end is forced, ``put_back`` is called under a shield, to see to what has come or comes.
         """
         wire = self._wire
@@ -69,12 +79,15 @@ class Puller:
         self._wanted = wanted
         self._ended = loop.create_future()
         wire.pullers.add(self)
-        late = MailboxConnectionError("the NATS server did not end a pull request in time")
-        timer = loop.call_later(lasts + wire.timeout, self.end, late)
+        timer = loop.call_later(lasts + OVERDUE, self._finish, _OVERDUE)
         ended: Any = _UNFINISHED
+        come: list[Msg] = []
         try:
             await wire.publish(subject, request, self._subject)
             ended = await self._ended
+            if ended is _OVERDUE:
+                await self._look(subject)
+                come = self.take()
         finally:
             timer.cancel()
             if ended is not _DONE:
@@ -84,9 +97,17 @@ class Puller:
         if ended is _DONE:
             wire.idle.append(self)
             return self.take()
-        if ended is None:
-            return []
+        if ended is None or ended is _OVERDUE:
+            return come
         raise type(ended)(*ended.args)
+
+    async def _look(self, subject: str) -> None:
+        """Raise :class:`MailboxConnectionError` where a pull is overdue as the server or the consumer is not there."""
+        consumer = subject.removeprefix("$JS.API.CONSUMER.MSG.NEXT.")
+        try:
+            await self._wire.api(f"CONSUMER.INFO.{consumer}")
+        except ApiError as error:
+            raise PullEndedError(f"the NATS server did not end a pull request in time: {error}") from error
 
     async def _take_back(self, put_back: Callable[[Puller], Awaitable[None]]) -> None:
         """Tell the server that nobody waits any more, and give back what it has delivered, or still delivers.
@@ -115,8 +136,12 @@ class Puller:
         elif status == "503":
             self._finish(NobodyAnswersError("no stream or consumer answers: it was deleted, or JetStream is off"))
         elif status != "100":
-            told = next((headers[name] for name in headers if str(name).endswith("Description")), "")
-            self._finish(MailboxConnectionError(f"the NATS server ended a pull request: {status} {told}"))
+            told = next((headers[name] for name in headers if getattr(name, "value", name) == "Description"), "")
+            kind: type[MailboxConnectionError] = PullEndedError
+            if "MaxWaiting" in str(told):
+                kind = MailboxConnectionError
+                told = "as many receives wait as the consumer of the queue lets wait, in all processes (max_waiting)"
+            self._finish(kind(f"the NATS server ended a pull request: {status} {told}"))
 
     def _finish(self, how: Any) -> None:
         if self._ended is not None and not self._ended.done():
@@ -128,4 +153,5 @@ class _Sign:
 
 
 _DONE = _Sign()
+_OVERDUE = _Sign()
 _UNFINISHED = _Sign()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Final
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from mainspring.errors import ConfigError
 
@@ -36,12 +36,17 @@ class Server:
 
     @property
     def urls(self) -> list[str]:
-        """The URLs of its hosts, for the driver: with user and password."""
-        who = ""
-        if self.user is not None:
-            secret = "" if self.password is None else f":{quote(self.password, safe='')}"
-            who = f"{quote(self.user, safe='')}{secret}@"
-        return [f"{self.scheme}://{who}{_host(host)}" for host in self.hosts]
+        """The URLs of its hosts, for the driver: without user and password, which it would take undecoded."""
+        return [f"{self.scheme}://{_host(host)}" for host in self.hosts]
+
+    @property
+    def login(self) -> dict[str, str]:
+        """Options of the driver's ``connect``, which count for all servers of the cluster, also those it hears of later."""
+        if self.user is None:
+            return {}
+        if self.password is None:
+            return {"token": self.user}
+        return {"user": self.user, "password": self.password}
 
     def is_at(self, address: str) -> bool:
         """Whether the URL ``address`` means this server: one of its hosts is the same."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
@@ -11,11 +10,14 @@ import anyio
 from mainspring import entropy
 from mainspring.clock import loop_clock
 from mainspring.errors import (
+    ConfigError,
     MailboxClosedError,
     MailboxConnectionError,
     MailboxError,
+    MainspringError,
     SerializationError,
     describe,
+    message_of,
 )
 from mainspring.mailbox.limits import CLOSE_TIMEOUT
 from mainspring.mailbox.nats_errors import parse
@@ -26,8 +28,9 @@ from mainspring.process import event_loop
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from nats.aio.client import Client
     from nats.aio.msg import Msg
+
+    from mainspring.mailbox.nats_client import StrictClient
 
 RECONNECT_WAIT = 0.2
 """Seconds between tries to reach a server again."""
@@ -65,17 +68,21 @@ class Wire:
         self._options = options
         self.timeout = timeout
         self._name = name
-        self._client: Client | None = None
+        self._client: StrictClient | None = None
         self._asked: dict[int, tuple[Any, float]] = {}
         self._count = 0
         self._looking: Any = None
         self._last_error = ""
+        self._opening: anyio.CancelScope | None = None
+        self._refusals: list[Exception] = []
         self.pullers: set[Puller] = set()
         self.idle: list[Puller] = []
         self._was_connected = False
         self.reconnected: Callable[[], object] = lambda: None
         self._heard: list[tuple[str, Callable[[Msg], Awaitable[None]]]] = []
         self._quiet: anyio.Event | None = None
+        self.epoch = 0
+        """How often the connection was lost."""
 
     def __repr__(self) -> str:
         return f"<Wire {self._name!r} asked {len(self._asked)} pulls {len(self.pullers)}>"
@@ -83,11 +90,14 @@ class Wire:
     # ---------------------------------------------------------------------------------------------------- life cycle
 
     async def open(self) -> None:
-        """Connect, within the timeout. Raises :class:`MailboxConnectionError`."""
+        """Connect, within the timeout. Raises :class:`MailboxConnectionError`, at once where every server refuses, and
+
+        :class:`ConfigError` where the URL wants TLS and they have none.
+        """
         self.loop: Any = event_loop()
         self._now = loop_clock()
         self._closed = anyio.Event()
-        await self._connect()
+        await self._connect(patient=False)
 
     async def keep(self) -> None:
         """Connect anew whenever the driver has given its connection up, as it does where the server sends it away.
@@ -104,18 +114,21 @@ class Wire:
                 )
                 self._closed = anyio.Event()
                 try:
-                    await self._connect()
-                except MailboxError:
+                    await self._connect(patient=True)
+                except MainspringError:
                     self._closed.set()
                 else:
                     self.reconnected()
 
-    async def _connect(self) -> None:
-        from nats.aio.client import Client
+    async def _connect(self, *, patient: bool) -> None:
+        """Connect; ``patient``: for as long as the timeout lets, as to servers that were there and come back."""
+        from mainspring.mailbox.nats_client import StrictClient
 
-        self._client = client = Client()
+        self._client = client = StrictClient()
+        self._refusals = []
         try:
-            with anyio.fail_after(self.timeout):
+            with anyio.fail_after(self.timeout) as opening:
+                self._opening = None if patient else opening
                 await client.connect(
                     self._servers,
                     name=self._name,
@@ -125,10 +138,11 @@ class Wire:
                     reconnected_cb=self._on_reconnected,
                     reconnect_time_wait=RECONNECT_WAIT,  # type: ignore[arg-type]
                     max_reconnect_attempts=-1,
-                    connect_timeout=self.timeout,  # type: ignore[arg-type]
+                    connect_timeout=self.timeout / len(self._servers),  # type: ignore[arg-type]
                     ping_interval=PING_INTERVAL,
                     **self._options,
                 )
+                self._opening = None
                 self._was_connected = True
                 self._inbox = f"{client.new_inbox()}."
                 await client.subscribe(
@@ -137,19 +151,42 @@ class Wire:
                 for subject, callback in self._heard:
                     await client.subscribe(subject, cb=callback)
                 await client.flush()
+            if opening.cancel_called:
+                raise self._refused()
         except BaseException as error:
-            await self._abandon()
+            if self._client is client:
+                await self._abandon()
+            else:  # closed meanwhile
+                await client.hang_up(CLOSE_TIMEOUT / 2)
             raise self.failure(error) if isinstance(error, Exception) else error
+        finally:
+            self._opening = None
+        if self._client is not client:
+            await client.hang_up(CLOSE_TIMEOUT / 2)
+            raise MailboxClosedError(f"{self._name} is closed")
+
+    def _refused(self) -> MainspringError:
+        """Why no server can be connected to, of which each was tried."""
+        from mainspring.mailbox.nats_client import NoTlsError
+
+        refusals = self._refusals
+        told = "; ".join(dict.fromkeys(map(message_of, refusals)))
+        kind = ConfigError if all(isinstance(error, NoTlsError) for error in refusals) else MailboxConnectionError
+        error = kind(f"{self._name}: no connection to a NATS server at {', '.join(self._servers)}: {told}")
+        error.__cause__ = refusals[-1]
+        return error
 
     async def close(self) -> None:
         """Let what is out come back, then disconnect; at most :data:`CLOSE_TIMEOUT` seconds together."""
         self.end_pulls()
-        with anyio.move_on_after(CLOSE_TIMEOUT / 2):
-            while self._asked or self.pullers:
-                self._quiet = anyio.Event()
-                await self._quiet.wait()
-        self._was_connected = False
-        await self._abandon()
+        try:
+            with anyio.move_on_after(CLOSE_TIMEOUT / 2):
+                while self._asked or self.pullers:
+                    self._quiet = anyio.Event()
+                    await self._quiet.wait()
+        finally:  # nobody comes again to hang up
+            self._was_connected = False
+            await self._abandon()
 
     def ease(self) -> None:
         """Something that was out is back: perhaps a close waits for it."""
@@ -163,12 +200,14 @@ class Wire:
             self._looking = None
         self._fail_all(MailboxClosedError(f"the connection of {self._name} was closed while the operation was out"))
         if client is not None:
-            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT / 2):
-                with suppress(Exception):
-                    await client.close()
+            await client.hang_up(CLOSE_TIMEOUT / 2)
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = describe(error)
+        if self._opening is not None:
+            self._refusals.append(error)
+            if len(self._refusals) >= len(self._servers):
+                self._opening.cancel()
 
     async def _on_disconnect(self) -> None:
         self._fail_all(self._lost())
@@ -185,23 +224,26 @@ class Wire:
         told = f": {self._last_error}" if self._last_error else ""
         return MailboxConnectionError(f"{self._name}: the connection to the NATS server is lost{told}")
 
-    def failure(self, error: Exception) -> MailboxError:
+    def failure(self, error: Exception) -> MainspringError:
         """What the driver raises, in the port's words."""
         from nats.errors import MaxPayloadError
 
-        if isinstance(error, MailboxError):
+        if isinstance(error, MainspringError):
             return error
         if isinstance(error, MaxPayloadError):
             return SerializationError(f"{self._name}: the message is larger than the server takes (max_payload)")
-        what = "lost" if self._was_connected else "not to be had"
         told = describe(error)
         if isinstance(error, TimeoutError):
             told = self._last_error or f"no answer within {self.timeout:g} s"
-        failure = MailboxConnectionError(f"{self._name}: the NATS server is {what}: {told}")
+        what = "the connection to the NATS server is lost"
+        if not self._was_connected:
+            what = f"no connection to a NATS server at {', '.join(self._servers)}"
+        failure = MailboxConnectionError(f"{self._name}: {what}: {told}")
         failure.__cause__ = error
         return failure
 
     def _fail_all(self, error: MailboxError) -> None:
+        self.epoch += 1
         asked, self._asked = self._asked, {}
         for future, _ in asked.values():
             if not future.done():
@@ -212,12 +254,12 @@ class Wire:
         self.ease()
 
     @property
-    def driver(self) -> Client | None:
+    def driver(self) -> StrictClient | None:
         """The driver's client, where there is one, connected or not."""
         return self._client
 
     @property
-    def client(self) -> Client:
+    def client(self) -> StrictClient:
         """The driver's client, connected; else raises :class:`MailboxConnectionError`."""
         client = self._client
         if client is None and not self._was_connected:
