@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 
+import anyio
+
 from mainspring import entropy
 from mainspring.mailbox.nats import NatsMailbox
 from mainspring.mailbox.nats_names import encoded
@@ -51,3 +53,19 @@ async def place(url):
         yield made
     finally:
         await remove(url, encoded(made.prefix))
+
+
+async def limit(box, stream, **settings):
+    """Change settings of a stream, as its owner may."""
+    wire = box._store.wire
+    config = (await wire.api(f"STREAM.INFO.{stream}"))["config"]
+    await wire.api(f"STREAM.UPDATE.{stream}", config | settings)
+
+
+async def several(box, count, lease=60.0):
+    """So many messages, the oldest first."""
+    found = []
+    with anyio.fail_after(20):
+        while len(found) < count:
+            found += await box.receive(max_messages=count - len(found), visibility_timeout=lease, wait_time_seconds=10)
+    return found

@@ -152,6 +152,7 @@ class NatsMailbox(Mailbox[T, R]):
         self._store = store
         self._sends = Sends(store)
         self._claims = Claims(store, lambda: self._usable)
+        store.replaced = self._claims.forget
         self._settlements = Settlements(store, self._claims)
         self._letters = DeadLetters(store)
         scope.start_soon(wire.keep, name=f"mailbox {self.name} connection")

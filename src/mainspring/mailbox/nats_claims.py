@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import anyio
 
 from mainspring import clock
-from mainspring.errors import MailboxConnectionError, MailboxError, ReceiptHandleExpiredError
+from mainspring.errors import MailboxConnectionError, MailboxError, MailboxFullError, ReceiptHandleExpiredError
 from mainspring.mailbox.limits import CLOSE_TIMEOUT
 from mainspring.mailbox.message import EXPIRED, Delivery
+from mainspring.mailbox.nats_errors import GoneError
 from mainspring.mailbox.nats_names import CONSUMER, nanoseconds
 from mainspring.mailbox.nats_pull import GLANCE
 from mainspring.mailbox.nats_record import Record, dead_headers, decode, token_of
@@ -33,6 +34,8 @@ TRUST = 0.05
 """The part of a lease that a claim may take to come: after a longer wait the lease is begun anew."""
 YOUNG = 1.0
 """Seconds since a message came into the queue within which its second delivery means that the first one met nobody."""
+NO_ROOM = 5.0
+"""Seconds until a message comes again for which the server had no room elsewhere."""
 _PROBES = 8
 _PRUNE = 1_000
 NOTICED = 0.25
@@ -53,6 +56,8 @@ class Lease:
     """When the lease is over, on anyio's clock: not later than the server thinks."""
     received_at: float
     checkpoint: bool = False
+    refused_since: float | None = None
+    """When the server first had no room for what was to become of it, on anyio's clock."""
     unsure: bool = False
     """Whether a settlement was sent of which no answer has come: it may have been made."""
 
@@ -129,7 +134,11 @@ class Claims:
         puller = await self._store.wire.puller()
         if not self._usable():
             return []
-        return await puller.pull(self._next, request, limit, lasts, self._take_back)
+        try:
+            return await puller.pull(self._next, request, limit, lasts, self._take_back)
+        except GoneError as error:
+            await self._store.mend(error)
+            raise
 
     async def _take_back(self, broken_off: Puller) -> None:
         """What a pull that was broken off has brought goes back, and so does what it would have brought.
@@ -162,7 +171,9 @@ class Claims:
             if arrival.deliveries > 2 or (arrival.deliveries == 2 and wall - arrival.stored_at >= young):
                 record = self.lost(record)
             moves.append((arrival, record))
-        await self._move(moves)
+        left = await self._move(moves)
+        if left:  # no room to put it to the tail: it is the next one's as it is
+            await self._store.wire.ask_all([Ask(arrival.reply, _nak(0)) for arrival, _ in left])
 
     async def _take(self, messages: list[Msg], visibility: float, began: float) -> list[Delivery]:
         """Make deliveries of what came; what has been delivered before goes to the tail first, as another message."""
@@ -183,11 +194,15 @@ class Claims:
             else:
                 fresh.append(arrival)
         if again:
-            await self._move(again)
+            fresh += [self._as_it_is(arrival) for arrival, _ in await self._move(again)]
         for arrival in expired:
             record = arrival.record
-            await self.bury(self._store.names.queue, arrival.sequence, record, EXPIRED, record.expires_at or wall)
-            self._left.append((self._now(), arrival.reply))
+            try:
+                await self.bury(self._store.names.queue, arrival.sequence, record, EXPIRED, record.expires_at or wall)
+            except MailboxFullError:
+                await self._store.wire.ask(arrival.reply, _nak(NO_ROOM))
+            else:
+                self._left.append((self._now(), arrival.reply))
         return await self._lease(fresh, visibility, began) if fresh else []
 
     def lost(self, record: Record) -> Record:
@@ -196,8 +211,19 @@ class Claims:
         received_at = self._wall() - self._store.ack_wait if first is None else first
         return record.returned(received_at=max(received_at, record.enqueued_at), charge=True, kept=True)
 
-    async def _move(self, moves: list[tuple[Arrival, Record]]) -> None:
-        """Put messages to the tail as new ones, each unless it is gone by now."""
+    def _as_it_is(self, arrival: Arrival) -> Arrival:
+        """What is delivered again under its number, as the server has no room for another one; else it would never come.
+
+        An earlier holder is kept off by his own clock only. All deliveries but this one have ended.
+        """
+        for _ in range(arrival.deliveries - 1):
+            arrival.record = self.lost(arrival.record)
+        for handle in [handle for handle, lease in self._leases.items() if lease.sequence == arrival.sequence]:
+            del self._leases[handle]
+        return arrival
+
+    async def _move(self, moves: list[tuple[Arrival, Record]]) -> list[tuple[Arrival, Record]]:
+        """Put messages to the tail as new ones, each unless it is gone by now; those for which there is no room."""
         adds = [Add(arrival.subject, record.encode(), arrival.sequence) for arrival, record in moves]
         async with self._store.gate.moving():
             results = await self._store.add_all(adds)
@@ -210,6 +236,7 @@ class Claims:
             for (arrival, _), result in zip(moves, results, strict=True)
             if isinstance(result, Added)
         )
+        return [move for move, result in zip(moves, results, strict=True) if isinstance(result, MailboxFullError)]
 
     async def _lease(self, fresh: list[Arrival], visibility: float, began: float) -> list[Delivery]:
         store = self._store
@@ -232,7 +259,7 @@ class Claims:
         leases = self._leases
         for arrival in fresh:
             record = arrival.record
-            handle = str(arrival.sequence)
+            handle = str(arrival.sequence) if arrival.deliveries == 1 else f"{arrival.sequence}.{arrival.deliveries}"
             checkpoint = checkpoints.get(record.message_id) if checkpoints else None
             delivery = record.delivery(handle, wall, began, checkpoint)
             received_at = delivery.first_received_at
@@ -274,11 +301,11 @@ class Claims:
         payload = record.encode()
         headers = dead_headers(dead, at, min(65_536, max(2_048, store.wire.max_payload - len(payload) - 1_024)))
         subject = store.names.to_dead + token_of(record.message_id)  # not by its dedup key, which is free now
-        async with store.gate.moving():
+        async with store.moving():
             added = await store.add(Add(subject, payload, 0, None, headers))
             fresh = added.sequence > 0
             if not fresh:  # left there by one who could not finish
-                added = await store.put_over(Add(subject, payload, 0, None, headers))
+                added = await store.put_over(Add(subject, payload, 0, None, headers), record.message_id)
             held = await store.remove(stream, sequence)
             if not held and fresh:
                 await store.remove(store.names.dead, added.sequence)
@@ -299,10 +326,22 @@ class Claims:
         if lease is not None:
             self._left.append((self._now(), lease.reply))
 
+    def forget(self) -> None:
+        """Forget all leases: the queue in which they were is gone, and their numbers mean other messages."""
+        self._leases.clear()
+        self._left.clear()
+
+    async def come_again(self, delivery: Delivery, seconds: float) -> None:
+        """Let a message of which nothing else could be made come again, where it is, in so many seconds."""
+        lease = self.held(delivery)
+        await self._store.wire.ask(lease.reply, _nak(seconds))
+        self._leases.pop(delivery.receipt_handle, None)
+
     async def extend(self, delivery: Delivery, timeout: float) -> None:
         """See :meth:`MailboxHooks._extend`."""
-        lease = self.held(delivery)
         store = self._store
+        await store.recognize()
+        lease = self.held(delivery)
         until = self._now() + timeout
         if until > lease.until:
             await store.wire.ask(lease.reply, _nak(timeout))

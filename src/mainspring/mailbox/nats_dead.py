@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mainspring.errors import MailboxError
+from mainspring.errors import MailboxConnectionError, MailboxError
 from mainspring.mailbox.nats_record import read_dead, token_of
 from mainspring.mailbox.nats_store import Add
 
@@ -63,12 +63,19 @@ class DeadLetters:
             for stream, prefix in ((names.queue, names.to_queue), (names.delayed, names.to_delayed)):
                 other = other or await store.last(stream, prefix + record.token)
         taken = other is not None and other.record.message_id != record.message_id
-        again = record.revived(None if taken else record.dedup_key)
-        async with store.gate.moving():
-            added = await store.add(Add(names.to_queue + again.token, again.encode(), 0))
-            if added.sequence:
-                await store.moved()
-            return await store.remove(names.dead, stored.sequence)
+        for _ in range(20):
+            again = record.revived(None if taken else record.dedup_key)
+            async with store.moving():
+                added = await store.add(Add(names.to_queue + again.token, again.encode(), 0))
+                if added.sequence:
+                    await store.moved()
+                    return await store.remove(names.dead, stored.sequence)
+                there = await store.last(names.queue, names.to_queue + again.token)
+                if there is not None and there.record.message_id == record.message_id:  # by one who could not finish
+                    return await store.remove(names.dead, stored.sequence)
+            # The key was taken just now, or what had it has just been finished.
+            taken = taken or there is not None
+        raise MailboxConnectionError(f"the messages with the dedup key {record.dedup_key!r} came and went too fast")
 
     async def _from(self, start: int, limit: int) -> list[Stored]:
         store = self._store

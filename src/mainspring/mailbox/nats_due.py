@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from mainspring import clock, entropy
 from mainspring.errors import MailboxError
 from mainspring.mailbox.message import EXPIRED
 from mainspring.mailbox.nats_claims import LONGEST_PULL, Arrival
+from mainspring.mailbox.nats_errors import GoneError
 from mainspring.mailbox.nats_names import CONSUMER, nanoseconds
 from mainspring.mailbox.nats_record import token_of, tokens_of
 from mainspring.mailbox.nats_store import Add, Added
@@ -19,6 +21,7 @@ from mainspring.policies import backoff
 
 if TYPE_CHECKING:
     from mainspring.mailbox.nats_claims import Claims
+    from mainspring.mailbox.nats_names import Names
     from mainspring.mailbox.nats_pull import Puller
     from mainspring.mailbox.nats_record import Record
     from mainspring.mailbox.nats_store import Store
@@ -28,6 +31,12 @@ LEFT_BEHIND = 10.0
 """Seconds after which the older copy in the queue is taken for one that nobody will remove: longer than a call lasts."""
 _AGAIN = 0.25
 """Seconds until a message is looked at again whose older copy has not left the queue yet."""
+
+
+def due_again(names: Names, token: str, record: Record, sequence: int) -> Add:
+    """What moves number ``sequence`` of the delayed to the queue: whoever does it, the server does it once in two minutes."""
+    payload = replace(record, due=None).encode()
+    return Add(names.to_queue + token, payload, 0, f"due-{record.message_id}-{sequence}")
 
 
 class Timed:
@@ -53,8 +62,11 @@ class Timed:
             try:
                 await self._round()
                 failures = 0
-            except MailboxError:
+            except MailboxError as error:
                 failures += 1
+                if isinstance(error, GoneError):
+                    with suppress(MailboxError):
+                        await self._store.mend(error)
                 pause = backoff(failures, initial=0.1, maximum=5.0, factor=2.0, jitter="full", rng=entropy.rng())
                 await anyio.sleep(pause)
 
@@ -104,8 +116,7 @@ class Mover(Timed):
         adds = []
         for arrival in due:
             token = arrival.subject.removeprefix(names.to_delayed)
-            record = replace(arrival.record, due=None)
-            adds.append(Add(names.to_queue + token, record.encode(), 0, f"due-{record.message_id}-{arrival.sequence}"))
+            adds.append(due_again(names, token, arrival.record, arrival.sequence))
         async with store.gate.moving():
             results = await store.add_all(adds)
             done = [
@@ -133,8 +144,11 @@ class Mover(Timed):
             await store.wire.ask(arrival.reply, b"-NAK")
         elif there.record.message_id != arrival.record.message_id:
             record = replace(arrival.record, due=None, dedup_key=None)
-            async with store.gate.moving():
-                await store.put_over(Add(names.to_queue + token_of(record.message_id), record.encode()))
+            async with store.moving():
+                if await store.get(names.delayed, arrival.sequence) is None:
+                    return  # it was cancelled, or another one was quicker
+                subject = names.to_queue + token_of(record.message_id)
+                await store.put_over(Add(subject, record.encode()), record.message_id)
                 await store.moved()
                 await store.remove(names.delayed, arrival.sequence)
         elif there.record.deliveries >= arrival.record.deliveries:

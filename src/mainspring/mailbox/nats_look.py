@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from mainspring import clock
-from mainspring.errors import MailboxError
+from mainspring.errors import MailboxError, MailboxFullError
 from mainspring.mailbox.hooks import TRANSIENT, TRANSIENT_LIFE
 from mainspring.mailbox.message import UNKNOWN, Cancelled, CancelOutcome, Counts
-from mainspring.mailbox.nats_errors import parse
+from mainspring.mailbox.nats_due import due_again
+from mainspring.mailbox.nats_errors import ApiError, is_gone, parse
 from mainspring.mailbox.nats_names import CONSUMER, encoded
 from mainspring.mailbox.nats_record import tokens_of
 from mainspring.mailbox.nats_wire import Ask
@@ -17,7 +19,7 @@ from mainspring.mailbox.nats_wire import Ask
 if TYPE_CHECKING:
     from mainspring.mailbox.nats_claims import Claims
     from mainspring.mailbox.nats_settle import Settlements
-    from mainspring.mailbox.nats_store import Store
+    from mainspring.mailbox.nats_store import Store, Stored
 
 
 async def counts(store: Store, claims: Claims) -> Counts:
@@ -34,10 +36,15 @@ async def counts(store: Store, claims: Claims) -> Counts:
         await claims.settle_down()
         over = await claims.over()
         answers = []
-        for answer in await store.wire.ask_all(asks):
+        for ask, answer in zip(asks, await store.wire.ask_all(asks), strict=True):
             if isinstance(answer, MailboxError):
                 raise answer
-            answers.append(parse(answer))
+            try:
+                answers.append(parse(answer))
+            except ApiError as error:
+                if not is_gone(error):
+                    raise
+                answers.append(await store.api(ask.subject.removeprefix("$JS.API.")))
     queue, delayed, dead, moves = (answer["state"] for answer in answers[:4])
     in_flight = min(max(0, answers[4]["num_ack_pending"] - over), queue["messages"])
     accepted = queue["last_seq"] + delayed["last_seq"] - moves["last_seq"]
@@ -75,12 +82,33 @@ async def cancel(store: Store, settlements: Settlements, message_id: str) -> Can
                 if record.message_id != message_id:
                     break
                 delivered = await store.delivered() if stream == names.queue else 0
-                if await store.remove(stream, there.sequence):
-                    if record.kept:
-                        await settlements.forget_checkpoint(record)
-                    outcome = CancelOutcome.CANCELLED if there.sequence <= delivered else CancelOutcome.REMOVED
-                    return Cancelled(outcome, record.reply_to, record.headers)
+                if not await store.remove(stream, there.sequence):
+                    continue
+                if stream == names.delayed and await _was_under_way(store, token, there):
+                    return await cancel(store, settlements, message_id)
+                if record.kept:
+                    await settlements.forget_checkpoint(record)
+                outcome = CancelOutcome.CANCELLED if there.sequence <= delivered else CancelOutcome.REMOVED
+                return Cancelled(outcome, record.reply_to, record.headers)
     return UNKNOWN
+
+
+async def _was_under_way(store: Store, token: str, removed: Stored) -> bool:
+    """Whether a message that was removed from the delayed is in the queue, or was: being due it may have been on its way.
+
+    If somebody has it in hand, he is forestalled: what he adds later the server takes for a second copy of this.
+    """
+    if (removed.record.due or 0.0) > clock.utc_now().timestamp():
+        return False
+    with suppress(MailboxFullError):  # then nobody else has found room for it either
+        async with store.moving():
+            added = await store.add(due_again(store.names, token, removed.record, removed.sequence))
+            if added.sequence and not added.duplicate:
+                await store.moved()
+        if added.sequence:
+            return True
+    there = await store.last(store.names.queue, store.names.to_queue + token)
+    return there is not None and there.record.message_id == removed.record.message_id
 
 
 async def sweep_transient(store: Store) -> None:

@@ -79,23 +79,29 @@ class Names:
         return (self.queue, self.delayed, self.expiries, self.dead, self.moves, self.checkpoints)
 
     def configs(self, *, replicas: int, storage: str) -> list[dict[str, Any]]:
-        """What its streams are made of."""
+        """What its streams are made of.
+
+        Where an owner's limit is reached, a message that was accepted stays, and the new one is refused. Of notes of
+        expiries the old ones go: they are reminders only, and the new ones are needed longest. The count of moves is one
+        message, whose number is what counts: to replace it must never be refused.
+        """
         common: dict[str, Any] = {
             "storage": storage,
             "num_replicas": replicas,
             "max_msgs_per_subject": 1,
-            "discard": "old",
+            "discard": "new",
         }
         if self.transient:
             common["max_age"] = nanoseconds(TRANSIENT_LIFE)
         work = {"retention": "workqueue", **common}
         kept = {"retention": "limits", **common}
+        old = {"discard": "old"}
         return [
             {"name": self.queue, "subjects": [f"{self.to_queue}*"], **work},
             {"name": self.delayed, "subjects": [f"{self.to_delayed}*"], **work},
-            {"name": self.expiries, "subjects": [f"{self.to_expiries}*"], **work},
+            {"name": self.expiries, "subjects": [f"{self.to_expiries}*"], **work, **old},
             {"name": self.dead, "subjects": [f"{self.to_dead}*"], **kept},
-            {"name": self.moves, "subjects": [self.to_moves], **kept},
+            {"name": self.moves, "subjects": [self.to_moves], **kept, **old},
             {
                 "name": self.checkpoints,
                 "subjects": [f"{self.to_checkpoints}>"],
@@ -127,6 +133,13 @@ class Names:
 _WANTED = ("retention", "max_msgs_per_subject", "discard")
 
 
+def brought_up(wanted: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """What a stream that is there has to become: an older version had all streams discard old messages at a limit."""
+    if wanted["discard"] == "new" and found.get("discard") == "old":
+        return {**found, "discard": "new"}
+    return found
+
+
 def check_stream(wanted: dict[str, Any], found: dict[str, Any]) -> None:
     """Raise :class:`ConfigError` where a stream that is there cannot be used; replicas and limits are its owner's."""
     for key in _WANTED:
@@ -135,6 +148,16 @@ def check_stream(wanted: dict[str, Any], found: dict[str, Any]) -> None:
                 f"the stream {wanted['name']!r} is there with {key} = {found.get(key)!r}, and the mailbox needs"
                 f" {wanted[key]!r}; rename the mailbox, or remove the stream if nothing in it is needed"
             )
+    if found.get("discard_new_per_subject"):
+        raise ConfigError(
+            f"the stream {wanted['name']!r} is there with discard_new_per_subject, and the mailbox needs to replace the"
+            " message of a subject; set it to false"
+        )
+    if wanted["discard"] == "new" and found.get("max_bytes", -1) > 0:  # it reckons without its overhead, then drops
+        raise ConfigError(
+            f"the stream {wanted['name']!r} is there with max_bytes, near which the server drops accepted messages, the"
+            " oldest first; limit max_msgs, or the storage of the account, and set max_bytes to -1"
+        )
     missing = set(wanted["subjects"]) - set(found.get("subjects") or ())
     if missing:
         raise ConfigError(f"the stream {wanted['name']!r} is there without the subjects {sorted(missing)}; add them")

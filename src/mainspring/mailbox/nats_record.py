@@ -59,7 +59,8 @@ class Record:
             record.reply_to = envelope.reply_to
         if envelope.dedup_key is not None:
             record.dedup_key = envelope.dedup_key
-            record.message_id = f"{envelope.message_id}-k{_digest(envelope.dedup_key)}"
+            if envelope.dedup_key != envelope.message_id:
+                record.message_id = f"{envelope.message_id}-k{_digest(envelope.dedup_key)}"
         if envelope.expires_in is not None:
             record.expires_at = now + envelope.expires_in
         if envelope.delay > 0:
@@ -70,8 +71,13 @@ class Record:
 
     @property
     def token(self) -> str:
-        """The last part of its subject. Messages with one dedup key have one token, so the stream holds one of them."""
-        return token_of(self.message_id) if self.dedup_key is None else f"k-{_digest(self.dedup_key)}"
+        """The last part of its subject. Messages with one dedup key have one token, so the stream holds one of them.
+
+        One whose key is its own id is found by that.
+        """
+        if self.dedup_key is None or self.dedup_key == self.message_id:
+            return token_of(self.message_id)
+        return f"k-{_digest(self.dedup_key)}"
 
     def encode(self) -> bytes:
         """Its payload."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import anyio
@@ -9,12 +10,13 @@ import anyio
 from mainspring import clock
 from mainspring.errors import InvalidParameterError, MailboxConnectionError, MailboxError, SerializationError
 from mainspring.mailbox.limits import CLOSE_TIMEOUT
+from mainspring.mailbox.nats_due import due_again
 from mainspring.mailbox.nats_record import RESERVED, Record
 from mainspring.mailbox.nats_store import Add, Added
 
 if TYPE_CHECKING:
     from mainspring.mailbox.message import Envelope
-    from mainspring.mailbox.nats_store import Store
+    from mainspring.mailbox.nats_store import Store, Stored
 
 _GIVE_WAY = 0.05
 """Seconds, times the tries so far, that one waits who has given way to another with its dedup key: some round trips."""
@@ -43,20 +45,46 @@ class Sends:
                     " max_payload leaves for one"
                 )
             records.append(Record.of(envelope, now))
-        if len(records) == 1:
-            record = records[0]
-            if record.dedup_key is not None:
-                sent = await self._put_once(record)
-            else:
-                await self._store.add(self._first(record))
-                sent = record.message_id
+        sent = [record.message_id for record in records]
+        if any(record.dedup_key is not None for record in records):
+            sent = await self._put_in_turn(records)
+        elif len(records) == 1:
+            await self._store.add(self._first(records[0]))
         else:
             await self._put_all([self._first(record) for record in records])
         if envelopes[0].expires_in is not None:
             await self._announce_expiries(
-                [record for record in records if len(records) > 1 or sent == record.message_id]
+                [record for record, message_id in zip(records, sent, strict=True) if message_id == record.message_id]
             )
-        return [sent] if len(records) == 1 else [record.message_id for record in records]
+        return sent
+
+    async def _put_in_turn(self, records: list[Record]) -> list[str]:
+        """Messages of which some have a dedup key: all or none, as far as the server can."""
+        sent: list[str] = []
+        try:
+            for record in records:
+                if record.dedup_key is None:
+                    await self._store.add(self._first(record))
+                    sent.append(record.message_id)
+                else:
+                    sent.append(await self._put_once(record))
+        except BaseException:
+            if sent:
+                await self._take_back(
+                    [each for each, sent_as in zip(records, sent, strict=False) if each.message_id == sent_as]
+                )
+            raise
+        return sent
+
+    async def _take_back(self, records: list[Record]) -> None:
+        store = self._store
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT), suppress(MailboxError):
+            async with store.gate.moving():
+                for record in records:
+                    stream = store.names.queue if record.due is None else store.names.delayed
+                    there = await store.last(stream, self._first(record).subject)
+                    if there is not None and there.record.message_id == record.message_id:
+                        await store.moved(int(await store.remove(stream, there.sequence)))
 
     async def _announce_expiries(self, records: list[Record]) -> None:
         """Leave notes of when to look for them. Without one, a message is dead when somebody would have received it."""
@@ -99,11 +127,13 @@ class Sends:
         for tries in range(1, 21):
             there = await store.last(other_stream, other + record.token)
             if there is not None:
-                return there.record.message_id
+                if await self._is_unfinished(other_stream, there):
+                    return there.record.message_id
+                continue
             added = await store.add(Add(mine + record.token, payload, 0))
             if not added.sequence:
                 there = await store.last(my_stream, mine + record.token)
-                if there is not None:
+                if there is not None and await self._is_unfinished(my_stream, there):
                     return there.record.message_id
                 continue  # it was finished just now
             there = await store.last(other_stream, other + record.token)
@@ -119,4 +149,22 @@ class Sends:
                 await store.moved()
             if record.due is not None:  # of two who both did, the one who sends without a delay goes first
                 await anyio.sleep(tries * _GIVE_WAY)
-        raise MailboxConnectionError(f"the messages with the dedup key {record.dedup_key!r} came and went too fast")
+        raise _too_fast(record)
+
+    async def _is_unfinished(self, stream: str, there: Stored) -> bool:
+        """Whether a message that has the key is not done yet: one that is due may lie here still and be done already."""
+        store = self._store
+        names = store.names
+        if stream == names.queue or (there.record.due or 0.0) > self._wall():
+            return True
+        async with store.moving():
+            added = await store.add(due_again(names, there.record.token, there.record, there.sequence))
+            if added.sequence and not added.duplicate:
+                await store.moved()
+            if added.sequence:
+                await store.remove(names.delayed, there.sequence)
+        return not added.duplicate
+
+
+def _too_fast(record: Record) -> MailboxConnectionError:
+    return MailboxConnectionError(f"the messages with the dedup key {record.dedup_key!r} came and went too fast")

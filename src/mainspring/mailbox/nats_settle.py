@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import anyio
+
 from mainspring import clock
-from mainspring.errors import ConfigError, MailboxConnectionError, ReplyNotAvailableError
-from mainspring.mailbox.message import Ack, Dead
-from mainspring.mailbox.nats_claims import expired
-from mainspring.mailbox.nats_errors import NobodyAnswersError
+from mainspring.errors import ConfigError, MailboxConnectionError, MailboxFullError, ReplyNotAvailableError
+from mainspring.mailbox.message import Ack, Dead, Return
+from mainspring.mailbox.nats_claims import NO_ROOM, expired
+from mainspring.mailbox.nats_errors import GoneError
 from mainspring.mailbox.nats_names import Names
 from mainspring.mailbox.nats_record import Record, token_of
 from mainspring.mailbox.nats_store import Add
 
 if TYPE_CHECKING:
-    from mainspring.mailbox.message import Delivery, Envelope, Return, Settlement
+    from mainspring.mailbox.message import Delivery, Envelope, Settlement
     from mainspring.mailbox.nats_claims import Claims, Lease
     from mainspring.mailbox.nats_store import Store
+
+PATIENCE = 10.0
+"""Seconds for which a holder may try to write a death for which there is no room; then it is another delivery's work."""
 
 
 class Settlements:
@@ -34,6 +39,7 @@ class Settlements:
 
     async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
         """See :meth:`MailboxHooks._settle`."""
+        await self._store.recognize()
         lease = self._claims.held(delivery)
         try:
             if isinstance(settlement, Ack):
@@ -47,12 +53,32 @@ class Settlements:
         except MailboxConnectionError:
             lease.unsure = True
             raise
+        except MailboxFullError:
+            if await self._left_in_place(lease, delivery, settlement):
+                return
+            raise
         unsure = lease.unsure
         self._claims.drop(delivery)
         if not held and not unsure:  # else the try before, whose answer was lost, has done it
             raise expired(delivery)
         if lease.checkpoint and isinstance(settlement, Ack):
             await self.forget_checkpoint(lease.record)
+
+    async def _left_in_place(self, lease: Lease, delivery: Delivery, settlement: Settlement) -> bool:
+        """What becomes of a message for whose next place there is no room; whether that is what was wanted.
+
+        It stays. One that is given back comes again from there; so does one whose death cannot be written, after a while:
+        a worker that waited for room, with its hands full of such, would make none.
+        """
+        if isinstance(settlement, Return):
+            await self._claims.come_again(delivery, settlement.delay)
+            return True
+        now = anyio.current_time()
+        if lease.refused_since is None:
+            lease.refused_since = now
+        if isinstance(settlement, Dead) and now - lease.refused_since >= PATIENCE:
+            await self._claims.come_again(delivery, NO_ROOM)
+        return False
 
     async def _give_back(self, lease: Lease, how: Return) -> bool:
         store = self._store
@@ -66,13 +92,17 @@ class Settlements:
                     await store.moved()
             return added.sequence > 0
         record.due = self._wall() + how.delay
-        subject = store.names.to_delayed + lease.subject.removeprefix(store.names.to_queue)
-        payload = record.encode()
-        async with store.gate.moving():
-            added = await store.add(Add(subject, payload, 0))
+        token = lease.subject.removeprefix(store.names.to_queue)
+        async with store.moving():
+            added = await store.add(Add(store.names.to_delayed + token, record.encode(), 0))
             fresh = added.sequence > 0
             if not fresh:  # left there by one who could not finish
-                added = await store.put_over(Add(subject, payload))
+                added = await store.put_over(Add(store.names.to_delayed + token, record.encode()), record.message_id)
+            if not added.sequence:  # another one has its dedup key by now: it was cancelled, or it goes on without
+                record.dedup_key = None
+                subject = store.names.to_delayed + record.token
+                added = await store.put_over(Add(subject, record.encode()), record.message_id)
+                fresh = True
             await store.moved()
             held = await store.remove(store.names.queue, lease.sequence)
             if not held and fresh and not lease.unsure:
@@ -105,17 +135,18 @@ class Settlements:
         record.reply_to = None
         add = Add(names.to_queue + record.token, record.encode(), None, once)
         try:
-            await store.add(add)
-        except NobodyAnswersError:
+            await store.add_elsewhere(add)
+        except GoneError:
             if names.transient:  # whoever asked is gone
                 return
             await store.ensure(names)
-            await store.add(add)
+            await store.add_elsewhere(add)
 
     async def save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
         """See :meth:`MailboxHooks._save_checkpoint`."""
-        lease = self._claims.held(delivery)
         store = self._store
+        await store.recognize()
+        lease = self._claims.held(delivery)
         if await store.get(store.names.queue, lease.sequence) is None:
             self._claims.drop(delivery)
             raise expired(delivery)

@@ -12,18 +12,19 @@ import json
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import anyio
 
-from mainspring.errors import MailboxConnectionError, MailboxError, MailboxFullError
-from mainspring.mailbox.nats_errors import ApiError, parse
-from mainspring.mailbox.nats_names import CONSUMER, Names, check_stream
+from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, MailboxFullError
+from mainspring.mailbox.nats_errors import NO_CONSUMER, NO_STREAM, ApiError, GoneError, is_gone, parse
+from mainspring.mailbox.nats_gate import Gate
+from mainspring.mailbox.nats_names import CONSUMER, Names, brought_up, check_stream
 from mainspring.mailbox.nats_record import Record, decode
 from mainspring.mailbox.nats_wire import Ask, Wire
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from nats.aio.msg import Msg
 
@@ -31,9 +32,9 @@ _EXPECT = "Nats-Expected-Last-Subject-Sequence"
 _MESSAGE_ID = "Nats-Msg-Id"
 _WRONG_LAST = (10071, 10164)
 _NO_MESSAGE = (10037, 10043, 10057)
-_NO_STREAM = 10059
-_NO_CONSUMER = 10014
+_NOT_NOW = 10008
 _FULL = (10023, 10047, 10077, 10122)
+_Read = TypeVar("_Read")
 WINDOW = 2_000
 """How many messages of one send may be out without an answer."""
 
@@ -73,43 +74,6 @@ class Stored:
         return decode(self.payload, self.sequence, self.stored_at)
 
 
-class Gate:
-    """Keeps counting and moving apart: who counts waits until no message is half-way between two streams."""
-
-    def __init__(self) -> None:
-        self._moving = 0
-        self._counting = 0
-        self._changed = anyio.Event()
-
-    @asynccontextmanager
-    async def moving(self) -> AsyncIterator[None]:
-        """While a message moves. Never inside another."""
-        while self._counting:
-            await self._changed.wait()
-        self._moving += 1
-        try:
-            yield
-        finally:
-            self._moving -= 1
-            self._tell()
-
-    @asynccontextmanager
-    async def counting(self) -> AsyncIterator[None]:
-        """While somebody counts."""
-        self._counting += 1
-        try:
-            while self._moving:
-                await self._changed.wait()
-            yield
-        finally:
-            self._counting -= 1
-            self._tell()
-
-    def _tell(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
-
-
 class Store:
     """The streams of one mailbox over one connection."""
 
@@ -120,6 +84,13 @@ class Store:
         self.ack_wait = ack_wait
         self._replicas = replicas
         self._storage = storage
+        self._mending = anyio.Lock()
+        self._mended = 0
+        self._dropped = False
+        self._made_at = ""
+        self._known_in = wire.epoch
+        self.replaced: Callable[[], object] = lambda: None
+        """Called when the queue is another one than before, so that its numbers mean other messages."""
 
     # ------------------------------------------------------------------------------------------------------- set-up
 
@@ -129,15 +100,19 @@ class Store:
         configs = names.configs(replicas=self._replicas, storage=self._storage)
         found = await wire.ask_all([Ask(f"$JS.API.STREAM.INFO.{config['name']}") for config in configs])
         for config, answer in zip(configs, found, strict=True):
-            known = _unless(answer, _NO_STREAM)
+            known = _unless(answer, NO_STREAM)
             if known is None:
                 known = await self._make(f"STREAM.CREATE.{config['name']}", config)
+            else:
+                known = await self._bring_up(config, known)
             check_stream(config, known["config"])
+            if config["name"] == self.names.queue:
+                self._recognize(known)
         ack_wait = self.ack_wait
         consumers = names.consumers(self.ack_wait)
         asks = [Ask(f"$JS.API.CONSUMER.INFO.{stream}.{CONSUMER}") for stream, config in consumers]
         for (stream, config), answer in zip(consumers, await wire.ask_all(asks), strict=True):
-            known = _unless(answer, _NO_CONSUMER)
+            known = _unless(answer, NO_CONSUMER)
             if known is None:
                 request = {"stream_name": stream, "config": config}
                 known = await self._make(f"CONSUMER.DURABLE.CREATE.{stream}.{CONSUMER}", request)
@@ -145,20 +120,104 @@ class Store:
                 ack_wait = known["config"]["ack_wait"] / 1e9
         return ack_wait
 
+    async def _bring_up(self, config: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+        """What is there, made what this version needs where an older one has made it."""
+        wanted = brought_up(config, known["config"])
+        if wanted == known["config"]:
+            return known
+        check_stream(config, wanted)  # one of another program's stays as it is
+        try:
+            return await self.wire.api(f"STREAM.UPDATE.{config['name']}", wanted)
+        except ApiError as error:
+            if error.code == _NOT_NOW:
+                raise _refused(error) from error
+            raise ConfigError(
+                f"the stream {config['name']!r} would drop accepted messages at a limit (discard = 'old'), and cannot be"
+                f" changed: {error.text}; set its discard to 'new'"
+            ) from error
+
     async def _make(self, subject: str, request: dict[str, Any]) -> dict[str, Any]:
         try:
             return await self.wire.api(subject, request)
         except ApiError as error:
             raise _refused(error) from error
 
+    async def mend(self, error: MailboxError) -> None:
+        """Make anew what a call has missed, as ``error`` says. Raises it where the mailbox was dropped by its owner."""
+        if self._dropped:
+            raise error
+        mended = self._mended
+        async with self._mending:
+            if mended == self._mended:
+                await self.ensure(self.names)
+                self._mended += 1
+                self.wire.end_pulls()  # they wait for consumers that are not there any more
+
+    async def recognize(self) -> None:
+        """After the connection was lost: see whether the queue is still the one that it was."""
+        epoch = self.wire.epoch
+        if epoch != self._known_in:
+            self._recognize(await self.api(f"STREAM.INFO.{self.names.queue}"))
+            self._known_in = epoch
+
+    def _recognize(self, queue: dict[str, Any]) -> None:
+        made_at, self._made_at = self._made_at, str(queue["created"])
+        if made_at not in ("", self._made_at):
+            self.replaced()
+            self.wire.end_pulls()
+
     async def destroy(self, names: Names) -> None:
         """Delete all streams of a mailbox."""
+        self._dropped = self._dropped or names == self.names
         await self.wire.ask_all([Ask(f"$JS.API.STREAM.DELETE.{stream}") for stream in names.streams])
 
     # -------------------------------------------------------------------------------------------------------- steps
 
+    @asynccontextmanager
+    async def moving(self) -> AsyncIterator[None]:
+        """While a message goes from one stream to another: once begun, a cancellation does not leave it in both."""
+        async with self.gate.moving():
+            with anyio.CancelScope(shield=True):  # every call has its end
+                yield
+
+    async def api(self, subject: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Call JetStream's API about this mailbox; what is gone is made anew first."""
+        try:
+            return await self.wire.api(subject, request)
+        except MailboxError as error:
+            if not is_gone(error):
+                raise
+            await self.mend(error)
+        return await self.wire.api(subject, request)
+
+    async def _call(self, read: Callable[[Msg], _Read], ask: Ask) -> _Read:
+        try:
+            return read(await self.wire.ask(*ask))
+        except GoneError as error:
+            await self.mend(error)
+        return read(await self.wire.ask(*ask))
+
+    async def _call_all(self, read: Callable[[Msg], _Read], asks: Sequence[Ask]) -> list[_Read | MailboxError]:
+        results = [_each(read, answer) for answer in await self.wire.ask_all(asks)]
+        gone = [place for place, result in enumerate(results) if isinstance(result, GoneError)]
+        if gone:
+            try:
+                await self.mend(results[gone[0]])
+            except MailboxError as error:
+                for place in gone:
+                    results[place] = error
+            else:
+                again = await self.wire.ask_all([asks[place] for place in gone])
+                for place, answer in zip(gone, again, strict=True):
+                    results[place] = _each(read, answer)
+        return results
+
     async def add(self, add: Add) -> Added:
         """Add one message; see :class:`Add`."""
+        return await self._call(_added, Ask(add.subject, add.payload, _headers(add)))
+
+    async def add_elsewhere(self, add: Add) -> Added:
+        """Add a message to a stream of another mailbox. Raises :class:`GoneError` where there is none."""
         return _added(await self.wire.ask(add.subject, add.payload, _headers(add)))
 
     async def add_all(self, adds: Sequence[Add]) -> list[Added | MailboxError]:
@@ -166,50 +225,52 @@ class Store:
         results: list[Added | MailboxError] = []
         for start in range(0, len(adds), WINDOW):
             asks = [Ask(add.subject, add.payload, _headers(add)) for add in adds[start : start + WINDOW]]
-            for answer in await self.wire.ask_all(asks):
-                results.append(_each(_added, answer))
+            results += await self._call_all(_added, asks)
         return results
 
-    async def put_over(self, add: Add) -> Added:
-        """Add a message whose subject may hold another one, and replace that: so that nobody takes it for his own."""
+    async def put_over(self, add: Add, message_id: str) -> Added:
+        """Add a message whose subject may hold a copy of it, and replace that: so that nobody takes it for his own.
+
+        Where it holds another message than ``message_id`` it stays as it is: number 0.
+        """
         expect = 0
         for _ in range(10):
             added = await self.add(add._replace(expect=expect))
             if added.sequence:
                 return added
             there = await self.last(_stream_of(self.names, add.subject), add.subject)
+            if there is not None and there.record.message_id != message_id:
+                return added
             expect = 0 if there is None else there.sequence
         raise MailboxConnectionError(f"{add.subject}: others changed it time and again")
 
     async def remove(self, stream: str, sequence: int) -> bool:
         """Remove a message by its number; whether it was there."""
-        return _removed(await self.wire.ask(*_removal(stream, sequence)))
+        return await self._call(_removed, _removal(stream, sequence))
 
     async def remove_all(self, stream: str, sequences: Sequence[int]) -> list[bool | MailboxError]:
         """Remove messages in one go."""
-        answers = await self.wire.ask_all([_removal(stream, sequence) for sequence in sequences])
-        return [_each(_removed, answer) for answer in answers]
+        return await self._call_all(_removed, [_removal(stream, sequence) for sequence in sequences])
 
     async def get(self, stream: str, sequence: int) -> Stored | None:
         """A message by its number."""
-        return _stored(await self.wire.ask(*_get(stream, {"seq": sequence})))
+        return await self._call(_stored, _get(stream, {"seq": sequence}))
 
     async def last(self, stream: str, subject: str) -> Stored | None:
         """The message of a subject."""
-        return _stored(await self.wire.ask(*_get(stream, {"last_by_subj": subject})))
+        return await self._call(_stored, _get(stream, {"last_by_subj": subject}))
 
     async def last_all(self, stream: str, subjects: Sequence[str]) -> list[Stored | MailboxError | None]:
         """The messages of subjects, in one go."""
-        asks = [_get(stream, {"last_by_subj": subject}) for subject in subjects]
-        return [_each(_stored, answer) for answer in await self.wire.ask_all(asks)]
+        return await self._call_all(_stored, [_get(stream, {"last_by_subj": subject}) for subject in subjects])
 
     async def next(self, stream: str, sequence: int, subject: str) -> Stored | None:
         """The first message from number ``sequence`` on."""
-        return _stored(await self.wire.ask(*_get(stream, {"seq": sequence, "next_by_subj": subject})))
+        return await self._call(_stored, _get(stream, {"seq": sequence, "next_by_subj": subject}))
 
     async def delivered(self) -> int:
         """The highest number of the queue that was ever delivered."""
-        info = await self.wire.api(f"CONSUMER.INFO.{self.names.queue}.{CONSUMER}")
+        info = await self.api(f"CONSUMER.INFO.{self.names.queue}.{CONSUMER}")
         return int(info["delivered"]["stream_seq"])
 
     async def moved(self, count: int = 1) -> None:
@@ -220,7 +281,7 @@ class Store:
     async def purge(self, stream: str, subject: str | None = None) -> int:
         """Drop all messages of a stream, or of a subject; how many that were."""
         request = None if subject is None else {"filter": subject}
-        return int((await self.wire.api(f"STREAM.PURGE.{stream}", request))["purged"])
+        return int((await self.api(f"STREAM.PURGE.{stream}", request))["purged"])
 
 
 def _stream_of(names: Names, subject: str) -> str:
@@ -330,4 +391,6 @@ def _refused(error: ApiError) -> MailboxError:
     """What JetStream refuses, in the port's words: limits that are reached, else something that may pass."""
     if error.code in _FULL:
         return MailboxFullError(f"the NATS server has no room: {error.text}")
+    if is_gone(error):
+        return GoneError(str(error))
     return MailboxConnectionError(str(error))

@@ -11,11 +11,13 @@ stream (a power cut took more of the stream), it would pass over what is sent ne
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from mainspring.errors import MailboxError
+from mainspring.mailbox.nats_errors import is_gone
 from mainspring.mailbox.nats_names import CONSUMER
 from mainspring.mailbox.nats_store import Add, Added
 from mainspring.mailbox.nats_wire import Ask
@@ -59,9 +61,14 @@ class Tidier:
     async def _step(self, overslept: float) -> float:
         doubtful, self._doubtful = self._doubtful, False
         try:
+            if doubtful:
+                await self._store.recognize()
             await self.look(closely=doubtful)
-        except MailboxError:  # it is looked at again
+        except MailboxError as error:  # it is looked at again
             self._doubtful = self._doubtful or doubtful
+            if is_gone(error):  # the server has lost its data, or somebody has deleted a stream
+                with suppress(MailboxError):
+                    await self._store.mend(error)
         return anyio.current_time() + (SOON if doubtful else EVERY)
 
     async def look(self, *, closely: bool = False) -> None:
