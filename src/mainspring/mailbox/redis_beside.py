@@ -58,6 +58,7 @@ class Beside:
         way.users += 1
         try:
             with anyio.fail_after(self._timeout):
+                await self._tidy()
                 async with way.lock:
                     call.take(await way.link.call(call.keys, call.arguments))
         except TimeoutError:
@@ -68,7 +69,6 @@ class Beside:
             way.users -= 1
         if put.error is not None:
             raise put.error
-        await self._tidy()
 
     async def _tidy(self) -> None:
         """Hang up where nobody has sent for longest."""
