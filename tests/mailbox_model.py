@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from mainspring.errors import MailboxFullError, ReceiptHandleExpiredError
+from mainspring.errors import InvalidParameterError, MailboxFullError, ReceiptHandleExpiredError
 from mainspring.mailbox.message import CancelOutcome, Counts
 
 ALIVE = ("waiting", "delayed", "in flight")
@@ -60,16 +60,22 @@ class Model:
 
     ``exact`` says that things due at different instants take effect in the order of these. Otherwise only those of
     different looks do: a mailbox that looks at the time when it is used may do what was due meanwhile in an order of its own.
+    ``front`` and ``priority`` are what its capabilities say: without them what is released goes to the tail, and a priority
+    is refused. Without ``looks`` a receive finds that a lease has ended, and what it held goes to the tail then.
     """
 
     capacity: float = math.inf
     exact: bool = True
+    front: bool = True
+    priority: bool = True
+    looks: bool = True
     records: list[Record] = field(default_factory=list)
     dead: list[str] = field(default_factory=list)
     settled: int = 0
     _ranks: int = 0
     _choices: int = 0
     _claims: int = 0
+    _unfound: list[Record] = field(default_factory=list)
     _unseen: list[tuple[int, str]] = field(
         default_factory=list
     )  # dead letters not looked at yet, with what orders them
@@ -122,6 +128,7 @@ class Model:
                 tied = not self.exact or any(r.due == before and r.place != "in flight" for r in self.alive())
             if first.place == "in flight":
                 first.charged += 1
+                self._unfound.append(first)
             self._wait(first, now, new_rank=not together)
 
     def _wait(
@@ -162,6 +169,8 @@ class Model:
 
     def send(self, records: list[Record], now: float, delay: float = 0.0) -> list[str]:
         """Take in all or none; their ids, or those of unfinished ones with the same keys."""
+        if not self.priority and any(record.priority for record in records):
+            raise InvalidParameterError("it has no priorities")
         self.advance(now)
         twins = {r.key: r.id for r in self.alive() if r.key is not None}
         new = [record for record in records if record.key not in twins]
@@ -179,6 +188,11 @@ class Model:
     def claim(self, received: list[tuple[str, str]], most: int, now: float, lease: float) -> list[Record]:
         """Hand out at most ``most``; ``received`` says which (ids and receipts), where more than one choice is right."""
         self.advance(now)
+        if not self.looks:
+            self._ranks += 1
+            for record in self._unfound:
+                record.rank = (self._ranks, math.inf)
+        self._unfound.clear()
         waiting = self.claimable()
         if len(received) != min(most, len(waiting)):
             raise Disagreement(f"received {[i for i, _ in received]} of {[r.id for r in waiting]}, at most {most}")
@@ -212,7 +226,7 @@ class Model:
         self.advance(now)
         record = self.holder(receipt)
         record.charged += charge
-        self._wait(record, now, delay, front=front)
+        self._wait(record, now, delay, front=front and self.front)
 
     def bury(self, receipt: str, now: float, why: str) -> None:
         """To the dead letters; the attempt that ends so counts."""

@@ -66,12 +66,13 @@ def store_schema(postgres_url: str) -> Iterator[str]:
 @pytest.fixture
 def store(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Store]:
     """What a test that is parametrized by ``kind`` works on."""
-    with _store(kind, tmp_path, request.getfixturevalue) as made:
+    with store_of(kind, tmp_path, request.getfixturevalue) as made:
         yield made
 
 
 @contextmanager
-def _store(kind: str, directory: Path, given: Any) -> Iterator[Store]:
+def store_of(kind: str, directory: Path, given: Any) -> Iterator[Store]:
+    """A store of that kind; ``given`` says what the fixtures of the servers have."""
     name = f"test-{entropy.token(48)}"
     if kind == "memory":
         yield Store(kind, "", name, {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -87,6 +87,20 @@ SHORT_SEQUENCES = _sequence(
     _plain_send, _plain_receive, _plain_receive, *_settling(0, 10_000.0), _plain_extend, _replay
 )
 """Steps of which none depends on time that passes."""
+SHORT = 1.0
+"""Seconds within which times end in real time that end at all."""
+LONGEST_STEP = 0.3
+"""Seconds of real time within which a step ends, if anybody is to know what was due before it and what after it."""
+_short = 0.9
+REAL_SEQUENCES = _sequence(
+    _sending(_of(0, 0, _short, 10_000.0), _of(None, None, _short)),
+    *[_step("receive", most=st.integers(1, 5), lease=_of(3_600.0, _short), wait=st.just(0))] * 2,
+    *_settling(0, _short),
+    _plain_extend,
+    _replay,
+    _step("sleep_until_due"),
+)
+"""Steps of which some wait for times that are short enough to be waited for really."""
 
 
 @dataclass
@@ -97,12 +111,34 @@ class Handle:
     mailbox: Mailbox[Any, Any]
 
 
+@dataclass(frozen=True)
+class Place:
+    """What is particular about where a mailbox is kept."""
+
+    capacity: float = CAPACITY
+    forgets: bool = False
+    """Whether a mailbox object that is opened again does not know its deliveries of before."""
+    looks: bool = True
+    """Whether time does what it does though nobody receives: else a lease that has ended may still be counted as one, and
+    nothing is sent that grows too old while it waits."""
+    lateness: float = 0.3
+    """Seconds of real time after which it surely has been seen to what was due."""
+
+
 class Driver:
     """One mailbox (several objects of it, in turn) beside its model. ``make`` gives a new, unopened object of it."""
 
-    def __init__(self, make: Callable[[], Mailbox[Any, Any]], *, exact: bool) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Mailbox[Any, Any]],
+        *,
+        exact: bool,
+        place: Place = Place(),
+    ) -> None:
         self.make = make
-        self.model = Model(CAPACITY, exact)
+        self.place = place
+        able = make().capabilities
+        self.model = Model(place.capacity, exact, able.front_return, able.priority, place.looks)
         self.handles: list[Handle] = []
         self.bodies: dict[str, Any] = {}
         self.sent = 0
@@ -112,25 +148,29 @@ class Driver:
 
     async def run(self, steps: list[Step], *, finish: bool = True) -> None:
         """Do the steps, then everything that is left; raises :class:`Disagreement`."""
-        failure = None
+        failure: Exception | None = None
         async with anyio.create_task_group() as self.tasks:
             try:
                 await self._use(self.make())
                 for at, (name, values) in enumerate(steps):
                     try:
-                        await getattr(self, f"do_{name}")(**values)
-                        await self.compare()
+                        await self.step(name, values)
                     except Disagreement as error:
                         raise Disagreement(f"step {at}, {name} {values}: {error}") from None
                 if finish:
                     await self.finish()
-            except Disagreement as error:
+            except (Disagreement, Inconclusive) as error:
                 failure = error
             finally:
                 for leave, _ in self.leave.values():
                     leave.set()
         if failure is not None:
             raise failure
+
+    async def step(self, name: str, values: dict[str, Any]) -> None:
+        """One step, and whether everything is where it should be afterwards."""
+        await getattr(self, f"do_{name}")(**values)
+        await self.compare()
 
     async def both(
         self, theirs: Awaitable[Any], ours: Callable[[float], Any], mailbox: Mailbox[Any, Any] | None = None
@@ -151,6 +191,10 @@ class Driver:
         """Whether everything is where the model has it."""
         self.model.advance(anyio.current_time())
         counts, expected = await self.mailbox.counts(), self.model.counts()
+        if not self.place.looks:
+            counts, expected = (
+                replace(some, pending=some.pending + some.in_flight, in_flight=0) for some in (counts, expected)
+            )
         if counts != expected:
             raise Disagreement(f"{counts}, not {expected}")
         letters = await self.mailbox.dead_letters()
@@ -211,6 +255,8 @@ class Driver:
         leave, gone = self.leave[id(mailbox)]
         leave.set()
         await gone.wait()
+        if self.place.forgets:
+            self.handles = [handle for handle in self.handles if handle.mailbox is not mailbox]
         try:
             await mailbox.send({"too": "late"})
         except MailboxClosedError:
@@ -239,6 +285,8 @@ class Driver:
 
     async def _send(self, bodies: list[Any], key: str | None = None, *, many: bool = False, **values: Any) -> None:
         """The ids are the mailbox's, so the model is asked afterwards, with the instant before."""
+        if not self.place.looks:
+            values["expires_in"] = None
         now, mailbox = anyio.current_time(), self.mailbox
         result: Any
         try:
@@ -355,6 +403,28 @@ class Driver:
         due = self.model.next_due()
         if due < math.inf:
             await anyio.sleep_until(due)
+
+
+class Inconclusive(Exception):
+    """Something took so long that nobody knows what was due when."""
+
+
+class RealDriver(Driver):
+    """The same in real time, on the server's clock: nothing is done while something is about to be due, or has just been."""
+
+    async def step(self, name: str, values: dict[str, Any]) -> None:
+        while self.model.next_due() < anyio.current_time() + LONGEST_STEP:
+            await self.do_sleep_until_due()
+        due, began = self.model.next_due(), anyio.current_time()
+        await super().step(name, values)
+        if name != "sleep_until_due" and anyio.current_time() > min(due, began + LONGEST_STEP):
+            raise Inconclusive
+
+    async def do_sleep_until_due(self) -> None:
+        """Until everything is over that ends soon, and the server has seen to it."""
+        while (due := self.model.next_due()) < anyio.current_time() + SHORT:
+            await anyio.sleep_until(due + self.place.lateness)
+            self.model.advance(anyio.current_time())
 
 
 def _outcome_of(call: Callable[[float], Any], now: float) -> Any:

@@ -5,16 +5,30 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
-from itertools import count
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from itertools import count, cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
-from model_driver import CAPACITY, SEQUENCES, SHORT_SEQUENCES, Driver, Step
+from hypothesis import strategies as st
+from model_driver import (
+    CAPACITY,
+    REAL_SEQUENCES,
+    SEQUENCES,
+    SHORT_SEQUENCES,
+    Driver,
+    Inconclusive,
+    Place,
+    RealDriver,
+    Step,
+)
 
 from mailbox_model import Disagreement
 from mainspring import open_mailbox
@@ -23,19 +37,19 @@ from mainspring.mailbox.memory_entry import Entry
 from mainspring.mailbox.memory_queue import MemoryQueue
 from mainspring.mailbox.sqlite import SQLiteMailbox
 from mainspring.testing import run_virtual
-from redis_support import place
+from stores import store_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 ASKED = os.environ.get("MAINSPRING_MODEL_EXAMPLES")
 _names = count()
 
 
-def _settings(examples: int, *phases: Phase) -> settings:
+def _settings(examples: int, *phases: Phase, shrink: bool = True) -> settings:
     return settings(
         max_examples=int(ASKED) if ASKED and not phases else examples,
-        phases=phases or (Phase.explicit, Phase.generate, Phase.shrink),
+        phases=phases or (Phase.explicit, Phase.generate, *[Phase.shrink] * shrink),
         derandomize=not ASKED or bool(phases),
         database=None,
         deadline=None,
@@ -102,12 +116,61 @@ def test_a_key_that_another_has_by_now_is_gone_for_good():
         run(steps)
 
 
-@_settings(10)
-@given(SHORT_SEQUENCES)
-def test_redis(redis_url, steps):
-    with place(redis_url) as here:
-        driver = Driver(lambda: here.mailbox(capacity=CAPACITY), exact=False)
-        anyio.run(lambda: driver.run(steps, finish=False))
+SERVERS = {"redis": Place(), "postgres": Place(), "nats": Place(math.inf, forgets=True, looks=False, lateness=1.0)}
+
+
+@contextmanager
+def on_a_server(kind: str, directory: Path, request: pytest.FixtureRequest, driver: type[Driver]) -> Iterator[Driver]:
+    """A driver for a mailbox of its own."""
+    place = SERVERS[kind]
+    options = {"capacity": place.capacity} if place.capacity < math.inf else {}
+    with store_of(kind, directory, request.getfixturevalue) as store:
+        yield driver(lambda: store.box(**options), exact=False, place=place)
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+def test_servers(kind, tmp_path, request):
+    """Whatever does not depend on time that passes."""
+
+    @_settings(7, shrink=False)
+    @given(SHORT_SEQUENCES)
+    def compare(steps):
+        with on_a_server(kind, tmp_path, request, Driver) as driver:
+            anyio.run(lambda: driver.run(steps, finish=False))
+
+    compare()
+
+
+def test_servers_in_real_time(tmp_path, request):
+    """Delays, leases and lives that end: many sequences on all servers at once, as waiting costs nothing."""
+    ended: Counter[str] = Counter()
+
+    async def run(kind: str, driver: Driver, steps: list[Step]) -> None:
+        try:
+            await driver.run(steps, finish=False)
+        except Inconclusive:
+            ended["too slow to be judged"] += 1
+        except Disagreement as error:
+            ended[f"{kind}: {error}, after {steps}"] += 1
+        else:
+            ended["as they should"] += 1
+
+    async def run_all(drivers: list[tuple[str, Driver]], book: list[list[Step]]) -> None:
+        async with anyio.create_task_group() as tasks:
+            for (kind, driver), steps in zip(drivers, book, strict=True):
+                tasks.start_soon(run, kind, driver, steps)
+
+    @_settings(2, shrink=False)
+    @given(st.lists(REAL_SEQUENCES, min_size=9, max_size=9))
+    def compare(book):
+        with ExitStack() as stack:
+            kinds = [kind for kind, _ in zip(cycle(SERVERS), book, strict=False)]
+            drivers = [(k, stack.enter_context(on_a_server(k, tmp_path, request, RealDriver))) for k in kinds]
+            anyio.run(run_all, drivers, book)
+        assert set(ended) <= {"as they should", "too slow to be judged"}, "\n".join(ended)
+
+    compare()
+    assert ended["as they should"], ended
 
 
 # -------------------------------------------------------------------------------------------------------- planted faults
