@@ -5,11 +5,11 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from mainspring.errors import ReceiptHandleExpiredError
+from mainspring.errors import MailboxFullError, ReceiptHandleExpiredError
 from mainspring.mailbox.message import Counts, Envelope
 from mainspring.mailbox.nats_record import Record
 from mainspring.mailbox.nats_store import Add
-from nats_support import ON_ASYNCIO, place, several
+from nats_support import ON_ASYNCIO, limit, place, several
 
 pytestmark = [
     pytest.mark.anyio,
@@ -195,3 +195,34 @@ async def test_counts_without_end_keep_nobody_from_giving_back(here):
                 await held.nack()
             tasks.cancel_scope.cancel()
         assert (await one(box)).attempt == 2
+
+
+# ------------------------------------------------------------------------------------------------ several with a key
+
+
+def keyed(*names):
+    """Envelopes, each with its name as its id and its body, and a key of its first letter (a capital has none)."""
+    return [
+        Envelope(name, b'"%s"' % name.encode(), dedup_key=None if name.isupper() else name[0], delay=0)
+        for name in names
+    ]
+
+
+async def test_several_with_dedup_keys_are_each_sent_once(here):
+    async with here.box() as box:
+        first = await box._put(keyed("a1", "b1"))
+        again = await box._put(keyed("b2", "C", "a2", "d1", "d2"))
+        assert again[:3] == [first[1], "C", first[0]]
+        assert again[3] == again[4]
+        assert sorted(message.body for message in await several(box, 4)) == ["C", "a1", "b1", "d1"]
+        assert await box.counts() == Counts(in_flight=4)
+
+
+async def test_of_several_with_dedup_keys_none_stays_where_one_cannot_be_stored(here):
+    async with here.box() as box:
+        await box._put(keyed("a1"))
+        await limit(box, box._names.queue, max_msgs=3)
+        with pytest.raises(MailboxFullError):
+            await box._put(keyed("a2", "b1", "C", "d1"))
+        assert (await box.counts()).waiting == 1
+        assert [message.body for message in await several(box, 1)] == ["a1"]
