@@ -471,6 +471,30 @@ async def test_closing_cuts_at_its_limit_and_names_the_threads(gate, caplog):
     assert gate.seen == [None], "what was queued has not begun"
 
 
+async def test_closing_names_what_is_run_to_the_end_and_refuses_what_waits_to_be(gate, caplog, monkeypatch):
+    monkeypatch.setattr("mainspring.offload.GONE_WITHIN", 0.05)
+    errors, results = [], []
+
+    async def call(pool):
+        try:
+            results.append(await pool.run_to_the_end(gate.pass_through, "done"))
+        except OffloadClosedError as error:
+            errors.append(str(error))
+
+    async with anyio.create_task_group() as tasks:
+        async with OffloadPool(workers=1, name="cut one", shutdown_timeout=0.05) as pool:
+            tasks.start_soon(call, pool)
+            await gate.is_entered()
+            tasks.start_soon(call, pool)
+            while not pool.queued:
+                await anyio.sleep(0)
+        (record,) = caplog.records
+        assert "cut one was closed, and 1 call(s) in it have not ended: Gate.pass_through (" in record.getMessage()
+        assert errors == ["cut one was closed before Gate.pass_through had begun, and it never will"]
+        gate.open.set()
+    assert (results, gate.seen) == (["done"], ["done"])
+
+
 async def test_a_cancelled_close_does_not_wait(gate):
     async with anyio.create_task_group() as tasks:
         with anyio.fail_after(30), anyio.CancelScope() as scope:
@@ -542,6 +566,20 @@ async def test_work_holds_the_virtual_clock(virtual_clock, gate):
         tasks.start_soon(open_after_a_while, gate)
         assert await pool.run(gate.pass_through, "real", timeout=5) == "real"
         assert virtual_clock.now == 0
+
+
+async def test_who_waits_for_the_worker_of_late_work_holds_the_virtual_clock(virtual_clock, gate):
+    """It is real work that it waits for: its timeout must not strike because nothing else is to be done."""
+    async with OffloadPool(workers=1) as pool:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(time_out, pool, gate)
+            while not gate.entered.is_set():
+                await anyio.lowlevel.checkpoint()
+            virtual_clock.advance(5)
+        async with anyio.create_task_group() as tasks:
+            threading.Timer(0.05, gate.open.set).start()
+            assert await pool.run(len, "abc", timeout=60) == 3
+        assert virtual_clock.now == 5
 
 
 async def open_after_a_while(gate):

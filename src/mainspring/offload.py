@@ -137,9 +137,9 @@ class OffloadPool:
             await calls.wait_idle()  # the callers are told
             if backend.kills:
                 await calls.wait_for_late()
-        if calls.late:
-            at = ", ".join(sorted(f"{call.name} ({call.where or 'about to end'})" for call in calls.late))
-            _log.warning("%s was closed, and %d call(s) in it have not ended: %s", self.name, len(calls.late), at)
+        if unended := calls.unended:
+            at = ", ".join(sorted(f"{call.name} ({call.where or 'about to end'})" for call in unended))
+            _log.warning("%s was closed, and %d call(s) in it have not ended: %s", self.name, len(unended), at)
 
     # --------------------------------------------------------------------------------------------------------- calling
 
@@ -174,17 +174,22 @@ class OffloadPool:
             )
         return result
 
-    async def run_to_the_end(self, fn: Callable[[Unpack[Args]], T], *args: *Args) -> T:
+    async def run_to_the_end(
+        self, fn: Callable[[Unpack[Args]], T], *args: *Args, waiting: Callable[[bool], object] | None = None
+    ) -> T:
         """As :meth:`run`, for callers that must not go on while the work does, whatever happens.
 
         Cancelled, it kills a process and waits until that is gone, at most 5 seconds (then a warning names it, and it keeps its
         place until it ends); work whose process is still starting has not begun, never will, and is not waited for. For a
         thread or an interpreter it waits until the work ends, and then what came of it counts. ``queue_limit`` does not
-        apply. It raises what :meth:`run` does.
+        apply. Where the pool is closed, what waits for a worker gets :class:`OffloadClosedError`; what runs in a thread or an
+        interpreter is named in the warning, and still waited for. It raises what :meth:`run` does.
+
+        :param waiting: is called with True where it has to wait for a worker, and with False once it has one.
         """
         backend = self._ready()
         assert self._calls is not None
-        result: T = await self._calls.run_to_the_end(backend.job(fn, args))
+        result: T = await self._calls.run_to_the_end(backend.job(fn, args), waiting)
         return result
 
     def _ready(self) -> Backend:

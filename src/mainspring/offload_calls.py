@@ -174,6 +174,7 @@ class Calls:
         self._places = CapacityLimiter(workers)
         self._threads = CapacityLimiter(math.inf)  # the places are the bound
         self._scoped: dict[Call, None] = {}
+        self._kept: dict[Call, None] = {}
         self._running = 0
         self._scope = type(anyio.CancelScope())  # asking anyio which kind it is takes as long as all of the rest of one
         self._is_cut = False
@@ -183,6 +184,11 @@ class Calls:
     def in_flight(self) -> int:
         """How many are being performed for somebody who waits."""
         return self._running
+
+    @property
+    def unended(self) -> list[Call]:
+        """Those that a cut does not end: late ones, and what is run to the end."""
+        return [*{**self.late, **self._kept}]
 
     # --------------------------------------------------------------------------------------------------------- calling
 
@@ -205,21 +211,22 @@ class Calls:
             raise OffloadClosedError(f"{self._name} was closed before {call.name} had ended; its effects are unknown")
         raise OffloadTimeoutError(f"{call.name} did not end within {timeout:g} s")
 
-    async def run_to_the_end(self, job: Job) -> Any:
+    async def run_to_the_end(self, job: Job, waiting: Callable[[bool], object] | None) -> Any:
         """Perform a job; when cancelled kill it, where that can be, and return or raise only when it has really ended.
 
         What ended in spite of a cancellation counts. A job whose worker is still starting has not begun, and is not waited
         for; nor is, for longer than ``GONE_WITHIN`` seconds, a killed process that does not end. The queue's limit does not
-        count, for who calls this has one of its own.
+        count, for who calls this has one of its own; ``waiting`` is told when it begins and ends to wait there.
         """
         call = Call(self, job)
         if not self._take_place(call):
-            await self._queue(call, None)
-        if not job.killable:
-            return await self._execute(call, abandon=False)
+            await self._queue_until_cut(call, waiting)
+        self._kept[call] = None
         try:
-            return await self._execute(call, abandon=True)
+            return await self._execute(call, abandon=job.killable)
         except anyio.get_cancelled_exc_class():
+            if not job.killable:
+                raise
             if call.begun:
                 await self._wait_until_gone(call)
             if not call.has_ended:
@@ -227,6 +234,23 @@ class Calls:
             if call.error is not None:
                 raise call.error from None
             return call.result
+        finally:
+            del self._kept[call]
+
+    async def _queue_until_cut(self, call: Call, waiting: Callable[[bool], object] | None) -> None:
+        if waiting is not None:
+            waiting(True)
+        with self._scope() as call.scope:
+            self._scoped[call] = None
+            try:
+                await self._queue(call, None)
+            finally:
+                del self._scoped[call]
+        if call.scope.cancelled_caught:
+            raise OffloadClosedError(f"{self._name} was closed before {call.name} had begun, and it never will")
+        call.scope = None
+        if waiting is not None:
+            waiting(False)
 
     async def _wait_until_gone(self, call: Call) -> None:
         if call not in self.late:
@@ -256,7 +280,8 @@ class Calls:
             )
         self.queued += 1
         try:
-            await self._places.acquire_on_behalf_of(call)
+            with real_work():  # of others, which may be late by now: only then is it this one's turn
+                await self._places.acquire_on_behalf_of(call)
         finally:
             self.queued -= 1
             self._tell()

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 import anyio
 import pytest
 
 import offload_work
-from mainspring import Context, DeadLetterPolicy, InMemoryMailbox, LoopGroup, MainLoop, OffloadPool
+from mainspring import (
+    Context,
+    DeadLetterPolicy,
+    Deadline,
+    InMemoryMailbox,
+    LeasePolicy,
+    LoopGroup,
+    MainLoop,
+    OffloadPool,
+)
 from mainspring.errors import ConfigError, HandlerStalledError
 from support import background, settled
 from test_offload_processes import HeldStart, ended, is_there, told
@@ -227,6 +237,85 @@ async def test_a_handler_cancelled_while_it_waits_for_a_worker_never_begins():
             release.set()
     assert loop.outcomes == {"released": 1, "acknowledged": 1}
     assert len(began) == 1
+
+
+async def test_who_waits_for_a_worker_does_not_use_up_its_timeout():
+    """More handlers than workers, and a timeout that the queue takes longer than."""
+    box, ran = InMemoryMailbox(), []
+
+    def work(job: int) -> None:
+        ran.append(job)
+        time.sleep(0.06)
+
+    async with OffloadPool(workers=1) as pool:
+        loop = MainLoop(box, work, concurrency=6, offload=pool, handler_timeout=0.2, dead_letter=ONCE)
+        async with background(loop):
+            await box.send_many(range(6))
+            await settled(box)
+    assert (sorted(ran), await box.dead_letters()) == ([*range(6)], [])
+    assert loop.outcomes == {"acknowledged": 6}
+
+
+async def over(box: InMemoryMailbox) -> None:
+    """Wait in virtual time until nothing is to be done."""
+    with anyio.fail_after(100_000):
+        while await box.approximate_count():
+            await anyio.sleep(0.05 if anyio.current_time() < 110 else 10)
+
+
+class BusyPool(OffloadPool):
+    """A pool whose worker is free after so many seconds, in virtual time."""
+
+    def __init__(self, *seconds: float) -> None:
+        super().__init__(workers=1)
+        self.seconds = list(seconds)
+
+    async def run_to_the_end(self, fn, *args, waiting=None):
+        waiting(True)
+        await anyio.sleep(self.seconds.pop(0))
+        waiting(False)
+        await anyio.sleep(2)
+        return await super().run_to_the_end(fn, *args)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "outcome"), [(3, "acknowledged"), (1, "dead_lettered")], ids=["enough for the work", "too short for it"]
+)
+async def test_the_timeout_goes_on_when_there_is_a_worker(timeout, outcome, virtual_clock):
+    box = InMemoryMailbox()
+    loop = MainLoop(box, lambda job: None, body=int, offload=BusyPool(100), handler_timeout=timeout, dead_letter=ONCE)
+    async with background(loop):
+        await box.send(1)
+        await over(box)
+    assert loop.outcomes == {outcome: 1}
+    assert virtual_clock.now == pytest.approx(100 + min(timeout, 2), abs=0.1)
+
+
+async def test_the_deadline_of_a_message_passes_in_the_queue_too(virtual_clock):
+    box = InMemoryMailbox()
+    loop = MainLoop(box, lambda job: None, body=int, offload=BusyPool(100), handler_timeout=30)
+    async with background(loop):
+        await box.send(1, deadline=Deadline.after(50))
+        await over(box)
+    (dead,) = await box.dead_letters()
+    assert dead.error_type == "DeadlineExceededError"
+    assert virtual_clock.now == pytest.approx(50, abs=0.1)
+
+
+async def test_who_waits_too_long_for_a_worker_goes_back_uncharged(virtual_clock):
+    """A worker that never comes is no failure of the message; another process may have one."""
+    box, attempts = InMemoryMailbox(), []
+
+    def work(job: int, ctx: Context) -> None:
+        attempts.append((ctx.attempt, ctx.message.delivery_count))
+
+    lease = LeasePolicy(renew="on-beat")
+    loop = MainLoop(box, work, offload=BusyPool(10_000, 10_000, 200), handler_timeout=5, dead_letter=ONCE, lease=lease)
+    async with LoopGroup([loop], watchdog_threshold=300):
+        await box.send(1)
+        await over(box)
+    assert loop.outcomes == {"released": 2, "acknowledged": 1}
+    assert attempts == [(1, 3)]
 
 
 async def test_a_thread_that_was_given_up_keeps_its_worker_of_the_loop():

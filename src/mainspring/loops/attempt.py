@@ -103,7 +103,7 @@ class Attempts:
         entered = None
         try:
             if due is not None or self._settings.handler_timeout is not None:
-                scope.deadline = self._end_of(run, now, due)
+                run.end_within(self._settings.handler_timeout, due)
             entered = None if due is None else enter(due)
             args = (body, Context(run)) if self._settings.wants_context else (body,)
             if self.wrappers:
@@ -144,14 +144,6 @@ class Attempts:
         due = deadline_of(message.headers) if message.headers else None
         return after_deadline(run.too_late(due)) if due is not None and due.passed else (body, due)
 
-    def _end_of(self, run: Run, now: float, due: Deadline | None) -> float:
-        """When the handler is to end: after its timeout, or at its message's deadline, whichever is earlier."""
-        timeout, left = self._settings.handler_timeout, math.inf if due is None else due.remaining()
-        if timeout is None or left < timeout:
-            run.due, timeout = due, left
-        run.deadline = now + timeout
-        return run.deadline
-
     def _wrapped(self, run: Run, args: tuple[Any, ...]) -> Awaitable[Any]:
         """The handler's call inside of the wrappers, of which the last one is the outermost."""
 
@@ -178,8 +170,8 @@ class Attempts:
             cause = Cause.TIMEOUT
         if run.lost:
             return run.fate
-        if cause is Cause.SHUTDOWN or _makes_way(run, error):
-            return RELEASED
+        if cause is Cause.SHUTDOWN or _makes_way(run, error) or (cause is Cause.STALLED and run.waits):
+            return RELEASED  # the last one has waited for a worker all the time: it is no attempt
         verdict = error
         if cause is Cause.TIMEOUT and run.due is not None:
             late = run.too_late(run.due)

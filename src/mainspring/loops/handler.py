@@ -92,11 +92,11 @@ class Handler:
                     run.thread_id = None
 
             handle.__qualname__ = name
-            result = await run_to_the_end(handle)
+            result = await run_to_the_end(handle, waiting=run.wait_for_worker)
             return await result if inspect.isawaitable(result) else result
 
         async def run_elsewhere(run: Run, *args: Any) -> Any:
-            return await run_to_the_end(fn, *args)
+            return await run_to_the_end(fn, *args, waiting=run.wait_for_worker)
 
         return run_in_thread if pool.kind == "thread" else run_elsewhere
 

@@ -108,8 +108,11 @@ class LeaseKeeper:
             self._tasks.start_soon(self._renew, run)
 
     def _has_beaten(self, run: Run, now: float) -> bool:
-        """Whether the handler has given a sign of life since the last renewal; that it was started is none of its own."""
-        return now - run.beat_age() > max(run.renewed_at, run.started)
+        """Whether the handler has given a sign of life since the last renewal; that it was started is none of its own.
+
+        One that still waits for a worker cannot give any, and is not stuck.
+        """
+        return run.waits or now - run.beat_age() > max(run.renewed_at, run.started)
 
     async def _renew(self, run: Run) -> None:
         failures = 0

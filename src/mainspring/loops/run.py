@@ -52,7 +52,11 @@ class Run:
     __slots__ = (
         "_beaten_elsewhere",
         "_clock",
+        "_due",
+        "_due_at",
         "_heartbeat",
+        "_left",
+        "_timeout_at",
         "cause",
         "coroutine",
         "deadline",
@@ -74,6 +78,7 @@ class Run:
         "started",
         "thread_id",
         "trusted_until",
+        "waits",
     )
 
     def __init__(
@@ -110,6 +115,9 @@ class Run:
         self._clock = clock
         self._heartbeat = heartbeat
         self._beaten_elsewhere = False
+        self._timeout_at = math.inf
+        self.waits = False
+        """Whether it waits for a worker of its pool: its handler has not begun."""
 
     # ------------------------------------------------------------------------------------------------ signs of life
 
@@ -155,6 +163,32 @@ class Run:
         return None if self.deadline is None else max(0.0, self.deadline - on_the_loop(anyio.current_time))
 
     # ------------------------------------------------------------------------------------------------- cancellation
+
+    def end_within(self, timeout: float | None, due: Deadline | None) -> None:
+        """Have the handler cancelled after ``timeout`` seconds, or at its message's deadline, whichever is earlier."""
+        now = self._clock()
+        self._timeout_at = math.inf if timeout is None else now + timeout
+        self._due, self._due_at = due, math.inf if due is None else now + due.remaining()
+        self._arm()
+
+    def _arm(self) -> None:
+        assert self.scope is not None
+        self.due = self._due if self._due_at < self._timeout_at else None
+        end = min(self._timeout_at, self._due_at)
+        self.deadline = None if end == math.inf else end
+        self.scope.deadline = end
+
+    def wait_for_worker(self, waits: bool) -> None:
+        """It has to wait for a worker, or has one now: in between its timeout stands still, as it is not at work."""
+        self.waits = waits
+        now = self._clock()
+        if waits:
+            self._left = self._timeout_at - now
+        else:
+            self.started = self.last_beat = now
+        if self._left < math.inf:
+            self._timeout_at = math.inf if waits else now + self._left
+            self._arm()
 
     def cancel(self, cause: Cause, error: BaseException | None = None) -> bool:
         """Cancel the handler, if it is being handled and nobody has cancelled it yet; whether that was so."""
