@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from hashlib import sha256
 
 import anyio
@@ -289,6 +290,32 @@ async def test_a_lock_that_is_held_too_long(anyio_backend, overrides):
 
 
 # ------------------------------------------------------------------------------------------------------------------ damage
+
+
+async def test_a_child_that_is_forked_during_a_write_does_not_keep_the_lock(anyio_backend, overrides, monkeypatch):
+    real, children = os.replace, []
+    there, here = os.pipe()
+
+    def replace(*args, **options):
+        if not children:
+            children.append(os.fork())
+            if not children[0]:
+                os.close(here)
+                os.read(there, 1)  # until the parent is done, or gone
+                os._exit(0)
+        return real(*args, **options)
+
+    monkeypatch.setattr(os, "replace", replace)
+    overrides = Overrides(overrides.directory, lock_timeout=0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+            assert await overrides.write("a", "1") == 1
+        assert await overrides.write("a", "2") == 2
+    finally:
+        os.close(here)
+        os.close(there)
+        os.waitpid(children[0], 0)
 
 
 async def test_a_crash_before_the_index_is_replaced_leaves_the_version_before(anyio_backend, overrides, monkeypatch):

@@ -239,6 +239,10 @@ class Overrides:
                     pause.wait(_LOOK_AGAIN)
             yield
         finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(
+                    lock, fcntl.LOCK_UN
+                )  # a process that was forked meanwhile has it open too, and would keep it
             os.close(lock)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+from array import array
+from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, NamedTuple
@@ -143,7 +145,14 @@ async def test_a_reducer_that_raises_is_in_the_result_and_changes_nothing(anyio_
     assert "a reducer of Added raised" in caplog.text
 
 
-@pytest.mark.parametrize("value", [[1], {}, set(), bytearray()])
+class Basket(list):
+    pass
+
+
+CHANGEABLE = [[1], {}, set(), bytearray(), Counter(), OrderedDict(), defaultdict(int), deque(), Basket(), array("i")]
+
+
+@pytest.mark.parametrize("value", CHANGEABLE)
 async def test_a_slice_that_could_be_changed_is_refused(anyio_backend, value):
     session = Session()
     session.register(Added, "items", lambda items, event: value, initial=())
@@ -151,6 +160,7 @@ async def test_a_slice_that_could_be_changed_is_refused(anyio_backend, value):
     assert f"slice 'items' cannot be a {type(value).__name__}" in str(error)
     with pytest.raises(ReducerError, match="use a tuple, a frozenset or a frozen dataclass"):
         session.register(Added, "others", append, initial=value)
+    assert (await session.dispatch(Added(1))).errors  # and the next time
 
 
 async def later(total: int, event: Added) -> int:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, Any
 
 import anyio
+import anyio.from_thread
 import pytest
-from session_state import Added, MemoryJournal, Mood, Said, State, add
+from session_state import FULL, Added, MemoryJournal, Mood, Said, State, add
 
 from mainspring import (
     ConfigError,
     InvalidParameterError,
+    JournalError,
     SerializationError,
     Session,
     SessionError,
@@ -96,6 +99,140 @@ async def test_a_child_that_is_made_later_finds_its_part(session):
     assert kid.child("inner", State).state.total == 3
     await session.restore(Session(State).snapshot())
     assert session.children["kid"].children["inner"].state.total == 0
+
+
+async def test_a_child_that_is_made_while_a_restore_waits_for_its_turn(session):
+    await session.child("kid", State).dispatch(Added(1))
+    raw = session.snapshot().to_json()
+    other = Session(State)
+    await other.restore(raw)  # which has no child yet
+    asked = anyio.Event()
+
+    async def restore():
+        await asked.wait()
+        await other.restore(raw)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(restore)
+        await anyio.wait_all_tasks_blocked()
+        async with other.transaction():
+            asked.set()
+            await anyio.wait_all_tasks_blocked()
+            kid = other.child("kid", State)
+    await kid.dispatch(Added(4))
+    assert other.snapshot().children["kid"].slices["total"] == kid.state.total == 5
+
+
+async def snapshot_of_kids():
+    session = Session(State)
+    await session.dispatch(Added(100))
+    for name in ("kid", "other"):
+        await session.child(name, State).dispatch(Added(1))
+    return session.snapshot()
+
+
+@pytest.mark.parametrize("errors", [[], [FULL]])
+async def test_a_child_that_is_made_while_a_restore_is_written(anyio_backend, errors):
+    """It is of the restored state where that becomes durable, and of the one before where it does not."""
+    journal, writing, go_on = MemoryJournal(), threading.Event(), threading.Event()
+    async with Session.open(State, journal=journal) as session:
+        await session.child("kid", State).dispatch(Added(30))
+    async with Session.open(State, journal=journal) as session:
+        journal.before = lambda: (writing.set(), go_on.wait(30))
+        journal.fail = errors.copy()
+        outcome = []
+
+        async def restore(snapshot):
+            try:
+                outcome.append((await session.restore(snapshot)).seq)
+            except JournalError as error:
+                outcome.append(str(error))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(restore, await snapshot_of_kids())
+            while not writing.is_set():
+                await anyio.sleep(0.001)
+            kid, new = session.child("kid", State), session.child("new", State)
+            tickets = [kid.dispatch_nowait(Added(4)), new.dispatch_nowait(Added(5))]
+            assert (session.state.total, kid.state.total, new.state.total) == (0, 30, 0)
+            go_on.set()
+        for ticket in tickets:
+            if errors:
+                with pytest.raises(JournalError, match="the disk is full"):
+                    await ticket.wait()
+            else:
+                await ticket.wait()
+        assert outcome == ["the disk is full" if errors else 2]
+        await kid.dispatch(Added(1000))
+        totals = [each.state.total for each in (session, kid, new, session.child("other", State))]
+        assert totals == ([0, 1030, 0, 0] if errors else [100, 1005, 5, 1])
+    async with Session.open(State, journal=journal) as session:
+        names = ("kid", "new", "other")
+        assert [session.state.total, *(session.child(name, State).state.total for name in names)] == totals
+
+
+async def test_a_child_that_is_made_while_the_journal_is_read(anyio_backend, monkeypatch):
+    monkeypatch.setattr("mainspring.session.history.ENTRIES_AT_ONCE", 1)
+    journal = MemoryJournal()
+    async with Session.open(State, journal=journal) as session:
+        for number in range(4):
+            await session.child("kid", State).dispatch(Added(10**number))
+    session = Session.open(State, journal=journal)
+    given = journal.entries
+
+    def entries():
+        for number, entry in enumerate(given()):
+            if number == 2:
+                anyio.from_thread.run_sync(session.child, "kid", State)
+            yield entry
+
+    journal.entries = entries
+    async with session:
+        assert session.child("kid", State).state.total == 1111
+
+
+async def test_a_child_that_is_made_when_the_session_is_closed(anyio_backend):
+    journal = MemoryJournal()
+    async with Session.open(State, journal=journal) as session:
+        await session.child("kid", State).dispatch(Added(3))
+    async with Session.open(State, journal=journal) as session:
+        pass
+    assert session.child("kid", State).state.total == 3
+
+
+async def test_its_number_is_that_of_what_is_in_it(session):
+    inside, leave, child = anyio.Event(), anyio.Event(), session.child("kid", State)
+
+    async def transact():
+        async with session.transaction():
+            await session.dispatch(Added(1))
+            assert (session.seq, session.snapshot().seq, child.seq) == (2, 2, 2)
+            inside.set()
+            await leave.wait()
+
+    await session.dispatch(Added(1))
+    heard = []
+    session.dispatcher.subscribe(Added, lambda event: heard.append(session.seq))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(transact)
+        await inside.wait()
+        assert (session.state.total, session.seq, session.snapshot().seq, child.seq) == (1, 1, 1, 1)
+        leave.set()
+    assert (session.seq, session.snapshot().seq) == (2, 2)
+    assert heard == [2]
+
+
+async def test_its_number_is_not_that_of_what_waits_for_the_journal(anyio_backend):
+    journal, go_on = MemoryJournal(), threading.Event()
+    async with Session.open(State, journal=journal) as session:
+        await session.dispatch(Added(1))
+        journal.before = lambda: go_on.wait(30)
+        ticket = session.dispatch_nowait(Added(1))
+        await anyio.wait_all_tasks_blocked()
+        assert (session.state.total, session.seq, session.snapshot().seq) == (1, 1, 1)
+        go_on.set()
+        await ticket.wait()
+        assert (session.seq, session.snapshot().seq) == (2, 2)
 
 
 # ---------------------------------------------------------------------------------------------------------------- versions

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from contextvars import copy_context
 
 import anyio
 import anyio.to_thread
@@ -10,6 +12,7 @@ import pytest
 from session_state import FULL, Added, MemoryJournal, Mood, State
 
 from mainspring import ConfigError, JournalError, ReducerError, Session, SessionClosedError
+from mainspring.session import append
 
 pytestmark = pytest.mark.anyio
 
@@ -43,6 +46,32 @@ async def test_all_of_it_is_seen_and_told_at_its_end(session):
         assert heard == []
     assert heard == [(Added(1), 1, 10), (Added(10), 1, 10), (Mood(2), 1, 10)]
     assert kept(session) in (None, 1)
+
+
+@pytest.mark.parametrize("leaves", ["well", "badly"])
+@pytest.mark.parametrize("where", ["inside", "outside"])
+async def test_a_slice_that_is_registered_meanwhile_is_there_afterwards(anyio_backend, leaves, where):
+    session, outside = Session(State), copy_context()
+    with contextlib.suppress(Stop):
+        async with session.transaction():
+            await session.dispatch(Added(1))
+            here = copy_context() if where == "inside" else outside
+            here.run(session.register, Mood, "moods", append)
+            assert session["moods"] == ()
+            await session.dispatch(Added(2))
+            if where == "inside":
+                await session.dispatch(Mood(3))
+            if leaves == "badly":
+                raise Stop
+    moods = (Mood(3),) if where == "inside" and leaves == "well" else ()
+    assert session["moods"] == moods
+    assert session.state.total == (3 if leaves == "well" else 0)
+    await session.dispatch(Mood(4))
+    assert session["moods"] == (*moods, Mood(4))
+
+
+class Stop(Exception):
+    pass
 
 
 @pytest.mark.parametrize("how", ["error", "cancel", "exit"])

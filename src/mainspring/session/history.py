@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-import anyio
-from anyio import to_thread
-
-from mainspring.clock import real_work
-from mainspring.errors import (
-    ConfigError,
-    JournalDamagedError,
-    JournalError,
-    JournalLockedError,
-    ReducerError,
-    SessionError,
-    describe,
-)
+from mainspring.errors import ConfigError, JournalDamagedError, JournalLockedError, ReducerError, SessionError
 from mainspring.scope import DaemonScope
+from mainspring.session.journal import JournalCalls
 from mainspring.session.record import Entry, EventCodecs, Stored, entry_of_snapshot, read_entry
 from mainspring.session.snapshot import Picture, Snapshot
-from mainspring.session.writer import CLOSE_TIMEOUT, Cell
+from mainspring.session.writer import CLOSE_TIMEOUT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Iterable, Mapping
     from types import TracebackType
 
     from mainspring.events import DispatchResult
+    from mainspring.session.changes import Cell
     from mainspring.session.journal import Journal
     from mainspring.session.slices import Values
     from mainspring.session.transaction import Transaction
@@ -39,11 +27,15 @@ ENTRIES_AT_ONCE = 1_000
 """How many entries are read before the event loop goes on with something else."""
 
 
-class Restored(NamedTuple):
-    """What a snapshot makes of a session with its children; ``waiting`` is for those that are not made yet."""
+@dataclass(slots=True)
+class Restored:
+    """What a snapshot makes of a session with its children."""
 
-    values: Mapping[Cell, Values]
-    waiting: Mapping[str, list[Stored | Snapshot]]
+    values: dict[Cell, Values]
+    waiting: dict[str, list[Stored | Snapshot]]
+    """For children that are not made yet."""
+    late: dict[Cell, Values] = field(default_factory=dict)
+    """The children that were made while it was on its way to the journal."""
 
 
 class History:
@@ -53,28 +45,39 @@ class History:
         self._writer = writer
         self._cells: dict[str, Cell] = {}
         self._pictures: dict[str, Picture] = {}
-        self._waiting: Mapping[str, list[Stored | Snapshot]] = {}
+        self._waiting: dict[str, list[Stored | Snapshot]] = {}
         """By path, what happened to children that are not made (again) yet."""
+        self._restoring: Restored | None = None
         self._scope: DaemonScope | None = None
 
     def join(self, cell: Cell) -> None:
         """A session or a child is made; what is known of it happens to it now."""
-        if self._writer.journal is not None and self._writer.is_open:
-            cell.codecs = EventCodecs(cell.name, cell.path, cell.slices.event_types)
-        self._pictures[cell.path] = Picture(cell.name, cell.slices)
-        for past in self._waiting.get(cell.path, ()):
-            self._happen(cell, past)
-        self._waiting = {path: past for path, past in self._waiting.items() if path != cell.path}
-        self._cells[cell.path] = cell
+        path, restored = cell.path, self._on_its_way()
+        if self._writer.journal is not None and (self._scope is not None or path in self._waiting):
+            cell.codecs = EventCodecs(cell.name, path, cell.slices.event_types)
+        self._pictures[path] = Picture(cell.name, cell.slices)
+        values = tip = self._after(cell, self._waiting.get(path, ()))
+        if restored is not None:
+            tip = self._after(cell, restored.waiting.get(path, ()))
+            restored.late[cell] = tip
+            restored.waiting.pop(path, None)
+        cell.values, cell.tip = values, tip
+        self._waiting.pop(path, None)
+        self._cells[path] = cell
         self._writer.cells.append(cell)
 
-    def _happen(self, cell: Cell, past: Stored | Snapshot) -> None:
-        if isinstance(past, Snapshot):
-            values = self._pictures[cell.path].read(past)
-        else:
-            assert cell.codecs is not None
-            values, _ = cell.slices.reduce(cell.values, cell.codecs.decode(past))
-        cell.values = cell.tip = values
+    def _after(self, cell: Cell, past: Iterable[Stored | Snapshot]) -> Values:
+        """The slices of a session that has just been made, after all that."""
+        values = cell.values
+        for what in past:
+            values = self._next(cell, values, what)
+        return values
+
+    def _next(self, cell: Cell, values: Values, what: Stored | Snapshot) -> Values:
+        if isinstance(what, Snapshot):
+            return self._pictures[cell.path].read(what)
+        assert cell.codecs is not None
+        return cell.slices.reduce(values, cell.codecs.decode(what))[0]
 
     # --------------------------------------------------------------------------------------------------------- snapshots
 
@@ -92,7 +95,8 @@ class History:
             if _is_child(path, cell.path)
         }
         children |= {_name(path): self._unmade(path, unmade) for path in unmade if _is_child(path, cell.path)}
-        return Snapshot(self._writer.seq, picture.version, picture.take(cell.tip if tip else cell.values), children)
+        seq, values = (self._writer.seq, cell.tip) if tip else (self._writer.seen_seq, cell.values)
+        return Snapshot(seq, picture.version, picture.take(values), children)
 
     def _unmade(self, path: str, waiting: Mapping[str, list[Stored | Snapshot]]) -> Snapshot:
         past = waiting[path]
@@ -104,7 +108,7 @@ class History:
         children = {_name(below): self._unmade(below, waiting) for below in waiting if _is_child(below, path)}
         return replace(past[0], children=children)
 
-    def read(self, cell: Cell, snapshot: Snapshot) -> Restored:
+    def _restored(self, cell: Cell, snapshot: Snapshot) -> Restored:
         """What the snapshot says of a session and its children."""
         values: dict[Cell, Values] = {}
         waiting = {path: past for path, past in self._waiting.items() if not _is_below(path, cell.path)}
@@ -125,26 +129,39 @@ class History:
         for name, child in snapshot.children.items():
             self._read(f"{path}/{name}" if path else name, child, values, waiting)
 
-    def replace(self, transaction: Transaction, restored: Restored) -> DispatchResult:
-        """Make ``restored`` what is, as all that this transaction does."""
-        result = transaction.replace(restored.values, partial(self._wait_for, restored.waiting))
+    def replace(self, transaction: Transaction, cell: Cell, snapshot: Snapshot) -> DispatchResult:
+        """Make what the snapshot says of a session and its children what is, as all that this transaction does."""
+        restored = self._restored(cell, snapshot)
+        result = transaction.replace(restored.values, self._replaced)
         if self._writer.journal is not None:
-            snapshot = self.snapshot(self._cells[""], tip=True, waiting=restored.waiting)
-            transaction.entry = entry_of_snapshot(result.seq or 0, snapshot.to_json())
+            whole = self.snapshot(self._cells[""], tip=True, waiting=restored.waiting)
+            transaction.entry = entry_of_snapshot(result.seq or 0, whole.to_json())
+        self._restoring = restored
         return result
 
-    def _wait_for(self, waiting: Mapping[str, list[Stored | Snapshot]]) -> None:
-        self._waiting = waiting
+    def _replaced(self) -> None:
+        """It is durable, and all that there was is replaced."""
+        restored, self._restoring = self._restoring, None
+        assert restored is not None
+        for cell, values in restored.late.items():
+            cell.values = values
+        self._waiting = restored.waiting
 
-    async def compact(self) -> None:
-        """Replace the journal by a snapshot; called in a transaction."""
-        journal = self._writer.journal
-        if journal is None:
-            raise ConfigError(f"session {self._writer.name!r} has no journal to compact")
-        assert self._writer.appender is not None  # a transaction begins in an opened session
-        self._writer.appender.check()
-        entry = entry_of_snapshot(self._writer.seq, self.snapshot(self._cells[""], tip=True).to_json())
-        await _in_thread(journal, partial(journal.rewrite, [entry]))
+    def _on_its_way(self) -> Restored | None:
+        """What shall replace all that there is once it is durable."""
+        if self._restoring is not None and not self._writer.is_pending(self._replaced):
+            self._restoring = None  # it has failed
+        return self._restoring
+
+    def compact(self, transaction: Transaction) -> None:
+        """Replace the journal by a snapshot, as all that this transaction does."""
+        writer = self._writer
+        if writer.journal is None:
+            raise ConfigError(f"session {writer.name!r} has no journal to compact")
+        assert writer.calls is not None  # a transaction begins in an opened session
+        writer.calls.check()
+        transaction.entry = entry_of_snapshot(writer.seq, self.snapshot(self._cells[""], tip=True).to_json())
+        transaction.rewrites = True
 
     # -------------------------------------------------------------------------------------------------------- the journal
 
@@ -155,22 +172,20 @@ class History:
             return
         if self._scope is not None:
             raise ConfigError(f"session {writer.name!r} is open already; open it in one place and pass it on")
-        if writer.appender is not None and writer.appender.is_writing:
+        if writer.calls is not None and writer.calls.is_busy:
             raise JournalLockedError(
-                f"{writer.journal.name}: a write of its last opening has not ended; try again later"
+                f"{writer.journal.name}: what its last opening had it do has not ended; try again later"
             )
         self._scope = scope = DaemonScope(f"session {writer.name}", timeout=CLOSE_TIMEOUT)
+        writer.calls = calls = JournalCalls(writer.journal)
         try:
             await scope.__aenter__()
             try:
-                if writer.gave_up:  # its last opening could not: a write was under way
-                    await self._let_go(writer.journal)
-                    writer.gave_up = False
-                await _in_thread(writer.journal, writer.journal.open)
                 try:
-                    writer.opened(await self._replay(writer.journal))
+                    await calls.open()
+                    writer.opened(await self._replay(writer.journal, calls))
                 except BaseException:
-                    await self._let_go(writer.journal)
+                    await calls.let_go(CLOSE_TIMEOUT)
                     raise
             except BaseException as error:
                 await scope.__aexit__(type(error), error, error.__traceback__)
@@ -184,30 +199,26 @@ class History:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         """Write what is still to be written, and let go of the journal."""
-        scope, self._scope = self._scope, None
-        journal = self._writer.journal
-        if scope is None or journal is None:
+        writer, scope = self._writer, self._scope
+        if (
+            scope is None or writer.calls is None or writer.is_forked
+        ):  # a forked child leaves to its parent what is the parent's
             return None
-        self._writer.is_open = False
+        self._scope = None
+        writer.is_open = False
         try:
             return await scope.__aexit__(kind, error, trace)
         finally:
-            if not self._writer.gave_up:
-                await self._let_go(journal)
+            await writer.calls.let_go(CLOSE_TIMEOUT)
 
-    async def _let_go(self, journal: Journal) -> None:
-        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT), real_work():
-            await to_thread.run_sync(journal.close, abandon_on_cancel=True)
-
-    async def _replay(self, journal: Journal) -> int:
-        """Let all that the journal holds happen; the number of its last event."""
-        waiting: dict[str, list[Stored | Snapshot]] = {}
-        self._waiting = waiting
+    async def _replay(self, journal: Journal, calls: JournalCalls) -> int:
+        """Let all that the journal holds happen; the number of its last event. Children may be made meanwhile."""
+        self._waiting = {}
         for cell in self._cells.values():
             cell.codecs = EventCodecs(cell.name, cell.path, cell.slices.event_types)
             cell.values = cell.tip = dict(cell.slices.initial)
         entries, place, seq = journal.entries(), 0, 0
-        while raw := await _in_thread(journal, lambda: list(islice(entries, ENTRIES_AT_ONCE))):
+        while raw := await calls.read(entries, ENTRIES_AT_ONCE):
             for line in raw:
                 place += 1
                 where = f"{journal.name}: entry {place}"
@@ -217,34 +228,24 @@ class History:
                         f"{where} begins with event {entry.seq} where event {seq + 1} belongs; restore the journal from a copy"
                     )
                 try:
-                    self._enter(entry, waiting)
+                    self._enter(entry)
                 except ReducerError as error:
                     raise ReducerError(f"{where} cannot be applied any more: {error}") from error
                 seq = entry.last
         return seq
 
-    def _enter(self, entry: Entry, waiting: dict[str, list[Stored | Snapshot]]) -> None:
+    def _enter(self, entry: Entry) -> None:
         if entry.snapshot is not None:
-            restored = self.read(self._cells[""], Snapshot.of(entry.snapshot))
+            restored = self._restored(self._cells[""], Snapshot.of(entry.snapshot))
             for cell, values in restored.values.items():
                 cell.values = cell.tip = values
-            waiting.clear()
-            waiting.update(restored.waiting)
+            self._waiting = restored.waiting
         for stored in entry.events:
             known = self._cells.get(stored.path)
             if known is None:
-                waiting.setdefault(stored.path, []).append(stored)
+                self._waiting.setdefault(stored.path, []).append(stored)
             else:
-                self._happen(known, stored)
-
-
-async def _in_thread(journal: Journal, fn: Callable[[], Any]) -> Any:
-    """``fn()`` in a worker thread, waited for whatever is cancelled; a journal's errors are of this package."""
-    try:
-        with real_work():
-            return await to_thread.run_sync(fn)
-    except OSError as error:
-        raise JournalError(f"{journal.name}: {describe(error)}") from error
+                known.values = known.tip = self._next(known, known.values, stored)
 
 
 def _name(path: str) -> str:

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import os
+import threading
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 import anyio
-from anyio import to_thread
+from anyio import CapacityLimiter, to_thread
 
 from mainspring.clock import real_work
-from mainspring.errors import ConfigError, JournalError
+from mainspring.errors import ConfigError, JournalError, describe
+from mainspring.events import log_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from anyio import CapacityLimiter
-
-WRITE_TIMEOUT = 30.0
-"""Seconds that a journal may take for one write."""
+CALL_TIMEOUT = 30.0
+"""Seconds that a journal may take for one call: to be opened, to read the next entries, for one write, or to be rewritten."""
 
 
 class Journal(ABC):
     """Keeps entries (bytes without a line break) in order, for one writer at a time.
 
-    The session calls the methods in worker threads, one at a time, so they may block; each opens with :meth:`open`, and none
-    is called after :meth:`close` but ``open``.
+    The session calls the methods in worker threads, one at a time, so they may block. Each use of it begins with :meth:`open`,
+    and none but that is called after :meth:`close`. A method that takes longer than 30 s is given up, but not beside
+    others: what comes after it is ``close`` alone.
     """
 
     name: str
@@ -58,7 +61,8 @@ class Journal(ABC):
     def rewrite(self, entries: Sequence[bytes]) -> None:
         """Replace all entries by these, at once or not at all.
 
-        :raises JournalError: it is as it was.
+        :raises JournalError: it is as it was; or which of both it is cannot be known, and it refuses all writing until it is
+            opened anew.
         """
 
     @abstractmethod
@@ -66,41 +70,144 @@ class Journal(ABC):
         """Let go of it."""
 
 
-class Appender:
-    """Appends to an opened journal, each time with an end. One that is given up may still write: none comes after it."""
+class JournalCalls:
+    """Calls a journal's methods in worker threads, one at a time, each with an end.
+
+    A call that is given up goes on in its thread. None comes after it, but for the closing, which its thread does when it ends.
+    """
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
+        self._pid = os.getpid()
+        self._limiter = CapacityLimiter(1)
+        self._lock = threading.Lock()
+        self._call: object | None = None
+        self._begun = False
+        self._is_held = False
+        self._let_go = False
         self._unusable = ""
-        self.is_writing = False
-        """Whether a write is under way, given up or not, so that nothing else may be asked of the journal."""
 
-    async def append(self, entries: Sequence[bytes], limiter: CapacityLimiter) -> None:
-        """:meth:`Journal.append` in a worker thread; cancelled, it leaves the thread to itself.
-
-        :raises JournalError: as there; or it has taken longer than :data:`WRITE_TIMEOUT`, now or before.
-        """
-        self.check()
-        self.is_writing = True
-        with real_work(), anyio.move_on_after(WRITE_TIMEOUT):
-            await to_thread.run_sync(self._append, entries, abandon_on_cancel=True, limiter=limiter)
-            return
-        self._unusable = (
-            f"{self._journal.name} has not answered within {WRITE_TIMEOUT:g} s, and may still write;"
-            " open the session anew"
-        )
-        self.check()
-
-    def _append(self, entries: Sequence[bytes]) -> None:
-        try:
-            self._journal.append(entries)
-        finally:
-            self.is_writing = False
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call is under way, given up or not, so that nothing else may be asked of the journal."""
+        return self._call is not None
 
     def check(self) -> None:
-        """Raise :class:`JournalError` once a write was given up."""
+        """Raise :class:`JournalError` once a call was given up, and in a forked child."""
         if self._unusable:
             raise JournalError(self._unusable)
+        if os.getpid() != self._pid:
+            raise JournalError(f"{self._journal.name} is the one of the process that this one was forked from")
+
+    async def open(self) -> None:
+        """:meth:`Journal.open`."""
+        await self._ask(self._open, "try again later")
+
+    async def read(self, entries: Iterator[bytes], most: int) -> list[bytes]:
+        """The next ones of ``entries``, from :meth:`Journal.entries`; none at their end."""
+        found: list[bytes] = await self._ask(lambda: list(islice(entries, most)), "try again later")
+        return found
+
+    async def append(self, entries: Sequence[bytes]) -> None:
+        """:meth:`Journal.append`."""
+        await self._ask(partial(self._journal.append, entries), "it may still write; open the session anew")
+
+    async def rewrite(self, entries: Sequence[bytes]) -> None:
+        """:meth:`Journal.rewrite`."""
+        await self._ask(partial(self._journal.rewrite, entries), "it may still write; open the session anew")
+
+    async def let_go(self, timeout: float) -> None:
+        """:meth:`Journal.close`, where it is open, whatever is cancelled; waited for no longer than ``timeout`` seconds.
+
+        Where a call is still under way, its thread does it afterwards, and nobody waits.
+        """
+        call = self._begin(let_go=True)
+        if call is None:
+            return
+        try:
+            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + timeout), real_work():
+                await to_thread.run_sync(self._run, call, self._close, abandon_on_cancel=True, limiter=self._limiter)
+        except RuntimeError:
+            if not self._withdraw(call):
+                raise  # the journal's own
+            self._close()  # no thread can be started, and it would be locked as long as the process lives
+        else:
+            if self._withdraw(call):
+                self._close()  # nor has one become free
+
+    async def _ask(self, fn: Callable[[], Any], otherwise: str) -> Any:
+        """``fn()`` in a worker thread. Cancelled, it leaves the thread to itself.
+
+        :raises JournalError: it cannot be done; or it has taken longer than :data:`CALL_TIMEOUT`, now or before.
+        """
+        self.check()
+        call = self._begin()
+        given_up = False
+        try:
+            with real_work(), anyio.move_on_after(CALL_TIMEOUT):
+                return await to_thread.run_sync(self._run, call, fn, abandon_on_cancel=True, limiter=self._limiter)
+            given_up = True
+        except OSError as error:
+            raise JournalError(f"{self._journal.name}: {describe(error)}") from error
+        finally:
+            if not self._withdraw(call) and given_up:
+                self._unusable = f"{self._journal.name} has not answered within {CALL_TIMEOUT:g} s; {otherwise}"
+        self.check()
+        raise JournalError(f"{self._journal.name}: no thread could be had for it within {CALL_TIMEOUT:g} s")
+
+    def _begin(self, *, let_go: bool = False) -> object | None:
+        """The next call; None where it is to let go, and one under way will do it when it ends."""
+        with self._lock:
+            if self._call is None:
+                self._call = object()
+                return self._call
+            self._let_go = self._let_go or let_go
+        if let_go:
+            return None
+        raise JournalError(f"{self._journal.name}: a call of it has not ended; open the session anew")
+
+    def _withdraw(self, call: object) -> bool:
+        """Make nothing of a call that no thread has begun; whether that is so."""
+        with self._lock:
+            if self._call is not call or self._begun:
+                return False
+            self._call = None
+            return True
+
+    # ------------------------------------------------------------------------------------------------- in worker threads
+
+    def _run(self, call: object, fn: Callable[[], Any]) -> Any:
+        with self._lock:
+            if self._call is not call:
+                return None  # withdrawn
+            self._begun = True
+        try:
+            return fn()
+        finally:
+            with self._lock:
+                let_go = self._let_go
+                if not let_go:
+                    self._call, self._begun = None, False
+            if let_go:
+                self._close_at_last()
+
+    def _close_at_last(self) -> None:
+        try:
+            self._close()
+        except Exception as error:  # nobody waits who could be told
+            log_error("%s could not be closed", self._journal.name, error)
+        finally:
+            with self._lock:
+                self._call, self._begun = None, False
+
+    def _open(self) -> None:
+        self._journal.open()
+        self._is_held = True
+
+    def _close(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            self._journal.close()
 
 
 def open_journal(given: str | os.PathLike[str] | Journal) -> Journal:

@@ -18,21 +18,28 @@ class FileJournal(Journal):
     """A ``.jsonl`` file. Appending writes the lines at once and waits for the disk (``fdatasync``).
 
     A line without its end is what a killed process had not finished writing, and so nobody was told of: opening cuts it off.
-    The lock on the file goes with the process.
+    The lock on the file goes with the process, and with those that were forked from it.
 
-    :param path: made where there is none; its directory must exist.
+    :param path: made where there is none; its directory must exist. Where it is a symbolic link, the file that it leads to
+        at the opening is the journal.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(os.fspath(path))
         self.name = f"the journal {self.path}"
+        self._real_path = self.path
         self._file = -1
+        self._pid = 0
         self._size = 0
         self._broken = ""
 
     def open(self) -> None:
         """See :meth:`Journal.open`."""
-        directory = os.path.dirname(self.path)
+        if self._file >= 0 and os.getpid() == self._pid:
+            raise _locked_by_another(self.name)
+        self.close()  # what a forked child has of its parent's
+        self._real_path, self._pid = os.path.realpath(self.path), os.getpid()
+        directory = os.path.dirname(self._real_path)
         if not os.path.isdir(directory):
             raise ConfigError(f"{self.name} has no directory: make {directory} first")
         try:
@@ -40,7 +47,8 @@ class FileJournal(Journal):
             self._broken = ""
             self._size = self._cut()
             os.fsync(self._file)
-            _sync_directory(directory)
+            with _directory(directory) as opened:
+                os.fsync(opened)
         except OSError as error:
             self.close()
             raise JournalError(f"{self.name} cannot be opened: {error.strerror or error}") from error
@@ -51,11 +59,11 @@ class FileJournal(Journal):
     def _locked(self, flags: int) -> int:
         """The file, locked: that which has the name once the lock is held."""
         while True:
-            file = os.open(self.path, flags | os.O_CLOEXEC, 0o666)
+            file = os.open(self._real_path, flags | os.O_CLOEXEC, 0o666)
             try:
                 _lock(file, self.name)
                 with contextlib.suppress(FileNotFoundError):
-                    if os.path.samestat(os.stat(self.path), os.fstat(file)):
+                    if os.path.samestat(os.stat(self._real_path), os.fstat(file)):
                         return file
             except BaseException:
                 os.close(file)
@@ -78,7 +86,7 @@ class FileJournal(Journal):
 
     def entries(self) -> Iterator[bytes]:
         """See :meth:`Journal.entries`."""
-        with open(self.path, "rb") as lines:
+        with open(self._real_path, "rb") as lines:
             try:
                 for number, line in enumerate(lines, 1):
                     if not line.endswith(b"\n"):  # opening has cut such a one off
@@ -115,35 +123,79 @@ class FileJournal(Journal):
     def rewrite(self, entries: Sequence[bytes]) -> None:
         """See :meth:`Journal.rewrite`: a new file takes the name of the old one once it is on the disk."""
         data = b"".join([part for entry in entries for part in (entry, b"\n")])
-        new_path = f"{self.path}.new"
-        file = -1
+        new_path = f"{self._real_path}.new"
         try:
-            file = os.open(new_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-            _lock(file, self.name)  # before it has the name, so that nobody can come between
+            # Whatever needs a descriptor comes first: after the step that counts, there shall be little left that can fail.
+            with _directory(os.path.dirname(self._real_path)) as directory:
+                file = self._written(new_path, data)
+                try:
+                    os.replace(new_path, self._real_path)
+                except BaseException:
+                    _release(file)
+                    _remove(new_path)
+                    raise
+                old, self._file, self._size, self._broken = self._file, file, len(data), ""
+                _release(old)
+                self._confirm(directory)
+        except OSError as error:
+            raise JournalError(f"{self.name} cannot be rewritten: {error.strerror or error}") from error
+
+    def _confirm(self, directory: int) -> None:
+        """Wait until the disk has the new name: without that, a crash could bring back the old file without what comes now."""
+        try:
+            os.fsync(directory)
+        except OSError as error:
+            self._broken = f"the disk did not confirm that it was rewritten ({error.strerror or error})"
+            raise JournalError(f"{self.name}: {self._broken}; open the session anew") from error
+
+    def _written(self, path: str, data: bytes) -> int:
+        """A new file with that content, on the disk, and locked before it has the name, so that nobody can come between."""
+        _remove(path)  # what a killed process has left
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            _lock(file, self.name)
             os.fchmod(file, os.fstat(self._file).st_mode & 0o777)
             _write(file, data, 0)
             os.fsync(file)
-            os.replace(new_path, self.path)
-            _sync_directory(os.path.dirname(self.path))
-        except OSError as error:
-            if file >= 0:
-                os.close(file)
-            raise JournalError(f"{self.name} cannot be rewritten: {error.strerror or error}") from error
-        os.close(self._file)
-        self._file, self._size, self._broken = file, len(data), ""
+        except BaseException:
+            _release(file)
+            _remove(path)
+            raise
+        return file
 
     def close(self) -> None:
         """See :meth:`Journal.close`."""
         file, self._file = self._file, -1
-        if file >= 0:
+        if file < 0:
+            return
+        if os.getpid() == self._pid:
+            _release(file)
+        else:  # forked: the lock is the parent's, which goes on
             os.close(file)
+
+
+def _release(file: int) -> None:
+    """Close it, and unlock it first: a process that was forked meanwhile has it open too, and would keep the lock."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_UN)
+    with contextlib.suppress(OSError):  # what was to be on the disk is there
+        os.close(file)
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
 
 
 def _lock(file: int, name: str) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise JournalLockedError(f"{name} is open in another session; it has one writer at a time") from None
+        raise _locked_by_another(name) from None
+
+
+def _locked_by_another(name: str) -> JournalLockedError:
+    return JournalLockedError(f"{name} is open in another session; it has one writer at a time")
 
 
 def _write(file: int, data: bytes, at: int) -> None:
@@ -153,9 +205,10 @@ def _write(file: int, data: bytes, at: int) -> None:
         left, at = left[written:], at + written
 
 
-def _sync_directory(path: str) -> None:
+@contextlib.contextmanager
+def _directory(path: str) -> Iterator[int]:
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(directory)
+        yield directory
     finally:
         os.close(directory)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import apsw
 
+from mainspring import process
 from mainspring.errors import ConfigError, JournalDamagedError, JournalError, JournalLockedError
 from mainspring.mailbox.sqlite_file import check_sqlite
 from mainspring.session.journal import Journal
@@ -15,6 +16,7 @@ from mainspring.session.journal import Journal
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+KIND = "sqlite journal"
 APPLICATION_ID = 0x4D53_504A  # "MSPJ"
 SCHEMA_VERSION = 1
 SCHEMA = "CREATE TABLE entries (place INTEGER PRIMARY KEY, entry BLOB NOT NULL) STRICT"
@@ -24,7 +26,8 @@ ROWS_AT_ONCE = 1_000
 class SQLiteJournal(Journal):
     """A SQLite file of its own (a mailbox needs another one). Appending commits with ``synchronous=FULL``.
 
-    The file is locked for others while it is open; the lock goes with the process.
+    The file is locked for others while it is open; the lock goes with the process. One that was forked meanwhile cannot open
+    that file at all: SQLite takes the parent's locks for its own there.
 
     :param path: made where there is none; its directory must exist.
     """
@@ -33,6 +36,8 @@ class SQLiteJournal(Journal):
         self.path = os.path.abspath(os.fspath(path))
         self.name = f"the journal {self.path}"
         self._connection: apsw.Connection | None = None
+        self._kept: _Kept | None = None
+        self._pid = 0
 
     def open(self) -> None:
         """See :meth:`Journal.open`."""
@@ -40,8 +45,12 @@ class SQLiteJournal(Journal):
         directory = os.path.dirname(self.path)
         if not os.path.isdir(directory):
             raise ConfigError(f"{self.name} has no directory: make {directory} first")
+        kept = self._claim()
         try:
             self._connection = connection = apsw.Connection(self.path)
+            kept.connections.append(connection)
+            # Also at the end of a forked child, which would take the parent's log for one that it may remove.
+            connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
             # Before the first read: then the log needs no shared memory, and a second opening is refused.
             connection.execute("PRAGMA locking_mode = EXCLUSIVE").fetchall()
             connection.execute("PRAGMA mmap_size = 0").fetchall()
@@ -63,6 +72,20 @@ class SQLiteJournal(Journal):
         except BaseException:
             self.close()
             raise
+
+    def _claim(self) -> _Kept:
+        """Say that this process has the file open, for those that are forked from it."""
+        path = os.path.realpath(self.path)
+        before = process.inherited(KIND, path)
+        if isinstance(before, _Kept) and before.connections:
+            raise ConfigError(
+                f"{self.name} was open when this process was forked from the one that has it; SQLite cannot open it again here:"
+                " open it in a process that was started by subprocess or the spawn method"
+            )
+        if self._connection is not None:
+            raise JournalLockedError(f"{self.name} is open in another session; it has one writer at a time")
+        self._kept, self._pid = process.shared(KIND, path, _Kept), os.getpid()
+        return self._kept
 
     def _check(self, connection: apsw.Connection) -> int:
         """The schema version of the file, 0 for an empty one; refuses what is not ours, or newer than we are."""
@@ -131,6 +154,17 @@ class SQLiteJournal(Journal):
     def close(self) -> None:
         """See :meth:`Journal.close`."""
         connection, self._connection = self._connection, None
-        if connection is not None:
-            with contextlib.suppress(apsw.Error):
-                connection.close()
+        kept, self._kept = self._kept, None
+        if connection is None or kept is None or os.getpid() != self._pid:
+            return  # forked: what the parent uses is left alone
+        with contextlib.suppress(apsw.Error):
+            connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 0)
+            connection.close()
+        kept.connections.remove(connection)
+
+
+class _Kept:
+    """The open connections to one file. A forked child keeps them, unused: closing one there would spoil the parent's."""
+
+    def __init__(self) -> None:
+        self.connections: list[apsw.Connection] = []

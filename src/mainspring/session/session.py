@@ -9,11 +9,12 @@ from typing_extensions import TypeVar
 
 from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.events import Dispatcher
+from mainspring.session.changes import Cell
 from mainspring.session.history import History
 from mainspring.session.slices import NOT_GIVEN, Slices
 from mainspring.session.snapshot import Snapshot
 from mainspring.session.transaction import Transaction
-from mainspring.session.writer import Cell, Writer
+from mainspring.session.writer import Writer
 from mainspring.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class Session(Generic[S]):
 
         Entering raises :class:`JournalLockedError` while another session has the journal, :class:`JournalDamagedError` where
         it holds what was never written, :class:`UnknownEventError` and :class:`UnknownVersionError` where it holds events
-        that this code does not know, and :class:`JournalError` where it cannot be read.
+        that this code does not know, and :class:`JournalError` where it cannot be read, or does not answer within 30 s.
         """
         from mainspring.session.journal import open_journal
 
@@ -154,6 +155,8 @@ class Session(Generic[S]):
         for name in self._slices.initial.keys() - before.keys():
             self._cell.values = {**self._cell.values, name: self._slices.initial[name]}
             self._cell.tip = {**self._cell.tip, name: self._slices.initial[name]}
+            if self._writer.transaction is not None:
+                self._writer.transaction.add(self._cell, name, self._slices.initial[name])
 
     @property
     def state(self) -> S:
@@ -174,8 +177,8 @@ class Session(Generic[S]):
 
     @property
     def seq(self) -> int:
-        """The number of the last event that was applied, counted over the session with all its children."""
-        return self._writer.seq
+        """The number of the last event in :attr:`state`, counted over the session with all its children."""
+        return self._writer.seq if self._in_transaction() else self._writer.seen_seq
 
     def _values(self) -> Mapping[str, Any]:
         return self._cell.tip if self._in_transaction() else self._cell.values
@@ -235,7 +238,8 @@ class Session(Generic[S]):
         the journal. A reducer's error is in the result of its dispatch and does not end the block.
 
         :raises ConfigError: this code runs in a transaction of the session already.
-        :raises JournalError: at the end: the journal cannot be written, and the events are not applied.
+        :raises JournalError: at the end: the journal cannot be written, and the events are not applied. One that has not
+            answered within 30 s may still write them, as with :meth:`dispatch`.
         """
         return Transaction(self._writer)
 
@@ -259,23 +263,25 @@ class Session(Generic[S]):
         :raises SerializationError: it does not fit the slices.
         :raises InvalidParameterError: it is no snapshot.
         """
-        restored = self._history.read(self._cell, Snapshot.of(snapshot, self._history.version(self._cell)))
+        wanted = Snapshot.of(snapshot, self._history.version(self._cell))
         async with Transaction(self._writer) as transaction:
-            return self._history.replace(transaction, restored)
+            return self._history.replace(transaction, self._cell, wanted)
 
     async def compact(self) -> None:
         """Replace all that the journal holds by one snapshot, so that it is short, and quick to read.
 
-        Other writers wait meanwhile. Crashes leave the journal as it was or as it shall be.
+        Other writers wait meanwhile. Crashes leave the journal as it was or as it shall be, and so does a cancellation: it is
+        then rewritten all the same, or not.
 
         :raises ConfigError: there is no journal, or this is a child, or code in a transaction.
         :raises SessionError: the journal has events of children that are not made yet.
-        :raises JournalError: it cannot be rewritten, and is as it was.
+        :raises JournalError: it cannot be rewritten, and is as it was; or it has not answered within 30 s, or the disk has not
+            confirmed it, and nothing can be dispatched until the session is opened anew.
         """
         if self._cell.path:
             raise ConfigError(f"session {self.name!r} is a child: compact() is for the session that has the journal")
-        async with Transaction(self._writer):
-            await self._history.compact()
+        async with Transaction(self._writer) as transaction:
+            self._history.compact(transaction)
 
     # ---------------------------------------------------------------------------------------------------------- children
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import MutableMapping, MutableSequence, MutableSet
 from functools import reduce
 from operator import or_
-from types import CoroutineType, GeneratorType, MappingProxyType
+from types import AsyncGeneratorType, CoroutineType, GeneratorType, MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from mainspring.errors import ConfigError, InvalidParameterError, ReducerError, describe
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     Route: TypeAlias = tuple[tuple[str, ...], tuple[tuple[str, Callable[[Any, Any], Any], str], ...]]
 
 NOT_GIVEN: Any = object()
-_CHANGEABLE = frozenset({list, dict, set, bytearray, CoroutineType, GeneratorType})
+_CHANGEABLE = (MutableSequence, MutableMapping, MutableSet, CoroutineType, GeneratorType, AsyncGeneratorType)
+"""What no slice can be: lists, dicts, sets and their like, and what an async reducer returns."""
 
 
 class Slices:
@@ -30,6 +32,7 @@ class Slices:
         self._rules: list[tuple[type[Any], str, Reducer]] = []
         self._routes: dict[type[Any], Route] = {}
         self._types: dict[str, Any] = {}
+        self._unchangeable: set[type[Any]] = set()
         self._state_class: type[Any] | None = None
         self._fields: tuple[str, ...] = ()
         self.initial: dict[str, Any] = {}
@@ -123,7 +126,7 @@ class Slices:
                     f"session {self._session!r}: the reducer {label} of slice {name!r} failed on"
                     f" {type(event).__qualname__}: {describe(error)}"
                 ) from error
-            after[name] = value if value.__class__ not in _CHANGEABLE else self._checked(value, name, label)
+            after[name] = value if value.__class__ in self._unchangeable else self._checked(value, name, label)
         return after, changed
 
     def reduces(self, event_type: type[Any]) -> bool:
@@ -138,7 +141,8 @@ class Slices:
         return route
 
     def _checked(self, value: Any, name: str, label: str) -> Any:
-        if type(value) not in _CHANGEABLE:
+        if not isinstance(value, _CHANGEABLE):
+            self._unchangeable.add(value.__class__)  # what is looked up costs less
             return value
         if isinstance(value, CoroutineType):
             value.close()  # it would complain that nobody awaits it

@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 
-from mainspring.errors import ConfigError, JournalError, ReducerError, SessionClosedError
+from mainspring.errors import ConfigError, ReducerError, SessionClosedError
 from mainspring.events import DispatchResult
+from mainspring.session.changes import Change, Step
 from mainspring.session.record import entry_of_events
-from mainspring.session.writer import CLOSE_TIMEOUT, Cell, Change, Step
 from mainspring.ticket import Ticket
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
+    from mainspring.session.changes import Cell
     from mainspring.session.slices import Values
     from mainspring.session.writer import Writer
 
@@ -34,6 +35,8 @@ class Transaction:
         self._touched: dict[Cell, None] = {}
         self.entry: bytes | None = None
         """What the journal gets, where that is not the events."""
+        self.rewrites = False
+        """Whether it gets that instead of all that it holds."""
         self._after: Callable[[], object] | None = None
 
     def is_inside(self) -> bool:
@@ -72,6 +75,12 @@ class Transaction:
             cell.tip = values
         self._steps.append(Step(cell, event, values, changed, seq))
         return DispatchResult(0, (), changed, seq)
+
+    def add(self, cell: Cell, name: str, value: Any) -> None:
+        """A slice is registered meanwhile: what has happened so far has it too."""
+        self._steps = [
+            step._replace(values={**step.values, name: value}) if step.cell is cell else step for step in self._steps
+        ]
 
     def replace(self, values: Mapping[Cell, Values], after: Callable[[], object]) -> DispatchResult:
         """Restore, as all that this transaction does: these are the slices from now on; ``after()`` is called with its end."""
@@ -138,21 +147,19 @@ class Transaction:
             writer.end(self)
 
     async def _write(self) -> None:
-        """Have it written; its outcome is waited for, whatever is cancelled meanwhile: nobody could tell it apart else."""
+        """Have it written; its outcome is waited for, whatever is cancelled meanwhile: nobody could tell it apart else.
+
+        The writer sees to the end of that: it gives the journal up in time. What is only rewritten is the same afterwards.
+        """
         writer = self._writer
         entry = self.entry
         if self._encoded:
             entry = entry_of_events(self._seq + 1, self._encoded)
-        change = Change(self._steps, entry, Ticket[Any](), self._after)
+        change = Change(self._steps, entry, Ticket[Any](), self._after, self.rewrites)
         writer.hand_over(change)
         writer.end(self)
-        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT):
+        with anyio.CancelScope(shield=not self.rewrites):
             await change.ticket.wait()
-            return
-        raise JournalError(
-            f"session {writer.name!r}: the journal has not answered within {CLOSE_TIMEOUT:g} s; whether the transaction"
-            " remains is seen when the session is opened anew"
-        )
 
 
 _inside: ContextVar[tuple[Transaction, ...]] = ContextVar("mainspring_transactions", default=())

@@ -13,11 +13,10 @@ import math
 import os
 import threading
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import islice, takewhile
+from typing import TYPE_CHECKING, Any
 
 import anyio
-from anyio import CapacityLimiter
 
 from mainspring.errors import (
     ConfigError,
@@ -28,16 +27,15 @@ from mainspring.errors import (
     describe,
 )
 from mainspring.events import DispatchResult, log_error
-from mainspring.session.journal import Appender
+from mainspring.session.changes import Change, Held, Step
 from mainspring.session.record import entry_of_events
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from mainspring.events import Dispatcher
-    from mainspring.session.journal import Journal
-    from mainspring.session.record import EventCodecs
-    from mainspring.session.slices import Slices, Values
+    from mainspring.session.changes import Cell
+    from mainspring.session.journal import Journal, JournalCalls
+    from mainspring.session.slices import Values
     from mainspring.session.transaction import Transaction
     from mainspring.ticket import Ticket
 
@@ -45,59 +43,6 @@ AT_ONCE = 10_000
 """The most entries of one write."""
 CLOSE_TIMEOUT = 10.0
 """Seconds that a journal may take for the last entries before they are given up."""
-
-
-class Cell:
-    """What the writer changes: the slices of one session. ``values`` are those that are seen."""
-
-    __slots__ = ("codecs", "dispatcher", "name", "path", "slices", "tip", "values")
-
-    def __init__(self, name: str, path: str, slices: Slices, dispatcher: Dispatcher) -> None:
-        self.name = name
-        self.path = path
-        self.slices = slices
-        self.dispatcher = dispatcher
-        self.codecs: EventCodecs | None = None
-        self.values: Values = dict(slices.initial)
-        self.tip: Values = self.values
-
-
-class Step(NamedTuple):
-    """One event in its place. ``told`` is False for what is no event to anybody: a restored snapshot."""
-
-    cell: Cell
-    event: Any
-    values: Values
-    changed: tuple[str, ...]
-    seq: int | None
-    told: bool = True
-
-
-class Change:
-    """What becomes durable at once: one event, or a transaction. ``entry`` is None where nothing is to be written."""
-
-    __slots__ = ("after", "entry", "steps", "ticket")
-
-    def __init__(
-        self,
-        steps: Sequence[Step],
-        entry: bytes | None,
-        ticket: Ticket[Any],
-        after: Callable[[], object] | None = None,
-    ) -> None:
-        self.steps = steps
-        self.entry = entry
-        self.ticket = ticket
-        self.after = after
-
-
-@dataclass(slots=True, eq=False)
-class Held:
-    """An event that waits for its turn."""
-
-    cell: Cell
-    event: Any
-    ticket: Ticket[DispatchResult]
 
 
 class Writer:
@@ -108,11 +53,13 @@ class Writer:
         self.journal = journal
         self.is_open = journal is None
         self.seq = 0
+        """The number of the last event that was accepted, or taken by the transaction that runs."""
+        self.seen_seq = 0
+        """That of the last one which is part of what everybody sees."""
         self.direct = journal is None
         """Whether an event that comes now can be applied at once."""
         self.cells: list[Cell] = []
         self.transaction: Transaction | None = None
-        self._durable_seq = 0
         self._thread: int | None = None
         self._pid = 0
         self._held: deque[Held | Transaction] = deque()
@@ -124,8 +71,7 @@ class Writer:
         self._wake: anyio.Event | None = None
         self._scope: anyio.CancelScope | None = None
         self._end_by = math.inf
-        self.appender: Appender | None = None
-        self.gave_up = False
+        self.calls: JournalCalls | None = None
 
     # ------------------------------------------------------------------------------------------------- events come in
 
@@ -139,10 +85,10 @@ class Writer:
                 f"session {self.name!r} is written in one thread, that of its event loop; from a worker thread use"
                 " `anyio.from_thread.run(session.dispatch, event)`"
             )
-        if self.journal is not None and os.getpid() != self._pid and self.is_open:
+        if self.is_open and self.is_forked:
             raise ConfigError(
-                f"session {self.name!r} was opened before this process was forked, and its journal has one writer; open another"
-                " one here, once the parent has closed it"
+                f"session {self.name!r} was opened before this process was forked, and its journal has one writer, which is the"
+                " parent; fork before it is opened, or start a process that opens one with a journal of its own"
             )
         if not self.is_open:
             raise SessionClosedError(f"session {self.name!r} has a journal and is not open; use it inside `async with`")
@@ -150,6 +96,15 @@ class Writer:
             raise SessionError(
                 f"session {self.name!r}: a reducer only computes the next slice; let a subscriber dispatch further events"
             )
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether its journal was opened by the process that this one was forked from."""
+        return self.journal is not None and self._pid not in (0, os.getpid())
+
+    def is_pending(self, after: Callable[[], object]) -> bool:
+        """Whether a change that ends with ``after()`` waits for the journal."""
+        return any(change.after == after for change in self._pending)
 
     def apply(self, cell: Cell, event: Any) -> DispatchResult:
         """Apply an event at once, and tell of it; only where ``direct``."""
@@ -239,7 +194,7 @@ class Writer:
             return self.refused(event, error)
         seq = None
         if changed:
-            self.seq = seq = self.seq + 1
+            self.seq = self.seen_seq = seq = self.seq + 1
             cell.values = cell.tip = values
         if not cell.dispatcher.wants(type(event)):
             return DispatchResult(0, (), changed, seq)
@@ -288,6 +243,7 @@ class Writer:
         for step in change.steps:
             if step.changed:
                 step.cell.values = step.values
+                self.seen_seq = step.seq or self.seen_seq
         if change.after is not None:
             change.after()
         return [
@@ -310,10 +266,9 @@ class Writer:
 
     def opened(self, seq: int) -> None:
         """The journal is read: events can be taken on this event loop."""
-        self.seq = self._durable_seq = seq
+        self.seq = self.seen_seq = seq
         self._thread, self._pid = threading.get_ident(), os.getpid()
-        self._stopping = self.gave_up = False
-        self.appender = None if self.journal is None else Appender(self.journal)
+        self._stopping = False
         self._wake, self._scope, self._end_by = None, None, math.inf
         self.is_open = True
 
@@ -328,20 +283,24 @@ class Writer:
 
     async def run(self) -> None:
         """Write until told to stop: whatever has come by the time the last write has ended becomes one write."""
-        limiter = CapacityLimiter(1)
         # Shielded without an end until it is told to stop, which closing the session does in every case.
         self._scope = anyio.CancelScope(shield=True, deadline=self._end_by)
         try:
             with self._scope:
                 while self._pending or not self._stopping:
                     if self._pending:
-                        await self._write(limiter)
+                        await self._write()
                     else:
                         self._wake = wake = anyio.Event()
                         await wake.wait()
         finally:
-            self.gave_up = self.appender is not None and self.appender.is_writing
-            self._fail(JournalError(f"session {self.name!r}: its journal has not answered within {CLOSE_TIMEOUT:g} s"))
+            self.is_open = False
+            self._fail(
+                JournalError(
+                    f"session {self.name!r}: its journal has not answered within {CLOSE_TIMEOUT:g} s; what it still writes is"
+                    " seen when the session is opened anew"
+                )
+            )
             closed = SessionClosedError(f"session {self.name!r} was closed before the event's turn came")
             while self._held:
                 first = self._held.popleft()
@@ -350,24 +309,27 @@ class Writer:
                 else:
                     first.refuse(copy.copy(closed))
 
-    async def _write(self, limiter: CapacityLimiter) -> None:
+    async def _write(self) -> None:
         assert self.journal is not None
-        assert self.appender is not None
-        batch = [self._pending[place] for place in range(min(len(self._pending), AT_ONCE))]
+        assert self.calls is not None
+        alone = self._pending[0].rewrites
+        batch = list(takewhile(lambda change: change.rewrites == alone, islice(self._pending, 1 if alone else AT_ONCE)))
         entries = [change.entry for change in batch if change.entry is not None]
         try:
             if entries:
-                await self.appender.append(entries, limiter)
+                await (self.calls.rewrite(entries) if alone else self.calls.append(entries))
         except Exception as error:
             failed = (
                 error if isinstance(error, JournalError) else JournalError(f"{self.journal.name}: {describe(error)}")
             )
             failed.__cause__ = None if failed is error else error
-            self._fail(failed)
+            if alone:
+                self._pending.popleft().ticket.offer_error(failed)  # what comes after it was not built on it
+            else:
+                self._fail(failed)
         else:
             for change in batch:
                 self._pending.popleft()
-                self._durable_seq = next((step.seq for step in reversed(change.steps) if step.seq), self._durable_seq)
                 try:
                     results = self.show(change)
                 except (
@@ -384,7 +346,7 @@ class Writer:
         if not self._pending:
             return
         failed, self._pending = self._pending, deque()
-        self.seq = self._durable_seq
+        self.seq = self.seen_seq
         for cell in self.cells:
             cell.tip = cell.values
         for change in failed:
