@@ -49,6 +49,14 @@ def utc_now() -> datetime:
     return VIRTUAL_EPOCH + timedelta(seconds=clock.current_time() + _wall_ahead())
 
 
+def utc_clock() -> Callable[[], datetime]:
+    """A :func:`utc_now` of the running event loop, for any thread."""
+    clock = virtual_clock()
+    if clock is None:
+        return utc_now
+    return lambda: VIRTUAL_EPOCH + timedelta(seconds=clock.current_time() + _wall_ahead())
+
+
 def monotonic() -> float:
     """Seconds of the operating system's monotonic clock: callable from any thread, unaware of virtual time."""
     return time.monotonic()
@@ -135,6 +143,22 @@ def loop_clock() -> Callable[[], float]:
     import trio
 
     return trio.current_time
+
+
+def thread_clock() -> Callable[[], float]:
+    """``anyio.current_time`` of the running event loop, for any thread: it asks the clock, and waits for nobody."""
+    loop = current_token().native_token
+    if hasattr(loop, "time"):
+        import asyncio
+
+        now: Callable[[], float] = loop.time
+        return (
+            now if isinstance(loop, asyncio.BaseEventLoop) else monotonic
+        )  # uvloop's is what that was as its turn began
+    import trio
+
+    clock = trio.lowlevel.current_clock()
+    return clock.current_time
 
 
 def real_work() -> AbstractContextManager[None]:

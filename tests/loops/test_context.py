@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from datetime import timedelta
 
 import anyio
@@ -64,6 +65,72 @@ async def test_a_thread_sees_the_time_of_its_event_loop(virtual_clock):
         await mailbox.send(1)
         await anyio.sleep(1)
     assert seen == [(60, clock.VIRTUAL_EPOCH + timedelta(seconds=60))]
+
+
+OF_ANY_THREAD = ("attempt", "request_id", "run_id", "restored", "shutting_down", "deadline", "remaining")
+
+
+def asked_in_a_thread(ctx: Context) -> dict[str, object]:
+    """What the context says in a thread that the handler has started."""
+    said = {}
+
+    def ask() -> None:
+        for name in OF_ANY_THREAD:
+            value = getattr(ctx, name)
+            said[name] = value() if callable(value) else value
+        ctx.beat()
+        said["beaten"] = True
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return said
+
+
+@pytest.mark.parametrize("plain", [True, False])
+async def test_a_thread_of_the_users_own_may_ask_too(plain, anyio_backend):
+    """One that anyio does not know, started by a plain handler or by an async one, whose event loop stands still meanwhile."""
+    seen = []
+
+    def handle(job: int, ctx: Context) -> None:
+        seen.append(asked_in_a_thread(ctx))
+        if ctx.attempt == 1:
+            raise ValueError("once more")
+
+    async def handle_async(job: int, ctx: Context) -> None:
+        await ctx.checkpoint("state")
+        handle(job, ctx)
+
+    mailbox = InMemoryMailbox()
+    loop = MainLoop(mailbox, handle if plain else handle_async, handler_timeout=60, retry=RetryPolicy(initial_delay=0))
+    async with background(loop):
+        sent = await mailbox.send(1)
+        await settled(mailbox)
+    first, second = seen
+    assert [said["attempt"] for said in seen] == [1, 2]
+    assert second["restored"] == (None if plain else "state")
+    assert first["run_id"] != second["run_id"]
+    for said in seen:
+        assert said["beaten"]
+        assert said["request_id"] == sent
+        assert said["shutting_down"] is False
+        assert 50 < said["remaining"] <= 60
+        assert timedelta(seconds=50) < said["deadline"] - clock.utc_now() <= timedelta(seconds=60)
+
+
+async def test_it_sees_the_virtual_time(virtual_clock):
+    seen = []
+
+    async def handle(job: int, ctx: Context) -> None:
+        await anyio.sleep(20)
+        seen.append(asked_in_a_thread(ctx))
+
+    mailbox = InMemoryMailbox()
+    async with background(MainLoop(mailbox, handle, handler_timeout=60)):
+        await mailbox.send(1)
+        await anyio.sleep(100)
+    (said,) = seen
+    assert (said["remaining"], said["deadline"]) == (40, clock.VIRTUAL_EPOCH + timedelta(seconds=60))
 
 
 async def test_without_a_timeout_there_is_no_deadline():
@@ -280,8 +347,6 @@ async def test_a_plain_handler_may_use_all_of_it():
 
 
 async def test_a_beat_from_the_thread_counts_from_when_it_is_looked_at():
-    import threading
-
     beaten, leave, aged = threading.Event(), threading.Event(), threading.Event()
 
     def handle(job: int, ctx: Context) -> None:

@@ -24,7 +24,7 @@ from mainspring.loops.outcome import (
     after_failure,
     before_start,
 )
-from mainspring.loops.run import Phase
+from mainspring.loops.run import Clocks, Phase
 from mainspring.mailbox.message import Ack, Dead, Return
 from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
 from mainspring.process import async_library
@@ -80,6 +80,7 @@ class Attempts:
         self._dispatcher = dispatcher
         self._heartbeat = heartbeat
         self._clock = clock
+        self._clocks = Clocks()
 
     async def make(self, run: Run, scope: anyio.CancelScope) -> Decision:
         """Run the handler once and decide what its end means.
@@ -105,6 +106,7 @@ class Attempts:
             if due is not None or self._settings.handler_timeout is not None:
                 run.end_within(self._settings.handler_timeout, due)
             entered = None if due is None else enter(due)
+            run.clocks = self._clocks
             args = (body, Context(run)) if self._settings.wants_context else (body,)
             if self.wrappers:
                 run.coroutine = self._wrapped(run, args)

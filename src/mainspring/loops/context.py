@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from mainspring import clock
 from mainspring.errors import ConfigError, InvalidParameterError
-from mainspring.loops.run import on_the_loop
 from mainspring.loops.tool_calls import Notes, ToolCall, ToolCallBlock, to_json
 
 if TYPE_CHECKING:
@@ -62,7 +60,7 @@ class Context:
         """When the handler will be cancelled (aware UTC): after ``handler_timeout``, or at the deadline that the message was
         sent with, whichever is earlier; or None."""
         left = self.remaining()
-        return None if left is None else on_the_loop(clock.utc_now) + timedelta(seconds=left)
+        return None if left is None else self._run.clocks.utc_now() + timedelta(seconds=left)
 
     def remaining(self) -> float | None:
         """Seconds until the deadline (0 when it has passed), or None where there is none."""

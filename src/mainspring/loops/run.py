@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import anyio
-from anyio.lowlevel import current_token
 
+from mainspring.clock import thread_clock, utc_clock
 from mainspring.errors import DeadlineExceededError, HandlerStalledError, HandlerTimeoutError
 from mainspring.loops.outcome import CANCELLED, LOST, Cause
 from mainspring.stacks import where, where_thread
@@ -22,18 +22,14 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Message
 
 
-V = TypeVar("V")
+class Clocks:
+    """The clocks of the event loop that is running, to be read in any thread."""
 
+    __slots__ = ("now", "utc_now")
 
-def on_the_loop(clock: Callable[[], V]) -> V:
-    """What ``clock()`` says on the event loop, also where this is a handler's thread, which cannot read it."""
-    try:
-        current_token()
-    except RuntimeError:
-        from anyio import from_thread
-
-        return from_thread.run_sync(clock)
-    return clock()
+    def __init__(self) -> None:
+        self.now = thread_clock()
+        self.utc_now = utc_clock()
 
 
 class Phase(IntEnum):
@@ -58,6 +54,7 @@ class Run:
         "_left",
         "_timeout_at",
         "cause",
+        "clocks",
         "coroutine",
         "deadline",
         "decision",
@@ -80,6 +77,8 @@ class Run:
         "trusted_until",
         "waits",
     )
+
+    clocks: Clocks
 
     def __init__(
         self,
@@ -159,8 +158,8 @@ class Run:
         return where_thread(self.thread_id) if self.thread_id is not None else where(self.coroutine)
 
     def remaining(self) -> float | None:
-        """Seconds until ``handler_timeout`` strikes or the message's own deadline passes, or None."""
-        return None if self.deadline is None else max(0.0, self.deadline - on_the_loop(anyio.current_time))
+        """Seconds until ``handler_timeout`` strikes or the message's own deadline passes, or None; in any thread."""
+        return None if self.deadline is None else max(0.0, self.deadline - self.clocks.now())
 
     # ------------------------------------------------------------------------------------------------- cancellation
 
