@@ -519,7 +519,7 @@ async def test_nobody_is_there_before_the_start_and_after_the_end():
 
 
 FORK = """
-import anyio, os, sys, time
+import anyio, os, sys, threading, time
 from mainspring import ConfigError, Heartbeat, LoopActor, LoopThread, PingRequest, ShutdownRequest
 class Poller:
     name, running, heartbeat = "poller", False, Heartbeat()
@@ -530,8 +530,15 @@ with LoopThread(stop_timeout=0) as thread:
     thread.submit(actor.run)
     while not actor.running:
         time.sleep(0.001)
-    with actor._lock, own._lock:  # held for ever in the child
-        child = os.fork()
+    held, forked = threading.Event(), threading.Event()
+    def hold():  # for ever, in the child
+        with actor._lock, own._lock:
+            held.set()
+            forked.wait(60)
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait(60)
+    child = os.fork()
     if child == 0:
         assert not actor.running
         for message in (PingRequest(), ShutdownRequest()):
@@ -549,6 +556,8 @@ with LoopThread(stop_timeout=0) as thread:
             own.tell(ShutdownRequest())
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    forked.set()
+    holder.join()
     ping = PingRequest()
     actor.tell(ping)
     assert ping.ticket.wait_sync(60) >= 0

@@ -349,6 +349,42 @@ def test_a_forked_child_is_told(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "['child']\n7\n1\n", "")
 
 
+def test_a_forked_child_opens_what_its_parent_could_not_or_no_longer_has(tmp_path):
+    program = f"""
+        import os, sys
+        from mainspring import ConfigError, MainspringError, open_mailbox
+        later, closed, held = [open_mailbox(f"sqlite:///{tmp_path}/later/{{name}}.db?name=jobs") for name in "abc"]
+        try:
+            later.sync.open()
+        except MainspringError:
+            os.mkdir("{tmp_path}/later")
+        with closed.sync:
+            closed.sync.send("parent")
+        held.sync._lock.acquire()  # a thread of the parent's is opening it
+        child = os.fork()
+        if child == 0:
+            for mailbox in (later, closed):
+                with mailbox.sync as own:
+                    own.send("child")
+                    print(sorted(message.body for message in own.receive(max_messages=2)), flush=True)
+            try:
+                held.sync.open()
+            except ConfigError as error:
+                assert f"is open in process {{os.getppid()}}" in str(error), error
+            else:
+                print("was not refused")
+            sys.exit(7)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        held.sync._lock.release()
+        with later.sync, held.sync:
+            print(later.sync.counts().in_flight)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "['child']\n['child', 'parent']\n7\n1\n", "")
+
+
 def test_a_program_that_ends_with_it_open_closes_it(tmp_path):
     program = f"""
         from mainspring import open_mailbox

@@ -65,7 +65,7 @@ class SyncMailbox(Generic[T, R]):
         self._lock = threading.Lock()
         self._users = 0
         self._opening: _Opening | None = None
-        self._pid: int | None = None
+        self._pid = os.getpid()  # of the process whose lock and opening these are
         self.send = self._sending(mailbox.send)
         self.send_many = self._sending(mailbox.send_many)
         self.receive = self._blocking(mailbox.receive)
@@ -132,8 +132,8 @@ class SyncMailbox(Generic[T, R]):
         :raises ConfigError: it is open already, in another way; then it needs no opening here.
         """
         self._check_thread("open")
-        _check_process(self._mailbox.name, self._pid)
-        self._pid = os.getpid()  # before the lock, which a fork in between would leave locked in the child for ever
+        if self._pid != os.getpid():
+            self._come_from_a_fork()
         with self._lock:
             if self._opening is None:
                 self._opening = _Opening(self._mailbox)
@@ -142,14 +142,20 @@ class SyncMailbox(Generic[T, R]):
     def close(self) -> None:
         """Give up what :meth:`open` gave; the last one closes the mailbox."""
         self._check_thread("close")
-        _check_process(self._mailbox.name, self._pid)
+        if self._pid != os.getpid():
+            self._come_from_a_fork()
         with self._lock:
             self._users = max(0, self._users - 1)
             if self._users or self._opening is None:
                 return
             opening, self._opening = self._opening, None
-            self._pid = None
             opening.close()
+
+    def _come_from_a_fork(self) -> None:
+        """Raise where the parent had it open, or was about to; else it is this process's own from here on."""
+        if self._opening is not None or self._lock.locked():  # which nobody would unlock here
+            _check_process(self._mailbox.name, self._pid)
+        self._pid = os.getpid()
 
     def __enter__(self) -> Self:
         self.open()
@@ -295,8 +301,8 @@ class _Opening:
             self._shared.give_back()
 
 
-def _check_process(name: str, pid: int | None) -> None:
-    if pid is not None and pid != os.getpid():
+def _check_process(name: str, pid: int) -> None:
+    if pid != os.getpid():
         raise ConfigError(
             f"mailbox {name!r} is open in process {pid}, from which this one was forked; open one of its own after the fork"
         )
