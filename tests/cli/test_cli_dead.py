@@ -15,6 +15,7 @@ import pytest
 from cli_helpers import MAINSPRING, PATIENCE, only_line, run
 
 from mainspring import InMemoryMailbox, open_mailbox
+from mainspring.cli import dead
 from mainspring.cli.app import call
 
 if TYPE_CHECKING:
@@ -280,16 +281,17 @@ def test_purge_asks_at_a_terminal(url: str, ids: list[str], answer: bytes, statu
     assert counts(url)[1] == left
 
 
-def test_more_than_a_page_is_filtered_and_replayed(url: str) -> None:
+def test_more_than_a_page_is_filtered_and_replayed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dead, "PAGE", 10)
+
     async def fill(mailbox: Mailbox[Any, Any]) -> None:
-        for start in range(0, 2_400, 800):
-            await mailbox.send_many(range(start, start + 800))
-            for message in await mailbox.receive(max_messages=800):
-                await message.dead_letter("odd" if message.body % 2 else "even")
+        await mailbox.send_many(range(54))
+        for message in await mailbox.receive(max_messages=54):
+            await message.dead_letter("odd" if message.body % 2 else "even")
 
     with_mailbox(url, fill)
     assert call(["dead", "replay", url, "--match", "odd"]) == 0
-    assert counts(url) == (1_200, 1_200, 0)
+    assert counts(url) == (27, 27, 0)
 
 
 # --------------------------------------------------------------------------------------------------------- wrong uses

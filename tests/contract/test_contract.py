@@ -32,7 +32,7 @@ async def test_in_virtual_time(
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", NAMES)
 async def test_in_real_time(name: str, tmp_path: Path, anyio_backend: object) -> None:
-    report = await mailbox_contract.run(backend(name, tmp_path), concurrency=8)
+    report = await mailbox_contract.run(backend(name, tmp_path), concurrency=24)
     print(report)
     assert report.ok, str(report)
     assert report.lacking == LACKING[name]
