@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,14 @@ def test_nothing_is_left_behind(tmp_path):
     assert "3 runs in turn on asyncio, uvloop, trio" in done.stdout
     assert "60 timed out as they had to" in done.stdout
     assert "left behind: 0 tasks, 0 threads, 0 descriptors, 0 processes, 0 memory" in done.stdout
+
+
+@pytest.mark.parametrize("setting", [{"CONCURRENCY": "1"}, {"DEADLINE_MS": "1"}])
+def test_calls_of_both_kinds_are_made_whatever_the_settings(tmp_path, setting):
+    done = soak(tmp_path, RUNS="1", **setting)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"[1-9]\d* timed out as they had to", done.stdout)
+    assert re.search(r"[1-9]\d* succeeded", done.stdout)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +86,15 @@ soak.use_pools = use_pools
 
 
 def test_a_call_that_does_what_it_must_not_is_noticed(tmp_path):
-    done = soak(tmp_path, "soak.rest = lambda seconds: None", RUNS="1")
+    done = soak(tmp_path, "soak.rest = lambda seconds, until=None: None", RUNS="1")
     assert done.returncode == 1
-    assert "ended within its deadline of 0.05 s" in done.stdout + done.stderr
+    assert "a call that never ends has ended, within its deadline of 0.05 s" in done.stdout + done.stderr
+
+
+def test_calls_that_mostly_do_not_succeed_are_noticed(tmp_path):
+    done = soak(tmp_path, "soak.QUICK_WITHIN = 0", RUNS="1")
+    assert done.returncode == 1
+    assert "soak: of the calls that mostly succeed 0 did, and 20 did not within 0 s" in done.stdout
 
 
 def test_settings_that_are_none(tmp_path):
