@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import anyio
@@ -136,10 +137,13 @@ class ShutdownCoordinator:
         self.signals = tuple(signals)
         self.reason = ""
         self._on_repeat = on_repeat
-        self._callbacks: list[Callable[[], object]] = []
-        self._pending: deque[Callable[[], object]] = deque()
+        # Each entry is a list of the one callback, so that it can be taken out once: to be called, or as it is unregistered.
+        # A signal handler may come in at any point and do the same, so whoever is to be the only one takes a lock at once.
+        self._callbacks: list[list[Callable[[], object]]] = []
+        self._pending: deque[list[Callable[[], object]]] = deque()
         self._triggered = False
-        self._calling = False
+        self._once = threading.Lock()
+        self._turn = threading.Lock()
         self._leaving = False
         self._received = 0
         self._lock = threading.RLock()
@@ -168,27 +172,30 @@ class ShutdownCoordinator:
 
     def register(self, callback: Callable[[], object]) -> None:
         """Call ``callback()`` at the shutdown, or at once where it has been asked for already."""
+        entry = [callback]
         with self._lock:
-            self._callbacks.append(callback)
+            self._callbacks.append(entry)
             if not self._triggered:
                 return
-            self._pending.append(callback)
+            self._pending.append(entry)
         self._deliver()
 
     def unregister(self, callback: Callable[[], object]) -> None:
         """Do not call it; one that is not registered is ignored."""
         with self._lock:
-            for queue in (self._callbacks, self._pending):
-                if callback in queue:
-                    queue.remove(callback)
+            for entry in self._callbacks:
+                if callback in entry:
+                    entry.clear()
+                    self._callbacks.remove([])
+                    return
 
     def trigger(self, reason: str = "trigger()") -> None:
         """Ask for the shutdown, from any thread; only the first call has an effect."""
+        if not self._once.acquire(blocking=False):
+            return
         with self._lock:
-            if self._triggered:
-                return
-            self._triggered = True
             self.reason = reason
+            self._triggered = True
             self._pending.extend(self._callbacks)
         self._deliver()
 
@@ -199,18 +206,24 @@ class ShutdownCoordinator:
                 try:
                     _call(callback)
                 finally:
-                    self._calling = False
+                    self._turn.release()
         loop = self._loop
-        if loop is not None and self._pending:
+        if loop is not None and (self._pending or process.in_main_thread()):
+            # Also where all was called: a signal handler may have interrupted the sleep of the event loop, which is to see
+            # what came of it.
             process.call_soon(loop, self._rouse)
 
     def _take(self, *, plain: bool = False) -> Callable[[], object] | None:
-        """The next callback, or None; also None while one is being called: whoever does that goes on with the rest."""
-        with self._lock:
-            if self._calling or not self._pending or (plain and is_async(self._pending[0])):
+        """The next callback, with the turn to call it; None also while somebody else has that, who goes on with the rest."""
+        while self._pending and self._turn.acquire(blocking=False):
+            with suppress(IndexError):  # somebody else has called it meanwhile, or it was unregistered
+                entry = self._pending[0]
+                if not (plain and entry and is_async(entry[0])):
+                    return self._pending.popleft().pop()
+                self._turn.release()
                 return None
-            self._calling = True
-            return self._pending.popleft()
+            self._turn.release()
+        return None
 
     def _leave(self) -> None:
         """The block is being left: no callback is waited for any more that is not due yet."""
@@ -285,7 +298,7 @@ class ShutdownCoordinator:
                 except _RAISED:
                     _log.exception("the shutdown callback %r raised", callback)
                 finally:
-                    self._calling = False
+                    self._turn.release()
             if self._leaving:
                 return
             await self._wake.wait()

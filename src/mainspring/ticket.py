@@ -60,6 +60,8 @@ class Ticket(Generic[T]):
     def complete(self, value: T) -> None:
         """Give the answer; callable from any thread.
 
+        A writer that dies before it comes here leaves its reader waiting: only :meth:`writer` notices that.
+
         :raises TicketAlreadyCompletedError: it has been completed, or has failed, before.
         """
         if not self.offer(value):
