@@ -94,9 +94,9 @@ class LoopThread:
     def post(self, fn: Callable[[], object]) -> bool:
         """Have the event loop call ``fn()``; whether that was accepted. From any thread at any time, signal handlers too.
 
-        Only a running one accepts, and what it has accepted it calls, in the order of acceptance, also where a stop comes
-        right behind. (One that broke calls nothing more, and an error is logged that says how many it could not call.) False: it
-        does not run, and ``fn`` is never called.
+        Only a running one accepts, and what it has accepted it calls, in the order of acceptance, also where a stop comes right
+        behind. (One that broke calls nothing more, and an error is logged that says how many it could not call.) False: it does
+        not run, and ``fn`` is never called.
 
         ``fn`` runs in the event loop's thread and must not block: everything there waits for it. What it raises is logged
         (logger ``mainspring``) and harms nobody else. It sees the context variables of the thread, not those of the caller.
