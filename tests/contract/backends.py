@@ -24,7 +24,7 @@ def sqlite(directory: Path) -> mailbox_contract.Backend:
     def make(name: str, *, body: Any = None, reply: Any = None) -> Mailbox[Any, Any]:
         return open_mailbox(f"sqlite:///{directory}/contract.db", name=name, body=body, reply=reply)
 
-    return mailbox_contract.Backend(make, name="SQLite")
+    return mailbox_contract.Backend(make, short_lease=0.5, name="SQLite")
 
 
 NAMES = ("memory-json", "memory-objects", "sqlite")
