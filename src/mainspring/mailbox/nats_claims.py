@@ -39,7 +39,7 @@ NO_ROOM = 5.0
 _PROBES = 8
 _PRUNE = 1_000
 NOTICED = 0.25
-"""Seconds within which the server's consumer has surely noticed that a message left the stream."""
+"""Seconds within which the server's consumer has surely noticed that a message came into the stream, or left it."""
 MOST_LEFT = 2_000
 """How many such messages are remembered."""
 
@@ -102,8 +102,10 @@ class Claims:
     async def claim(self, limit: int, visibility: float, wait: float) -> list[Delivery]:
         """See :meth:`MailboxHooks._claim`."""
         deadline = self._now() + wait
+        more = False
         while True:
-            found, more = await self._claim_once(limit, visibility, min(deadline - self._now(), LONGEST_PULL))
+            lasts = max(deadline - self._now(), NOTICED if more else 0.0)  # what went to the tail is there in a moment
+            found, more = await self._claim_once(limit, visibility, min(lasts, LONGEST_PULL))
             if found:
                 break
             if not self._usable() or (not more and self._now() >= deadline):
