@@ -227,13 +227,13 @@ async def test_a_mailbox_that_a_group_uses(anyio_backend):
 @pytest.mark.anyio
 async def test_in_an_event_loop_it_is_refused_by_name(url, anyio_backend):
     async with open_mailbox(url) as mailbox:
-        for call, name in (
-            (partial(mailbox.sync.send, 1), "send"),
-            (mailbox.sync.counts, "counts"),
-            (mailbox.sync.open, "open"),
-            (mailbox.sync.close, "close"),
+        for call, name, instead in (
+            (partial(mailbox.sync.send, 1), "send", "await the async send"),
+            (mailbox.sync.counts, "counts", "await the async counts"),
+            (mailbox.sync.open, "open", "use `async with` the mailbox"),
+            (mailbox.sync.close, "close", "await the async close"),
         ):
-            with pytest.raises(ConfigError, match=rf"sync\.{name}\(\) would block the event loop .*async {name}\(\)"):
+            with pytest.raises(ConfigError, match=rf"sync\.{name}\(\) would block the event loop .*; {instead}"):
                 call()
 
 

@@ -169,9 +169,9 @@ class SyncMailbox(Generic[T, R]):
 
     def _check_thread(self, name: str) -> None:
         if in_event_loop():
+            instead = "use `async with` the mailbox" if name == "open" else f"await the async {name}()"
             raise ConfigError(
-                f"mailbox {self._mailbox.name!r}: sync.{name}() would block the event loop of this thread; await the"
-                f" async {name}() instead"
+                f"mailbox {self._mailbox.name!r}: sync.{name}() would block the event loop of this thread; {instead} instead"
             )
 
 
