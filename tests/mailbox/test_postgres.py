@@ -305,6 +305,34 @@ async def test_transient_mailboxes_that_nobody_opened_for_a_day_are_dropped(plac
         assert place.execute("SELECT count(*) FROM SCHEMA.messages") == [(2,)]
 
 
+async def test_a_reply_whose_mailbox_is_dropped_meanwhile_is_tidied_away(place):
+    async with place.mailbox() as mailbox, place.mailbox("~box") as box, place.mailbox("kept") as kept:
+        await kept.send("x")
+        await mailbox.send("question", reply_to=box.address)
+        (message,) = await mailbox.receive()
+        async with mailbox.transaction(message):
+            await message.reply("answer")
+            with anyio.fail_after(5):
+                await box._drop()
+        for _ in range(2):
+            await Upkeep(kept._here.pool, place.schema)._step()
+            for table in ("messages", "tallies"):
+                orphans = f"""SELECT count(*) FROM SCHEMA.{table} t
+                    WHERE NOT EXISTS (SELECT FROM SCHEMA.mailboxes b WHERE b.id = t.mailbox)"""
+                assert place.execute(orphans) == [(0,)]
+        counts = [await each.counts() for each in (mailbox, kept)]
+        assert [(each.pending, each.in_flight, each.settled) for each in counts] == [(0, 0, 1), (1, 0, 0)]
+
+
+async def test_what_is_no_text_is_the_id_of_nothing(place):
+    async with place.mailbox() as mailbox:
+        await mailbox.send("x")
+        (message,) = await mailbox.receive()
+        await message.dead_letter("no")
+        for odd in ("\ud800", "\0"):
+            assert [letter.body for letter in await mailbox.dead_letters(after=odd)] == ["x"]
+
+
 # ----------------------------------------------------------------------------------------------------- connections
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
 import anyio
+import psycopg
 import pytest
 
 from mainspring import MailboxConnectionError
@@ -114,6 +117,131 @@ async def test_a_put_of_several_keys_is_stored_whole_or_not_at_all(place):
         await connection.rollback()
         assert (await mailbox.counts()).pending == 0
         assert await mailbox._put(pair) == ["one", "two"]
+
+
+async def test_a_refusal_whose_end_comes_late_is_told_as_what_it_is(place, monkeypatch):
+    """The driver hides it then: it cannot leave its pipeline."""
+    leave = psycopg.AsyncPipeline._exit
+
+    def leave_late(pipeline, error):
+        refused = sys.exc_info()[1]
+        leave(pipeline, error)
+        if isinstance(refused, psycopg.errors.LockNotAvailable) and error is None:
+            late.append(refused)
+            raise psycopg.OperationalError("cannot exit pipeline mode while busy")
+
+    late = []
+    monkeypatch.setattr(psycopg.AsyncPipeline, "_exit", leave_late)
+    async with place.mailbox() as mailbox, await place.connect() as connection:
+        first = await mailbox.send("x", dedup_key="k", connection=connection)
+        ids = []
+
+        async def send_again():
+            ids.append(await mailbox.send("y", dedup_key="k"))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send_again)
+            with anyio.fail_after(10):
+                while not late:
+                    await anyio.sleep(0.01)
+            await connection.commit()
+        assert ids == [first]
+
+
+@pytest.mark.parametrize("capacity", [None, 9])
+async def test_a_commit_that_waits_for_others_is_no_key_that_is_held_up(place, capacity):
+    """As it does for those who commit notifications at the same time."""
+    async with place.mailbox(capacity=capacity) as mailbox, await place.connect() as connection:
+        place.execute(
+            """CREATE FUNCTION SCHEMA.wait() RETURNS trigger LANGUAGE plpgsql AS
+            'BEGIN PERFORM pg_advisory_xact_lock(hashtext(TG_TABLE_SCHEMA), 4277); RETURN NULL; END'"""
+        )
+        place.execute(
+            """CREATE CONSTRAINT TRIGGER waits AFTER INSERT ON SCHEMA.messages DEFERRABLE INITIALLY DEFERRED
+            FOR EACH ROW EXECUTE FUNCTION SCHEMA.wait()"""
+        )
+        await connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s), 4277)", (place.schema,))
+        ids = []
+
+        async def send():
+            ids.append(await mailbox.send("x", dedup_key="k"))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send)
+            with anyio.fail_after(5):
+                waiting = "SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND objid = 4277 AND NOT granted"
+                while not place.execute(waiting):
+                    await anyio.sleep(0.01)
+            await anyio.sleep(0.1)
+            assert place.execute(waiting)
+            await connection.commit()
+        assert len(ids) == 1
+
+
+@pytest.mark.parametrize("sender", ["alone", "with a capacity", "in a transaction"])
+@pytest.mark.parametrize("state", ["pending", "delayed", "its lease has ended"])
+async def test_a_message_that_has_expired_holds_its_key_no_longer(place, state, sender):
+    async with place.mailbox(capacity=2 if sender == "with a capacity" else None) as mailbox:
+        first = await mailbox.send("old", dedup_key="k", expires_in=600, delay=60 if state == "delayed" else 0)
+        await mailbox.send("beside", expires_in=600)
+        if state == "its lease has ended":
+            await mailbox.receive()
+        place.execute("UPDATE SCHEMA.messages SET expires_at = now()")
+        if state == "its lease has ended":
+            assert await mailbox.send("held", dedup_key="k") == first
+            place.execute("UPDATE SCHEMA.messages SET due = now() WHERE state = 2")
+        async with await place.connect() as connection:
+            into = {"connection": connection} if sender == "in a transaction" else {}
+            second = await mailbox.send("new", dedup_key="k", **into)
+            assert await mailbox.send("newer", dedup_key="k", **into) == second != first
+            await connection.commit()
+        (dead, other) = sorted(await mailbox.dead_letters(), key=lambda letter: letter.message_id != first)
+        assert (dead.message_id, dead.error_type, dead.attempt) == (first, "MessageExpiredError", int("lease" in state))
+        assert other.body == "beside"
+        counts = await mailbox.counts()
+        assert (counts.delayed, counts.pending, counts.in_flight, counts.dead) == (0, 1, 0, 2)
+        assert [message.body for message in await mailbox.receive(max_messages=9)] == ["new"]
+
+
+async def test_a_replay_takes_its_key_back_from_one_that_has_expired(place):
+    async with place.mailbox() as mailbox:
+        first = await mailbox.send("x", dedup_key="k")
+        (message,) = await mailbox.receive()
+        await message.dead_letter("no")
+        await mailbox.send("y", dedup_key="k", expires_in=600)
+        place.execute("UPDATE SCHEMA.messages SET expires_at = now()")
+        await mailbox.replay_dead_letters([first])
+        assert await mailbox.send("z", dedup_key="k") == first
+
+
+@pytest.mark.parametrize(("timeout", "own"), [(0.5, "0"), (30, "300ms"), (0.5, "20s")])
+@pytest.mark.parametrize("threads", [False, True])
+async def test_a_key_that_is_held_up_fails_in_time_in_a_transaction_too_which_goes_on(place, timeout, own, threads):
+    def by_thread():
+        with psycopg.connect(place.url) as connection, place.mailbox(timeout=timeout).sync as own_mailbox:
+            connection.execute(f"SET lock_timeout = '{own}'")
+            own_mailbox.send("before", connection=connection)
+            with pytest.raises(MailboxConnectionError, match=says):
+                own_mailbox.send("y", dedup_key="k", connection=connection)
+            own_mailbox.send("after", dedup_key="j", connection=connection)
+            return connection.execute("SHOW lock_timeout").fetchone()[0]
+
+    says = rf"same dedup_key \('k'\) has not ended within {timeout:g} s, or .*lock_timeout; nothing was sent"
+    async with place.mailbox(timeout=timeout) as mailbox, await place.connect() as holder:
+        await mailbox.send("x", dedup_key="k", connection=holder)
+        with anyio.fail_after(5):
+            if threads:
+                assert await anyio.to_thread.run_sync(by_thread, abandon_on_cancel=True) == own
+            else:
+                async with await place.connect() as connection:
+                    await connection.execute(f"SET lock_timeout = '{own}'")
+                    await mailbox.send("before", connection=connection)
+                    with pytest.raises(MailboxConnectionError, match=says):
+                        await mailbox.send("y", dedup_key="k", connection=connection)
+                    await mailbox.send("after", dedup_key="j", connection=connection)
+                    assert (await (await connection.execute("SHOW lock_timeout")).fetchone())[0] == own
+        await holder.rollback()
+        assert [message.body for message in await mailbox.receive(max_messages=9)] == ["before", "after"]
 
 
 async def test_keys_that_deadlock_in_the_senders_own_transactions_are_told_as_what_may_be_tried_again(place):

@@ -382,6 +382,30 @@ async def test_what_the_mailbox_does_in_a_transaction_has_an_end(place, mailbox,
         assert not message.is_settled
 
 
+async def test_a_cancelled_send_within_a_capacity_ends_at_once(place):
+    async with gate(place.url) as (url, way), place.mailbox(url=url, listen=False, capacity=2, timeout=5) as through:
+        await through.send("x")
+        way.freeze()
+        with anyio.move_on_after(0.2) as scope:
+            await through.send("never")
+        assert scope.cancelled_caught
+        assert anyio.current_time() - scope.deadline < 1
+        await through.send("y")
+        assert [message.body for message in await through.receive(max_messages=9)] == ["x", "y"]
+
+
+async def test_a_cancelled_send_within_a_capacity_leaves_nothing_behind(place):
+    async with place.mailbox(capacity=1, timeout=5) as mailbox, await place.connect() as connection:
+        await connection.execute(f"SELECT {place.schema}.room({mailbox._number})")
+        with anyio.move_on_after(0.2) as scope:
+            await mailbox.send("never")
+        assert scope.cancelled_caught
+        assert anyio.current_time() - scope.deadline < 1
+        await connection.rollback()
+        await mailbox.send("x")
+        assert [message.body for message in await mailbox.receive(max_messages=9)] == ["x"]
+
+
 async def test_what_the_handler_does_in_a_transaction_may_last(place):
     async with place.mailbox(timeout=0.3) as mailbox:
         await mailbox.send("x")

@@ -219,7 +219,8 @@ class PostgresMailbox(Mailbox[T, R]):
         if self._capacity is not None:
             raise InvalidParameterError("send: connection= cannot be used with a mailbox that has a capacity")
         put = do.Put(envelopes)
-        steps = steps_into(self._here.schema, self._store, self._lanes.calls(), put)
+        patience = self._here.pool.timeout
+        steps = steps_into(self._here.schema, self._store, self._lanes.calls(patience), put)
         if isinstance(connection, Errand) and not is_async(connection.connection):
             connection.work = partial(put_by_thread, connection.connection, steps, put)
             return [envelope.message_id for envelope in envelopes]
@@ -311,7 +312,8 @@ class PostgresMailbox(Mailbox[T, R]):
         return int(await self._here.value("purge", self._number))
 
     async def _dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
-        rows = await self._here.rows("dead_letters", self._number, min(limit, 2**31 - 1), after, None)
+        behind = None if after is None else _known([after])[0]
+        rows = await self._here.rows("dead_letters", self._number, min(limit, 2**31 - 1), behind, None)
         return [values.dead_row(row) for row in rows]
 
     async def _find_dead(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:

@@ -55,14 +55,27 @@ class Calls:
     After they were made: ``gained`` is how many messages became pending, by mailbox; ``unreadable`` holds deliveries whose
     headers cannot be read; ``due_in`` in how many seconds something is due, where a claim asked; ``fresh`` whether senders
     have only now been asked to tell.
+
+    :param put_keyed: the function of the schema for sends with a key.
+    :param patience: seconds that such a send may wait for an open transaction, where it is in somebody's own.
     """
 
-    def __init__(self, schema: str, box: int, view: View, now: float, *, put_keyed: str = "put_keyed") -> None:
+    def __init__(
+        self,
+        schema: str,
+        box: int,
+        view: View,
+        now: float,
+        *,
+        put_keyed: str = "put_keyed",
+        patience: float | None = None,
+    ) -> None:
         self._schema = schema
         self.box = box
         self._view = view
         self._now = now
-        self._keyed_function = put_keyed
+        self._keyed_function = put_keyed if patience is None else "put_keyed_within"
+        self.patience = patience
         self.calls: list[Call] = []
         self.gained: dict[int, int] = {}
         self.unreadable: list[Delivery] = []
@@ -121,7 +134,8 @@ class Calls:
                 if envelope.delay:
                     self.due_in = envelope.delay if self.due_in is None else min(self.due_in, envelope.delay)
 
-        self._add(self._keyed_function, put_keyed_values(envelope), finish)
+        patience = () if self.patience is None else (self.patience,)
+        self._add(self._keyed_function, (*put_keyed_values(envelope), *patience), finish)
 
     # ------------------------------------------------------------------------------------------------------- receiving
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import sys
 from contextlib import asynccontextmanager
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
@@ -207,11 +208,21 @@ async def send(connection: psycopg.AsyncConnection[Any], calls: Sequence[Call]) 
         await cursor.execute(calls[0].statement.encode(), calls[0].values, binary=True)
         return [await cursor.fetchall() if cursor.description is not None else []]
     cursors = []
-    async with connection.pipeline():
-        for call in calls:
-            cursor = psycopg.AsyncRawCursor(connection, row_factory=tuple_row)
-            await cursor.execute(call.statement.encode(), call.values, binary=True)
-            cursors.append(cursor)
+    handled = sys.exc_info()[1]
+    try:
+        async with connection.pipeline():
+            for call in calls:
+                cursor = psycopg.AsyncRawCursor(connection, row_factory=tuple_row)
+                await cursor.execute(call.statement.encode(), call.values, binary=True)
+                cursors.append(cursor)
+    except psycopg.OperationalError as error:
+        refusal = error.__context__ if error.__context__ is not handled else None
+        if error.sqlstate is None and isinstance(refusal, psycopg.Error) and refusal.sqlstate is not None:
+            # The server's error came before the rest of its answer, and the driver could not leave the pipeline: that says
+            # nothing about the calls, and the error all.
+            connection.pgconn.finish()
+            raise refusal from None
+        raise
     return [await cursor.fetchall() for cursor in cursors]
 
 

@@ -14,6 +14,7 @@ from mainspring.errors import InvalidParameterError
 from mainspring.mailbox.postgres_arrays import register
 from mainspring.mailbox.postgres_calls import Call, Calls, call, make
 from mainspring.mailbox.postgres_connection import one_line, told
+from mainspring.mailbox.postgres_keyed import not_ended
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,10 +71,14 @@ def thread_connection(given: Any) -> psycopg.Connection[Any]:
 def steps_into(schema: str, store: str, batch: Calls, put: do.Put) -> Iterator[Call]:
     """The calls that store the messages of ``put`` in somebody's transaction; each is made, and finished, before the next.
 
-    The messages exist, and wake receivers, if that commits.
+    The messages exist, and wake receivers, if that commits. Raises :class:`MailboxConnectionError` where another open
+    transaction has sent its key, and does not end in time: the transaction is then as it was, and can go on.
     """
     yield call(schema, "check_store", (store,), _nothing)
-    yield from batch.build([put])
+    for each in batch.build([put]):
+        yield each
+        if put.held_up:
+            raise not_ended(put.envelopes, f"within {batch.patience:g} s, or by the connection's own lock_timeout")
     # Whether or not somebody waits by now: by the time of the commit somebody may.
     word = f"{batch.box} {batch.gained.get(batch.box, 0)}"
     yield Call("SELECT pg_notify($1, $2)", (schema, word), _nothing)

@@ -32,9 +32,12 @@ LONGEST_PAUSE = 0.25
 
 
 class Transact(Protocol):
-    """Executes commands in one transaction, after other calls, with that function of the schema for those with a key."""
+    """Executes commands in one transaction, which waits no longer than those seconds for another one that has sent a key.
 
-    async def __call__(self, commands: Sequence[do.Put], *before: Call, put_keyed: str = ...) -> None: ...
+    ``put_keyed`` is the function of the schema for those with a key.
+    """
+
+    async def __call__(self, commands: Sequence[do.Put], haste: float, put_keyed: str = ...) -> None: ...
 
 
 class KeyedSends:
@@ -80,15 +83,12 @@ class KeyedSends:
         finally:
             self._held_up.subtract(keys)
             self._held_up += Counter()  # without those of zero
-        raise MailboxConnectionError(
-            f"a transaction that has sent the same dedup_key ({', '.join(map(repr, sorted(keys)[:3]))}) has not ended within"
-            f" {self._hub.pool.timeout:g} s; nothing was sent"
-        )
+        raise not_ended(envelopes, f"within {self._hub.pool.timeout:g} s")
 
     async def _together(self, puts: list[do.Put]) -> None:
         """The usual way: in one transaction, which nothing holds up."""
         try:
-            await self._transact(puts, hasty(HASTE))
+            await self._transact(puts, HASTE)
         except HeldUpError:
             await self._each_key(puts)
         except psycopg.Error as error:
@@ -115,7 +115,7 @@ class KeyedSends:
         if not puts:
             return
         try:
-            await self._transact(puts, hasty(MORE_HASTE), put_keyed="try_keyed")
+            await self._transact(puts, MORE_HASTE, put_keyed="try_keyed")
         except psycopg.Error as error:
             await self._apart(puts, error)
 
@@ -130,16 +130,31 @@ class KeyedSends:
     async def _whole(self, put: do.Put) -> None:
         put.error = None
         try:
-            await self._transact([put], hasty(MORE_HASTE))
+            await self._transact([put], MORE_HASTE)
         except HeldUpError:
             put.held_up = True
         except psycopg.Error as error:
             put.error = faulty(error)
 
 
-def hasty(seconds: float) -> Call:
-    """What lets a transaction not wait longer than that for another one."""
+def hastily(calls: Sequence[Call], seconds: float) -> list[Call]:
+    """Calls of one transaction that do not wait longer than that for another one.
+
+    Its COMMIT does: it waits for others that commit notifications just now, who are no reason to give up.
+    """
+    return [_lock_timeout(seconds), *calls, _lock_timeout(0)]
+
+
+def _lock_timeout(seconds: float) -> Call:
     return Call("SELECT set_config('lock_timeout', $1, true)", (f"{seconds * 1_000:g}ms",), _nothing)
+
+
+def not_ended(envelopes: list[Envelope], when: str) -> MailboxConnectionError:
+    """The error of a send that was held up for too long."""
+    keys = ", ".join(map(repr, sorted(_keys(envelopes))[:3]))
+    return MailboxConnectionError(
+        f"a transaction that has sent the same dedup_key ({keys}) has not ended {when}; nothing was sent"
+    )
 
 
 def _keys(envelopes: list[Envelope]) -> set[str]:

@@ -15,14 +15,13 @@ from mainspring.mailbox.batching import Batcher, Command
 from mainspring.mailbox.postgres_calls import Calls
 from mainspring.mailbox.postgres_connection import faulty
 from mainspring.mailbox.postgres_hub import Waiters
-from mainspring.mailbox.postgres_keyed import KeyedSends
+from mainspring.mailbox.postgres_keyed import KeyedSends, hastily
 from mainspring.mailbox.postgres_values import UNREADABLE, lease_of
 from mainspring.periodic import Periodic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mainspring.mailbox.postgres_calls import Call
     from mainspring.mailbox.postgres_hub import Hub
     from mainspring.scope import DaemonScope
 
@@ -68,9 +67,9 @@ class Lanes:
         finally:
             self.hub.remove_waiters(self.number, self.waiters)
 
-    def calls(self) -> Calls:
+    def calls(self, patience: float | None = None) -> Calls:
         """For calls outside of the batches."""
-        return Calls(self.hub.schema, self.number, self.view, self.now())
+        return Calls(self.hub.schema, self.number, self.view, self.now(), patience=patience)
 
     async def alone(self, command: do.OfDelivery) -> None:
         """Have a command executed in no batch, as it may have to wait for a lock; raises its error."""
@@ -97,11 +96,14 @@ class Lanes:
                 except psycopg.Error as its_own:
                     command.error = faulty(its_own)
 
-    async def _transact(self, commands: Sequence[Command], *before: Call, put_keyed: str = "put_keyed") -> None:
+    async def _transact(
+        self, commands: Sequence[Command], haste: float | None = None, put_keyed: str = "put_keyed"
+    ) -> None:
         hub = self.hub
         leased_at = self.now()
         batch = Calls(hub.schema, self.number, self.view, leased_at, put_keyed=put_keyed)
-        await hub.pool.run([*before, *batch.build(commands)])
+        calls = batch.build(commands)
+        await hub.pool.run(calls if haste is None else hastily(calls, haste))
         for command in commands:
             if type(command) is do.Claim:
                 for delivery in command.result:

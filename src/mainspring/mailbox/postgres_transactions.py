@@ -14,7 +14,7 @@ from mainspring.mailbox.limits import full
 from mainspring.mailbox.postgres_arrays import texts
 from mainspring.mailbox.postgres_calls import Calls, ask, make
 from mainspring.mailbox.postgres_connection import Connection, HeldUpError, one_line, told
-from mainspring.mailbox.postgres_keyed import HASTE, hasty
+from mainspring.mailbox.postgres_keyed import HASTE, hastily
 from mainspring.mailbox.postgres_values import stored_key
 
 if TYPE_CHECKING:
@@ -32,34 +32,42 @@ UNCERTAIN = "which may have taken place"
 async def put_within(hub: Hub, batch: Calls, put: do.Put, capacity: int) -> None:
     """Look whether there is room, and store, in one transaction, in which no other sender looks.
 
-    Where an open transaction has sent one of the keys, the put is ``held_up``.
+    Where an open transaction has sent one of the keys, the put is ``held_up``. Cancelled, it ends at once; nothing is stored
+    then, unless the server had been told to COMMIT.
     """
-    envelopes = put.envelopes
-    keys = sorted({stored_key(e.dedup_key) for e in envelopes if e.dedup_key is not None})
     try:
-        with anyio.fail_after(hub.pool.timeout, shield=True):
+        with anyio.fail_after(hub.pool.timeout):
             async with hub.pool.connection() as connection:
                 try:
-                    async with connection.transaction():
-                        waiting = (await ask(connection, hub.schema, "room", batch.box))[0][0]
-                        more = len(envelopes)
-                        if keys:
-                            known = await ask(connection, hub.schema, "known_keys", batch.box, texts(keys))
-                            more = sum(e.dedup_key is None for e in envelopes) + len(keys) - len(known)
-                        if more and waiting + more > capacity:
-                            raise full(waiting, capacity, more)
-                        if keys:  # the lock that keeps other senders out is not to be kept while a key is held up
-                            await make(connection, hasty(HASTE))
-                        for each in batch.build([put]):
-                            each.finish(await make(connection, each))
+                    with expendable(connection):
+                        await _put_into(connection, batch, put, capacity, hub.schema)
                 except psycopg.Error as error:
                     raise told(error) from error
     except TimeoutError:
         raise MailboxConnectionError(f"PostgreSQL did not answer within {hub.pool.timeout:g} s") from None
     except HeldUpError:
-        if not keys:
+        if all(envelope.dedup_key is None for envelope in put.envelopes):
             raise
         put.held_up = True
+
+
+async def _put_into(
+    connection: psycopg.AsyncConnection[Any], batch: Calls, put: do.Put, capacity: int, schema: str
+) -> None:
+    envelopes = put.envelopes
+    keys = sorted({stored_key(e.dedup_key) for e in envelopes if e.dedup_key is not None})
+    async with connection.transaction():
+        waiting = (await ask(connection, schema, "room", batch.box))[0][0]
+        more = len(envelopes)
+        if keys:
+            known = await ask(connection, schema, "known_keys", batch.box, texts(keys))
+            more = sum(e.dedup_key is None for e in envelopes) + len(keys) - len(known)
+        if more and waiting + more > capacity:
+            raise full(waiting, capacity, more)
+        calls = batch.build([put])
+        # The lock that keeps other senders out is not to be kept while a key is held up.
+        for each in hastily(calls, HASTE) if keys else calls:
+            each.finish(await make(connection, each))
 
 
 class Transactions:
@@ -194,13 +202,20 @@ def step(connection: psycopg.AsyncConnection[Any], timeout: float, what: str) ->
     So whoever has lost its lease meanwhile, and is cancelled, does not wait for a server that has gone. What is not committed
     is rolled back when the server sees that the connection is closed.
     """
-    if isinstance(connection, Connection):
-        connection.is_expendable = True
     try:
-        with anyio.fail_after(timeout):
+        with anyio.fail_after(timeout), expendable(connection):
             yield
     except TimeoutError:
         raise MailboxConnectionError(f"PostgreSQL did not answer within {timeout:g} s {what}") from None
+
+
+@contextmanager
+def expendable(connection: psycopg.AsyncConnection[Any]) -> Iterator[None]:
+    """In the block, a cancellation closes the connection and is over; the server rolls back when it sees that."""
+    if isinstance(connection, Connection):
+        connection.is_expendable = True
+    try:
+        yield
     finally:
         if isinstance(connection, Connection):
             connection.is_expendable = False

@@ -61,19 +61,48 @@ BEGIN
     PERFORM mainspring.tell(box, cardinality(ids) - late);
 END $$;
 
+CREATE OR REPLACE FUNCTION mainspring.bury_expired(box integer, key text) RETURNS void LANGUAGE plpgsql AS $$
+-- What a sweep would do with the message that has this key, if it has expired and nobody holds it; one that another
+-- transaction works on is waited for. No other message is touched: the caller may be in a transaction that lasts.
+DECLARE
+    at timestamptz := clock_timestamp();
+    was mainspring.messages;
+BEGIN
+    DELETE FROM mainspring.messages m WHERE m.mailbox = box AND m.dedup_key = key AND m.expires_at <= at
+        AND (m.state <> 2 OR m.due <= at) RETURNING m.* INTO was;
+    IF NOT FOUND THEN
+        RETURN;
+    END IF;
+    INSERT INTO mainspring.dead (place, mailbox, dead_at, enqueued_at, first_received_at, lease, deliveries,
+            attempts, rank, id, body, reply_to, headers, dedup_key, history, checkpoint, error, error_type, traceback)
+        VALUES (nextval('mainspring.positions'), box, was.expires_at, was.enqueued_at, was.first_received_at, was.lease,
+            was.deliveries, was.attempts + CASE WHEN was.state = 2 THEN 1 ELSE 0 END, was.rank, was.id, was.body,
+            was.reply_to, was.headers, was.dedup_key, was.history, was.checkpoint,
+            'it was not done before its time (expires_in) ran out', 'MessageExpiredError', '');
+    INSERT INTO mainspring.tallies (mailbox, delayed, pending, in_flight, dead) VALUES (box,
+        CASE WHEN was.state = 1 THEN -1 ELSE 0 END, CASE WHEN was.state = 0 THEN -1 ELSE 0 END,
+        CASE WHEN was.state = 2 THEN -1 ELSE 0 END, 1);
+END $$;
+
 CREATE OR REPLACE FUNCTION mainspring.put_keyed(
     box integer, new_id text, new_body bytea, delay float8, new_rank smallint, new_reply_to text, new_headers text,
     life float8, key text
 ) RETURNS text LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $$
--- One message with a dedup key; its id, or that of the unfinished one with the same key.
+-- One message with a dedup key; its id, or that of the unfinished one with the same key. One that has expired is finished,
+-- unless somebody holds it.
 DECLARE
     at timestamptz := clock_timestamp();
     found_id text;
+    is_over boolean;
     late boolean := delay > 0;
 BEGIN
     LOOP
-        SELECT m.id INTO found_id FROM mainspring.messages m WHERE m.mailbox = box AND m.dedup_key = key;
-        IF FOUND THEN
+        SELECT m.id, m.expires_at <= clock_timestamp() AND (m.state <> 2 OR m.due <= clock_timestamp())
+            INTO found_id, is_over FROM mainspring.messages m WHERE m.mailbox = box AND m.dedup_key = key;
+        IF is_over THEN
+            PERFORM mainspring.bury_expired(box, key);
+            CONTINUE;
+        ELSIF found_id IS NOT NULL THEN
             RETURN found_id;
         END IF;
         INSERT INTO mainspring.messages
@@ -98,6 +127,25 @@ CREATE OR REPLACE FUNCTION mainspring.try_keyed(
 -- The same; NULL where another transaction, which has sent the key, has not ended by the lock_timeout.
 BEGIN
     RETURN mainspring.put_keyed(box, new_id, new_body, delay, new_rank, new_reply_to, new_headers, life, key);
+EXCEPTION WHEN lock_not_available THEN
+    RETURN NULL;
+END $$;
+
+CREATE OR REPLACE FUNCTION mainspring.put_keyed_within(
+    box integer, new_id text, new_body bytea, delay float8, new_rank smallint, new_reply_to text, new_headers text,
+    life float8, key text, patience float8
+) RETURNS text LANGUAGE plpgsql AS $$
+-- The same, in somebody's own transaction; NULL where the other has not ended after so many seconds, or by the lock_timeout
+-- of this transaction, which goes on as if nothing had been tried.
+DECLARE
+    theirs text := current_setting('lock_timeout');
+    named text;
+BEGIN
+    patience := least(patience, nullif(extract(epoch FROM theirs::interval), 0)) * 1000;
+    PERFORM set_config('lock_timeout', greatest(least(ceil(patience), 2147483647), 1)::bigint || 'ms', true);
+    named := mainspring.put_keyed(box, new_id, new_body, delay, new_rank, new_reply_to, new_headers, life, key);
+    PERFORM set_config('lock_timeout', theirs, true);
+    RETURN named;
 EXCEPTION WHEN lock_not_available THEN
     RETURN NULL;
 END $$;

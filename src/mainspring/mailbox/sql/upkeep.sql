@@ -58,6 +58,7 @@ LANGUAGE plpgsql AS $$
 -- be more than `capacity`.
 DECLARE clashed text;
 BEGIN
+    PERFORM mainspring.sweep_all(box);  -- else one that has expired would keep the key of one that is replayed
     IF capacity IS NOT NULL THEN
         waiting := mainspring.room(box);
         SELECT count(*) INTO number FROM mainspring.dead d WHERE d.mailbox = box AND (named IS NULL OR d.id = ANY (named));
@@ -123,7 +124,9 @@ CREATE OR REPLACE FUNCTION mainspring.drop_mailbox(box integer) RETURNS void LAN
 $$;
 
 CREATE OR REPLACE FUNCTION mainspring.drop_stale(prefix text, life float8) RETURNS integer LANGUAGE plpgsql AS $$
--- Drop the transient mailboxes that nobody has opened or waited on for so many seconds; how many that were.
+-- Drop the transient mailboxes that nobody has opened or waited on for so many seconds; how many that were. And what came
+-- into one from a transaction that was under way while it was dropped: a reply does not lock the mailbox it is for, as its
+-- transaction may last, and the drop would have to wait. Whatever came is in the tallies.
 DECLARE
     box integer;
     dropped integer := 0;
@@ -135,6 +138,12 @@ BEGIN
     LOOP
         PERFORM mainspring.drop_mailbox(box);
         dropped := dropped + 1;
+    END LOOP;
+    FOR box IN
+        SELECT DISTINCT t.mailbox FROM mainspring.tallies t
+            WHERE NOT EXISTS (SELECT FROM mainspring.mailboxes b WHERE b.id = t.mailbox)
+    LOOP
+        PERFORM mainspring.drop_mailbox(box);
     END LOOP;
     RETURN dropped;
 END $$;
