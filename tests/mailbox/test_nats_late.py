@@ -7,6 +7,7 @@ import anyio
 import pytest
 
 from mainspring.errors import MailboxConnectionError
+from mainspring.mailbox import nats_claims
 from mainspring.mailbox.message import Counts
 from mainspring.mailbox.nats_names import CONSUMER
 from nats_support import ON_ASYNCIO, place
@@ -94,3 +95,17 @@ async def test_one_receive_too_many_is_told_so_and_does_not_end_the_others(nats_
                     await box.receive(wait_time_seconds=5)
                 await box.send("x")
         assert [message.body for message in got] == ["x"]
+
+
+async def test_a_receive_that_may_not_wait_has_all_there_is_from_a_server_that_is_slow(nats_url, monkeypatch):
+    """Its pull ends before the server has come to it: the server says that there is more, and is given longer."""
+    monkeypatch.setattr(nats_claims, "GLANCE", 0.000_01)
+    async with place(nats_url) as here, here.box() as box:
+        assert await box.receive(max_messages=10) == []
+        await box.send_many(range(300))
+        messages = await box.receive(max_messages=1_000)
+        assert sorted(message.body for message in messages) == list(range(300))
+        async with anyio.create_task_group() as group:
+            for message in messages:
+                group.start_soon(message.acknowledge)
+        assert await box.counts() == Counts(settled=300)

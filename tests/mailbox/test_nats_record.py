@@ -149,7 +149,9 @@ def test_options_are_read_in_their_types():
 
 def test_a_stream_of_another_make_is_refused():
     wanted = Names.of("jobs").configs(replicas=1, storage="file")[0]
-    check_stream(wanted, {**wanted, "num_replicas": 3, "max_bytes": 10})
+    check_stream(wanted, {**wanted, "num_replicas": 3, "max_msgs": 10})
+    with pytest.raises(ConfigError, match="with max_bytes, near which the server drops"):
+        check_stream(wanted, {**wanted, "max_bytes": 10})
     with pytest.raises(ConfigError, match="retention"):
         check_stream(wanted, {**wanted, "retention": "limits"})
     with pytest.raises(ConfigError, match="without the subjects"):

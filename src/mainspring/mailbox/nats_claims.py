@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import anyio
@@ -13,9 +12,10 @@ from mainspring.errors import MailboxConnectionError, MailboxError, MailboxFullE
 from mainspring.mailbox.limits import CLOSE_TIMEOUT
 from mainspring.mailbox.message import EXPIRED, Delivery
 from mainspring.mailbox.nats_errors import GoneError
+from mainspring.mailbox.nats_lease import Arrival, Lease
 from mainspring.mailbox.nats_names import CONSUMER, nanoseconds
-from mainspring.mailbox.nats_pull import GLANCE
-from mainspring.mailbox.nats_record import Record, dead_headers, decode, token_of
+from mainspring.mailbox.nats_pull import GLANCE, LONGEST_GLANCE
+from mainspring.mailbox.nats_record import Record, dead_headers, token_of
 from mainspring.mailbox.nats_store import Add, Added
 from mainspring.mailbox.nats_wire import Ask
 
@@ -42,46 +42,6 @@ NOTICED = 0.25
 """Seconds within which the server's consumer has surely noticed that a message came into the stream, or left it."""
 MOST_LEFT = 2_000
 """How many such messages are remembered."""
-
-
-@dataclass(slots=True)
-class Lease:
-    """A message that this process holds."""
-
-    sequence: int
-    reply: str
-    subject: str
-    record: Record
-    until: float
-    """When the lease is over, on anyio's clock: not later than the server thinks."""
-    received_at: float
-    checkpoint: bool = False
-    refused_since: float | None = None
-    """When the server first had no room for what was to become of it, on anyio's clock."""
-    unsure: bool = False
-    """Whether a settlement was sent of which no answer has come: it may have been made."""
-
-
-@dataclass(slots=True)
-class Arrival:
-    """A message as a pull request brought it."""
-
-    sequence: int
-    deliveries: int
-    reply: str
-    subject: str
-    stored_at: float
-    record: Record
-
-    @classmethod
-    def of(cls, message: Msg) -> Arrival:
-        """Read the numbers out of the subject that an acknowledgement of it would go to."""
-        parts = message.reply.split(".")
-        first = 4 if len(parts) == 9 else 6  # newer servers put the domain and the account before them
-        sequence = int(parts[first + 1])
-        stored_at = int(parts[first + 3]) / 1e9
-        record = decode(message.data, sequence, stored_at)
-        return cls(sequence, int(parts[first]), message.reply, message.subject, stored_at, record)
 
 
 class Claims:
@@ -131,7 +91,26 @@ class Claims:
         raise MailboxConnectionError("the NATS server did not answer in time")
 
     async def _pull(self, limit: int, wait: float) -> list[Msg]:
-        lasts = max(wait, GLANCE)
+        """What one pull brings; where it may not wait and the server says that there is more, what some longer ones bring.
+
+        A server that is busy may not have come to a glance in time. Cancelled, it has claimed nothing.
+        """
+        found = await self._pull_for(limit, max(wait, GLANCE))
+        lasts = GLANCE
+        try:
+            while wait < GLANCE and len(found) < limit and lasts < LONGEST_GLANCE and await self._store.pending():
+                lasts *= 3
+                found += await self._pull_for(limit - len(found), lasts)
+        except MailboxError:
+            if not found:
+                raise
+        except BaseException:
+            with anyio.CancelScope(shield=True, deadline=self._now() + CLOSE_TIMEOUT / 2):
+                await self._put_back(found, young=0.0)
+            raise
+        return found
+
+    async def _pull_for(self, limit: int, lasts: float) -> list[Msg]:
         request = b'{"batch":%d,"no_wait":true,"expires":%d}' % (limit, nanoseconds(lasts))
         puller = await self._store.wire.puller()
         if not self._usable():

@@ -11,8 +11,9 @@ import anyio
 from mainspring import clock, entropy
 from mainspring.errors import MailboxError
 from mainspring.mailbox.message import EXPIRED
-from mainspring.mailbox.nats_claims import LONGEST_PULL, Arrival
+from mainspring.mailbox.nats_claims import LONGEST_PULL
 from mainspring.mailbox.nats_errors import GoneError
+from mainspring.mailbox.nats_lease import Arrival
 from mainspring.mailbox.nats_names import CONSUMER, nanoseconds
 from mainspring.mailbox.nats_record import token_of, tokens_of
 from mainspring.mailbox.nats_store import Add, Added

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 GLANCE = 0.02
 """Seconds that a pull lasts at least. Without an end the server answers at once that there is nothing, and at times wrongly:
 what was sent just now it may not have noticed yet; and where what it has counted was removed, it waits for ever instead."""
+LONGEST_GLANCE = 0.5
+"""Seconds that the last of some glances lasts, where the server says that there is something and does not deliver it."""
 OVERDUE = 0.5
 """Seconds after its end at which a pull is taken for ended although the server does not say so: where several wait, 2.9 now
 and then drops one that is over without a word."""

@@ -17,7 +17,8 @@ from mainspring.mailbox.nats_store import Add
 
 if TYPE_CHECKING:
     from mainspring.mailbox.message import Delivery, Envelope, Settlement
-    from mainspring.mailbox.nats_claims import Claims, Lease
+    from mainspring.mailbox.nats_claims import Claims
+    from mainspring.mailbox.nats_lease import Lease
     from mainspring.mailbox.nats_store import Store
 
 PATIENCE = 10.0

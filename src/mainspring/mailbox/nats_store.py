@@ -268,6 +268,10 @@ class Store:
         """The first message from number ``sequence`` on."""
         return await self._call(_stored, _get(stream, {"seq": sequence, "next_by_subj": subject}))
 
+    async def pending(self) -> int:
+        """How many messages of the queue were never delivered, as the consumer has counted them."""
+        return int((await self.api(f"CONSUMER.INFO.{self.names.queue}.{CONSUMER}"))["num_pending"])
+
     async def delivered(self) -> int:
         """The highest number of the queue that was ever delivered."""
         info = await self.api(f"CONSUMER.INFO.{self.names.queue}.{CONSUMER}")
