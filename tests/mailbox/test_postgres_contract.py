@@ -19,7 +19,7 @@ async def test_the_contract(postgres_url, anyio_backend):
             with pytest.raises(ConfigError, match="asyncio only"):
                 await place.mailbox().__aenter__()
             return
-        report = await mailbox_contract.run(mailbox_contract.Backend(place.mailbox, short_lease=0.5), concurrency=20)
+        report = await mailbox_contract.run(mailbox_contract.Backend(place.mailbox, short_lease=1.0), concurrency=20)
     finally:
         drop_schema(postgres_url, place.schema)
     assert report.ok, str(report)

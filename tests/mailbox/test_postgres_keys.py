@@ -51,7 +51,7 @@ async def test_a_key_that_a_transaction_holds_up_holds_up_nobody_else(place):
 @pytest.mark.parametrize("capacity", [None, 100])
 async def test_a_key_that_is_held_up_delays_and_fails_only_its_own_sends(place, capacity):
     async with (
-        place.mailbox(timeout=1, capacity=capacity) as mailbox,
+        place.mailbox(timeout=2, capacity=capacity) as mailbox,
         place.mailbox() as other,
         await place.connect() as connection,
     ):
@@ -73,9 +73,9 @@ async def test_a_key_that_is_held_up_delays_and_fails_only_its_own_sends(place, 
             await anyio.sleep(0.1)
             tasks.start_soon(send, "c", 10)
         assert len(failed) == 2
-        assert "same dedup_key ('k') has not ended within 1 s; nothing was sent" in failed[0]
-        assert max(took.pop(key) for key in "abc") < 0.7
-        assert 0.9 < took.pop("k") < 2
+        assert "same dedup_key ('k') has not ended within 2 s; nothing was sent" in failed[0]
+        assert max(took.pop(key) for key in "abc") < took["k"]
+        assert 1.9 < took.pop("k") < 4
         ids = []
 
         async def send_again():
