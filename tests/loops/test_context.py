@@ -205,7 +205,10 @@ async def test_beats_are_the_messages_own(virtual_clock):
 
 
 async def test_progress_is_a_point_where_cancellation_comes():
+    begun = anyio.Event()
+
     async def handle(job: int, ctx: Context) -> None:
+        begun.set()
         while True:
             await ctx.progress(1)
 
@@ -215,8 +218,7 @@ async def test_progress_is_a_point_where_cancellation_comes():
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(loop.run)
             await mailbox.send(1)
-            while not loop.in_flight:
-                await anyio.sleep(0.001)
+            await begun.wait()
             assert not await loop.shutdown(timeout=0)
 
 

@@ -57,8 +57,10 @@ async def test_one_at_a_time_is_first_in_first_out():
 
 async def test_the_block_opens_the_mailbox_and_closes_it_last():
     states = []
+    begun = anyio.Event()
 
     async def handle(job: int) -> None:
+        begun.set()
         await anyio.sleep(0.02)
         states.append(mailbox.state)
 
@@ -69,8 +71,7 @@ async def test_the_block_opens_the_mailbox_and_closes_it_last():
     async with MainLoop(mailbox, handle) as loop:
         assert mailbox.state is MailboxState.OPEN
         await mailbox.send(1)
-        while not loop.in_flight:
-            await anyio.sleep(0.001)
+        await begun.wait()  # what nobody has begun is given back
     assert states == [MailboxState.OPEN]  # what was in hand was finished and settled before
     assert mailbox.state is MailboxState.CLOSED
     assert mailbox.settlements() == ["Ack"]

@@ -12,12 +12,16 @@ from nats_support import ON_ASYNCIO, place
 pytestmark = pytest.mark.anyio
 
 
-@pytest.mark.parametrize("anyio_backend", ON_ASYNCIO, ids=("asyncio", "uvloop"))
-async def test_the_contract(nats_url, anyio_backend):
+@pytest.mark.parametrize(
+    ("anyio_backend", "storage"),
+    [(ON_ASYNCIO[0], "file"), (ON_ASYNCIO[1], "memory")],
+    ids=("asyncio, file", "uvloop, memory"),
+)
+async def test_the_contract(nats_url, anyio_backend, storage):
     async with place(nats_url) as here:
 
         def make(name, *, body=None, reply=None):
-            return here.box(name, body=body, reply=reply)
+            return here.box(name, body=body, reply=reply, storage=storage)
 
         report = await mailbox_contract.run(
             mailbox_contract.Backend(make, short_lease=1.0, lateness=1.0), concurrency=20
