@@ -13,7 +13,7 @@ from chaos_backends import BACKENDS
 from chaos_plan import Kind
 from chaos_run import one, short
 
-MESSAGES = 1_500
+MESSAGES = 1_000
 SEED = 1
 
 

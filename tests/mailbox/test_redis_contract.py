@@ -20,7 +20,7 @@ async def test_the_contract(redis_url, anyio_backend):
 
     with place(redis_url) as here:
         try:
-            report = await mailbox_contract.run(mailbox_contract.Backend(make, short_lease=0.5), concurrency=20)
+            report = await mailbox_contract.run(mailbox_contract.Backend(make, short_lease=1.0), concurrency=20)
         finally:
             for prefix in made:
                 here.clean(prefix)
