@@ -152,9 +152,8 @@ def thread_clock() -> Callable[[], float]:
         import asyncio
 
         now: Callable[[], float] = loop.time
-        return (
-            now if isinstance(loop, asyncio.BaseEventLoop) else monotonic
-        )  # uvloop's is what that was as its turn began
+        # uvloop's own is what the monotonic clock said as its turn began.
+        return now if isinstance(loop, asyncio.BaseEventLoop) else monotonic
     import trio
 
     clock = trio.lowlevel.current_clock()

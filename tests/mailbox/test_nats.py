@@ -17,19 +17,13 @@ from mainspring.mailbox.message import Counts, Envelope
 from mainspring.mailbox.nats import NatsMailbox
 from mainspring.mailbox.nats_record import Record
 from mainspring.mailbox.nats_store import Add
-from nats_support import ON_ASYNCIO, place
+from nats_support import ON_ASYNCIO
 from servers import free_port
 
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.parametrize("anyio_backend", ON_ASYNCIO, ids=("asyncio", "uvloop")),
 ]
-
-
-@pytest.fixture
-async def here(nats_url, anyio_backend):
-    async with place(nats_url) as made:
-        yield made
 
 
 async def one(box, lease=60.0, wait=0.0):

@@ -6,18 +6,12 @@ import anyio
 import pytest
 
 from mainspring.mailbox.message import Counts
-from nats_support import ON_ASYNCIO, place
+from nats_support import ON_ASYNCIO
 
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.parametrize("anyio_backend", ON_ASYNCIO, ids=("asyncio", "uvloop")),
 ]
-
-
-@pytest.fixture
-async def here(nats_url, anyio_backend):
-    async with place(nats_url) as made:
-        yield made
 
 
 async def test_what_is_put_off_while_its_sender_still_looks_is_not_taken_for_another(here, monkeypatch):

@@ -13,19 +13,13 @@ from mainspring.mailbox.message import Counts
 from mainspring.mailbox.nats import NatsMailbox
 from mainspring.mailbox.nats_errors import ApiError
 from mainspring.mailbox.nats_wire import Wire
-from nats_support import ON_ASYNCIO, limit, place, several
+from nats_support import ON_ASYNCIO, limit, several
 from servers import NatsServer
 
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.parametrize("anyio_backend", ON_ASYNCIO, ids=("asyncio", "uvloop")),
 ]
-
-
-@pytest.fixture
-async def here(nats_url, anyio_backend):
-    async with place(nats_url) as made:
-        yield made
 
 
 async def one(box, lease=60.0, wait=10.0):

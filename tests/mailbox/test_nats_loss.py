@@ -13,19 +13,13 @@ from mainspring.mailbox.dead_view import DeadLetterView
 from mainspring.mailbox.message import Counts
 from mainspring.mailbox.nats import NatsMailbox
 from mainspring.mailbox.nats_wire import Ask
-from nats_support import ON_ASYNCIO, place, several
+from nats_support import ON_ASYNCIO, several
 from servers import NatsServer
 
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.parametrize("anyio_backend", ON_ASYNCIO, ids=("asyncio", "uvloop")),
 ]
-
-
-@pytest.fixture
-async def here(nats_url, anyio_backend):
-    async with place(nats_url) as made:
-        yield made
 
 
 async def delete(box, *streams):

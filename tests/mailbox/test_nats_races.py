@@ -9,18 +9,12 @@ from mainspring.errors import MailboxFullError, ReceiptHandleExpiredError
 from mainspring.mailbox.message import Counts, Envelope
 from mainspring.mailbox.nats_record import Record
 from mainspring.mailbox.nats_store import Add
-from nats_support import ON_ASYNCIO, limit, place, several
+from nats_support import ON_ASYNCIO, limit, several
 
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.parametrize("anyio_backend", ON_ASYNCIO, ids=("asyncio", "uvloop")),
 ]
-
-
-@pytest.fixture
-async def here(nats_url, anyio_backend):
-    async with place(nats_url) as made:
-        yield made
 
 
 async def one(box, lease=60.0, wait=10.0):

@@ -19,7 +19,7 @@ from mainspring.mailbox.postgres import PostgresMailbox
 from mainspring.mailbox.postgres_arrays import Floats, Integers, Longs, Shorts, blobs, numbers, register, texts
 from mainspring.mailbox.postgres_upkeep import Upkeep, worth_a_vacuum
 from mainspring.mailbox.postgres_view import LOOK_BACK, View
-from postgres_support import Place, drop_schema, new_schema, until
+from postgres_support import until
 
 pytestmark = pytest.mark.anyio
 
@@ -27,13 +27,6 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 def anyio_backend():
     return "asyncio", {"use_uvloop": True}
-
-
-@pytest.fixture
-def place(postgres_url):
-    made = Place(postgres_url, new_schema())
-    yield made
-    drop_schema(postgres_url, made.schema)
 
 
 # --------------------------------------------------------------------------------------------------------- migrations

@@ -11,14 +11,6 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from mainspring import InMemoryMailbox, InvalidParameterError, MailboxFullError
 from mainspring.errors import MailboxError
-from postgres_support import Place, drop_schema, new_schema
-
-
-@pytest.fixture
-def place(postgres_url):
-    made = Place(postgres_url, new_schema())
-    yield made
-    drop_schema(postgres_url, made.schema)
 
 
 @pytest.fixture

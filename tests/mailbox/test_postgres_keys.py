@@ -12,7 +12,6 @@ from mainspring import MailboxConnectionError
 from mainspring.errors import MailboxError
 from mainspring.mailbox.message import Envelope
 from mainspring.mailbox.postgres_values import stored_key
-from postgres_support import Place, drop_schema, new_schema
 
 pytestmark = pytest.mark.anyio
 
@@ -20,13 +19,6 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 def anyio_backend():
     return "asyncio", {"use_uvloop": True}
-
-
-@pytest.fixture
-def place(postgres_url):
-    made = Place(postgres_url, new_schema())
-    yield made
-    drop_schema(postgres_url, made.schema)
 
 
 async def test_a_key_that_a_transaction_holds_up_holds_up_nobody_else(place):

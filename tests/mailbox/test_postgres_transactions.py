@@ -24,7 +24,7 @@ from mainspring import (
 )
 from mainspring.errors import ConfigError, ReceiptHandleExpiredError
 from mainspring.mailbox import postgres_hub, postgres_lanes
-from postgres_support import Place, drop_schema, gate, new_schema
+from postgres_support import gate
 
 pytestmark = pytest.mark.anyio
 
@@ -32,13 +32,6 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 def anyio_backend():
     return "asyncio", {"use_uvloop": True}
-
-
-@pytest.fixture
-def place(postgres_url):
-    made = Place(postgres_url, new_schema())
-    yield made
-    drop_schema(postgres_url, made.schema)
 
 
 @pytest.fixture

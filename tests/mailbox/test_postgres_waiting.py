@@ -9,7 +9,7 @@ import pytest
 
 from mainspring import Context, MainLoop
 from mainspring.mailbox import postgres_hub, postgres_lanes
-from postgres_support import PgBouncer, Place, drop_schema, new_schema, pooler, until
+from postgres_support import PgBouncer, pooler, until
 
 pytestmark = pytest.mark.anyio
 
@@ -17,13 +17,6 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 def anyio_backend():
     return "asyncio", {"use_uvloop": True}
-
-
-@pytest.fixture
-def place(postgres_url):
-    made = Place(postgres_url, new_schema())
-    yield made
-    drop_schema(postgres_url, made.schema)
 
 
 @asynccontextmanager
