@@ -21,6 +21,8 @@ from mainspring.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from anyio.abc import Process
+
 V = TypeVar("V")
 
 
@@ -108,6 +110,17 @@ def carried_context(library: str) -> Context:
     if sniffio is not None:
         context.run(sniffio.current_async_library_cvar.set, library)
     return context
+
+
+def signal_child(child: Process, signum: int) -> None:
+    """Send a signal to a child process that the event loop waits for; none where it has ended.
+
+    Not by the process object: that looks first whether its process has ended, and so takes the exit status away from the
+    event loop, which would tell 255 instead.
+    """
+    if child.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, signum)
 
 
 def in_main_thread() -> bool:

@@ -23,6 +23,7 @@ from mainspring.cli.demo_report import DemoReport, account
 from mainspring.cli.demo_view import View, make_view
 from mainspring.cli.link import link_for_child
 from mainspring.cli.problems import FAILED, Problem, say
+from mainspring.process import signal_child
 from mainspring.scope import DaemonScope
 from mainspring.signals import ShutdownCoordinator
 
@@ -222,10 +223,7 @@ class Demo:
                 self._view.service(line)
 
     async def _stop(self, process: Process) -> None:
-        with suppress(ProcessLookupError):
-            # Not by the process object, which would take the exit status away from the event loop that waits for it too.
-            if process.returncode is None:
-                os.kill(process.pid, signal.SIGTERM)
+        signal_child(process, signal.SIGTERM)
         with anyio.move_on_after(STOP_TIMEOUT - 5):
             self._service_status = await process.wait()
             return

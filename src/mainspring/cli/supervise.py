@@ -20,6 +20,7 @@ from mainspring.cli.problems import WRONG_USE, say
 from mainspring.cli.sources import SourceWatch
 from mainspring.cli.verdicts import AwaitChange, Ended, GiveUp, Restart, after_exit, exit_status, how, worst
 from mainspring.policies import RestartPolicy
+from mainspring.process import signal_child
 from mainspring.scope import DaemonScope
 from mainspring.signals import ShutdownCoordinator
 
@@ -62,14 +63,9 @@ class Worker:
         self.process = process
 
     def signal(self, signum: int) -> None:
-        """Send a signal to the process, where there is one.
-
-        Not by the process object: that looks first whether its process has ended, and so takes the exit status away from
-        the event loop, which waits for it too and would tell 255 instead.
-        """
-        if self.process is not None and self.process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.process.pid, signum)
+        """Send a signal to the process, where there is one."""
+        if self.process is not None:
+            signal_child(self.process, signum)
 
     def kill(self) -> None:
         """End the process and all that it started (it leads a session of its own)."""
