@@ -509,6 +509,46 @@ def test_without_a_loop_a_ticket_fails_at_once(make):
         thread.submit(add, 1).wait_sync(0)
 
 
+def unread(caplog):
+    return [record.getMessage() for record in caplog.records if "nobody asked its ticket" in record.getMessage()]
+
+
+def test_an_error_that_nobody_asks_for_is_logged(thread, caplog):
+    async def bad():
+        raise LookupError("no such row")
+
+    async def leave():
+        raise SystemExit(3)
+
+    gc.disable()  # it is told when it is dropped, not when a collection comes around
+    try:
+        thread.submit(bad)
+        thread.submit(leave)
+        thread.submit(lambda: None)
+        assert thread.stop() is True
+        thread.submit(add, 1)
+    finally:
+        gc.enable()
+    lines = unread(caplog)
+    assert len(lines) == 4  # in any order: trio runs tasks in a random one
+    (told,) = (line for line in lines if "bad, submitted to loop thread 'own', failed" in line)
+    assert "nobody asked its ticket: LookupError: no such row, at " in told
+    assert told.endswith('in bad: raise LookupError("no such row")')
+    for text in ("leave raised SystemExit(3)", "submit() takes an async function", "loop thread 'own' is stopped"):
+        assert sum(text in line for line in lines) == 1
+
+
+def test_an_error_that_somebody_asks_for_is_not_logged(thread, caplog):
+    async def bad():
+        raise LookupError("no such row")
+
+    with pytest.raises(LookupError):
+        thread.submit(bad).wait_sync(PATIENCE)
+    assert thread.submit(add, 1).wait_sync(PATIENCE) == 2
+    gc.collect()
+    assert unread(caplog) == []
+
+
 # ------------------------------------------------------------------------------------------------------------------ ends
 
 

@@ -387,3 +387,66 @@ async def test_no_answer_is_missed_between_threads(anyio_backend, eager_switchin
             for number, ticket in enumerate(tickets):
                 turn.release()
                 assert await ticket.wait() == number
+
+
+# ----------------------------------------------------------------------------------------------- errors that nobody reads
+
+
+def unread(caplog):
+    return [record.getMessage() for record in caplog.records if "nobody asked its ticket" in record.getMessage()]
+
+
+def a_raised_error():
+    try:
+        raise LookupError("no such\nrow")
+    except LookupError as error:
+        return error
+
+
+def test_an_error_that_nobody_asks_for_is_logged(caplog):
+    ticket = Ticket()
+    assert ticket.offer_sole_error(a_raised_error(), "the import")
+    assert unread(caplog) == []
+    del ticket
+    (line,) = unread(caplog)
+    assert line.startswith("the import failed, and nobody asked its ticket: LookupError: no such row, at ")
+    assert f"{__file__}:" in line
+    assert "in a_raised_error" in line
+
+
+def test_an_error_that_somebody_asks_for_is_not(caplog):
+    ticket = Ticket()
+    assert ticket.offer_sole_error(LookupError("no such row"), "the import")
+    with pytest.raises(LookupError):
+        ticket.wait_sync()
+    del ticket
+    gc.collect()
+    assert unread(caplog) == []
+
+
+def test_nor_is_one_that_came_too_late(caplog):
+    ticket = Ticket()
+    ticket.complete(1)
+    assert not ticket.offer_sole_error(LookupError("no such row"), "the import")
+    del ticket
+    assert unread(caplog) == []
+
+
+def test_a_forked_child_leaves_to_its_parent_what_nobody_asks_for():
+    program = """
+import os, sys
+from mainspring import Ticket
+ticket = Ticket()
+ticket.offer_sole_error(LookupError("no such row"), "the import")
+child = os.fork()
+if child == 0:
+    del ticket
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+print("--", file=sys.stderr)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    before, after = ended.stderr.split("--\n")
+    assert before == ""
+    # The end of the interpreter drops it: what a script's globals hold is told too.
+    assert after == "the import failed, and nobody asked its ticket: LookupError: no such row\n"

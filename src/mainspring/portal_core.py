@@ -26,7 +26,7 @@ from mainspring.errors import (
 )
 from mainspring.portal_state import IDLE, JOIN_WITHIN, RUNNING, STARTING, Gate, Life
 from mainspring.process import call_soon, carried_context, event_loop
-from mainspring.stacks import where, where_thread
+from mainspring.stacks import beneath, where, where_thread
 from mainspring.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -360,9 +360,8 @@ class Submission(Generic[T]):
             what = TaskExitError(f"{self.name} raised {error!r} in {self._core}; to end that, call its stop()")
             what.__cause__ = error
             self.fail(what)
-        except (
-            BaseException
-        ) as error:  # goes no further: a CancelledError of its own would cancel everybody else on asyncio
+        except BaseException as error:
+            # Goes no further: a CancelledError of its own would cancel everybody else on asyncio.
             self.fail(TicketAbandonedError(f"{self.name} was cancelled in {self._core} ({type(error).__name__})"))
         else:
             if self._scope.cancelled_caught:
@@ -383,7 +382,9 @@ class Submission(Generic[T]):
 
     def fail(self, error: BaseException) -> None:
         """Let the ticket have an error, where it has no answer yet."""
-        self.ticket.offer_error(error)
+        for raised in filter(None, (error, error.__cause__)):  # the frames here refer to the ticket: no cycle is made
+            raised.__traceback__ = beneath(raised.__traceback__, __name__)
+        self.ticket.offer_sole_error(error, f"{self.name}, submitted to {self._core},")
 
 
 def _taken(entry: list[Callable[[], object]]) -> Callable[[], object] | None:

@@ -6,7 +6,7 @@ import gc
 import linecache
 import sys
 import threading
-from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
+from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -58,6 +58,13 @@ def where_raised(error: BaseException) -> str:
             chosen = (step.tb_frame, step.tb_lineno)
         step = step.tb_next
     return describe(*chosen) if chosen is not None else ""
+
+
+def beneath(trace: TracebackType | None, module: str) -> TracebackType | None:
+    """A traceback without its first frames, as far as they are those of the module of that name."""
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") == module:
+        trace = trace.tb_next
+    return trace
 
 
 def in_debugger(thread_id: int) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Generic, Self, TypeVar, cast
 
 import anyio
@@ -14,8 +15,11 @@ from mainspring.errors import (
     TicketAbandonedError,
     TicketAlreadyCompletedError,
     TicketTimeoutError,
+    describe,
 )
+from mainspring.logs import one_line
 from mainspring.process import call_soon, event_loop, identity, in_event_loop, in_main_thread, process_id
+from mainspring.stacks import where_raised
 from mainspring.values import is_number
 
 if TYPE_CHECKING:
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 T = TypeVar("T")
+
+_log = logging.getLogger("mainspring")
 
 
 class Ticket(Generic[T]):
@@ -35,7 +41,8 @@ class Ticket(Generic[T]):
     """
 
     __slots__ = (
-        "__weakref__", "_error", "_lock", "_name", "_once", "_process", "_ready", "_value", "_wake", "_writer_taken",
+        "__weakref__", "_error", "_lock", "_name", "_once", "_process", "_ready", "_unread", "_value", "_wake",
+        "_writer_taken",
     )  # fmt: skip
 
     def __init__(self, name: str = "") -> None:
@@ -89,6 +96,13 @@ class Ticket(Generic[T]):
             raise InvalidParameterError(f"{self._called()}: a ticket fails with an exception, not {error!r}")
         return self._settle(None, error)
 
+    def offer_sole_error(self, error: BaseException, work: str) -> bool:
+        """As :meth:`offer_error`, for an error that is told nowhere else: where nobody asks the ticket, it is logged.
+
+        That is when the ticket is dropped (logger ``mainspring``); ``work`` says of what the error came.
+        """
+        return self._settle(None, error, UnreadError(error, work))
+
     def writer(self) -> TicketWriter[T]:
         """The writer's hold on the ticket: where it is dropped, or its block left, without an answer, the ticket fails.
 
@@ -100,11 +114,13 @@ class Ticket(Generic[T]):
             self._writer_taken = True
         return TicketWriter(self)
 
-    def _settle(self, value: T | None, error: BaseException | None) -> bool:
+    def _settle(self, value: T | None, error: BaseException | None, unread: UnreadError | None = None) -> bool:
         """Store the answer, once; whether it was the first."""
         if not self._once.acquire(blocking=False):
+            if unread is not None:
+                unread.is_read = True  # it is no answer
             return False
-        self._value, self._error = value, error
+        self._value, self._error, self._unread = value, error, unread
         with self._held():
             self._ready = True
             wake, self._wake = self._wake, None
@@ -217,11 +233,40 @@ class Ticket(Generic[T]):
         if not self._ready:
             raise TicketTimeoutError(f"{self._called()} was not completed within {timeout:g} s")
         if self._error is not None:
+            if self._unread is not None:
+                self._unread.is_read = True
             raise self._error
         return cast("T", self._value)
 
     def _called(self) -> str:
         return f"ticket {self._name!r}" if self._name else "the ticket"
+
+
+class UnreadError:
+    """The error of a ticket, until somebody has asked for it: dropped before, it is logged.
+
+    An object of its own, which only a failure makes: a ticket with such an end would cost each that is answered.
+    """
+
+    __slots__ = ("_error", "_process", "_work", "is_read")
+
+    def __init__(self, error: BaseException, work: str) -> None:
+        self._error = error
+        self._work = work
+        self._process = identity()
+        self.is_read = False
+
+    def __del__(self) -> None:
+        if self.is_read or self._process is not identity():  # a forked child has copies of what is its parent's to read
+            return
+        with suppress(Exception):  # at the end of the interpreter there may be nothing left to log with
+            at = where_raised(self._error)
+            _log.error(
+                "%s failed, and nobody asked its ticket: %s%s",
+                self._work,
+                one_line(describe(self._error)),
+                f", at {one_line(at)}" if at else "",
+            )
 
 
 class TicketWriter(Generic[T]):
