@@ -19,16 +19,29 @@ ON_ASYNCIO = [
 
 async def remove(url, part):
     """Delete every stream in whose name ``part`` is."""
+    async with _wire(url) as wire:
+        while streams := await _streams(wire, part):
+            for stream in streams:
+                await wire.api(f"STREAM.DELETE.{stream}")
+
+
+async def found(url, part):
+    """Every stream in whose name ``part`` is (of the first page of the server's list)."""
+    async with _wire(url) as wire:
+        return await _streams(wire, part)
+
+
+async def _streams(wire, part):
+    listed = (await wire.api("STREAM.NAMES")).get("streams") or []
+    return [stream for stream in listed if part in stream]
+
+
+@asynccontextmanager
+async def _wire(url):
     wire = Wire([url], {}, 10.0, "tidying")
     await wire.open()
     try:
-        while True:
-            listed = (await wire.api("STREAM.NAMES")).get("streams") or []
-            found = [stream for stream in listed if part in stream]
-            for stream in found:
-                await wire.api(f"STREAM.DELETE.{stream}")
-            if not found:
-                return
+        yield wire
     finally:
         await wire.close()
 

@@ -323,10 +323,55 @@ def test_a_since_that_is_none(url: str, ids: list[str], capsys: Any, since: str)
     assert only_line(capsys.readouterr().err)
 
 
-def test_a_file_that_is_not_there_is_not_made(tmp_path: Path, capsys: Any) -> None:
-    assert call(["dead", "list", f"sqlite:///{tmp_path / 'typo.db'}"]) == 1
-    assert "there is no mailbox file" in only_line(capsys.readouterr().err)
+VERBS = (["list"], ["show", "an-id"], ["replay", "--all"], ["purge", "--all", "--yes"])
+
+
+@pytest.mark.parametrize("words", VERBS, ids=lambda words: words[0])
+def test_a_file_that_is_not_there_is_not_made(tmp_path: Path, words: list[str], capsys: Any) -> None:
+    verb, *more = words
+    assert call(["dead", verb, f"sqlite:///{tmp_path / 'typo.db'}", *more]) == 1
+    assert f"there is no mailbox sqlite:///{tmp_path / 'typo.db'}?name=default;" in only_line(capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", VERBS, ids=lambda words: words[0])
+def test_a_name_that_is_not_in_the_file_is_not_made(
+    url: str, ids: list[str], tmp_path: Path, words: list[str], capsys: Any
+) -> None:
+    verb, *more = words
+    (tmp_path / "empty.db").touch()
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()}
+    for typo in (url.replace("emails", "mails"), url.replace("jobs.db", "empty.db")):
+        assert call(["dead", verb, typo, *more]) == 1
+        assert only_line(capsys.readouterr().err).startswith("mainspring: there is no mailbox sqlite:///")
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()} == before
+
+
+def test_a_mailbox_that_is_there_and_empty(url: str, ids: list[str], capsys: Any) -> None:
+    assert call(["dead", "purge", url, *ids]) == 0
+    with_mailbox(url, lambda mailbox: mailbox.purge())
+    capsys.readouterr()
+    assert call(["dead", "list", url]) == 0
+    assert only_line(capsys.readouterr().err) == "mainspring: 0 dead letter(s) in emails"
+
+
+def test_a_mailbox_is_found_while_somebody_has_it_open(url: str) -> None:
+    async def look(mailbox: Mailbox[Any, Any]) -> list[bool]:
+        await mailbox.send("x")
+        return [await one.exists() for one in (mailbox, open_mailbox(url), open_mailbox(f"{url}s"))]
+
+    assert with_mailbox(url, look) == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("no database at all" * 99, "is no SQLite database"), (None, "is no regular file")]
+)
+def test_a_file_that_is_another_programs(tmp_path: Path, text: str | None, says: str, capsys: Any) -> None:
+    file = tmp_path / "other"
+    file.mkdir() if text is None else file.write_text(text)
+    assert call(["dead", "list", f"sqlite:///{file}"]) == 2
+    assert says in only_line(capsys.readouterr().err)
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_a_memory_mailbox_is_of_another_process(capsys: Any) -> None:

@@ -6,16 +6,25 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import psycopg
 import pytest
 from cli_helpers import only_line
 
+from mainspring import open_mailbox
 from mainspring.cli.app import call
+from mainspring.mailbox.nats_names import encoded
+from nats_support import found
+from postgres_support import drop_schema, new_schema
+from redis_support import Place
+from servers import free_port
 from stores import SERVERS
 
 if TYPE_CHECKING:
     from mainspring import Message
     from mainspring.mailbox.message import Counts
     from stores import Store
+
+VERBS = (["list"], ["show", "an-id"], ["replay", "--all"], ["purge", "--all", "--yes"])
 
 pytestmark = pytest.mark.parametrize("kind", SERVERS)
 
@@ -77,3 +86,55 @@ def test_the_verbs(store: Store, capsys: Any) -> None:
     assert call(["dead", "replay", url, "--all"]) == 0
     counts = anyio.run(look, store)
     assert (counts.pending, counts.dead, counts.settled) == (3, 0, 3)
+
+
+def made(store: Store, schema: str, url: str) -> list[str]:
+    """What the server holds of the mailbox, and of those whose names begin alike; the schema too, for PostgreSQL."""
+    if store.kind == "redis":
+        return [key.decode() for key in Place(url).found(store.name)]
+    if store.kind == "nats":
+        return anyio.run(found, url, encoded(store.name))
+    with psycopg.connect(url) as connection:
+        if not connection.execute("SELECT FROM pg_namespace WHERE nspname = %s", [schema]).fetchall():
+            return []
+        rows = connection.execute(f"SELECT name FROM {schema}.mailboxes WHERE starts_with(name, %s)", [store.name])
+        return [schema, *(name for (name,) in rows)]
+
+
+@pytest.mark.parametrize("words", VERBS, ids=lambda words: words[0])
+def test_a_mailbox_that_is_not_there_is_told_and_not_made(
+    store: Store, words: list[str], request: pytest.FixtureRequest, capsys: Any
+) -> None:
+    """On a server that holds no mailbox, and on one that holds another."""
+    url = request.getfixturevalue(f"{store.kind}_url")
+    schema = new_schema()
+    options = {"schema": schema} if store.kind == "postgres" else {}
+    verb, *more = words
+    try:
+        for _ in range(2):
+            before = made(store, schema, url)
+            assert call(["dead", verb, store.url("-typo", **options), *more]) == 1
+            told = only_line(capsys.readouterr().err)
+            assert told.startswith("mainspring: there is no mailbox ")
+            assert f"name={store.name}-typo" in told
+            assert made(store, schema, url) == before
+            anyio.run(open_and_close, store.url(**options))
+        assert before, "the other one is there"
+        assert call(["dead", "list", store.url(**options)]) == 0
+        assert only_line(capsys.readouterr().err) == f"mainspring: 0 dead letter(s) in {store.name}"
+    finally:
+        if store.kind == "postgres":
+            drop_schema(url, schema)
+
+
+async def open_and_close(url: str) -> None:
+    async with open_mailbox(url):
+        pass
+
+
+def test_a_server_that_does_not_answer_is_no_missing_mailbox(kind: str, capsys: Any) -> None:
+    scheme = "postgresql" if kind == "postgres" else kind
+    assert call(["dead", "list", f"{scheme}://127.0.0.1:{free_port()}?name=emails&timeout=0.5"]) == 1
+    told = only_line(capsys.readouterr().err)
+    assert "127.0.0.1" in told
+    assert "no mailbox" not in told

@@ -84,6 +84,10 @@ async def fork(path: str) -> None:
                 sqlite_writer.Writer.shared(os.path.realpath(path))
             except ConfigError as error:
                 say("new", error)
+            try:
+                await SQLiteMailbox(path)._exists()  # past what looks for the event loop, which is the parent's
+            except ConfigError as error:
+                say("asked", error)
             os._exit(0)
         os.waitpid(child, 0)
         say("parent", (await mailbox.counts()).pending)

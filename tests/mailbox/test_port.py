@@ -304,6 +304,16 @@ async def test_a_backend_that_cannot_run_here_says_so_when_it_is_opened() -> Non
 
     with pytest.raises(ConfigError, match=f"not on {async_library()}"):
         await Elsewhere().__aenter__()
+    with pytest.raises(ConfigError, match=f"not on {async_library()}"):
+        await Elsewhere().exists()
+
+
+async def test_a_store_that_cannot_tell_has_every_mailbox() -> None:
+    mailbox = Store()
+    assert await mailbox.exists()
+    async with mailbox:
+        assert await mailbox.exists()
+    assert await InMemoryMailbox("jobs").exists()
 
 
 async def test_a_name_given_as_a_string_means_one_dead_letter() -> None:

@@ -101,6 +101,8 @@ async def test_a_newer_schema_is_refused(place):
         await place.mailbox().__aenter__()
     with pytest.raises(ConfigError, match="newer one; upgrade"):
         await place.mailbox().migrate_schema()
+    with pytest.raises(ConfigError, match="newer one; upgrade"):
+        await place.mailbox().exists()
 
 
 async def test_a_migration_that_fails_leaves_nothing(place, monkeypatch):

@@ -7,7 +7,7 @@ import logging
 import anyio
 import pytest
 
-from mainspring import InvalidParameterError, MailboxConnectionError, MainLoop, ReceiptHandleExpiredError
+from mainspring import ConfigError, InvalidParameterError, MailboxConnectionError, MainLoop, ReceiptHandleExpiredError
 from mainspring.mailbox import redis as redis_mailbox
 from mainspring.mailbox import redis_beside, redis_calls, redis_server
 from mainspring.mailbox.message import CancelOutcome, Counts, Envelope
@@ -198,6 +198,17 @@ async def test_a_connection_on_which_the_server_hangs_up_is_not_used_again(own, 
         own.call("CONFIG", "SET", "proto-max-bulk-len", before)
         await mailbox.send("x")
         assert (await mailbox.counts()).pending == 1
+
+
+async def test_whether_there_is_a_mailbox_is_not_known_from_a_server_that_is_silent_or_refuses(own, anyio_backend):
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    async with listener:
+        url = f"redis://127.0.0.1:{listener.extra(anyio.abc.SocketAttribute.local_port)}"
+        with anyio.fail_after(5), pytest.raises(MailboxConnectionError, match=r"did not answer within 0\.1 s"):
+            await redis_mailbox.RedisMailbox(url, timeout=0.1).exists()
+    with pytest.raises(ConfigError, match="check the user and the password"):
+        await own.mailbox(username="nobody", password="wrong").exists()
+    assert not await own.mailbox().exists()
 
 
 async def test_more_than_one_call_may_take_is_the_callers_mistake(here, monkeypatch, anyio_backend):

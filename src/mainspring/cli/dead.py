@@ -7,7 +7,6 @@ import math
 import sys
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -207,17 +206,17 @@ def _open(url: str) -> Mailbox[Any, Any]:
         raise Problem(
             "a memory:// mailbox lives and ends with one process: there is nothing of it to be seen from here"
         )
-    mailbox = open_mailbox(url)
-    path = getattr(mailbox, "path", None)
-    if isinstance(path, str) and not Path(path).exists():
-        raise Problem(f"there is no mailbox file {path}", FAILED)
-    return mailbox
+    return open_mailbox(url)
 
 
 def _with(mailbox: Mailbox[Any, Any], act: Callable[[Mailbox[Any, Any]], Awaitable[Any]]) -> Any:
-    """What ``act`` makes of the mailbox, which is open meanwhile."""
+    """What ``act`` makes of the mailbox, which is open meanwhile. To open one of a mistyped name would make it."""
 
     async def run() -> Any:
+        if not await mailbox.exists():
+            raise Problem(
+                f"there is no mailbox {mailbox.address}; nobody has opened one of this name: check it", FAILED
+            )
         async with mailbox:
             return await act(mailbox)
 

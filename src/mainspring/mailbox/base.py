@@ -79,6 +79,18 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         """Unopened, open or closed."""
         return self._state.state
 
+    async def exists(self) -> bool:
+        """Whether there is a mailbox of this name on the store, empty or not: for one that is not open.
+
+        Nothing is made, and nothing is brought up to date. There is one as soon as somebody has opened it, or has sent a
+        reply to its name. One in memory always is.
+
+        :raises ConfigError: what is there is not a mailbox's, or of a newer Mainspring; the server refuses the login.
+        :raises MailboxConnectionError: the store cannot be reached, so it is not known.
+        """
+        self._check_async_backend()
+        return self._state.state is MailboxState.OPEN or await self._exists()
+
     async def __aenter__(self) -> Self:
         self._check_async_backend()
         if self._scope is not None:

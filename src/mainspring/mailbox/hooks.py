@@ -82,6 +82,10 @@ class MailboxHooks(ABC):
     async def _close(self) -> None:
         """Flush and disconnect. Waiting receives have been told; no further hook is called until the next open."""
 
+    async def _exists(self) -> bool:
+        """See :meth:`Mailbox.exists`; called while the mailbox is not open. One whose store cannot tell says yes."""
+        return True
+
     @abstractmethod
     async def _put(self, envelopes: list[Envelope]) -> list[str]:
         """Store all or none, as durably as the backend does; the ids (an earlier one's where ``dedup_key`` matched)."""

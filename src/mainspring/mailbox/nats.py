@@ -129,13 +129,27 @@ class NatsMailbox(Mailbox[T, R]):
 
     # ---------------------------------------------------------------------------------------------------- life cycle
 
-    async def _open(self, scope: DaemonScope) -> None:
+    async def _exists(self) -> bool:
+        wire = await self._connected()
+        try:
+            return await look.has_streams(wire, self._names)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await wire.close()
+
+    async def _connected(self) -> Wire:
+        """A new connection to the server."""
         settings = self._settings
         options = self._server.login | (
             {"user_credentials": settings["credentials"]} if settings["credentials"] else {}
         )
         wire = Wire(self._server.urls, options, settings["timeout"], f"mailbox {self.name!r}")
         await wire.open()
+        return wire
+
+    async def _open(self, scope: DaemonScope) -> None:
+        settings = self._settings
+        wire = await self._connected()
         try:
             replicas, storage, ack_wait = settings["replicas"], settings["storage"], settings["ack_wait"]
             store = Store(wire, self._names, replicas=replicas, storage=storage, ack_wait=ack_wait)

@@ -11,15 +11,32 @@ from mainspring.errors import MailboxError, MailboxFullError
 from mainspring.mailbox.hooks import TRANSIENT, TRANSIENT_LIFE
 from mainspring.mailbox.message import UNKNOWN, Cancelled, CancelOutcome, Counts
 from mainspring.mailbox.nats_due import due_again
-from mainspring.mailbox.nats_errors import ApiError, is_gone, parse
+from mainspring.mailbox.nats_errors import NO_STREAM, ApiError, is_gone, parse
 from mainspring.mailbox.nats_names import CONSUMER, encoded
 from mainspring.mailbox.nats_record import tokens_of
 from mainspring.mailbox.nats_wire import Ask
 
 if TYPE_CHECKING:
     from mainspring.mailbox.nats_claims import Claims
+    from mainspring.mailbox.nats_names import Names
     from mainspring.mailbox.nats_settle import Settlements
     from mainspring.mailbox.nats_store import Store, Stored
+    from mainspring.mailbox.nats_wire import Wire
+
+
+async def has_streams(wire: Wire, names: Names) -> bool:
+    """See :meth:`Mailbox.exists`: whether the server has any of the mailbox's streams."""
+    for answer in await wire.ask_all([Ask(f"$JS.API.STREAM.INFO.{stream}") for stream in names.streams]):
+        if isinstance(answer, MailboxError):
+            raise answer
+        try:
+            parse(answer)
+        except ApiError as error:
+            if error.code != NO_STREAM:
+                raise
+        else:
+            return True
+    return False
 
 
 async def counts(store: Store, claims: Claims) -> Counts:

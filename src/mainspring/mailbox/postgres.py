@@ -163,6 +163,9 @@ class PostgresMailbox(Mailbox[T, R]):
         self._lanes = Lanes(hub, self._number, f"mailbox {self.name!r}", self._announce_cancelled)
         self._lanes.start(scope)
 
+    async def _exists(self) -> bool:
+        return await schemas.has_mailbox(Pool(self._conninfo, self._settings["timeout"]), self._schema, self.name)
+
     async def _close(self) -> None:
         try:
             await self._lanes.close()

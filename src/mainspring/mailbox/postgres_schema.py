@@ -101,6 +101,20 @@ async def migrate_at(pool: Pool, schema: str, dry_run: bool) -> tuple[int, int]:
         await pool.close()
 
 
+async def has_mailbox(pool: Pool, schema: str, name: str) -> bool:
+    """Whether the schema is there, in whatever version that is known, and a mailbox of that name in it."""
+    try:
+        async with _connected(pool, schema) as connection:
+            version = await version_of(connection, schema)
+            check_not_newer(version, schema)
+            if not version:
+                return False
+            text = f"SELECT FROM {schema}.mailboxes WHERE name = %s"
+            return await (await connection.execute(text.encode(), (name,))).fetchone() is not None
+    finally:
+        await pool.close()
+
+
 @asynccontextmanager
 async def _connected(pool: Pool, schema: str) -> AsyncIterator[AsyncConnection[Any]]:
     """A connection for work on the schema, and what its errors mean to a user. It has an end, and is not cut short."""

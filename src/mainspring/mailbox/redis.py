@@ -159,6 +159,11 @@ class RedisMailbox(Mailbox[T, R]):
         scope.start_soon(self._sweeper.run, name=f"mailbox {self.name} due times")
         scope.start_soon(self._batcher.run, name=f"mailbox {self.name} batches", stop=self._batcher.stop)
 
+    async def _exists(self) -> bool:
+        from mainspring.mailbox.redis_server import has_mailbox
+
+        return await has_mailbox(self._server, self.name, self._timeout)
+
     async def _close(self) -> None:
         link = self._link
         assert link is not None

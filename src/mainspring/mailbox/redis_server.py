@@ -9,7 +9,9 @@ import anyio
 
 from mainspring import process
 from mainspring.errors import ConfigError, MailboxConnectionError
-from mainspring.mailbox.redis_wire import LOST, ServerError, Wire, connect
+from mainspring.mailbox.redis_calls import base_of, keys_of
+from mainspring.mailbox.redis_link import Link
+from mainspring.mailbox.redis_wire import LOST, ServerError, Wire, connect, trouble
 
 if TYPE_CHECKING:
     from mainspring.mailbox.redis_url import Host, Server
@@ -94,6 +96,23 @@ class Directory:
             failed = ServerError("READONLY the server that the sentinel named is no primary (yet)")
         assert failed is not None
         raise failed
+
+
+async def has_mailbox(server: Server, name: str, timeout: float) -> bool:
+    """Whether there are keys of that mailbox: one that was opened, or sent to, has some for as long as the server keeps them.
+
+    :raises ConfigError: the server refuses the login, or is too old.
+    :raises MailboxConnectionError: it cannot be reached, or does not answer within the timeout.
+    """
+    link = Link(Directory(server, base_of(name)), timeout)
+    try:
+        with anyio.move_on_after(timeout):
+            return bool(await (await link.connect()).call("EXISTS", *keys_of(name)))
+    except LOST as error:
+        raise MailboxConnectionError(f"the Redis server at {server.address}: {trouble(error)}") from error
+    finally:
+        await link.close()
+    raise MailboxConnectionError(f"the Redis server at {server.address} did not answer within {timeout:g} s")
 
 
 async def _is_primary(wire: Wire) -> bool:

@@ -19,6 +19,7 @@ from mainspring.mailbox.base import Mailbox
 from mainspring.mailbox.batching import Batcher
 from mainspring.mailbox.hooks import TRANSIENT, TRANSIENT_LIFE, Capabilities
 from mainspring.mailbox.message import Ack, Dead
+from mainspring.mailbox.sqlite_file import DatabaseFile
 from mainspring.mailbox.sqlite_wake import Waiters
 from mainspring.mailbox.sqlite_writer import LOOK_AGAIN, Job, Writer
 from mainspring.periodic import Periodic
@@ -128,6 +129,13 @@ class SQLiteMailbox(Mailbox[T, R]):
         return dict(parse_qsl(parts.query)).get("name", "default")
 
     # ---------------------------------------------------------------------------------------------------- life cycle
+
+    async def _exists(self) -> bool:
+        Writer.shared(self.path)  # which refuses in a process that was forked from a user of the file
+        file = DatabaseFile(self.path)
+        file.busy_timeout = self._busy_timeout
+        with clock.real_work():
+            return await anyio.to_thread.run_sync(file.has_mailbox, self.name)
 
     async def _open(self, scope: DaemonScope) -> None:
         writer = Writer.shared(self.path)

@@ -16,7 +16,7 @@ from mainspring.mailbox import sqlite_schema as sql
 from mainspring.mailbox.sqlite_store import perform
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from mainspring.mailbox.sqlite_commands import StoreCommand
     from mainspring.mailbox.sqlite_work import Work
@@ -170,16 +170,25 @@ class DatabaseFile:
 
     # ------------------------------------------------------------------------------------------------------- opening
 
+    def has_mailbox(self, name: str) -> bool:
+        """Whether the file is there, and a mailbox of that name in it; nothing is made, and nothing brought up to date.
+
+        A connection of its own asks; so this can be called in any thread.
+        """
+        try:
+            if not os.path.exists(self.path):
+                return False
+            with self._connected(apsw.SQLITE_OPEN_READWRITE) as connection, contextlib.closing(connection):
+                return bool(self._check(connection)) and connection.execute(sql.MAILBOX, (name,)).fetchall() != []
+        except Exception as error:
+            raise self._explain(error) from error
+
     def _open(self) -> apsw.Connection:
         check_sqlite(apsw.sqlite_lib_version())
         directory = os.path.dirname(self.path)
         if not os.path.isdir(directory):
             raise ConfigError(f"the mailbox file {self.path} has no directory: make {directory} first")
-        if os.path.exists(self.path) and not os.path.isfile(self.path):  # SQLite would wait for a pipe, or call it busy
-            raise ConfigError(f"{self.path} is no regular file; name another one for the mailbox")
-        connection = apsw.Connection(self.path)
-        try:
-            connection.set_busy_handler(self._busy)
+        with self._connected(apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE) as connection:
             self._check(connection)
             connection.execute("PRAGMA journal_mode = WAL").fetchall()
             connection.execute(f"PRAGMA synchronous = {self.synchronous}")
@@ -187,16 +196,26 @@ class DatabaseFile:
             connection.execute("PRAGMA cache_size = -16384")
             connection.set_wal_hook(self._committed)
             self._prepare(connection)
+        self._connection = connection
+        if self._identity is None:
+            self._identity = _identity(self.path)
+        return connection
+
+    @contextlib.contextmanager
+    def _connected(self, flags: int) -> Iterator[apsw.Connection]:
+        """A connection to the file, which an error in the block closes."""
+        if os.path.exists(self.path) and not os.path.isfile(self.path):  # SQLite would wait for a pipe, or call it busy
+            raise ConfigError(f"{self.path} is no regular file; name another one for the mailbox")
+        connection = apsw.Connection(self.path, flags)
+        try:
+            connection.set_busy_handler(self._busy)
+            yield connection
         except apsw.NotADBError:
             connection.close()
             raise ConfigError(f"the mailbox file {self.path} is no SQLite database; name another file") from None
         except BaseException:
             connection.close()
             raise
-        self._connection = connection
-        if self._identity is None:
-            self._identity = _identity(self.path)
-        return connection
 
     def _check(self, connection: apsw.Connection) -> int:
         """The schema version of the file, 0 for an empty one; refuses what is not ours, or newer than we are.
