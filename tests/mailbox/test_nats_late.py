@@ -6,17 +6,25 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from mainspring.errors import MailboxConnectionError
+from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError
 from mainspring.mailbox import nats_claims
 from mainspring.mailbox.message import Counts
 from mainspring.mailbox.nats_names import CONSUMER
-from nats_support import ON_ASYNCIO, place
+from nats_support import ON_ASYNCIO, place, several
 
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.parametrize("anyio_backend", ON_ASYNCIO, ids=("asyncio", "uvloop")),
 ]
 LEASE = 1.0
+
+
+async def killed(box):
+    """Its connection is gone, and it does not come back, as when its process is killed."""
+    client = box._wire.driver
+    client.options["allow_reconnect"], client._closed_cb = False, None
+    client._transport._io_writer.transport.abort()
+    await anyio.sleep(0.1)
 
 
 async def test_what_came_while_its_receiver_stood_still_is_the_next_ones(nats_url, anyio_backend, monkeypatch):
@@ -109,3 +117,65 @@ async def test_a_receive_that_may_not_wait_has_all_there_is_from_a_server_that_i
             for message in messages:
                 group.start_soon(message.acknowledge)
         assert await box.counts() == Counts(settled=300)
+
+
+async def test_a_receive_that_may_not_wait_has_what_came_back_from_a_server_that_is_slow(nats_url, monkeypatch):
+    """What was delivered before the server does not count among those that wait."""
+    monkeypatch.setattr(nats_claims, "GLANCE", 0.000_01)
+    async with place(nats_url) as here, here.box() as box:
+        await box.send_many(range(5))
+        assert len(await several(box, 3, lease=0.3)) == 3
+        kept = await several(box, 2)
+        await anyio.sleep(1.3)
+        again = await box.receive(max_messages=10)
+        assert [(message.body, message.attempt) for message in again] == [(0, 2), (1, 2), (2, 2)]
+        await box.send("new")
+        assert [message.body for message in await box.receive(max_messages=10)] == ["new"]
+        for message in kept + again:
+            await message.acknowledge()
+
+
+async def test_what_comes_back_does_not_come_to_the_pull_of_one_who_is_gone(nats_url):
+    """2.9 would lose it until the ack wait has passed, and give another worker what is held."""
+    async with place(nats_url) as here, here.box() as box:
+        await box.send_many(["lost", "held"])
+        async with here.box() as dying:
+            (lost,) = await several(dying, 1, lease=3)
+            assert lost.body == "lost"
+            (held,) = await several(box, 1)
+
+            async def wait():
+                with pytest.raises(MailboxConnectionError):
+                    await dying.receive(visibility_timeout=3, wait_time_seconds=60)
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(wait)
+                await anyio.sleep(0.3)
+                await killed(dying)
+            await anyio.sleep(3.5)
+            (again,) = await box.receive(max_messages=10, wait_time_seconds=1)
+            assert (again.body, again.attempt) == ("lost", 2)
+            await held.acknowledge()
+
+
+@pytest.mark.parametrize("cancelled", [False, True], ids=["to a receive", "to one that was cancelled"])
+async def test_what_is_held_here_and_comes_as_if_for_the_first_time_is_not_handed_out(nats_url, cancelled):
+    """As 2.9 does with what it delivered last, where something comes back that nobody waits for any more."""
+    async with place(nats_url) as here, here.box() as box:
+        await box.send_many(["late", "held"])
+        (late,) = await several(box, 1, lease=0.3)
+        (held,) = await several(box, 1, lease=2)
+        await anyio.sleep(0.6)
+        await box._wire.publish(box._claims._next, b'{"batch":1}', "nobody.listens")
+        await anyio.sleep(0.1)
+        delivered = await box._store.delivered()
+        assert delivered in (1, 2)  # 2 where the server has no such fault
+        if cancelled:
+            await box._claims._take_back(await box._wire.puller())
+        assert [message.body for message in await box.receive(wait_time_seconds=0.5)] in ([], ["late"])
+        await held.extend_visibility(2)
+        await anyio.sleep(1)
+        assert await box.receive() == []
+        await held.acknowledge()
+        with pytest.raises(ReceiptHandleExpiredError):
+            await late.acknowledge()

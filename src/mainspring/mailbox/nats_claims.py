@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import anyio
 
 from mainspring import clock
-from mainspring.errors import MailboxConnectionError, MailboxError, MailboxFullError, ReceiptHandleExpiredError
+from mainspring.errors import MailboxConnectionError, MailboxError, MailboxFullError
 from mainspring.mailbox.limits import CLOSE_TIMEOUT
 from mainspring.mailbox.message import EXPIRED, Delivery
 from mainspring.mailbox.nats_errors import GoneError
-from mainspring.mailbox.nats_lease import Arrival, Lease
+from mainspring.mailbox.nats_lease import Arrival, Lease, expired, nak
 from mainspring.mailbox.nats_names import CONSUMER, nanoseconds
 from mainspring.mailbox.nats_pull import GLANCE, LONGEST_GLANCE
 from mainspring.mailbox.nats_record import Record, dead_headers, token_of
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 
 LONGEST_PULL = 30.0
 """Seconds of one pull request; a longer wait is made of several."""
+SHORTEST_PULL = 1.0
+"""Seconds that a pull of a longer wait lasts at least. It lasts no longer than half the lease, so that the server has
+forgotten the pulls of a killed process before any lease of that process ends. 2.9 gives what comes back to such a pull if
+nobody else waits: that message it loses until the ack wait has passed again, and the one that it delivered last it delivers
+once more as if for the first time, whoever holds it."""
 TRUST = 0.05
 """The part of a lease that a claim may take to come: after a longer wait the lease is begun anew."""
 YOUNG = 1.0
@@ -65,7 +70,8 @@ class Claims:
         more = False
         while True:
             lasts = max(deadline - self._now(), NOTICED if more else 0.0)  # what went to the tail is there in a moment
-            found, more = await self._claim_once(limit, visibility, min(lasts, LONGEST_PULL))
+            longest = min(LONGEST_PULL, max(SHORTEST_PULL, visibility / 2))
+            found, more = await self._claim_once(limit, visibility, min(lasts, longest))
             if found:
                 break
             if not self._usable() or (not more and self._now() >= deadline):
@@ -91,16 +97,22 @@ class Claims:
         raise MailboxConnectionError("the NATS server did not answer in time")
 
     async def _pull(self, limit: int, wait: float) -> list[Msg]:
-        """What one pull brings; where it may not wait and the server says that there is more, what some longer ones bring.
+        """What one pull brings; where it may not wait, what several bring that are made for that.
 
-        A server that is busy may not have come to a glance in time. Cancelled, it has claimed nothing.
+        A server that is busy may not have come to a glance in time. A glance that is over before the server comes to it must
+        not meet what comes back (see :data:`SHORTEST_PULL`), so a pull without an end is first where something may come
+        back; and where the server says that there is more, some longer glances are last. Cancelled, it has claimed nothing.
         """
-        found = await self._pull_for(limit, max(wait, GLANCE))
-        lasts = GLANCE
+        found: list[Msg] = []
         try:
-            while wait < GLANCE and len(found) < limit and lasts < LONGEST_GLANCE and await self._store.pending():
-                lasts *= 3
+            if wait < GLANCE and (await self._store.consumer())["num_ack_pending"]:
+                found += await self._pull_for(limit, 0.0)
+            lasts = max(wait, GLANCE)
+            while len(found) < limit:
                 found += await self._pull_for(limit - len(found), lasts)
+                lasts *= 3
+                if wait >= GLANCE or lasts > LONGEST_GLANCE or not (await self._store.consumer())["num_pending"]:
+                    break
         except MailboxError:
             if not found:
                 raise
@@ -111,11 +123,13 @@ class Claims:
         return found
 
     async def _pull_for(self, limit: int, lasts: float) -> list[Msg]:
-        request = b'{"batch":%d,"no_wait":true,"expires":%d}' % (limit, nanoseconds(lasts))
+        """What one pull brings. Without an end (0) the server ends it at once if it knows of nothing to deliver."""
+        end = b',"expires":%d' % nanoseconds(lasts) if lasts else b""
         puller = await self._store.wire.puller()
         if not self._usable():
             return []
         try:
+            request = b'{"batch":%d,"no_wait":true%b}' % (limit, end)
             return await puller.pull(self._next, request, limit, lasts, self._take_back)
         except GoneError as error:
             await self._store.mend(error)
@@ -147,14 +161,14 @@ class Claims:
             return
         moves = []
         wall = self._wall()
-        for arrival in map(Arrival.of, messages):
+        for arrival in await self._not_held(messages):
             record = arrival.record
             if arrival.deliveries > 2 or (arrival.deliveries == 2 and wall - arrival.stored_at >= young):
                 record = self.lost(record)
             moves.append((arrival, record))
         left = await self._move(moves)
         if left:  # no room to put it to the tail: it is the next one's as it is
-            await self._store.wire.ask_all([Ask(arrival.reply, _nak(0)) for arrival, _ in left])
+            await self._store.wire.ask_all([Ask(arrival.reply, nak(0)) for arrival, _ in left])
 
     async def _take(self, messages: list[Msg], visibility: float, began: float) -> list[Delivery]:
         """Make deliveries of what came; what has been delivered before goes to the tail first, as another message."""
@@ -162,8 +176,7 @@ class Claims:
         fresh: list[Arrival] = []
         again: list[tuple[Arrival, Record]] = []
         expired: list[Arrival] = []
-        for message in messages:
-            arrival = Arrival.of(message)
+        for arrival in await self._not_held(messages):
             record = arrival.record
             if arrival.deliveries > 1:
                 record = self.lost(record)
@@ -181,10 +194,31 @@ class Claims:
             try:
                 await self.bury(self._store.names.queue, arrival.sequence, record, EXPIRED, record.expires_at or wall)
             except MailboxFullError:
-                await self._store.wire.ask(arrival.reply, _nak(NO_ROOM))
+                await self._store.wire.ask(arrival.reply, nak(NO_ROOM))
             else:
                 self._left.append((self._now(), arrival.reply))
         return await self._lease(fresh, visibility, began) if fresh else []
+
+    async def _not_held(self, messages: list[Msg]) -> list[Arrival]:
+        """What came, without that which is held here: it comes as if for the first time by a fault of the server's (see
+
+        :data:`SHORTEST_PULL`), and its lease goes on.
+        """
+        now = self._now()
+        held = []
+        free = []
+        for arrival in map(Arrival.of, messages):
+            lease = self._leases.get(str(arrival.sequence)) if arrival.deliveries == 1 else None
+            if lease is None:
+                free.append(arrival)
+            elif lease.until > now:
+                held.append(Ask(arrival.reply, nak(lease.until - now)))
+            else:
+                arrival.deliveries = 2
+                free.append(arrival)
+        if held:
+            await self._store.wire.ask_all(held)
+        return free
 
     def lost(self, record: Record) -> Record:
         """The record of a message whose lease has run out."""
@@ -225,7 +259,7 @@ class Claims:
         if visibility != store.ack_wait or waited > TRUST * visibility:
             began = self._now()
             # A nak with a delay leaves the message with us and says when it is to be delivered again.
-            order = _nak(visibility)
+            order = nak(visibility)
             for answer in await store.wire.ask_all([Ask(arrival.reply, order) for arrival in fresh]):
                 if isinstance(answer, MailboxError):
                     raise answer
@@ -315,7 +349,7 @@ class Claims:
     async def come_again(self, delivery: Delivery, seconds: float) -> None:
         """Let a message of which nothing else could be made come again, where it is, in so many seconds."""
         lease = self.held(delivery)
-        await self._store.wire.ask(lease.reply, _nak(seconds))
+        await self._store.wire.ask(lease.reply, nak(seconds))
         self._leases.pop(delivery.receipt_handle, None)
 
     async def extend(self, delivery: Delivery, timeout: float) -> None:
@@ -325,7 +359,7 @@ class Claims:
         lease = self.held(delivery)
         until = self._now() + timeout
         if until > lease.until:
-            await store.wire.ask(lease.reply, _nak(timeout))
+            await store.wire.ask(lease.reply, nak(timeout))
         if await store.get(store.names.queue, lease.sequence) is None:
             self.drop(delivery)
             raise expired(delivery)
@@ -360,16 +394,5 @@ class Claims:
         self._prune_at = 2 * len(self._leases) + _PRUNE
 
 
-def expired(delivery: Delivery) -> ReceiptHandleExpiredError:
-    """The error of one who holds no lease."""
-    return ReceiptHandleExpiredError(
-        f"message {delivery.message_id}: the lease of delivery {delivery.delivery_count} has run out, or it was settled"
-    )
-
-
 async def _leave(puller: Puller) -> None:
     """What a probe was broken off with comes again when its lease ends."""
-
-
-def _nak(seconds: float) -> bytes:
-    return b'-NAK {"delay":%d}' % nanoseconds(seconds) if seconds > 0 else b"-NAK"

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mainspring.errors import ReceiptHandleExpiredError
+from mainspring.mailbox.nats_names import nanoseconds
 from mainspring.mailbox.nats_record import Record, decode
 
 if TYPE_CHECKING:
     from nats.aio.msg import Msg
+
+    from mainspring.mailbox.message import Delivery
 
 
 @dataclass(slots=True)
@@ -49,3 +53,15 @@ class Arrival:
         stored_at = int(parts[first + 3]) / 1e9
         record = decode(message.data, sequence, stored_at)
         return cls(sequence, int(parts[first]), message.reply, message.subject, stored_at, record)
+
+
+def expired(delivery: Delivery) -> ReceiptHandleExpiredError:
+    """The error of one who holds no lease."""
+    return ReceiptHandleExpiredError(
+        f"message {delivery.message_id}: the lease of delivery {delivery.delivery_count} has run out, or it was settled"
+    )
+
+
+def nak(seconds: float) -> bytes:
+    """The order to deliver a message again in so many seconds: until then it is its holder's."""
+    return b'-NAK {"delay":%d}' % nanoseconds(seconds) if seconds > 0 else b"-NAK"

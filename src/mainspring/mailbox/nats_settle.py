@@ -9,8 +9,9 @@ import anyio
 from mainspring import clock
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxFullError, ReplyNotAvailableError
 from mainspring.mailbox.message import Ack, Dead, Return
-from mainspring.mailbox.nats_claims import NO_ROOM, expired
+from mainspring.mailbox.nats_claims import NO_ROOM
 from mainspring.mailbox.nats_errors import GoneError
+from mainspring.mailbox.nats_lease import expired
 from mainspring.mailbox.nats_names import Names
 from mainspring.mailbox.nats_record import Record, token_of
 from mainspring.mailbox.nats_store import Add

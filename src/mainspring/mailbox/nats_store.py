@@ -268,14 +268,13 @@ class Store:
         """The first message from number ``sequence`` on."""
         return await self._call(_stored, _get(stream, {"seq": sequence, "next_by_subj": subject}))
 
-    async def pending(self) -> int:
-        """How many messages of the queue were never delivered, as the consumer has counted them."""
-        return int((await self.api(f"CONSUMER.INFO.{self.names.queue}.{CONSUMER}"))["num_pending"])
+    async def consumer(self) -> dict[str, Any]:
+        """What the consumer of the queue says about itself."""
+        return await self.api(f"CONSUMER.INFO.{self.names.queue}.{CONSUMER}")
 
     async def delivered(self) -> int:
         """The highest number of the queue that was ever delivered."""
-        info = await self.api(f"CONSUMER.INFO.{self.names.queue}.{CONSUMER}")
-        return int(info["delivered"]["stream_seq"])
+        return int((await self.consumer())["delivered"]["stream_seq"])
 
     async def moved(self, count: int = 1) -> None:
         """Say that ``count`` messages that were added to the queue or the delayed ones were no new ones."""
