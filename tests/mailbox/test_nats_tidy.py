@@ -37,7 +37,7 @@ class Server:
             raise MailboxConnectionError("away")
         if NAMES.queue not in subject:
             return {
-                "delivered": {"stream_seq": 0},
+                "delivered": {"consumer_seq": 0, "stream_seq": 0},
                 "num_pending": 0,
                 "num_ack_pending": 0,
                 "state": {"messages": 0, "last_seq": 0},
@@ -45,7 +45,8 @@ class Server:
         if subject.startswith("CONSUMER"):
             pending = sum(number > self.delivered for number in self.there)
             return {
-                "delivered": {"stream_seq": self.delivered},
+                "delivered": {"consumer_seq": self.delivered, "stream_seq": self.delivered},
+                "ack_floor": {"stream_seq": min(self.out, default=self.delivered + 1) - 1},
                 "num_pending": pending,
                 "num_ack_pending": len(self.out),
             }
@@ -93,6 +94,25 @@ async def test_a_message_that_is_out_for_ever_does_not_hide_one_that_is_passed_o
     assert server.out == set()
     await tidy.look()
     assert server.there == {10}
+
+
+@pytest.mark.anyio
+async def test_what_is_passed_over_is_found_where_nothing_goes_on():
+    """The same without a reconnection: nothing is done between two looks, then the second one is close, once."""
+    server = Server({7}, {5}, 9)
+    tidy = tidier(server)
+    for _ in range(2):
+        await tidy.look()
+    assert (server.there, server.out) == ({7}, set())
+    await tidy.look()
+    assert server.there == {10}
+    busy = Server({5, 7}, {5, 7}, 9)
+    tidy = tidier(busy)
+    for _ in range(3):
+        await tidy.look()
+    asked = busy.asks
+    await tidy.look()
+    assert (busy.there, busy.out, busy.asks) == ({5, 7}, {5, 7}, asked)
 
 
 def test_after_a_reconnection_it_looks_closely_and_then_again_soon():

@@ -5,7 +5,8 @@ sight of one that had been redelivered and was still out. Either lies in the str
 cannot be told apart, and nothing may be lost: so both are put to the tail again. (The consumer's ack floor is no help: in
 2.9 it passes over messages that are still out.) The other way round a consumer can have out, for ever, what is not in the
 stream any more, and stumbles over it: it is told that this is done. One of these can hide one of the others, as the numbers
-then add up: so after a reconnection the first look is a close one, whatever they say. And where a consumer is ahead of its
+then add up: so after a reconnection the first look is a close one, whatever they say, and so is one that finds all as the look
+before has left it. And where a consumer is ahead of its
 stream (a power cut took more of the stream), it would pass over what is sent next: it is made anew.
 """
 
@@ -47,6 +48,7 @@ class Tidier:
         self._timer = Periodic(self._step)
         self._suspected: dict[str, tuple[float, int]] = {}
         self._doubtful = False
+        self._found: dict[str, tuple[tuple[int, ...], int]] = {}
 
     async def run(self) -> None:
         """Look now and then, until cancelled."""
@@ -60,20 +62,25 @@ class Tidier:
 
     async def _step(self, overslept: float) -> float:
         doubtful, self._doubtful = self._doubtful, False
+        soon = doubtful
         try:
             if doubtful:
                 await self._store.recognize()
-            await self.look(closely=doubtful)
+            soon = await self.look(closely=doubtful) or doubtful
         except MailboxError as error:  # it is looked at again
             self._doubtful = self._doubtful or doubtful
             if is_gone(error):  # the server has lost its data, or somebody has deleted a stream
                 with suppress(MailboxError):
                     await self._store.mend(error)
-        return anyio.current_time() + (SOON if doubtful else EVERY)
+        return anyio.current_time() + (SOON if soon else EVERY)
 
-    async def look(self, *, closely: bool = False) -> None:
-        """Put right what is not, as far as the numbers tell; ``closely``: where something is out they are not trusted."""
+    async def look(self, *, closely: bool = False) -> bool:
+        """Put right what is not, as far as the numbers tell; ``closely``: where something is out they are not trusted.
+
+        Whether the numbers may tell more now, as what they are made of was put right.
+        """
         names = self._store.names
+        soon = False
         for stream in (names.queue, names.delayed, names.expiries):
             # The consumer first: the stream is never behind what it says then.
             consumer, state = await self._states(stream)
@@ -83,11 +90,22 @@ class Tidier:
             out = consumer["num_ack_pending"]
             if state["messages"] > consumer["num_pending"] + out or (closely and out):
                 await self._look_closer(stream, consumer)
-            else:
-                self._suspected.pop(stream, None)
+                continue
+            self._suspected.pop(stream, None)
+            found = (consumer["delivered"]["consumer_seq"], out, state["messages"], state["last_seq"])
+            before, times = self._found.get(stream, ((), 0))
+            times = times + 1 if found == before else 0
+            self._found[stream] = found, times
+            if times == 1 and out and state["messages"]:  # nothing was done since the last look; once is enough
+                await self._look_closer(stream, consumer, above=consumer["ack_floor"]["stream_seq"])
+                soon = True
+        return soon
 
-    async def _look_closer(self, stream: str, consumer: dict[str, Any]) -> None:
-        """Count those that were delivered and are there: messages that were sent meanwhile are not meant."""
+    async def _look_closer(self, stream: str, consumer: dict[str, Any], *, above: int = 0) -> None:
+        """Count those that were delivered and are there: messages that were sent meanwhile are not meant.
+
+        What is gone is told to be done, from the number after ``above`` on.
+        """
         delivered = consumer["delivered"]["stream_seq"]
         state = (await self._store.wire.api(f"STREAM.INFO.{stream}", {"deleted_details": True}))["state"]
         first = state["first_seq"]
@@ -97,7 +115,7 @@ class Tidier:
         if not out:
             await self._send_again(stream, delivered)
             return
-        oldest = max(1, delivered - WINDOW)
+        oldest = max(1, above + 1, delivered - WINDOW)
         gone = [*range(oldest, min(first, delivered + 1)), *(number for number in gone if number >= oldest)]
         place = f"$JS.ACK.{stream}.{CONSUMER}.1"
         for start in range(0, len(gone), _AT_ONCE):
