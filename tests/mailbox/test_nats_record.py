@@ -112,7 +112,7 @@ def test_a_server_is_its_hosts():
     assert (server.user, server.password) == ("me", "p@ss")
     assert server.address == "nats://one:4223,two:4222"
     assert server.urls == ["nats://one:4223", "nats://two:4222"]
-    assert server.login == {"user": "me", "password": "p@ss"}
+    assert server.options == {"user": "me", "password": "p@ss"}
     assert server.is_at("nats://two?name=other")
     assert not server.is_at("nats://three")
     assert not server.is_at("redis://two")

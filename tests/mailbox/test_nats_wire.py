@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import ssl
 import subprocess
 from contextlib import asynccontextmanager, suppress
 
 import anyio
+import anyio.to_thread
 import pytest
 
+from mainspring import open_mailbox
 from mainspring.errors import ConfigError, MailboxClosedError, MailboxConnectionError
 from mainspring.mailbox import nats_wire
+from mainspring.mailbox.message import Counts
 from mainspring.mailbox.nats import NatsMailbox
 from nats_support import ON_ASYNCIO, place
 from servers import NatsServer, free_port
@@ -123,6 +127,67 @@ async def test_tls_is_insisted_on_when_the_server_comes_back(certificate, anyio_
                     await anyio.sleep(0.05)
             (message,) = await box.receive(wait_time_seconds=5)
             await message.acknowledge()
+
+
+def signed_by_a_ca_of_our_own(home):
+    """The files of a certificate authority, of a server's certificate by it, and of a client's."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl to make certificates with")
+
+    def openssl(*arguments):
+        subprocess.run(["openssl", *arguments], check=True, capture_output=True, cwd=home)
+
+    new = ("req", "-newkey", "rsa:2048", "-nodes")
+    openssl(*new, "-x509", "-days", "2", "-subj", "/CN=our own", "-keyout", "ca.key", "-out", "ca.pem")
+    (home / "names").write_text("subjectAltName=DNS:localhost")
+    for who in ("server", "client"):
+        openssl(*new, "-subj", f"/CN={who}", "-keyout", f"{who}.key", "-out", f"{who}.csr")
+        ca = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2")
+        openssl("x509", "-req", "-in", f"{who}.csr", *ca, "-extfile", "names", "-out", f"{who}.pem")
+
+
+async def test_a_ca_of_ones_own_and_a_certificate_of_the_clients(tmp_path, anyio_backend):
+    await anyio.to_thread.run_sync(signed_by_a_ca_of_our_own, tmp_path)
+    files = {name: str(tmp_path / name) for name in ("ca.pem", "server.pem", "server.key", "client.pem", "client.key")}
+    server_side = ("--tls", "--tlscert", files["server.pem"], "--tlskey", files["server.key"])
+    with NatsServer(*server_side, "--tlsverify", "--tlscacert", files["ca.pem"]) as server:
+        url = f"tls://localhost:{server.port}?name=jobs"
+        trusting = f"{url}&ca_file={files['ca.pem']}"
+        for refused, why in ((url, "certificate verify failed"), (trusting, "no connection to a NATS server")):
+            with anyio.fail_after(10), pytest.raises(MailboxConnectionError, match=why):
+                async with open_mailbox(refused, timeout=3):
+                    pass
+        shown = f"{trusting}&cert_file={files['client.pem']}&key_file={files['client.key']}"
+        async with open_mailbox(shown) as box:
+            assert await box.send("x") is not None
+            async with box._sibling("other") as other:
+                assert await other.counts() == Counts()
+        context = ssl.create_default_context(cafile=files["ca.pem"])
+        context.load_cert_chain(files["client.pem"], files["client.key"])
+        async with open_mailbox(url, ssl_context=context) as box:
+            (message,) = await box.receive(wait_time_seconds=5)
+            await message.acknowledge()
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "why"),
+    [
+        ("nats://h", {"ca_file": "ca.pem"}, "the scheme for TLS is tls://"),
+        ("nats://h", {"ssl_context": ssl.create_default_context()}, "the scheme for TLS is tls://"),
+        ("tls://me:secret@h", {"ca_file": "/no/such/ca.pem"}, r"'tls://h'.*cannot be read"),
+        ("tls://h", {"key_file": "key.pem"}, "belongs to a cert_file"),
+        ("tls://h?ssl_context=x", {}, "must be an ssl.SSLContext, not 'x'"),
+        (
+            "tls://h",
+            {"ssl_context": ssl.create_default_context(), "ca_file": "ca.pem"},
+            "with ssl_context there is no ca_file",
+        ),
+    ],
+)
+def test_options_of_tls_that_cannot_work(url, options, why, anyio_backend):
+    with pytest.raises(ConfigError, match=why) as refused:
+        open_mailbox(url, **options)
+    assert "secret" not in str(refused.value)
 
 
 async def refusal(box):

@@ -28,6 +28,8 @@ from mainspring.mailbox.nats_wire import Wire
 from mainspring.values import MAX_VISIBILITY, is_number, is_whole
 
 if TYPE_CHECKING:
+    import ssl
+
     from nats.aio.msg import Msg
 
     from mainspring.mailbox.message import Cancelled, Counts, Dead, Delivery, Envelope, Settlement
@@ -57,6 +59,9 @@ class NatsMailbox(Mailbox[T, R]):
     :param replicas: how many servers of a cluster keep each message (1, 3 or 5), where the streams are made.
     :param storage: ``"file"``, or ``"memory"``: then nothing outlives the server.
     :param credentials: the path of a credentials file (needs ``nkeys``).
+    :param ca_file: the certificates to trust instead of those that the machine trusts, for ``tls://``.
+    :param cert_file: the certificate to show to the server, and its ``key_file``, where it wants one.
+    :param ssl_context: instead of these files.
     :raises ConfigError: a value cannot work. On opening: the streams are there and another program's.
     """
 
@@ -82,6 +87,10 @@ class NatsMailbox(Mailbox[T, R]):
         replicas: int = 1,
         storage: str = "file",
         credentials: str | None = None,
+        ca_file: str | None = None,
+        cert_file: str | None = None,
+        key_file: str | None = None,
+        ssl_context: ssl.SSLContext | None = None,
     ) -> None:
         super().__init__(name, body=body, reply=reply)
         if not (is_number(ack_wait, 1) and ack_wait <= MAX_VISIBILITY):
@@ -93,7 +102,13 @@ class NatsMailbox(Mailbox[T, R]):
         if storage not in STORAGE:
             raise ConfigError(f"mailbox {name!r}: storage must be 'file' or 'memory', not {storage!r}")
         self._names = Names.of(name)
-        self._server = server if isinstance(server, Server) else parse_server(server)
+        tls: dict[str, Any] = {
+            "ca_file": ca_file,
+            "cert_file": cert_file,
+            "key_file": key_file,
+            "ssl_context": ssl_context,
+        }
+        self._server = server if isinstance(server, Server) else parse_server(server, **tls)
         self._settings: dict[str, Any] = {
             "ack_wait": float(ack_wait),
             "timeout": float(timeout),
@@ -140,7 +155,7 @@ class NatsMailbox(Mailbox[T, R]):
     async def _connected(self) -> Wire:
         """A new connection to the server."""
         settings = self._settings
-        options = self._server.login | (
+        options = self._server.options | (
             {"user_credentials": settings["credentials"]} if settings["credentials"] else {}
         )
         wire = Wire(self._server.urls, options, settings["timeout"], f"mailbox {self.name!r}")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from mainspring.errors import ConfigError
+from mainspring.mailbox.tls import tls_context
+
+if TYPE_CHECKING:
+    import ssl
 
 PORT: Final = 4222
 SCHEMES: Final = ("nats", "tls")
@@ -17,6 +21,10 @@ OPTIONS: Final[dict[str, Any]] = {
     "replicas": int,
     "storage": str,
     "credentials": str,
+    "ca_file": str,
+    "cert_file": str,
+    "key_file": str,
+    "ssl_context": lambda value: value,
 }
 
 
@@ -28,6 +36,7 @@ class Server:
     scheme: str = "nats"
     user: str | None = None
     password: str | None = field(default=None, repr=False)
+    tls: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
 
     @property
     def address(self) -> str:
@@ -40,13 +49,14 @@ class Server:
         return [f"{self.scheme}://{_host(host)}" for host in self.hosts]
 
     @property
-    def login(self) -> dict[str, str]:
+    def options(self) -> dict[str, Any]:
         """Options of the driver's ``connect``, which count for all servers of the cluster, also those it hears of later."""
+        tls = {} if self.tls is None else {"tls": self.tls}
         if self.user is None:
-            return {}
+            return tls
         if self.password is None:
-            return {"token": self.user}
-        return {"user": self.user, "password": self.password}
+            return {"token": self.user, **tls}
+        return {"user": self.user, "password": self.password, **tls}
 
     def is_at(self, address: str) -> bool:
         """Whether the URL ``address`` means this server: one of its hosts is the same."""
@@ -62,7 +72,14 @@ def _host(host: tuple[str, int]) -> str:
     return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
 
 
-def parse_server(url: str) -> Server:
+def parse_server(
+    url: str,
+    *,
+    ca_file: str | None = None,
+    cert_file: str | None = None,
+    key_file: str | None = None,
+    ssl_context: ssl.SSLContext | None = None,
+) -> Server:
     """The server that ``url`` means. Raises :class:`ConfigError`, without the password in it."""
     try:
         parts = urlsplit(url)
@@ -76,7 +93,12 @@ def parse_server(url: str) -> Server:
         raise ConfigError(f"{shown!r}: a NATS mailbox has no path; its name is an option: nats://host:4222?name=jobs")
     user, colon, password = who.partition(":")
     hosts = tuple(_place(shown, place) for place in places.split(","))
-    return Server(hosts, parts.scheme, unquote(user) if who else None, unquote(password) if colon else None)
+    tls = None
+    if ca_file or cert_file or key_file or ssl_context is not None:
+        if parts.scheme != "tls":
+            raise ConfigError(f"{shown!r} has options of TLS, and may not be encrypted; the scheme for TLS is tls://")
+        tls = tls_context(shown, ca_file, cert_file, key_file, ssl_context)
+    return Server(hosts, parts.scheme, unquote(user) if who else None, unquote(password) if colon else None, tls)
 
 
 def _place(shown: str, place: str) -> tuple[str, int]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import ssl
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, unquote, urlsplit
 
 from mainspring.errors import ConfigError
+from mainspring.mailbox.tls import tls_context
+
+if TYPE_CHECKING:
+    import ssl
 
 SENTINEL_PORT: Final = 26379
 PORT: Final = 6379
@@ -110,12 +113,4 @@ def _tls(shown: str, wanted: bool, options: dict[str, Any]) -> ssl.SSLContext | 
         if context or ca or cert or key:
             raise ConfigError(f"{shown!r} is not encrypted, yet has options of TLS; the scheme for TLS is rediss://")
         return None
-    if context is not None:
-        return context
-    try:
-        context = ssl.create_default_context(cafile=ca)
-        if cert is not None:
-            context.load_cert_chain(cert, key)
-    except OSError as error:
-        raise ConfigError(f"{shown!r}: the certificates cannot be read: {error}") from error
-    return context
+    return tls_context(shown, ca, cert, key, context)
