@@ -34,58 +34,65 @@ local function end_message(box, id)
   return waited, value
 end
 
--- Store `count` messages, from ARGV[from] on: id and body (with its flags), and the dedup key where `keyed`. Their ids; and
--- what to tell the caller where there is no memory for them, in a second value: it is not for others of the batch to hear.
+-- Let the message `id` have a dedup key: the id of the unfinished one that has it already, else nil; and what hinders it.
 --
 -- One whose id another one has, alive or dead, ends that: both would be one in most keys, and the end of the one would take
 -- the other along. An id comes twice only where the sender made it of something (a dead letter's id), or sends something
 -- once more, and then there is a dedup key; all other ids are new.
+local function give_key(box, id, key)
+  local given = redis.pcall('HSETNX', box.keyed, key, id)
+  if given ~= 1 then
+    local holder = redis.call('HGET', box.keyed, key)
+    return holder, not holder and given
+  end
+  end_message(box, id)
+  if redis.call('HEXISTS', box.dead, id) == 1 then
+    drop_dead(box, id)
+    box.settled = box.settled + 1
+  end
+  redis.call('HSET', box.more, 'k' .. id, key)
+end
+
+-- Store `count` messages, from ARGV[from] on: id and body (with its flags), and the dedup key where `keyed`. Of keyed ones
+-- the ids; and what to tell the caller where there is no memory for them, in a second value: it is not for others of the
+-- batch to hear.
 local function put(box, from, count, rank, delay, expires, keyed)
   if delay > 0 or expires > 0 then
     know_due(box)
   end
-  local step = keyed and 3 or 2
-  local seq = box.seq
+  local at, step, seq = from, keyed and 3 or 2, box.seq
   local ids, failure = {}, nil
-  local values, spots = {}, {}
+  local values, spots, last = {}, {}, 0 -- the arguments of the commands that store them
   local sent = '|' .. text(now) .. '|' .. rank .. '|'
+  local score = delay > 0 and text(now + delay) or rank
+  local behind = delay > 0 and rank .. '.'
   for i = 1, count do
-    local at = from + (i - 1) * step
-    local id = ARGV[at]
-    local key = keyed and ARGV[at + 2] or ''
-    local same
-    if key ~= '' then
-      local new = redis.pcall('HSETNX', box.keyed, key, id)
-      if new == 1 then
-        end_message(box, id)
-        if redis.call('HEXISTS', box.dead, id) == 1 then
-          drop_dead(box, id)
-          box.settled = box.settled + 1
-        end
-        redis.call('HSET', box.more, 'k' .. id, key)
-      else
-        same = redis.call('HGET', box.keyed, key)
-        if not same then
-          failure = new
+    local id, same = ARGV[at], nil
+    if keyed then
+      local key = ARGV[at + 2]
+      if key ~= '' then
+        same, failure = give_key(box, id, key)
+        if failure then
           break
         end
       end
+      ids[i] = same or id
     end
-    if same then
-      ids[i] = same
-    else
+    if not same then
       local place = new_place(box)
-      values[#values + 1] = id
-      values[#values + 1] = place .. sent .. ARGV[at + 1]
-      spots[#spots + 1] = place
-      ids[i] = id
+      values[last + 1] = id
+      values[last + 2] = place .. sent .. ARGV[at + 1]
+      spots[last + 1] = score
+      spots[last + 2] = (behind or place) .. id
+      last = last + 2
     end
+    at = at + step
   end
   if not failure then
-    if #values == 0 then
+    if last == 0 then
       return ids
     end
-    local stored = redis.pcall('HSET', box.messages, unpack(values, 1, math.min(2000, #values)))
+    local stored = redis.pcall('HSET', box.messages, unpack(values, 1, math.min(2000, last)))
     failure = type(stored) == 'table' and stored
   end
   if failure then -- of the first write: nothing has happened
@@ -96,24 +103,18 @@ local function put(box, from, count, rank, delay, expires, keyed)
     return {}, { 'oom', failure.err }
   end
   bulk('HSET', box.messages, values, 2001)
-  local waiting = {}
-  for i = 1, #spots do
-    local id = values[2 * i - 1]
-    waiting[2 * i - 1] = delay > 0 and now + delay or rank
-    waiting[2 * i] = delay > 0 and rank .. '.' .. id or spots[i] .. id
-  end
   if delay > 0 then
-    bulk('ZADD', box.delayed, waiting)
+    bulk('ZADD', box.delayed, spots)
     due_at(box, now + delay)
   else
-    bulk('ZADD', box.ready, waiting)
-    box.gained = box.gained + #spots
+    bulk('ZADD', box.ready, spots)
+    box.gained = box.gained + last / 2
   end
   if expires > 0 then
-    local ends = {}
-    for i = 1, #spots do
-      ends[2 * i - 1] = now + expires
-      ends[2 * i] = values[2 * i - 1]
+    local ends, instant = {}, text(now + expires)
+    for i = 1, last, 2 do
+      ends[i] = instant
+      ends[i + 1] = values[i]
     end
     bulk('ZADD', box.expiry, ends)
     due_at(box, now + expires)
@@ -147,35 +148,34 @@ end
 -- checkpoint and history.
 local function claim(box, limit, visible, claimant)
   sweep(box)
-  local receipts, values, extras = {}, {}, {}
-  while #receipts < limit do
-    local popped = redis.call('ZPOPMIN', box.ready, math.min(limit - #receipts, 1000))
+  local receipts, values, extras, got = {}, {}, {}, 0
+  local tick, by, ends = box.tick, '.' .. claimant .. '.', text(now + visible)
+  while got < limit do
+    local popped = redis.call('ZPOPMIN', box.ready, math.min(limit - got, 1000))
     if #popped == 0 then
       break
     end
     local ids = {}
     for i = 1, #popped, 2 do
-      ids[#ids + 1] = string.sub(popped[i], 17)
+      ids[(i + 1) / 2] = string.sub(popped[i], 17)
     end
     local found = redis.call('HMGET', box.messages, unpack(ids))
-    local ends, held = {}, {}
-    local until_ = now + visible
+    local leases, held, base = {}, {}, got
     for i, id in ipairs(ids) do
       if found[i] then -- else somebody has deleted it by hand
-        box.tick = math.max(box.tick + 1, now)
-        local receipt = text(box.tick) .. '.' .. popped[2 * i] .. '.' .. claimant .. '.' .. popped[2 * i - 1]
-        receipts[#receipts + 1] = receipt
-        values[#values + 1] = found[i]
-        held[#held + 1] = id
-        ends[#ends + 1] = until_
-        ends[#ends + 1] = receipt
+        tick = math.max(tick + 1, now)
+        local receipt = text(tick) .. '.' .. popped[2 * i] .. by .. popped[2 * i - 1]
+        got = got + 1
+        receipts[got], values[got] = receipt, found[i]
+        local last = got - base
+        held[last] = id
+        leases[2 * last - 1], leases[2 * last] = ends, receipt
       end
     end
-    if #ends > 0 then
-      redis.call('ZADD', box.leases, unpack(ends))
-      due_at(box, until_)
+    if got > base then
+      redis.call('ZADD', box.leases, unpack(leases))
+      due_at(box, now + visible)
       if has_more(box) then
-        local base = #receipts - #held
         for _, letter in ipairs({ 'b', 'c', 'h' }) do
           local known = redis.call('HMGET', box.more, unpack(fields(letter, held)))
           for i = 1, #held do
@@ -189,6 +189,7 @@ local function claim(box, limit, visible, claimant)
       end
     end
   end
+  box.tick = tick
   return { receipts, values, extras }
 end
 
@@ -210,21 +211,21 @@ end
 -- Acknowledge those of `receipts` that are held; the numbers (from 0) of the others.
 local function acknowledge(box, receipts)
   local scores = look_up('ZMSCORE', box.leases, receipts)
-  local good, ids, refused, seen = {}, {}, {}, {}
+  local good, ids, refused, seen, last = {}, {}, {}, {}, 0
   for i, receipt in ipairs(receipts) do
     local ends = tonumber(scores[i] or nil)
     if ends and ends > now and not seen[receipt] then
       seen[receipt] = true
-      good[#good + 1] = receipt
-      ids[#ids + 1] = string.sub(string.match(receipt, '^%d+%.%-?%d+%.%w*%.(.*)$'), 17)
+      last = last + 1
+      good[last], ids[last] = receipt, id_of_receipt(receipt)
     else
       refused[#refused + 1] = i - 1
     end
   end
-  if #good > 0 then
+  if last > 0 then
     bulk('ZREM', box.leases, good)
     forget(box, ids)
-    box.settled = box.settled + #good
+    box.settled = box.settled + last
   end
   return refused
 end
