@@ -7,7 +7,14 @@ import logging
 import anyio
 import pytest
 
-from mainspring import ConfigError, InvalidParameterError, MailboxConnectionError, MainLoop, ReceiptHandleExpiredError
+from mainspring import (
+    ConfigError,
+    InvalidParameterError,
+    MailboxConnectionError,
+    MainLoop,
+    ReceiptHandleExpiredError,
+    SerializationError,
+)
 from mainspring.mailbox import redis as redis_mailbox
 from mainspring.mailbox import redis_beside, redis_calls, redis_server
 from mainspring.mailbox.message import CancelOutcome, Counts, Envelope
@@ -19,6 +26,8 @@ from redis_support import place, used_memory
 from servers import RedisServer
 
 pytestmark = pytest.mark.anyio
+
+MIB = 1_048_576
 
 
 @pytest.fixture
@@ -200,6 +209,63 @@ async def test_a_connection_on_which_the_server_hangs_up_is_not_used_again(own, 
         assert (await mailbox.counts()).pending == 1
 
 
+@pytest.fixture
+def narrow(own):
+    """A place on a server that takes no argument above the least that a server can be told, 1 MiB."""
+    before = own.call("CONFIG", "GET", "proto-max-bulk-len")[1]
+    own.call("CONFIG", "SET", "proto-max-bulk-len", MIB)
+    yield own
+    own.call("CONFIG", "SET", "proto-max-bulk-len", before)
+
+
+async def test_what_is_larger_than_the_server_takes_is_its_senders_mistake_alone(narrow, anyio_backend):
+    async with narrow.mailbox() as mailbox, narrow.mailbox("replies"):
+        await mailbox.send_many(["held", "asked"], reply_to=f"{narrow.prefix}replies")
+        held, asked = await mailbox.receive(max_messages=2)
+        wire = mailbox._link._wire
+        found = await outcomes(
+            lambda: mailbox.send("before"),
+            lambda: mailbox.send("x" * (MIB - 2)),
+            lambda: mailbox.send("x", headers={"h": "x" * MIB}),
+            lambda: mailbox.send("x", dedup_key="x" * (MIB + 1)),
+            lambda: mailbox.send_many(["y", "x" * MIB]),
+            lambda: held.save_checkpoint(b"x" * (MIB + 1)),
+            lambda: asked.reply("x" * MIB),
+            lambda: mailbox.send("x" * (MIB - 3), priority=-1),
+            lambda: mailbox.send("behind"),
+        )
+        refused = [number for number, one in enumerate(found) if isinstance(one, Exception)]
+        assert refused == [1, 2, 3, 4, 5, 6]
+        for number in refused:
+            assert isinstance(found[number], SerializationError)
+            assert "bytes is larger than the 1,048,576 that this Redis server takes (proto-max-bulk-len)" in str(
+                found[number]
+            )
+        assert mailbox._link._wire is wire, "the server had nothing to hang up on"
+        await held.save_checkpoint(b"x" * MIB)
+        await asked.reply("y")
+        got = await mailbox.receive(max_messages=9)
+        assert [len(message.body) for message in got] == [len("before"), len("behind"), MIB - 3]
+        assert await mailbox.counts() == Counts(in_flight=4, settled=1)
+
+
+async def test_the_limit_is_that_of_the_server_of_now(own, narrow, anyio_backend):
+    async with own.mailbox() as mailbox:
+        own.call("CONFIG", "SET", "proto-max-bulk-len", 2 * MIB)
+        with pytest.raises(SerializationError):
+            await mailbox.send("x" * MIB)
+        await mailbox._link.close()
+        assert await mailbox.receive() == []
+        await mailbox.send("x" * MIB)
+
+
+async def test_who_may_not_ask_for_the_limit_goes_by_the_usual_one(own, anyio_backend):
+    own.call("ACL", "SETUSER", "plain", "on", ">secret", "~{ms:*", "&{ms:*", "+@all", "-@dangerous", "+info")
+    async with own.mailbox(username="plain", password="secret") as mailbox:
+        assert mailbox._directory.longest == 512 * MIB
+        await mailbox.send("x" * MIB)
+
+
 async def test_whether_there_is_a_mailbox_is_not_known_from_a_server_that_is_silent_or_refuses(own, anyio_backend):
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
     async with listener:
@@ -305,7 +371,7 @@ class Nodes:
         monkeypatch.setattr(redis_beside, "Link", Link)
 
     def beside(self, timeout: float) -> Beside:
-        return Beside(parse_server("redis+cluster://127.0.0.1:1", {}), timeout)
+        return Beside(Directory(parse_server("redis+cluster://127.0.0.1:1", {}), b"jobs"), timeout)
 
 
 def reply(name: str) -> Envelope:
@@ -352,6 +418,14 @@ async def test_a_reply_for_which_another_node_has_no_memory_is_not_sent(monkeypa
     nodes.answer = [[b"oom", b"OOM command not allowed"], -1]
     with pytest.raises(MailboxConnectionError, match="OOM"):
         await nodes.beside(5).send(reply("full"), "m")
+
+
+async def test_a_reply_that_is_larger_than_a_node_takes_is_not_sent(monkeypatch, anyio_backend):
+    monkeypatch.setattr(redis_server, "LONGEST", 5)
+    nodes = Nodes(monkeypatch)
+    with pytest.raises(SerializationError, match="larger than the 5 that this Redis server takes"):
+        await nodes.beside(5).send(Envelope("r", b"12345", reply_to="living"), "m")
+    assert nodes.sent == nodes.open == []
 
 
 # ----------------------------------------------------------------------------------------------------- its settings

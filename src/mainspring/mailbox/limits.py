@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from mainspring.errors import InvalidParameterError, MailboxFullError
+from mainspring.errors import InvalidParameterError, MailboxFullError, SerializationError
 from mainspring.values import MAX_DELAY, MAX_VISIBILITY, is_number, is_whole
 
 if TYPE_CHECKING:
@@ -54,6 +54,12 @@ def check_id(what: str, message_id: str) -> None:
     """Raise :class:`InvalidParameterError` for what is no string."""
     if not isinstance(message_id, str):
         raise InvalidParameterError(f"{what} must be a string, not {message_id!r}")
+
+
+def check_size(what: str, size: int, most: int, whose: str) -> None:
+    """Raise :class:`SerializationError` for what has more bytes than a store can take."""
+    if size > most:
+        raise SerializationError(f"{what} of {size:,} bytes is larger than the {most:,} that {whose}")
 
 
 def full(waiting: int, capacity: int, more: int) -> MailboxFullError:

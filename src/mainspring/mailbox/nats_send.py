@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import anyio
 
 from mainspring import clock
-from mainspring.errors import InvalidParameterError, MailboxConnectionError, MailboxError, SerializationError
-from mainspring.mailbox.limits import CLOSE_TIMEOUT
+from mainspring.errors import InvalidParameterError, MailboxConnectionError, MailboxError
+from mainspring.mailbox.limits import CLOSE_TIMEOUT, check_size
 from mainspring.mailbox.nats_due import due_again
 from mainspring.mailbox.nats_record import RESERVED, Record
 from mainspring.mailbox.nats_store import Add, Added
@@ -39,11 +39,7 @@ class Sends:
                 raise InvalidParameterError(
                     "send: a mailbox on NATS has no priorities (Capabilities.priority); leave it at 0"
                 )
-            if len(envelope.body) > self._most:
-                raise SerializationError(
-                    f"a body of {len(envelope.body)} bytes is larger than the {self._most} that this NATS server's"
-                    " max_payload leaves for one"
-                )
+            check_size("a body", len(envelope.body), self._most, "this NATS server's max_payload leaves for one")
             records.append(Record.of(envelope, now))
         sent = [record.message_id for record in records]
         if any(record.dedup_key is not None for record in records):

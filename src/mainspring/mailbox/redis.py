@@ -144,7 +144,7 @@ class RedisMailbox(Mailbox[T, R]):
         self._batcher: Batcher[do.Operation] = Batcher(self._execute, undo=self._undo, name=f"mailbox {self.name!r}")
         self._waiters: Waiters = Waiters(self._pass_on)
         self._sweeper = Periodic(self._look)
-        self._beside: Beside = Beside(self._server, self._timeout)
+        self._beside: Beside = Beside(self._directory, self._timeout)
         channels = (base + b"all", base + self._waiter.encode())
         told = (self._due_in, self._announce_cancelled)
         self._listener: Listener = Listener(self._directory, channels, link, self._waiters, *told, self._timeout)
@@ -237,8 +237,13 @@ class RedisMailbox(Mailbox[T, R]):
             raise InvalidParameterError(
                 f"send_many: a Redis mailbox takes at most {MOST_AT_ONCE:,} messages at once, not {len(envelopes):,}"
             )
-        ids: list[str] = await self._batcher.call(do.Put(envelopes, self._capacity))
+        ids: list[str] = await self._do(do.Put(envelopes, self._capacity))
         return ids
+
+    async def _do(self, command: do.Operation) -> Any:
+        """Have it done with the next batch, unless the server would hang up on it, and on all that travels along."""
+        command.check(self._directory.longest)
+        return await self._batcher.call(command)
 
     async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
         if not wait_time_seconds:
@@ -293,7 +298,7 @@ class RedisMailbox(Mailbox[T, R]):
             command = do.Bury(delivery, settlement, await self._sent_beside(delivery, settlement.reply))
         else:
             command = do.GiveBack(delivery, settlement)
-        await self._batcher.call(command)
+        await self._do(command)
 
     async def _sent_beside(self, delivery: Delivery, reply: Envelope | None) -> Envelope | None:
         """The reply that is to leave with the settlement. In a cluster its mailbox may be on another node: it leaves before."""
@@ -309,7 +314,7 @@ class RedisMailbox(Mailbox[T, R]):
 
     async def _save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
         _check_handle(delivery)
-        await self._batcher.call(do.SaveCheckpoint(delivery, state))
+        await self._do(do.SaveCheckpoint(delivery, state))
 
     async def _counts(self) -> Counts:
         while (counts := await self._batcher.call(look.Count())) is None:
@@ -318,13 +323,13 @@ class RedisMailbox(Mailbox[T, R]):
         return found
 
     async def _purge(self) -> int:
-        while (dropped := await self._batcher.call(do.Purge())) < 0:
+        while (dropped := await self._batcher.call(look.Purge())) < 0:
             pass
         return int(dropped)
 
     async def _cancel(self, message_id: str) -> Cancelled:
         """The script tells all processes of it where it was in flight."""
-        cancelled: Cancelled = await self._batcher.call(do.Cancel(message_id))
+        cancelled: Cancelled = await self._batcher.call(look.Cancel(message_id))
         return cancelled
 
     async def _dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:

@@ -15,7 +15,6 @@ from mainspring.mailbox.redis_server import Directory
 
 if TYPE_CHECKING:
     from mainspring.mailbox.message import Envelope
-    from mainspring.mailbox.redis_url import Server
 
 MOST: Final = 16
 """Connections that are kept while nothing is sent over them: each requester of a fleet may have a mailbox for its replies."""
@@ -35,25 +34,29 @@ class _Way:
 class Beside:
     """Sends to mailboxes by their names, each over a connection to the node that holds it.
 
-    Those who send to one mailbox take turns; nobody waits for a node that only others send to.
+    Those who send to one mailbox take turns; nobody waits for a node that only others send to. What is too large for the
+    node of ``directory`` is so for all nodes.
     """
 
-    def __init__(self, server: Server, timeout: float) -> None:
-        self._server = server
+    def __init__(self, directory: Directory, timeout: float) -> None:
+        self._directory = directory
         self._timeout = timeout
         self._ways: dict[str, _Way] = {}
 
     async def send(self, reply: Envelope, message_id: str) -> None:
         """Send a reply before its request is settled; while it is unread, a second one to the same request is dropped.
 
+        :raises SerializationError: it is larger than a node takes.
         :raises MailboxConnectionError: it has not been taken within the timeout, the turns of others included.
         """
         name = reply.reply_to or ""
         put = Put([replace(reply, reply_to=None, dedup_key=f"reply:{message_id}")], None)
+        put.check(self._directory.longest)
         call = Call(name, keys_of(name))
         put.write(call.arguments, call.number)
         call.add(put.take, (put,))
-        way = self._ways.pop(name, None) or _Way(Link(Directory(self._server, base_of(name)), self._timeout))
+        server = self._directory.server
+        way = self._ways.pop(name, None) or _Way(Link(Directory(server, base_of(name)), self._timeout))
         self._ways[name] = way  # the last one used is the last one
         way.users += 1
         try:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError, SerializationError
+from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError
 from mainspring.mailbox.batching import Command
-from mainspring.mailbox.limits import full
-from mainspring.mailbox.message import UNKNOWN, Cancelled, CancelOutcome, Delivery
-from mainspring.mailbox.redis_records import delivered, micro, read, reason, stored
+from mainspring.mailbox.limits import check_size, full
+from mainspring.mailbox.redis_records import delivered, micro, reason, stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mainspring.mailbox.message import Dead, Envelope, Return
+    from mainspring.mailbox.message import Dead, Delivery, Envelope, Return
 
 Argument = str | int | bytes
+_THE_SERVER = "this Redis server takes (proto-max-bulk-len)"
 
 
 def expired(delivery: Delivery) -> ReceiptHandleExpiredError:
@@ -42,6 +42,12 @@ class Operation(Command):
     def take(self, result: Any) -> None:
         """Set ``result`` or ``error`` from what the script said."""
         self.result = result
+
+    def check(self, longest: int) -> None:
+        """Raise :class:`SerializationError` where an argument has more bytes than ``longest``, the most that the server takes.
+
+        It would hang up: on all operations of the batch.
+        """
 
 
 class OfDelivery(Operation):
@@ -114,25 +120,35 @@ def acknowledge(acks: list[Acknowledge], out: list[Argument]) -> Callable[[list[
     return take
 
 
-def _write_reply(reply: Envelope | None, out: list[Argument], number: Callable[[str], int]) -> None:
-    if reply is None:
-        out.append(-1)
-    else:
-        out += (number(reply.reply_to or ""), -reply.priority, reply.message_id, stored(replace(reply, reply_to=None)))
+class _Answering(OfDelivery):
+    """One with which a reply leaves, where there is one, to the mailbox of the name in it."""
 
+    __slots__ = ("reply", "value")
 
-class Answer(OfDelivery):
-    """The message is done, and this is its reply, to the mailbox of the name in it."""
-
-    __slots__ = ("reply",)
-
-    def __init__(self, delivery: Delivery, reply: Envelope) -> None:
+    def __init__(self, delivery: Delivery, reply: Envelope | None) -> None:
         super().__init__(delivery)
         self.reply = reply
+        self.value = b"" if reply is None else stored(replace(reply, reply_to=None))
+
+    def check(self, longest: int) -> None:
+        check_size("a reply", len(self.value), longest, _THE_SERVER)
+
+    def _write_reply(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        reply = self.reply
+        if reply is None:
+            out.append(-1)
+        else:
+            out += (number(reply.reply_to or ""), -reply.priority, reply.message_id, self.value)
+
+
+class Answer(_Answering):
+    """The message is done, and this is its reply."""
+
+    __slots__ = ()
 
     def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
         out += ("answer", self.delivery.receipt_handle)
-        _write_reply(self.reply, out, number)
+        self._write_reply(out, number)
 
 
 class GiveBack(OfDelivery):
@@ -156,20 +172,19 @@ class GiveBack(OfDelivery):
         )
 
 
-class Bury(OfDelivery):
-    """It is given up; ``reply``, where there is one, tells the requester so."""
+class Bury(_Answering):
+    """It is given up; the reply tells the requester so."""
 
-    __slots__ = ("dead", "reply")
+    __slots__ = ("dead",)
 
     def __init__(self, delivery: Delivery, dead: Dead, reply: Envelope | None = None) -> None:
-        super().__init__(delivery)
+        super().__init__(delivery, reply)
         self.dead = dead
-        self.reply = reply
 
     def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
         dead = self.dead
         out += ("bury", self.delivery.receipt_handle, reason(dead), dead.history or "")
-        _write_reply(self.reply, out, number)
+        self._write_reply(out, number)
 
 
 class Extend(OfDelivery):
@@ -194,44 +209,11 @@ class SaveCheckpoint(OfDelivery):
         super().__init__(delivery)
         self.state = state
 
+    def check(self, longest: int) -> None:
+        check_size("a checkpoint", len(self.state), longest, _THE_SERVER)
+
     def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
         out += ("checkpoint", self.delivery.receipt_handle, self.state)
-
-
-class Cancel(Operation):
-    """End the message of that id; results in a :class:`Cancelled`."""
-
-    __slots__ = ("message_id",)
-    turn = 3
-
-    def __init__(self, message_id: str) -> None:
-        super().__init__()
-        self.message_id = message_id
-
-    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
-        out += ("cancel", self.message_id.encode("utf-8", "surrogatepass"))
-
-    def take(self, result: Any) -> None:
-        found, value = result
-        if not found:
-            self.result = UNKNOWN
-            return
-        outcome = CancelOutcome.REMOVED if found == 1 else CancelOutcome.CANCELLED
-        try:
-            _, _, reply_to, headers = read(value)
-        except SerializationError:
-            reply_to, headers = None, {}
-        self.result = Cancelled(outcome, reply_to, headers)
-
-
-class Purge(Operation):
-    """Drop all that is not dead; results in how many, or -1 where first more must be done that is due."""
-
-    __slots__ = ()
-    turn = 4
-
-    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
-        out.append("purge")
 
 
 class Put(Operation):
@@ -240,24 +222,33 @@ class Put(Operation):
     Simple ones of a batch that are alike are written as one (see ``put_alike``).
     """
 
-    __slots__ = ("capacity", "envelopes")
+    __slots__ = ("capacity", "envelopes", "keyed", "messages")
     turn = 5
 
     def __init__(self, envelopes: list[Envelope], capacity: int | None) -> None:
         super().__init__()
         self.envelopes = envelopes
         self.capacity = capacity
+        self.keyed = any(envelope.dedup_key is not None for envelope in envelopes)
+        self.messages: list[str | bytes] = []  # id, value and, where one is keyed, the key of each
+        for envelope in envelopes:
+            self.messages += (envelope.message_id, stored(envelope))
+            if self.keyed:
+                self.messages.append((envelope.dedup_key or "").encode("utf-8", "surrogatepass"))
 
     @property
     def kind(self) -> tuple[int, float, float | None] | None:
         """What a simple one shares with others like it; None where it is not simple."""
-        if self.capacity is not None or len(self.envelopes) != 1 or self.envelopes[0].dedup_key is not None:
+        if self.capacity is not None or len(self.envelopes) != 1 or self.keyed:
             return None
         envelope = self.envelopes[0]
         return envelope.priority, envelope.delay, envelope.expires_in
 
+    def check(self, longest: int) -> None:
+        check_size("a message", max(map(len, self.messages)), longest, _THE_SERVER)
+
     def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
-        _write_puts(self.envelopes, self.capacity, out)
+        _write_puts([self], self.capacity, out)
 
     def take(self, result: Any) -> None:
         if result and result[0] == b"oom":
@@ -272,7 +263,7 @@ class Put(Operation):
 
 def put_alike(puts: list[Put], out: list[Argument]) -> Callable[[Any], None]:
     """Write simple ones of one kind; what takes the result."""
-    _write_puts([put.envelopes[0] for put in puts], None, out)
+    _write_puts(puts, None, out)
 
     def take(result: Any) -> None:
         for put in puts:
@@ -288,20 +279,14 @@ def _no_memory(result: list[bytes]) -> MailboxConnectionError:
     return MailboxConnectionError(f"the Redis server says: {result[1].decode('utf-8', 'replace')}")
 
 
-def _write_puts(envelopes: list[Envelope], capacity: int | None, out: list[Argument]) -> None:
+def _write_puts(puts: list[Put], capacity: int | None, out: list[Argument]) -> None:
     """Those of one put have all but body, headers and key in common (see ``Mailbox.send_many``)."""
-    first = envelopes[0]
-    keyed = any(envelope.dedup_key is not None for envelope in envelopes)
+    first = puts[0].envelopes[0]
     expires = 0 if first.expires_in is None else max(1, micro(first.expires_in))
-    out += ("put", len(envelopes), -first.priority, micro(first.delay), expires)
-    out += (-1 if capacity is None else capacity, int(keyed))
-    if keyed:
-        for envelope in envelopes:
-            key = (envelope.dedup_key or "").encode("utf-8", "surrogatepass")
-            out += (envelope.message_id, stored(envelope), key)
-    else:
-        for envelope in envelopes:
-            out += (envelope.message_id, stored(envelope))
+    out += ("put", sum(len(put.envelopes) for put in puts), -first.priority, micro(first.delay), expires)
+    out += (-1 if capacity is None else capacity, int(puts[0].keyed))
+    for put in puts:
+        out += put.messages
 
 
 class Pass(Operation):

@@ -1,18 +1,55 @@
-"""The operations of a Redis mailbox that look after it: counts, and dead letters."""
+"""The operations of a Redis mailbox that look after it: cancellations, purges, counts, and dead letters."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mainspring.errors import SerializationError
 from mainspring.mailbox.limits import full
-from mainspring.mailbox.message import Counts
+from mainspring.mailbox.message import UNKNOWN, Cancelled, CancelOutcome, Counts
 from mainspring.mailbox.redis_commands import Operation
-from mainspring.mailbox.redis_records import letter
+from mainspring.mailbox.redis_records import letter, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mainspring.mailbox.redis_commands import Argument
+
+
+class Cancel(Operation):
+    """End the message of that id; results in a :class:`Cancelled`."""
+
+    __slots__ = ("message_id",)
+    turn = 3
+
+    def __init__(self, message_id: str) -> None:
+        super().__init__()
+        self.message_id = message_id
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        out += ("cancel", self.message_id.encode("utf-8", "surrogatepass"))
+
+    def take(self, result: Any) -> None:
+        found, value = result
+        if not found:
+            self.result = UNKNOWN
+            return
+        outcome = CancelOutcome.REMOVED if found == 1 else CancelOutcome.CANCELLED
+        try:
+            _, _, reply_to, headers = read(value)
+        except SerializationError:
+            reply_to, headers = None, {}
+        self.result = Cancelled(outcome, reply_to, headers)
+
+
+class Purge(Operation):
+    """Drop all that is not dead; results in how many, or -1 where first more must be done that is due."""
+
+    __slots__ = ()
+    turn = 4
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        out.append("purge")
 
 
 class Replay(Operation):

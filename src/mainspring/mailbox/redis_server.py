@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 
@@ -16,6 +16,8 @@ from mainspring.mailbox.redis_wire import LOST, ServerError, Wire, connect, trou
 if TYPE_CHECKING:
     from mainspring.mailbox.redis_url import Host, Server
 
+LONGEST: Final = 536_870_912
+"""The most bytes of one argument that a server takes which was not told otherwise (``proto-max-bulk-len``)."""
 _WARNED = "Redis servers that were warned of"
 _log = logging.getLogger("mainspring.mailbox")
 
@@ -28,6 +30,8 @@ class Directory:
         self._key = key
         self._nodes: list[Host] = list(server.hosts)
         self.cluster = server.kind == "cluster"
+        self.longest = LONGEST
+        """The most bytes of one argument that the server takes that was connected to last."""
 
     async def connect(self) -> Wire:
         """A connection to the server that holds the mailbox now.
@@ -35,6 +39,16 @@ class Directory:
         Raises what :data:`~mainspring.mailbox.redis_wire.LOST` names, :class:`ServerError` (also where it is no primary),
         :class:`MailboxConnectionError` where nobody knows it, :class:`ConfigError`.
         """
+        wire = await self._found()
+        try:
+            self.longest = await _longest(wire)
+        except BaseException:
+            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
+                await wire.close()
+            raise
+        return wire
+
+    async def _found(self) -> Wire:
         if self.server.kind == "sentinel":
             return await self._of_sentinels()
         failed: Exception | None = None
@@ -96,6 +110,14 @@ class Directory:
             failed = ServerError("READONLY the server that the sentinel named is no primary (yet)")
         assert failed is not None
         raise failed
+
+
+async def _longest(wire: Wire) -> int:
+    try:
+        told = await wire.call("CONFIG", "GET", "proto-max-bulk-len")
+    except ServerError:  # not everybody may ask
+        return LONGEST
+    return int(told[1]) if told else LONGEST
 
 
 async def has_mailbox(server: Server, name: str, timeout: float) -> bool:

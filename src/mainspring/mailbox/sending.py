@@ -50,7 +50,7 @@ class SendCalls(DeadLetterCalls, Generic[T]):
             whose transaction the message joins: it exists, and wakes receivers, if and when that commits.
         :raises MailboxClosedError: the mailbox is not open.
         :raises MailboxFullError: it holds as many messages as it may.
-        :raises SerializationError: the body does not fit the mailbox's type.
+        :raises SerializationError: the body does not fit the mailbox's type, or is larger than the store takes.
         :raises MailboxConnectionError: the store cannot be reached; trying again is safe with a ``dedup_key``.
 
         Cancelled before the message was handed over, it has sent nothing; afterwards it may have been sent.
