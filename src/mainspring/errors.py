@@ -180,7 +180,7 @@ class SessionError(MainspringError):
 
 
 class SessionClosedError(SessionError):
-    """The session has a journal and is not open: it takes no events."""
+    """The session has a journal and is not open: it takes no events. Before it was opened, it cannot be looked at either."""
 
 
 class ReducerError(SessionError):

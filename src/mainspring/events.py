@@ -224,6 +224,11 @@ class DispatchResult:
         """Whether the event became part of a session's state."""
         return self.seq is not None
 
+    @property
+    def ignored(self) -> bool:
+        """Whether nobody takes such events: no reducer of the session is for them, and no subscriber hears them."""
+        return False
+
 
 @dataclass(slots=True, eq=False)
 class Dispatcher:

@@ -15,7 +15,7 @@ import anyio
 import anyio.from_thread
 import anyio.to_thread
 import pytest
-from session_state import Added, Broken, Mood, Said, State, add, folded
+from session_state import Added, Broken, MemoryJournal, Mood, Said, State, add, folded
 
 from mainspring import (
     ConfigError,
@@ -27,6 +27,7 @@ from mainspring import (
 )
 from mainspring.events import DispatchResult
 from mainspring.session import append, on, replace_latest, upsert_by
+from mainspring.session.changes import Ignored
 
 pytestmark = pytest.mark.anyio
 
@@ -374,6 +375,58 @@ async def test_an_event_without_a_reducer_is_only_told(anyio_backend):
     assert session.state is before
 
 
+@dataclass(frozen=True)
+class Misnamed:
+    number: int = 0
+
+
+@pytest.mark.parametrize("journaled", [False, True])
+async def test_an_event_that_nobody_takes_is_said_so(anyio_backend, caplog, journaled):
+    journal = MemoryJournal()
+    session = Session.open(State, journal=journal) if journaled else Session(State)
+    async with session:
+        assert not (await session.dispatch(Added(1))).ignored
+        for _ in range(2):
+            assert await session.dispatch(Misnamed()) == Ignored()
+        async with session.transaction():
+            assert (await session.dispatch(Misnamed())).ignored
+        assert not (await session.restore(session.snapshot())).ignored
+        (line,) = (record.getMessage() for record in caplog.records)
+        assert line == (
+            "session 'session': nobody takes events of type Misnamed: no reducer is for them, and no subscriber hears them"
+        )
+        session.dispatcher.subscribe(Misnamed, lambda event: None)
+        assert await session.dispatch(Misnamed()) == DispatchResult(1)
+        async with session.transaction():
+            assert not (await session.dispatch(Misnamed())).ignored
+        assert session.state.total == 1
+
+
+@pytest.mark.parametrize("journaled", [False, True])
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("hello", "'hello' is no event: nobody takes a str; dispatch a @dataclass"),
+        (Added, "Added'> is no event: nobody takes a type; dispatch an instance of it"),
+        ({"number": 1}, "is no event: nobody takes a dict"),
+    ],
+)
+async def test_what_is_no_event_is_refused(anyio_backend, journaled, mistake, message):
+    session = Session.open(State, journal=MemoryJournal()) if journaled else Session(State)
+    async with session:
+        with pytest.raises(InvalidParameterError, match=message):
+            await session.dispatch(mistake)
+        with pytest.raises(InvalidParameterError, match=message):
+            await session.dispatch_nowait(mistake).wait()
+        async with session.transaction():
+            with pytest.raises(InvalidParameterError, match=message):
+                await session.dispatch(mistake)
+        heard = []
+        session.dispatcher.subscribe(object, heard.append)
+        assert (await session.dispatch(mistake)).delivered == 1  # a subscriber may hear of anything
+        assert heard == [mistake]
+
+
 async def test_what_a_subscriber_dispatches_comes_after_what_it_was_told_of(anyio_backend):
     session, heard, tickets = Session(State), [], []
 
@@ -437,3 +490,21 @@ async def test_a_child_has_slices_of_its_own_on_the_writer_of_its_parent(anyio_b
     with pytest.raises(ConfigError, match="is a child: its parent opens it"):
         async with child:
             pass
+
+
+@pytest.mark.parametrize("journaled", [False, True])
+async def test_a_reducer_registers_nothing(anyio_backend, journaled):
+    journal = MemoryJournal()
+
+    def late(total, event):
+        session.register(Said, "late", append)
+        return total + event.number
+
+    session = Session.open(journal=journal) if journaled else Session()
+    session.register(Added, "total", late, initial=0, type=int)
+    async with session:
+        result = await session.dispatch(Added(1))
+        assert isinstance(result.errors[0].__cause__, SessionError)
+        assert "register slices before events are dispatched" in str(result.errors[0])
+        assert set(session.state) == {"total"}
+        assert session["total"] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import signal
@@ -633,6 +634,89 @@ async def test_registration_comes_before_the_journal_is_read(anyio_backend):
             session.register(Mood, "log", append)
     async with session:
         assert session["log"] == (Said("ada"),)
+
+
+async def test_it_is_not_looked_at_before_its_journal_is_read(anyio_backend, monkeypatch):
+    journal = MemoryJournal()
+    await entries_of(journal, Added(1), Added(2))
+    session = Session.open(State, journal=journal, name="chat")
+    child = session.child("kid", State)
+
+    def looks():
+        return (
+            lambda: session.state,
+            lambda: session["total"],
+            lambda: session.seq,
+            session.snapshot,
+            lambda: child.state,
+        )
+
+    for look in looks():
+        with pytest.raises(SessionClosedError, match="has a journal that is not read yet; look at its state inside"):
+            look()
+    assert repr(session) == "<Session 'chat' with said, mood, latest, total, count not read yet>"
+    async with session:
+        assert session.state.total == 3
+        assert "after event 2" in repr(session)
+    assert session.state.total == 3  # as it was at the end
+    assert session.seq == 2
+
+    looked, entries = [], journal.entries
+
+    def broken():
+        yield from entries()
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(journal, "entries", broken)
+    with pytest.raises(JournalError, match="the disk is gone"):
+        async with session:
+            looked.append(session.state)
+    for look in looks():
+        with pytest.raises(SessionClosedError, match="not read yet"):
+            look()
+
+
+async def test_slices_are_not_registered_while_the_journal_is_read(anyio_backend, monkeypatch):
+    journal = MemoryJournal()
+    session = Session.open(journal=journal)
+
+    def late(total, event):
+        session.register(Said, "late", append)
+        return total
+
+    session.register(Added, "total", lambda total, event: total + event.number, initial=0, type=int)
+    async with session:
+        await session.dispatch(Added(1))
+    session = Session.open(journal=journal)
+    session.register(Added, "total", late, initial=0, type=int)
+    with pytest.raises(ReducerError, match="register slices before events are dispatched"):
+        async with session:
+            pass
+    session = Session.open(journal=journal)
+    session.register(Added, "total", lambda total, event: total + session["total"] + event.number, initial=0, type=int)
+    async with session:  # a reducer should not look at the session; where it does, it is at its place in the past
+        assert session["total"] == 1
+
+
+async def test_what_nobody_asks_the_tickets_for_is_logged(anyio_backend, caplog):
+    journal = MemoryJournal()
+    async with Session.open(State, journal=journal) as session:
+        journal.fail = [FULL]
+        for number in range(3):
+            session.dispatch_nowait(Added(number))
+    assert not journal.kept
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line == "session 'session': 3 event(s) not applied: JournalError: the disk is full"
+    caplog.clear()
+    async with Session.open(State, journal=journal) as session:
+        session.dispatch_nowait(Added("three"))
+        with pytest.raises(SerializationError):
+            await session.dispatch_nowait(Added("three")).wait()
+    gc.collect()  # the error's traceback refers to the ticket
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith(
+        "the dispatch of Added to session 'session' failed, and nobody asked its ticket: Serialization"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ versions

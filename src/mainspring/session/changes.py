@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mainspring.errors import ConfigError, InvalidParameterError
+from mainspring.events import DispatchResult
+from mainspring.session.reducers import check_event_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mainspring.events import Dispatcher, DispatchResult
+    from mainspring.events import Dispatcher
     from mainspring.session.record import EventCodecs
     from mainspring.session.slices import Slices, Values
     from mainspring.ticket import Ticket
+
+_log = logging.getLogger("mainspring")
+
+
+class Ignored(DispatchResult):
+    """The result of an event that nobody takes: a class of its own, as one field more would cost each other result."""
+
+    __slots__ = ()
+
+    @property
+    def ignored(self) -> bool:
+        """True."""
+        return True
 
 
 class Cell:
     """What the writer changes: the slices of one session. ``values`` are those that are seen."""
 
-    __slots__ = ("codecs", "dispatcher", "name", "path", "slices", "tip", "values")
+    __slots__ = ("codecs", "dispatcher", "ignored", "name", "path", "slices", "tip", "values")
 
     def __init__(self, name: str, path: str, slices: Slices, dispatcher: Dispatcher) -> None:
         self.name = name
@@ -27,6 +45,29 @@ class Cell:
         self.codecs: EventCodecs | None = None
         self.values: Values = dict(slices.initial)
         self.tip: Values = self.values
+        self.ignored: set[type[Any]] = set()
+
+    def note_ignored(self, event: Any) -> None:
+        """Nobody takes an event: say so, once for each type, as it may be meant for subscribers that are gone just now.
+
+        :raises InvalidParameterError: it could not be taken by any reducer.
+        """
+        kind = type(event)
+        if kind in self.ignored:
+            return
+        try:
+            check_event_type(kind)
+        except ConfigError:
+            advice = "dispatch an instance of it" if isinstance(event, type) else "dispatch a @dataclass(frozen=True)"
+            raise InvalidParameterError(
+                f"session {self.name!r}: {event!r} is no event: nobody takes a {kind.__qualname__}; {advice}"
+            ) from None
+        self.ignored.add(kind)
+        _log.warning(
+            "session %r: nobody takes events of type %s: no reducer is for them, and no subscriber hears them",
+            self.name,
+            kind.__qualname__,
+        )
 
 
 class Step(NamedTuple):

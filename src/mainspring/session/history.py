@@ -77,7 +77,7 @@ class History:
         if isinstance(what, Snapshot):
             return self._pictures[cell.path].read(what)
         assert cell.codecs is not None
-        return cell.slices.reduce(values, cell.codecs.decode(what))[0]
+        return self._writer.reduce_past(cell, values, cell.codecs.decode(what))
 
     # --------------------------------------------------------------------------------------------------------- snapshots
 
@@ -183,10 +183,13 @@ class History:
             try:
                 try:
                     await calls.open()
+                    writer.is_read, writer.is_reading = False, True
                     writer.opened(await self._replay(writer.journal, calls))
                 except BaseException:
                     await calls.let_go(CLOSE_TIMEOUT)
                     raise
+                finally:
+                    writer.is_reading = False
             except BaseException as error:
                 await scope.__aexit__(type(error), error, error.__traceback__)
                 raise

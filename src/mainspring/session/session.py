@@ -127,7 +127,8 @@ class Session(Generic[S]):
         self._seen: tuple[Any, Any] | None = None
 
     def __repr__(self) -> str:
-        return f"<Session {self.name!r} with {', '.join(self._slices.initial) or 'no slices'} after event {self.seq}>"
+        at = f"after event {self._writer.seen_seq}" if self._writer.is_read else "not read yet"
+        return f"<Session {self.name!r} with {', '.join(self._slices.initial) or 'no slices'} {at}>"
 
     # ---------------------------------------------------------------------------------------------------------- slices
 
@@ -147,9 +148,9 @@ class Session(Generic[S]):
         :param initial: of a new slice; ``()`` for reducers that keep many events, None for the one that keeps the latest.
         :param type: of the slice, for snapshots, where neither the reducer nor its annotations say it.
         :raises ConfigError: the event type can be changed, the reducer is async, or the session has read its journal.
+        :raises SessionError: called by a reducer.
         """
-        if self._writer.journal is not None and self._writer.is_open:
-            raise ConfigError(f"session {self.name!r} has read its journal: register before `async with`")
+        self._writer.check_register()
         before = dict(self._slices.initial)
         self._slices.register(event_type, slice, reducer, initial, type)
         for name in self._slices.initial.keys() - before.keys():
@@ -160,7 +161,12 @@ class Session(Generic[S]):
 
     @property
     def state(self) -> S:
-        """The slices at this moment: an instance of the state class, else a mapping by name. In a transaction, its own view."""
+        """The slices at this moment: an instance of the state class, else a mapping by name. In a transaction, its own view.
+
+        After the end of the ``async with`` of a session with a journal, as they were then.
+
+        :raises SessionClosedError: the journal is not read yet. So raise ``session[slice]``, :attr:`seq` and :meth:`snapshot`.
+        """
         values = self._values()
         seen = self._seen
         if seen is None or seen[0] is not values:
@@ -178,9 +184,12 @@ class Session(Generic[S]):
     @property
     def seq(self) -> int:
         """The number of the last event in :attr:`state`, counted over the session with all its children."""
+        self._writer.check_read()
         return self._writer.seq if self._in_transaction() else self._writer.seen_seq
 
     def _values(self) -> Mapping[str, Any]:
+        if not self._writer.is_read:
+            self._writer.check_read()
         return self._cell.tip if self._in_transaction() else self._cell.values
 
     def _in_transaction(self) -> bool:
@@ -194,10 +203,13 @@ class Session(Generic[S]):
 
         Events are applied one at a time, in the order of their dispatches. A reducer that raises leaves the state as it was:
         the result has its :class:`ReducerError`, and nobody is told. Of an event that no reducer is for, the subscribers are
-        told, and that is all. In a transaction it returns before the event is durable, and before anybody is told.
+        told, and that is all. Where there are none either, nobody takes it: the result is ``ignored``, and a warning says so
+        once for each type (logger ``mainspring``). In a transaction it returns before the event is durable, and before
+        anybody is told.
 
         Cancelled before its turn, the event is not applied; cancelled while it waits for the journal, it may be.
 
+        :raises InvalidParameterError: nobody takes it, and it cannot be an event: it is a class, or its class is not frozen.
         :raises SessionClosedError: the session has a journal and is not open.
         :raises SerializationError: the event is not as its type is annotated, so that the journal could not hold it.
         :raises JournalError: the journal cannot be written; the event is not applied. Where it has not answered within 30 s,
@@ -251,6 +263,7 @@ class Session(Generic[S]):
         :raises SerializationError: a slice holds what is no JSON.
         :raises ConfigError: nothing says of what type a slice is.
         """
+        self._writer.check_read()
         return self._history.snapshot(self._cell, tip=self._in_transaction())
 
     async def restore(self, snapshot: Snapshot | Mapping[str, Any] | str | bytes) -> DispatchResult:

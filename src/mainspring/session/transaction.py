@@ -9,7 +9,7 @@ import anyio
 
 from mainspring.errors import ConfigError, ReducerError, SessionClosedError
 from mainspring.events import DispatchResult
-from mainspring.session.changes import Change, Step
+from mainspring.session.changes import Change, Ignored, Step
 from mainspring.session.record import entry_of_events
 from mainspring.ticket import Ticket
 
@@ -74,6 +74,8 @@ class Transaction:
             self._touched[cell] = None
             cell.tip = values
         self._steps.append(Step(cell, event, values, changed, seq))
+        if not changed and not cell.dispatcher.wants(type(event)):
+            return Ignored()
         return DispatchResult(0, (), changed, seq)
 
     def add(self, cell: Cell, name: str, value: Any) -> None:

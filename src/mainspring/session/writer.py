@@ -9,6 +9,7 @@ back.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import os
 import threading
@@ -27,7 +28,8 @@ from mainspring.errors import (
     describe,
 )
 from mainspring.events import DispatchResult, log_error
-from mainspring.session.changes import Change, Held, Step
+from mainspring.logs import one_line
+from mainspring.session.changes import Change, Held, Ignored, Step
 from mainspring.session.record import entry_of_events
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from mainspring.session.slices import Values
     from mainspring.session.transaction import Transaction
     from mainspring.ticket import Ticket
+
+_log = logging.getLogger("mainspring")
 
 AT_ONCE = 10_000
 """The most entries of one write."""
@@ -52,6 +56,8 @@ class Writer:
         self.name = name
         self.journal = journal
         self.is_open = journal is None
+        self.is_read = journal is None
+        """Whether all that happened before is part of what everybody sees."""
         self.seq = 0
         """The number of the last event that was accepted, or taken by the transaction that runs."""
         self.seen_seq = 0
@@ -64,7 +70,10 @@ class Writer:
         self._pid = 0
         self._held: deque[Held | Transaction] = deque()
         self._pending: deque[Change] = deque()
-        self._reducing = False
+        self.is_reducing = False
+        """Whether a reducer is at work."""
+        self.is_reading = False
+        """Whether the journal is being read."""
         self._telling = False
         self._advancing = False
         self._stopping = False
@@ -92,10 +101,26 @@ class Writer:
             )
         if not self.is_open:
             raise SessionClosedError(f"session {self.name!r} has a journal and is not open; use it inside `async with`")
-        if self._reducing:
+        if self.is_reducing:
             raise SessionError(
                 f"session {self.name!r}: a reducer only computes the next slice; let a subscriber dispatch further events"
             )
+
+    def check_read(self) -> None:
+        """Raise where what would be seen is not what has happened. A reducer is at its place in the past."""
+        if not (self.is_read or self.is_reducing):
+            raise SessionClosedError(
+                f"session {self.name!r} has a journal that is not read yet; look at its state inside `async with`"
+            )
+
+    def check_register(self) -> None:
+        """Raise where it is too late to say how events are reduced."""
+        if self.is_reducing:
+            raise SessionError(
+                f"session {self.name!r}: a reducer only computes the next slice; register slices before events are dispatched"
+            )
+        if self.journal is not None and (self.is_open or self.is_reading):
+            raise ConfigError(f"session {self.name!r} has read its journal: register before `async with`")
 
     @property
     def is_forked(self) -> bool:
@@ -175,11 +200,22 @@ class Writer:
 
     def reduce(self, cell: Cell, event: Any) -> tuple[Values, tuple[str, ...]]:
         """The tip of ``cell`` after the event, with the names of what changed; raises :class:`ReducerError`."""
-        direct, self.direct, self._reducing = self.direct, False, True
+        direct, self.direct, self.is_reducing = self.direct, False, True
         try:
-            return cell.slices.reduce(cell.tip, event)
+            after, changed = cell.slices.reduce(cell.tip, event)
         finally:
-            self.direct, self._reducing = direct, False
+            self.direct, self.is_reducing = direct, False
+        if not changed and not cell.dispatcher.wants(type(event)):
+            cell.note_ignored(event)
+        return after, changed
+
+    def reduce_past(self, cell: Cell, values: Values, event: Any) -> Values:
+        """What the slices were after an event of the past."""
+        self.is_reducing = True
+        try:
+            return cell.slices.reduce(values, event)[0]
+        finally:
+            self.is_reducing = False
 
     def refused(self, event: Any, error: ReducerError) -> DispatchResult:
         """What to say of an event that a reducer failed on."""
@@ -197,7 +233,7 @@ class Writer:
             self.seq = self.seen_seq = seq = self.seq + 1
             cell.values = cell.tip = values
         if not cell.dispatcher.wants(type(event)):
-            return DispatchResult(0, (), changed, seq)
+            return DispatchResult(0, (), changed, seq) if changed else Ignored()
         return self._tell(cell, event, changed, seq)
 
     def _tell(self, cell: Cell, event: Any, changed: tuple[str, ...], seq: int | None) -> DispatchResult:
@@ -220,10 +256,8 @@ class Writer:
             entry = entry_of_events(self.seq + 1, [encoded]) if changed else None
         except ReducerError as error:
             ticket.offer(self.refused(event, error))
-        except (
-            BaseException
-        ) as error:  # also an interrupt: it is for the one who dispatched, in whosever task this runs
-            ticket.offer_error(error)
+        except BaseException as error:  # also an interrupt: it is for who dispatched, in whosever task this runs
+            ticket.offer_sole_error(error, f"the dispatch of {type(event).__name__} to session {self.name!r}")
         else:
             seq = None
             if changed:
@@ -246,12 +280,14 @@ class Writer:
                 self.seen_seq = step.seq or self.seen_seq
         if change.after is not None:
             change.after()
-        return [
-            self._tell(step.cell, step.event, step.changed, step.seq)
-            if step.told and step.cell.dispatcher.wants(type(step.event))
-            else DispatchResult(0, (), step.changed, step.seq)
-            for step in change.steps
-        ]
+        return [self._shown(step) for step in change.steps]
+
+    def _shown(self, step: Step) -> DispatchResult:
+        if step.told and step.cell.dispatcher.wants(type(step.event)):
+            return self._tell(step.cell, step.event, step.changed, step.seq)
+        if step.told and not step.changed:
+            return Ignored()
+        return DispatchResult(0, (), step.changed, step.seq)
 
     # --------------------------------------------------------------------------------------------------- with a journal
 
@@ -270,7 +306,7 @@ class Writer:
         self._thread, self._pid = threading.get_ident(), os.getpid()
         self._stopping = False
         self._wake, self._scope, self._end_by = None, None, math.inf
-        self.is_open = True
+        self.is_open = self.is_read = True
 
     def stop(self) -> None:
         """Take no more events, write what there is, and end."""
@@ -301,13 +337,17 @@ class Writer:
                     " seen when the session is opened anew"
                 )
             )
-            closed = SessionClosedError(f"session {self.name!r} was closed before the event's turn came")
-            while self._held:
-                first = self._held.popleft()
-                if isinstance(first, Held):
-                    first.ticket.offer_error(copy.copy(closed))
-                else:
-                    first.refuse(copy.copy(closed))
+            self._refuse(SessionClosedError(f"session {self.name!r} was closed before the event's turn came"))
+
+    def _refuse(self, closed: SessionClosedError) -> None:
+        """The turn of what is still held will not come."""
+        held, self._held = self._held, deque()
+        for waiting in held:
+            if isinstance(waiting, Held):
+                waiting.ticket.offer_error(copy.copy(closed))
+            else:
+                waiting.refuse(copy.copy(closed))
+        self._log_lost(sum(isinstance(waiting, Held) for waiting in held), closed)
 
     async def _write(self) -> None:
         assert self.journal is not None
@@ -351,3 +391,9 @@ class Writer:
             cell.tip = cell.values
         for change in failed:
             change.ticket.offer_error(copy.copy(error))
+        self._log_lost(sum(len(change.steps) for change in failed), error)
+
+    def _log_lost(self, events: int, error: SessionError) -> None:
+        """One line for all of them: whoever dispatched them without waiting may never ask."""
+        if events:
+            _log.error("session %r: %d event(s) not applied: %s", self.name, events, one_line(describe(error)))
