@@ -23,6 +23,14 @@ def add(a, b):
     return a + b
 
 
+async def asynchronous(number=0):
+    return number
+
+
+def leads_to_async():
+    return asynchronous(1)
+
+
 def pid():
     return os.getpid()
 

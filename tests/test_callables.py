@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from mainspring.callables import code_of, innermost, is_async
+from mainspring.callables import code_of, innermost, instead_of, is_async
 
 
 async def asynchronous(a=0, b=0):
@@ -48,3 +48,12 @@ def test_what_is_below_the_wrappings():
     assert code_of(partial(plain)) is plain
     assert innermost(partial(called)) is called
     assert code_of(partial(called)) is Called.__call__
+
+
+def test_a_coroutine_is_told_how_to_be_written_and_closed():
+    coroutine = asynchronous()
+    assert instead_of(coroutine, "submit") == (
+        "not a coroutine: write submit(asynchronous, …) instead of submit(asynchronous(…))"
+    )
+    assert coroutine.cr_frame is None
+    assert instead_of(3, "submit") == "not 3"

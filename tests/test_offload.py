@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 import weakref
+from functools import partial
 
 import anyio
 import pytest
@@ -23,6 +24,7 @@ from mainspring.errors import (
     InvalidParameterError,
     OffloadClosedError,
     OffloadFullError,
+    OffloadPickleError,
     OffloadTimeoutError,
     TaskExitError,
 )
@@ -647,15 +649,31 @@ async def test_an_impossible_timeout_is_refused(timeout):
             await pool.run(print, timeout=timeout)
 
 
-async def test_an_async_function_is_refused():
-    async with OffloadPool() as pool:
-        for fn in (anyio.sleep, lambda seconds: anyio.sleep(seconds)):
+@pytest.mark.parametrize("kind", ["thread", "process"])
+async def test_an_async_function_is_refused(kind):
+    refused = r"calls plain functions, and .* is async: pass a plain `def`, or await it where you are"
+    async with OffloadPool(kind) as pool:
+        for run in (pool.run, pool.run_to_the_end):
+            for fn in (offload_work.asynchronous, partial(offload_work.asynchronous, 1)):
+                with pytest.raises(InvalidParameterError, match=refused):
+                    await run(fn)
             with pytest.raises(
-                InvalidParameterError, match=r"calls plain functions, and .* is async: await it where you"
+                InvalidParameterError,
+                match=r"not a coroutine: write run\(asynchronous, …\) instead of run\(asynchronous\(…\)\)",
             ):
-                await pool.run(fn, 0)
-        with pytest.raises(TypeError):
-            await pool.run(5)
+                await run(offload_work.asynchronous())
+            with pytest.raises(InvalidParameterError, match=r"run\(\) takes a function and its arguments, not 5"):
+                await run(5)
+
+
+async def test_a_plain_function_that_returns_a_coroutine_is_none(capfd):
+    async with OffloadPool() as pool:
+        with pytest.raises(InvalidParameterError, match="is async: pass a plain `def`"):
+            await pool.run(offload_work.leads_to_async)
+    async with OffloadPool("process", workers=1) as pool:
+        with pytest.raises(OffloadPickleError, match="leads_to_async: it returned a coroutine; pass a plain `def`"):
+            await pool.run(offload_work.leads_to_async)
+    assert "never awaited" not in capfd.readouterr().err
 
 
 def test_what_it_shows_of_itself():

@@ -464,8 +464,14 @@ def test_a_task_that_cancels_itself(make):
 
 
 def test_what_submit_refuses(thread):
-    with pytest.raises(InvalidParameterError, match="takes an async function and its arguments, not <coroutine"):
+    with pytest.raises(
+        InvalidParameterError, match=r"not a coroutine: write submit\(add, …\) instead of submit\(add\(…\)\)"
+    ):
         thread.submit(add(1))
+    with pytest.raises(
+        InvalidParameterError, match=r"post\(\) takes a function, not a coroutine: write submit\(add, …\)"
+    ):
+        thread.post(add(1))
     with pytest.raises(InvalidParameterError, match="post\\(\\) takes such"):
         thread.submit(lambda: None).wait_sync(PATIENCE)
     with pytest.raises(InvalidParameterError, match="stop_timeout must be 0 or more seconds"):

@@ -1,4 +1,5 @@
-"""What users hand over to be called: the function below its wrappings, its name, and whether calling it gives a coroutine."""
+"""What users hand over to be called: the function below its wrappings, its name, whether calling it gives a coroutine, and
+what to write instead of what cannot be called."""
 
 from __future__ import annotations
 
@@ -30,3 +31,16 @@ def name_of(fn: Any) -> str:
     fn = innermost(fn)
     name: str = getattr(fn, "__qualname__", None) or type(fn).__qualname__
     return name.rpartition("<locals>.")[2]
+
+
+def instead_of(given: Any, call: str) -> str:
+    """The end of an error about what is no function: what it is, and, of a coroutine, how to write the ``call`` instead.
+
+    A coroutine that has not begun is closed, as nobody will await it: Python would complain of that in a second place.
+    """
+    if not inspect.iscoroutine(given):
+        return f"not {given!r}"
+    if inspect.getcoroutinestate(given) == inspect.CORO_CREATED:
+        given.close()
+    name = given.__name__
+    return f"not a coroutine: write {call}({name}, …) instead of {call}({name}(…))"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from inspect import CO_COROUTINE
 from threading import get_ident
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, TypeVarTuple, Unpack, cast
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, TypeVar
 import anyio
 from anyio import CapacityLimiter, to_thread
 
+from mainspring.callables import instead_of, is_async
 from mainspring.clock import real_work
 from mainspring.errors import ConfigError, InvalidParameterError, OffloadClosedError
 from mainspring.offload_calls import GONE_WITHIN, Calls
@@ -160,18 +162,17 @@ class OffloadPool:
         :raises OffloadWorkerDiedError: the process died of it, two died as they received it, or one answered nothing that can
             be understood.
         :raises TaskExitError: it raised an exit, or a cancellation (of an event loop of its own, say) that is not the caller's.
-        :raises InvalidParameterError: ``timeout`` is negative or not a number, or ``fn`` is async.
+        :raises InvalidParameterError: ``timeout`` is negative or not a number, or ``fn`` is async, or no function.
         """
         backend = self._ready()
         if timeout is not None and not is_number(timeout, 0, math.inf):
             raise InvalidParameterError(f"{self.name}: timeout must be 0 or more seconds, or None, not {timeout!r}")
+        self._check_plain(fn)
         assert self._calls is not None
         result: T = await self._calls.run(backend.job(fn, args), timeout)
         if type(result) is CoroutineType:
             cast("CoroutineType[Any, Any, Any]", result).close()
-            raise InvalidParameterError(
-                f"{self.name} calls plain functions, and {fn!r} is async: await it where you are"
-            )
+            raise self._is_async(fn)
         return result
 
     async def run_to_the_end(
@@ -188,9 +189,24 @@ class OffloadPool:
         :param waiting: is called with True where it has to wait for a worker, and with False once it has one.
         """
         backend = self._ready()
+        self._check_plain(fn)
         assert self._calls is not None
         result: T = await self._calls.run_to_the_end(backend.job(fn, args), waiting)
         return result
+
+    def _check_plain(self, fn: Any) -> None:
+        code = getattr(fn, "__code__", None)  # of most functions, and quicker to look at than the rest
+        if code.co_flags & CO_COROUTINE if code is not None else is_async(fn):
+            raise self._is_async(fn)
+        if code is None and not callable(fn):
+            raise InvalidParameterError(
+                f"{self.name}: run() takes a function and its arguments, {instead_of(fn, 'run')}"
+            )
+
+    def _is_async(self, fn: object) -> InvalidParameterError:
+        return InvalidParameterError(
+            f"{self.name} calls plain functions, and {fn!r} is async: pass a plain `def`, or await it where you are"
+        )
 
     def _ready(self) -> Backend:
         """What does the work; raises where the pool takes no calls, or not here."""

@@ -16,6 +16,7 @@ import threading
 import traceback
 from multiprocessing import spawn
 from multiprocessing.connection import Connection
+from types import CoroutineType
 from typing import Any
 
 READY = b"ready"
@@ -47,6 +48,9 @@ def perform(job: bytes) -> bytes:
         except BaseException:
             return _lost("it raised an exception that cannot be pickled", error, text)
         return _answer("raised", pickled, text)
+    if isinstance(result, CoroutineType):
+        result.close()  # it would complain that nobody awaits it
+        return _answer("lost", "it returned a coroutine; pass a plain `def`", "")
     try:
         return _answer("returned", pickle.dumps(result, pickle.HIGHEST_PROTOCOL), "")
     except BaseException as error:

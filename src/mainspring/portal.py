@@ -7,7 +7,7 @@ import weakref
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, TypeVarTuple, Unpack
 
-from mainspring.callables import is_async
+from mainspring.callables import instead_of, is_async
 from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.portal_core import LoopCore, Submission
 from mainspring.values import is_number
@@ -105,7 +105,7 @@ class LoopThread:
         """
         code = getattr(fn, "__code__", None)
         if code is None and not callable(fn):
-            raise InvalidParameterError(f"{self._core}: post() takes a function, not {fn!r}")
+            raise InvalidParameterError(f"{self._core}: post() takes a function, {instead_of(fn, 'submit')}")
         if code.co_flags & inspect.CO_COROUTINE if code is not None else is_async(fn):
             raise InvalidParameterError(f"{self._core}: post() takes a plain function; use submit() for {fn!r}")
         return self._core.post(fn)
@@ -129,10 +129,8 @@ class LoopThread:
             ``stop_timeout`` is not a time.
         """
         if not callable(async_fn):
-            if inspect.iscoroutine(async_fn):
-                async_fn.close()
             raise InvalidParameterError(
-                f"{self._core}: submit() takes an async function and its arguments, not {async_fn!r}"
+                f"{self._core}: submit() takes an async function and its arguments, {instead_of(async_fn, 'submit')}"
             )
         if stop_timeout is not None and not is_number(stop_timeout, 0):
             raise InvalidParameterError(f"{self._core}: stop_timeout must be 0 or more seconds, not {stop_timeout!r}")

@@ -248,6 +248,14 @@ def test_what_cannot_be_called_is_refused(fn):
         MainLoop(InMemoryMailbox(), fn)
 
 
+def test_a_handler_that_was_called_is_refused():
+    async def handle(job):
+        pass
+
+    with pytest.raises(ConfigError, match=r"must be callable, not a coroutine; give .* without calling it"):
+        MainLoop(InMemoryMailbox(), handle(1))
+
+
 # -------------------------------------------------------------------------------------------------- they really run
 
 pytestmark = pytest.mark.anyio

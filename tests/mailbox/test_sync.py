@@ -167,6 +167,19 @@ def test_a_call_of_what_is_not_async_has_a_name(url, what, got):
         assert orders.counts().waiting == 0
 
 
+def test_a_coroutine_instead_of_a_function_is_told_what_to_write(url):
+    mailbox = open_mailbox(url)
+    with mailbox.sync as orders:
+        orders.send({"id": 1})
+        (message,) = orders.receive()
+        with pytest.raises(
+            InvalidParameterError,
+            match=r"not a coroutine: write sync.call\(acknowledge, …\) instead of sync.call\(acknowledge\(…\)\)",
+        ):
+            orders.call(message.acknowledge())
+        orders.call(message.acknowledge)
+
+
 def test_a_memory_mailbox_is_opened_like_any_other():
     mailbox = open_mailbox("memory://sync-memory")
     with pytest.raises(MailboxClosedError, match="mailbox 'sync-memory' is unopened; open it with"):

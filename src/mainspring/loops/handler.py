@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from mainspring.callables import code_of, is_async, name_of
+from mainspring.callables import code_of, instead_of, is_async, name_of
 from mainspring.errors import ConfigError, OffloadPickleError
 from mainspring.offload import OffloadPool
 
@@ -108,7 +108,10 @@ def inspect_handler(fn: Callable[..., Any], names: Mapping[str, Any], *, body: A
     of the first parameter. Raises :class:`ConfigError` for what cannot be called that way.
     """
     if not callable(fn):
-        raise ConfigError(f"a handler must be callable, not {fn!r}; give an `async def` or a plain function")
+        what = instead_of(fn, "MainLoop").partition(": write")[0]
+        raise ConfigError(
+            f"a handler must be callable, {what}; give an `async def` or a plain function, without calling it"
+        )
     name = name_of(fn)
     try:
         signature = inspect.signature(fn)

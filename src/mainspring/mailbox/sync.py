@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, cast
 
 import anyio
 
-from mainspring.callables import name_of
+from mainspring.callables import instead_of, name_of
 from mainspring.errors import ConfigError, InvalidParameterError, MailboxClosedError, TicketAbandonedError
 from mainspring.portal import LoopThread
 from mainspring.process import async_library, call_soon, carried_context, event_loop, in_event_loop, shared
@@ -111,7 +111,7 @@ class SyncMailbox(Generic[T, R]):
         :raises InvalidParameterError: it is not async: what it returns cannot be awaited.
         """
         if not callable(method):
-            raise InvalidParameterError(f"sync.call: an async function is needed, not {method!r}")
+            raise InvalidParameterError(f"sync.call: an async function is needed, {instead_of(method, 'sync.call')}")
         name = getattr(method, "__name__", repr(method))
         self._check_thread(name)
         routers = self._mailbox._routers  # noqa: SLF001 - this port's own
