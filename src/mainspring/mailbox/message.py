@@ -313,7 +313,7 @@ class Message(Generic[T, R]):
     @property
     def history(self) -> tuple[Failure, ...]:
         """What went wrong in its earlier charged attempts, oldest first; at most the last 10."""
-        return read_history(self._delivery.history)
+        return read_history(self.history_until())
 
     def history_with(self, error: BaseException | str | None) -> str | None:
         """Its history and ``error`` as that of this attempt, for :attr:`Return.history`; None where none is kept."""

@@ -57,13 +57,19 @@ async def a_release_and_an_uncharged_nack_leave_the_history(h: Harness) -> None:
 @behaviour("history")
 async def a_lease_that_ran_out_is_in_the_history(h: Harness) -> None:
     """An attempt that ended without a word is told as one whose lease ran out, and keeps what was known before."""
+    known = [(1, "Reject"), (2, LEASE_EXPIRED)]
     async with h.open() as box:
         await box.send("x")
         await (await h.one(box)).nack(error="one")
         await h.one(box, lease=h.short)
         await h.pass_time(h.short)
         last = await h.one(box)
-        equal(_told(last.history), [(1, "Reject", "one")], "history before anybody tells of more")
+        equal(
+            [(failure.attempt, failure.error_type) for failure in last.history], known, "history at the third attempt"
+        )
+        await last.nack(charge=False)
+        last = await h.one(box)
+        equal([(failure.attempt, failure.error_type) for failure in last.history], known, "history of it once more")
         await last.dead_letter("three")
         (letter,) = await box.dead_letters()
     equal([failure.attempt for failure in letter.history], [1, 2, 3], "attempts")
@@ -78,7 +84,8 @@ async def the_history_is_bounded(h: Harness) -> None:
         for number in range(1, LAST + 4):
             await (await h.one(box)).nack(error=f"{number} " + "x" * 10_000)
         history = (await h.one(box)).history
-    equal([failure.attempt for failure in history], list(range(4, LAST + 4)), "attempts")
+    told = [(failure.attempt, failure.error_type) for failure in history]
+    equal(told, [(number, "Reject") for number in range(4, LAST + 4)], "attempts")
     check(all(len(failure.error) < 1_000 for failure in history), "an error was kept whole")
 
 
