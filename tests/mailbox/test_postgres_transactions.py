@@ -215,6 +215,23 @@ async def test_what_undoes_a_settlement_in_the_block_is_told(place, mailbox, wor
     assert (await mailbox.counts()).pending == 1
 
 
+@pytest.mark.parametrize("end", [None, "acknowledge", "nack"])
+async def test_an_error_of_a_statement_that_the_block_swallows_is_told(place, mailbox, end):
+    await mailbox.send("x")
+    (message,) = await mailbox.receive()
+    with pytest.raises(TransactionEndedError, match="let errors of statements out of it"):  # noqa: PT012
+        async with mailbox.transaction(message) as connection:
+            await connection.execute(insert(place), ("done",))
+            with suppress(psycopg.Error):
+                await connection.execute("SELECT 1 / 0")
+            if end is not None:
+                await getattr(message, end)()
+    assert not message.is_settled
+    assert effects(place) == []
+    await message.nack()
+    assert (await mailbox.counts()).pending == 1
+
+
 async def test_in_a_loop_a_transaction_that_was_ended_is_a_failed_attempt(place, mailbox):
     async def handle(job: int, ctx: Context) -> None:
         async with ctx.transaction() as connection:

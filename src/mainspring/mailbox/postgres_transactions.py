@@ -141,7 +141,7 @@ class Joined:
 
     async def settle(self, calls: Calls, command: do.OfDelivery) -> None:
         """Settle in the transaction; raises what the command says, and where the block has ended the transaction."""
-        self.check(TransactionStatus.IDLE)
+        self.check(TransactionStatus.IDLE, TransactionStatus.INERROR)
         self.sent = True
         with step(self.connection, self._timeout, "to the settlement in the transaction, which is given up"):
             for each in calls.build([command]):
