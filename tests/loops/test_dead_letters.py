@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import anyio
 import pytest
 
@@ -254,6 +256,13 @@ async def test_a_view_can_let_the_parked_come_and_forget_everything():
         assert len(await view.receive(max_messages=2, wait_time_seconds=5)) == 2
         assert await view.purge() == 2
         assert (await mailbox.counts()).dead == 0
+
+
+def test_a_view_says_that_it_has_no_transactions():
+    class Able(InMemoryMailbox):
+        capabilities = replace(InMemoryMailbox.capabilities, transactions=True)
+
+    assert DeadLetterView(Able(), look_every=1).capabilities.transactions is False
 
 
 def test_what_it_needs_is_said():
