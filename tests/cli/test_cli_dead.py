@@ -317,10 +317,12 @@ def test_an_empty_filter_is_no_way_to_say_all(
     assert counts(url) == (1, 6, 0)
 
 
-@pytest.mark.parametrize("since", ["yesterday", "-5m", "nan", ""])
+@pytest.mark.parametrize("since", ["yesterday", "3w", "-5m", "nan", ""])
 def test_a_since_that_is_none(url: str, ids: list[str], capsys: Any, since: str) -> None:
     assert call(["dead", "list", url, "--since", since]) == 2
-    assert only_line(capsys.readouterr().err)
+    told = only_line(capsys.readouterr().err)
+    if since:
+        assert told == f"mainspring: --since {since!r} is no time ago; write for example 30m, 24h, 7d, or a date"
 
 
 VERBS = (["list"], ["show", "an-id"], ["replay", "--all"], ["purge", "--all", "--yes"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -284,11 +285,16 @@ def _instant(text: str) -> datetime:
     try:
         found = datetime.fromisoformat(text)
     except ValueError:
-        ago = seconds(text)
-        if not (math.isfinite(ago) and 0 <= ago < 1e9):
-            raise Problem(f"--since {text!r} is no time ago; write for example 30m, 24h, 7d, or a date") from None
-        return clock.utc_now() - timedelta(seconds=ago)
+        return clock.utc_now() - timedelta(seconds=_age(text))
     return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+
+
+def _age(text: str) -> float:
+    with suppress(Problem):
+        age = seconds(text)
+        if math.isfinite(age) and 0 <= age < 1e9:
+            return age
+    raise Problem(f"--since {text!r} is no time ago; write for example 30m, 24h, 7d, or a date")
 
 
 def choice_of(ids: Sequence[str] | None, everything: bool, *filters: str | None) -> Choice:
