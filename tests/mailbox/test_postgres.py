@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import asynccontextmanager
+from functools import partial
 from urllib.parse import urlsplit
 
 import anyio
@@ -11,10 +12,11 @@ import psycopg
 import pytest
 
 from mainspring import MailboxClosedError, MailboxConnectionError, open_mailbox
-from mainspring.errors import ConfigError, MailboxError
+from mainspring.errors import ConfigError, MailboxError, SerializationError
+from mainspring.mailbox import limits, postgres_connection, postgres_values
 from mainspring.mailbox import postgres_commands as do
 from mainspring.mailbox import postgres_schema as schemas
-from mainspring.mailbox.message import Envelope
+from mainspring.mailbox.message import Counts, Envelope
 from mainspring.mailbox.postgres import PostgresMailbox
 from mainspring.mailbox.postgres_arrays import Floats, Integers, Longs, Shorts, blobs, numbers, register, texts
 from mainspring.mailbox.postgres_upkeep import Upkeep, worth_a_vacuum
@@ -170,6 +172,86 @@ async def test_a_value_the_server_refuses_harms_no_neighbour(place):
         assert isinstance(results["twice"], MailboxError)
         assert not isinstance(results["twice"], MailboxConnectionError)
         assert (await mailbox.counts()).pending == 3
+
+
+async def outcomes(*calls):
+    """What each of these calls comes to, made at once: so that they leave together."""
+    found = [None] * len(calls)
+
+    async def one(number, call):
+        try:
+            found[number] = await call()
+        except Exception as error:
+            found[number] = error
+
+    async with anyio.create_task_group() as tasks:
+        for number, call in enumerate(calls):
+            tasks.start_soon(one, number, call)
+    return found
+
+
+async def test_what_is_larger_than_a_row_can_be_is_its_senders_mistake_alone(place, monkeypatch):
+    monkeypatch.setattr(limits, "LONGEST", 1_000)
+    async with place.mailbox() as mailbox, place.mailbox("replies"), await place.connect() as connection:
+        await mailbox.send_many(["held", "asked"], reply_to="replies")
+        held, asked = await mailbox.receive(max_messages=2)
+        found = await outcomes(
+            lambda: mailbox.send("before"),
+            lambda: mailbox.send("x" * 999),
+            lambda: mailbox.send("x", headers={"h": "x" * 999}),
+            lambda: mailbox.send("x" * 999, dedup_key="k"),
+            lambda: mailbox.send("x" * 999, connection=connection),
+            lambda: mailbox.send_many(["y", "x" * 999]),
+            lambda: held.save_checkpoint(b"x" * 1_001),
+            lambda: asked.reply("x" * 999),
+            lambda: mailbox.send("x" * 998),
+        )
+        assert [number for number, one in enumerate(found) if isinstance(one, SerializationError)] == [
+            1,
+            2,
+            3,
+            4,
+            5,
+            6,
+            7,
+        ]
+        assert "a message of 1,001 bytes is larger than the 1,000 that a mailbox in a SQL database takes" in str(
+            found[1]
+        )
+        await held.save_checkpoint(b"x" * 1_000)
+        await asked.reply("y")
+        assert [message.body for message in await mailbox.receive(max_messages=9)] == ["before", "x" * 998]
+        assert await mailbox.counts() == Counts(in_flight=3, settled=1)
+
+
+async def test_a_batch_that_is_too_large_for_one_call_goes_in_several_of_one_transaction(place, monkeypatch):
+    """On a message of 1 GiB the server hangs up, and hundreds of callers may have sent what travels together."""
+    monkeypatch.setattr(postgres_values, "PORTION", 1_000)
+    batches = []
+
+    async def send(connection, calls):
+        batches.append([sum(len(value) for value in call.values if isinstance(value, bytes)) for call in calls])
+        return await sent(connection, calls)
+
+    sent = postgres_connection.send
+    monkeypatch.setattr(postgres_connection, "send", send)
+    async with place.mailbox() as mailbox, place.mailbox("replies") as replies:
+        bodies = [f"{number:0400}" for number in range(20)]
+        await mailbox.send_many(bodies, reply_to="replies")
+        messages = await mailbox.receive(max_messages=20)
+        assert [message.body for message in messages] == bodies
+        await outcomes(
+            *(partial(message.save_checkpoint, b"%0400d" % number) for number, message in enumerate(messages[10:])),
+            *(partial(message.reply, message.body) for message in messages[:5]),
+            *(partial(message.dead_letter, message.body) for message in messages[5:10]),
+        )
+        assert [message.body for message in await replies.receive(max_messages=9)] == bodies[:5]
+        assert [letter.error for letter in await mailbox.dead_letters()] == bodies[5:10]
+        await outcomes(*(message.nack for message in messages[10:]))
+        again = await mailbox.receive(max_messages=20)
+        assert sorted(message.checkpoint for message in again) == [b"%0400d" % number for number in range(10)]
+    assert max(max(batch) for batch in batches) < 2_500
+    assert max(sum(batch) for batch in batches) > 8_000, "all or none"
 
 
 async def test_a_stale_acknowledgement_beside_the_valid_one_is_refused(place):

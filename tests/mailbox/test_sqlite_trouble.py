@@ -7,12 +7,14 @@ import os
 import re
 import resource
 import threading
+from functools import partial
 
 import anyio
 import apsw
 import pytest
 
-from mainspring.errors import ConfigError, MailboxConnectionError
+from mainspring.errors import ConfigError, MailboxConnectionError, SerializationError
+from mainspring.mailbox import limits
 from mainspring.mailbox import sqlite_schema as sql
 from mainspring.mailbox.message import Counts
 from mainspring.mailbox.sqlite import SQLiteMailbox
@@ -255,6 +257,40 @@ async def test_bytes_that_are_no_json_in_the_file_go_to_the_dead_letters(mailbox
     assert [message.body for message in await mailbox.receive(max_messages=10)] == [1, 3]
     [dead] = await mailbox.dead_letters()
     assert (dead.raw, dead.body, dead.error_type) == (b"\xff\x00\xfe", None, "NotJsonError")
+
+
+async def test_what_is_larger_than_a_row_can_be_is_its_senders_mistake_alone(mailbox, monkeypatch):
+    """SQLite would refuse what is above 1 GB, and the file be left with what can be stored and never be buried."""
+    monkeypatch.setattr(limits, "LONGEST", 1_000)
+    await mailbox.send_many(["held", "asked"], reply_to="replies")
+    held, asked = await mailbox.receive(max_messages=2)
+    found = []
+
+    async def one(call, *arguments, **keywords):
+        try:
+            await call(*arguments, **keywords)
+        except SerializationError as error:
+            found.append(str(error))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(one, mailbox.send, "before")
+        group.start_soon(one, mailbox.send, "x" * 999)
+        group.start_soon(partial(one, mailbox.send, "x", headers={"h": "x" * 997}))
+        group.start_soon(one, mailbox.send_many, ["y", "x" * 999])
+        group.start_soon(one, held.save_checkpoint, b"x" * 1_001)
+        group.start_soon(one, asked.reply, "x" * 999)
+        group.start_soon(one, mailbox.send, "x" * 998)
+    sizes = [
+        "a checkpoint of 1,001",
+        *["a message of 1,001"] * 3,
+        "a reply of 1,035",
+    ]  # it has the request's id with it
+    says = "bytes is larger than the 1,000 that a mailbox in a SQL database takes"
+    assert sorted(found) == [f"{size} {says}" for size in sizes]
+    await held.save_checkpoint(b"x" * 1_000)
+    await asked.reply("y")
+    assert sorted(len(message.body) for message in await mailbox.receive(max_messages=9)) == [6, 998]
+    assert await mailbox.counts() == Counts(in_flight=3, settled=1)
 
 
 async def test_an_error_that_is_no_valid_text_can_be_dead_lettered(mailbox):

@@ -11,9 +11,14 @@ from mainspring.values import MAX_DELAY, MAX_VISIBILITY, is_number, is_whole
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from mainspring.mailbox.message import Envelope
+
 MAX_MESSAGES = 1_000
 """The most messages of one receive."""
 MAX_PRIORITY = 32_767
+LONGEST = 400_000_000
+"""The most bytes of a message (its body and headers), a reply or a checkpoint in a SQL database: a dead letter is a row with
+all that its message had, and a row must stay below 1 GB in SQLite, below 1 GiB on its way to and from PostgreSQL."""
 CLOSE_TIMEOUT = 10.0
 """Seconds that a close, or a settlement that must not be cut short, may take before it is given up."""
 
@@ -60,6 +65,19 @@ def check_size(what: str, size: int, most: int, whose: str) -> None:
     """Raise :class:`SerializationError` for what has more bytes than a store can take."""
     if size > most:
         raise SerializationError(f"{what} of {size:,} bytes is larger than the {most:,} that {whose}")
+
+
+def check_column(what: str, size: int) -> None:
+    """The same for what becomes part of a row of a SQL store."""
+    check_size(what, size, LONGEST, "a mailbox in a SQL database takes")
+
+
+def size_of(envelope: Envelope) -> int:
+    """The bytes of a message, as far as users can make them many."""
+    size = len(envelope.body)
+    if envelope.headers:
+        size += sum(len(key) + len(value) for key, value in envelope.headers.items())
+    return size
 
 
 def full(waiting: int, capacity: int, more: int) -> MailboxFullError:

@@ -15,7 +15,7 @@ from mainspring.mailbox import postgres_values as values
 from mainspring.mailbox.base import Mailbox
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.hooks import TRANSIENT, Capabilities
-from mainspring.mailbox.limits import full
+from mainspring.mailbox.limits import check_column, full, size_of
 from mainspring.mailbox.message import Ack, Cancelled, CancelOutcome, Dead, Return
 from mainspring.mailbox.postgres_address import (
     SCHEMA,
@@ -208,6 +208,7 @@ class PostgresMailbox(Mailbox[T, R]):
 
     async def _ready_for(self, envelopes: list[Envelope]) -> None:
         for envelope in envelopes:
+            check_column("a message", size_of(envelope))
             if envelope.reply_to is not None and not is_text(envelope.reply_to):
                 raise InvalidParameterError(
                     f"send: reply_to must be text without NUL characters, not {envelope.reply_to!r}"
@@ -290,6 +291,7 @@ class PostgresMailbox(Mailbox[T, R]):
         reply = settlement.reply
         if reply is None:
             return settlement, None
+        check_column("a reply", size_of(reply))
         name = reply.reply_to or ""
         target = await self._here.number(name, make=not name.startswith(TRANSIENT))
         return replace(settlement, reply=replace(reply, reply_to=None)), target
@@ -303,6 +305,7 @@ class PostgresMailbox(Mailbox[T, R]):
         await self._do(do.Extend(delivery, _lease(delivery), timeout))
 
     async def _save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
+        check_column("a checkpoint", len(state))
         await self._do(do.SaveCheckpoint(delivery, _lease(delivery), state))
 
     # -------------------------------------------------------------------------------------------------- looking after

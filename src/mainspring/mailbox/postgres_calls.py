@@ -1,8 +1,8 @@
 """From commands to calls of the server's functions, and from their rows to results. No I/O: the connection does that.
 
-Equal commands become one call. The order serves all best: what gives back, what ends, what is new, then the claims; the
-callers of one transaction do not know of each other, so any order is right, and a claim that was made after a settlement
-is executed after it.
+Equal commands become one call, or several where they are too many bytes for one. The order serves all best: what gives back,
+what ends, what is new, then the claims; the callers of one transaction do not know of each other, so any order is right, and a
+claim that was made after a settlement is executed after it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from psycopg.rows import tuple_row
 
 from mainspring.mailbox import postgres_commands as do
 from mainspring.mailbox.codec import headers_of
+from mainspring.mailbox.limits import size_of
 from mainspring.mailbox.message import Counts, Delivery
 from mainspring.mailbox.postgres_arrays import Floats, Integers, Longs, Shorts, blobs, numbers, register, texts
 from mainspring.mailbox.postgres_values import (
@@ -24,9 +25,11 @@ from mainspring.mailbox.postgres_values import (
     is_special,
     lease_of,
     leases,
+    portions,
     put_keyed_values,
     put_special_values,
     put_values,
+    size_of_end,
 )
 
 if TYPE_CHECKING:
@@ -115,10 +118,10 @@ class Calls:
                 continue
             into = special if some_special else plain
             into += [envelope for envelope in put.envelopes if envelope.dedup_key is None]
-        if plain:
-            self._add("put", put_values(plain), _nothing)
-        if special:
-            self._add("put_special", put_special_values(special), _nothing)
+        for some in portions(plain, size_of):
+            self._add("put", put_values(some), _nothing)
+        for some in portions(special, size_of):
+            self._add("put_special", put_special_values(some), _nothing)
         ready = len(plain) + sum(not envelope.delay for envelope in special)
         self._gain(self.box, ready)
         delays = [envelope.delay for envelope in special if envelope.delay]
@@ -235,8 +238,10 @@ class Calls:
         self._add("acknowledge", leases(acks), finish)
 
     def add_finish(self, commands: list[do.Finish]) -> None:
-        commands = once_each(commands)
+        for some in portions(once_each(commands), size_of_end):
+            self._finish(some)
 
+    def _finish(self, commands: list[do.Finish]) -> None:
         def finish(rows: list[tuple[Any, ...]]) -> None:
             refuse_all_but(rows, commands)
             for command in commands:
@@ -268,7 +273,10 @@ class Calls:
 
     def add_save_checkpoint(self, commands: list[do.SaveCheckpoint]) -> None:
         last = list({command.delivery.receipt_handle: command for command in commands}.values())
-        self._held("save_checkpoint", last, blobs([one.state for one in last]), commands)
+        for some in portions(last, lambda one: len(one.state)):
+            kept = {one.delivery.receipt_handle for one in some}
+            those = [command for command in commands if command.delivery.receipt_handle in kept]
+            self._held("save_checkpoint", some, blobs([one.state for one in some]), those)
 
     def _held(self, function: str, sent: list[Any], values: Any, commands: list[Any]) -> None:
         def finish(rows: list[tuple[Any, ...]]) -> None:

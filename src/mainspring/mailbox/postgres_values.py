@@ -3,20 +3,49 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.mailbox.codec import headers_of
+from mainspring.mailbox.limits import size_of
 from mainspring.mailbox.message import Dead, Delivery, Return
 from mainspring.mailbox.postgres_arrays import Floats, Integers, Shorts, blobs, numbers, texts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from mainspring.mailbox import postgres_commands as do
     from mainspring.mailbox.message import Envelope
 
+C = TypeVar("C")
+PORTION = 50_000_000
+"""Bytes from which the messages, replies or checkpoints of a batch go in several calls: on one of 1 GiB the server hangs up."""
 UNREADABLE = Dead("the stored headers are no JSON object of strings", "NotJsonError")
+
+
+def size_of_end(command: do.Finish) -> int:
+    """Bytes of what comes with the end of a message: its reply, or why it is dead."""
+    settlement = command.settlement
+    if isinstance(settlement, Return):
+        return 0
+    size = 0 if settlement.reply is None else size_of(settlement.reply)
+    if isinstance(settlement, Dead):
+        size += len(settlement.error) + len(settlement.traceback) + len(settlement.history or "")
+    return size
+
+
+def portions(commands: Sequence[C], size: Callable[[C], int]) -> Iterator[list[C]]:
+    """Neighbours that one call can take, by their sizes; all of them, as a rule."""
+    some: list[C] = []
+    total = 0
+    for command in commands:
+        if total >= PORTION:
+            yield some
+            some, total = [], 0
+        some.append(command)
+        total += size(command)
+    if some:
+        yield some
 
 
 def is_special(envelope: Envelope) -> bool:

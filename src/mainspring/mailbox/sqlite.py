@@ -18,6 +18,7 @@ from mainspring.mailbox import sqlite_commands as do
 from mainspring.mailbox.base import Mailbox
 from mainspring.mailbox.batching import Batcher
 from mainspring.mailbox.hooks import TRANSIENT, TRANSIENT_LIFE, Capabilities
+from mainspring.mailbox.limits import check_column, size_of
 from mainspring.mailbox.message import Ack, Dead
 from mainspring.mailbox.sqlite_file import DatabaseFile
 from mainspring.mailbox.sqlite_wake import Waiters
@@ -219,6 +220,8 @@ class SQLiteMailbox(Mailbox[T, R]):
     # ----------------------------------------------------------------------------------------------------- the hooks
 
     async def _put(self, envelopes: list[Envelope]) -> list[str]:
+        for envelope in envelopes:
+            check_column("a message", size_of(envelope))
         ids: list[str] = await self._batcher.call(do.Put(self._number, envelopes, self._capacity))
         return ids
 
@@ -252,8 +255,11 @@ class SQLiteMailbox(Mailbox[T, R]):
         _check_handle(delivery)
         command: do.StoreCommand
         if isinstance(settlement, Ack):
-            plain = settlement.reply is None
-            command = do.Acknowledge(number, delivery) if plain else do.Answer(number, delivery, settlement)
+            if settlement.reply is None:
+                command = do.Acknowledge(number, delivery)
+            else:
+                check_column("a reply", size_of(settlement.reply))
+                command = do.Answer(number, delivery, settlement)
         elif isinstance(settlement, Dead):
             command = do.Bury(number, delivery, _writable(settlement))
         else:
@@ -266,6 +272,7 @@ class SQLiteMailbox(Mailbox[T, R]):
 
     async def _save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
         _check_handle(delivery)
+        check_column("a checkpoint", len(state))
         await self._batcher.call(do.SaveCheckpoint(self._number, delivery, state))
 
     async def _counts(self) -> Counts:
