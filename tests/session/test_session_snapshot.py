@@ -200,6 +200,32 @@ async def test_a_child_that_is_made_when_the_session_is_closed(anyio_backend):
     assert session.child("kid", State).state.total == 3
 
 
+@pytest.mark.parametrize("how", ["compact", "snapshot", "restore"])
+async def test_a_grandchild_is_not_forgotten_though_its_parent_has_nothing(anyio_backend, how):
+    journal = MemoryJournal()
+    async with Session.open(State, journal=journal) as session:
+        await session.child("a", State).child("b", State).dispatch(Added(9))
+    async with Session.open(State, journal=journal) as session:
+        with pytest.raises(SessionError, match=r"events of the child 'a/b', .*: call child\('a', …\)\.child\('b', …\)"):
+            if how == "compact":
+                await session.compact()
+            elif how == "snapshot":
+                session.snapshot()
+            else:
+                sibling = session.child("c", State)
+                await sibling.restore(sibling.snapshot())
+    async with Session.open(State, journal=journal) as session:
+        session.child("a", State)
+        with pytest.raises(SessionError, match="events of the child 'a/b'"):
+            await session.compact()
+        assert session.child("a", State).child("b", State).state.total == 9
+        await session.compact()
+    async with Session.open(State, journal=journal) as session:
+        assert session.snapshot().children["a"].children["b"].slices["total"] == 9
+        await session.compact()
+        assert session.child("a", State).child("b", State).state.total == 9
+
+
 async def test_its_number_is_that_of_what_is_in_it(session):
     inside, leave, child = anyio.Event(), anyio.Event(), session.child("kid", State)
 

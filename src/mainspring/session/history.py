@@ -90,22 +90,23 @@ class History:
         picture = self._pictures[cell.path]
         unmade = self._waiting if waiting is None else waiting
         children = {
-            _name(path): self.snapshot(child, tip=tip, waiting=waiting)
-            for path, child in self._cells.items()
-            if _is_child(path, cell.path)
+            name: self.snapshot(self._cells[path], tip=tip, waiting=waiting)
+            if path in self._cells
+            else self._unmade(path, unmade)
+            for name, path in _children((*self._cells, *unmade), cell.path).items()
         }
-        children |= {_name(path): self._unmade(path, unmade) for path in unmade if _is_child(path, cell.path)}
         seq, values = (self._writer.seq, cell.tip) if tip else (self._writer.seen_seq, cell.values)
         return Snapshot(seq, picture.version, picture.take(values), children)
 
     def _unmade(self, path: str, waiting: Mapping[str, list[Stored | Snapshot]]) -> Snapshot:
-        past = waiting[path]
+        children = {name: self._unmade(below, waiting) for name, below in _children(waiting, path).items()}
+        past = waiting.get(path, ())
         if len(past) != 1 or not isinstance(past[0], Snapshot):
+            calls = ".".join(f"child({name!r}, …)" for name in path.split("/"))
             raise SessionError(
                 f"session {self._writer.name!r}: its journal has events of the child {path!r}, which is not made yet: call"
-                f" child({_name(path)!r}, …) first, so that they can be read"
+                f" {calls} first, so that they can be read"
             )
-        children = {_name(below): self._unmade(below, waiting) for below in waiting if _is_child(below, path)}
         return replace(past[0], children=children)
 
     def _restored(self, cell: Cell, snapshot: Snapshot) -> Restored:
@@ -251,12 +252,12 @@ class History:
                 known.values = known.tip = self._next(known, known.values, stored)
 
 
-def _name(path: str) -> str:
-    return path.rpartition("/")[2]
-
-
-def _is_child(path: str, of: str) -> bool:
-    return path != "" and path.rpartition("/")[0] == of
+def _children(paths: Iterable[str], of: str) -> dict[str, str]:
+    """The names and paths of the children of ``of`` that ``paths`` lead to or through: one that is not made may have nothing
+    but children of its own."""
+    inside = f"{of}/" if of else ""
+    names = (path[len(inside) :].split("/")[0] for path in paths if path.startswith(inside))
+    return {name: f"{inside}{name}" for name in names if name}
 
 
 def _is_below(path: str, of: str) -> bool:
