@@ -186,7 +186,8 @@ class OffloadPool:
         apply. Where the pool is closed, what waits for a worker gets :class:`OffloadClosedError`; what runs in a thread or an
         interpreter is named in the warning, and still waited for. It raises what :meth:`run` does.
 
-        :param waiting: is called with True where it has to wait for a worker, and with False once it has one.
+        :param waiting: is called with True where it has to wait for a worker, to be free or to have started, and with False
+            when that is over.
         """
         backend = self._ready()
         self._check_plain(fn)
@@ -297,6 +298,9 @@ class ThreadJob:
     def perform(self) -> Any:
         """Call it."""
         return self.fn(*self._args)
+
+    def hear_of_start(self, starting: Callable[[bool], object]) -> None:
+        """Nothing: a thread is there at once."""
 
     def give_up(self) -> bool:
         """Nothing: a thread cannot be stopped from outside."""

@@ -12,6 +12,7 @@ import sys
 import threading
 import weakref
 from enum import IntEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
@@ -56,6 +57,9 @@ class Job(Protocol):
 
     def perform(self) -> Any:
         """Do it, blocking this thread."""
+
+    def hear_of_start(self, starting: Callable[[bool], object]) -> None:
+        """Call ``starting(True)``, in the performing thread, where a worker has to be started, then ``starting(False)``."""
 
     def give_up(self) -> bool:
         """Nobody waits for it any more; called on the event loop. Whether it has begun: else it never will."""
@@ -222,6 +226,8 @@ class Calls:
         if not self._take_place(call):
             await self._queue_until_cut(call, waiting)
         self._kept[call] = None
+        if waiting is not None:
+            job.hear_of_start(partial(self._hear_of_start, call, waiting))
         try:
             return await self._execute(call, abandon=job.killable)
         except anyio.get_cancelled_exc_class():
@@ -236,6 +242,10 @@ class Calls:
             return call.result
         finally:
             del self._kept[call]
+
+    def _hear_of_start(self, call: Call, waiting: Callable[[bool], object], starts: bool) -> None:
+        """In the call's thread: the caller waits for a worker to start, or no longer; it may have gone on by now."""
+        call_soon(self.loop, lambda: waiting(starts) if call in self._kept else None)
 
     async def _queue_until_cut(self, call: Call, waiting: Callable[[bool], object] | None) -> None:
         if waiting is not None:

@@ -91,6 +91,9 @@ class InterpreterJob:
             raise OffloadWorkerDiedError(f"the interpreter of {name_of(self.fn)} failed: {describe(error)}") from error
         return unpack(self.fn, opened(answer))
 
+    def hear_of_start(self, starting: Callable[[bool], object]) -> None:
+        """Nothing: a new one is there at once."""
+
     def give_up(self) -> bool:
         """Nothing: an interpreter cannot be stopped from outside."""
         return True

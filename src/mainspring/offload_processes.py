@@ -45,6 +45,10 @@ Answer = tuple[str, Any, str]
 _log = logging.getLogger("mainspring.offload")
 
 
+def _tell_nobody(starts: bool) -> None:
+    """Nobody has to know of a start."""
+
+
 class Processes:
     """The worker processes of one pool. A worker is started when a job finds none idle."""
 
@@ -60,8 +64,8 @@ class Processes:
         """A job for one of them."""
         return ProcessJob(self, fn, args)
 
-    def take(self) -> WorkerProcess:
-        """An idle worker, the one used last, or a new one.
+    def take(self, starting: Callable[[bool], object] = _tell_nobody) -> WorkerProcess:
+        """An idle worker, the one used last, or a new one: then ``starting`` is told of its start, and of the end of that.
 
         :raises OffloadWorkerDiedError: it could not be started.
         """
@@ -75,6 +79,7 @@ class Processes:
                     if not worker.has_ended:
                         return worker
                     dead.append(worker)
+                starting(True)
                 worker = WorkerProcess()
                 self._all.add(worker)
         finally:
@@ -88,6 +93,8 @@ class Processes:
                 f"a worker process could not be started: it {death}; see what it has said on standard error (a script must"
                 ' guard what it runs with `if __name__ == "__main__":`)'
             ) from None
+        finally:
+            starting(False)
         return worker
 
     def give_back(self, worker: WorkerProcess) -> None:
@@ -137,6 +144,11 @@ class ProcessJob:
         self._worker: WorkerProcess | None = None
         self._begun = False
         self._given_up = False
+        self._starting: Callable[[bool], object] = _tell_nobody
+
+    def hear_of_start(self, starting: Callable[[bool], object]) -> None:
+        """Call ``starting(True)`` where a worker has to be started for it, and ``starting(False)`` when that is over."""
+        self._starting = starting
 
     @property
     def where(self) -> str:
@@ -152,7 +164,7 @@ class ProcessJob:
         """
         job = pack(self.fn, self._args)
         for last in (False, True):
-            worker = self._processes.take()
+            worker = self._processes.take(self._starting)
             if not self._hold(worker):
                 self._processes.give_back(worker)  # it was given up meanwhile; the worker is as good as new
                 raise OffloadClosedError(f"{name_of(self.fn)} was given up before it began")

@@ -88,7 +88,6 @@ async def test_at_its_timeout_the_process_is_killed_and_the_attempt_has_failed(t
     box, path, pool = InMemoryMailbox(), tmp_path / "pid", OffloadPool("process", workers=1)
     loop = MainLoop(box, offload_work.hang, offload=pool, handler_timeout=1, dead_letter=ONCE)
     async with pool, background(loop):
-        await pool.run(offload_work.pid)  # so that its start is not part of the handler's time
         await box.send(str(path))
         pid = await in_hand(path)
         await settled(box)
@@ -165,19 +164,58 @@ async def test_a_shutdown_does_not_wait_for_a_process_that_is_still_starting(hel
     assert (message.attempt, message.delivery_count) == (1, 2)
 
 
-async def test_a_stalled_attempt_has_failed_though_its_process_is_still_starting(held_start):
+async def waits(run):
+    """Wait until the event loop has heard that a worker is being started."""
+    with anyio.fail_after(30):
+        while not run.waits:
+            await anyio.sleep(0.005)
+
+
+async def test_who_stalls_while_its_process_is_still_starting_goes_back_uncharged(held_start):
     box, pool = InMemoryMailbox(), OffloadPool("process", workers=1)
     loop = MainLoop(box, offload_work.shout, offload=pool, dead_letter=ONCE)
     async with box, pool, background(loop):
-        await box.send("word")
+        reply = await box.submit("word")
         pid = await held_start.begun()
         (run,) = loop.runs
+        await waits(run)
         run.stall(HandlerStalledError("no beat"))
+        with anyio.fail_after(30):
+            while loop.outcomes != {"released": 1}:
+                await anyio.sleep(0.005)
+        held_start.let_go()
+        assert await reply.result(timeout=30) == f"WORD {pid}", "the process is for the next one"
+        assert await box.dead_letters() == []
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
+async def test_the_start_of_a_process_does_not_use_up_the_timeout_of_its_handler(held_start):
+    box = InMemoryMailbox()
+    loop = MainLoop(box, offload_work.shout, offload="process", handler_timeout=2, dead_letter=ONCE)
+    async with box, background(loop):
+        reply = await box.submit("word")
+        pid = await held_start.begun()
+        (run,) = loop.runs
+        await waits(run)
+        await anyio.sleep(2.1)
+        held_start.let_go()
+        assert await reply.result(timeout=30) == f"WORD {pid}"
+        assert not run.waits
+        assert loop.outcomes == {"acknowledged": 1}
+
+
+async def test_the_timeout_of_a_handler_goes_on_when_its_process_has_started(held_start, tmp_path):
+    box, path = InMemoryMailbox(), tmp_path / "pid"
+    loop = MainLoop(box, offload_work.hang, offload="process", handler_timeout=0.5, dead_letter=ONCE)
+    async with box, background(loop):
+        await box.send(str(path))
+        await held_start.begun()
+        (run,) = loop.runs
+        await waits(run)
+        held_start.let_go()
         await settled(box)
         (dead,) = await box.dead_letters()
-        assert dead.error_type == "HandlerStalledError"
-        held_start.let_go()
-        assert await box.request("word", timeout=30) == f"WORD {pid}", "the process is for the next one"
+        assert dead.error_type == "HandlerTimeoutError"
 
 
 async def test_loops_share_a_pool_which_closes_with_the_last_of_them():
