@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import pdb
 import threading
@@ -10,12 +12,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import pytest
 from anyio import wait_all_tasks_blocked
 from anyio.lowlevel import checkpoint
 
 from mainspring.scope import DaemonScope
-from mainspring.stacks import all_stacks, in_debugger, where, where_thread
+from mainspring.stacks import all_stacks, in_debugger, where, where_raised, where_thread
 
 pytestmark = pytest.mark.anyio
 
@@ -230,3 +233,75 @@ def test_a_thread_that_a_debugger_holds_is_known():
             keyboard.write("continue\n")
             keyboard.flush()
             thread.join()
+
+
+# -------------------------------------------------------------------------------------------------------------- libraries
+
+LIBRARY = """
+import contextlib
+
+async def wait(wait): await wait()
+
+def call(fn): fn()
+
+def fail(): raise LookupError("no such row")
+
+@contextlib.contextmanager
+def block(fn):
+    fn()
+    yield
+"""
+
+
+@pytest.fixture(params=["site-packages", "dist-packages"])
+def library(request, tmp_path):
+    """An installed module."""
+    found = types.ModuleType("client")
+    exec(compile(LIBRARY, f"{tmp_path}/{request.param}/client/__init__.py", "exec"), vars(found))
+    return found
+
+
+async def test_a_task_in_a_library_is_named_by_the_users_line(library):
+    async def handle():
+        await library.wait(anyio.sleep_forever)  # line: library
+
+    async with anyio.create_task_group() as tasks:
+        coroutine = handle()
+        tasks.start_soon(awaiting, coroutine)
+        await wait_all_tasks_blocked()
+        assert "in handle: await library.wait(anyio.sleep_forever)" in where(coroutine)
+        bare = library.wait(anyio.sleep_forever)
+        tasks.start_soon(awaiting, bare)
+        await wait_all_tasks_blocked()
+        assert "client/__init__.py:4 in wait" in where(bare), "where there is none of the user's, the library's"
+        tasks.cancel_scope.cancel()
+
+
+def test_an_error_out_of_a_library_is_named_by_the_users_line(library):
+    for fail in (library.fail, lambda: json.loads("{"), lambda: importlib.import_module("no_such_module")):
+        with pytest.raises((LookupError, ValueError, ImportError)) as caught:
+            fail()
+        assert f"{__file__}:" in where_raised(caught.value)
+
+
+async def test_a_thread_in_a_library_is_named_by_the_users_line(library):
+    lines = []
+
+    def look_from_there():
+        library.call(types.FunctionType(LOOK, {"lines": lines, "__name__": "client", "where_thread": where_thread}))
+
+    def look_in_its_block():
+        with library.block(
+            types.FunctionType(LOOK, {"lines": lines, "__name__": "client", "where_thread": where_thread})
+        ):
+            pass
+
+    for fn in (look_from_there, look_in_its_block):
+        await anyio.to_thread.run_sync(fn)
+    assert "in look_from_there: " in lines[0]
+    assert "in look_in_its_block: " in lines[1]
+
+
+LOOK = compile(
+    "lines.append(where_thread(__import__('threading').get_ident()))", "/x/site-packages/client/look.py", "exec"
+)

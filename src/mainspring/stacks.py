@@ -16,12 +16,16 @@ if TYPE_CHECKING:
 _PLUMBING = frozenset(
     {"anyio", "asyncio", "concurrent", "contextlib", "outcome", "queue", "selectors", "threading", "trio", "uvloop"}
 )
+_EVENT_LOOPS = frozenset({"anyio", "asyncio", "trio", "uvloop"})
 _DEBUGGERS = frozenset({"bdb", "pdb", "debugpy", "pydevd", "_pydevd_bundle", "ptvsd", "pudb", "ipdb"})
 _DEPTH = 1_000
+_STANDARD_LIBRARY = linecache.__file__.removesuffix("linecache.py")
+_INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 def where(awaitable: Any) -> str:
-    """The innermost line of the user's code, else of this package's, else of the event loop's, that a coroutine stands on.
+    """The innermost line of the user's code, else of a library's, else of this package's, else of the event loop's, that a
+    coroutine stands on. Libraries are what is installed, and the standard library.
 
     ``"path.py:12 in handle: await client.get(url)"``. Of a coroutine that is running just now (seen from another thread) it
     is the line of the outermost function, since Python keeps no more; of one that has ended, an empty string.
@@ -43,7 +47,7 @@ def where_thread(thread_id: int) -> str:
     while frame is not None and chosen is not None:
         if _rank(frame) > _rank(chosen):
             chosen = frame
-        elif _rank(frame) == 0 < _rank(chosen):
+        elif _top_package(frame) in _EVENT_LOOPS and _rank(chosen):
             break
         frame = frame.f_back
     return describe(chosen, chosen.f_lineno) if chosen is not None else ""
@@ -138,11 +142,15 @@ def _inside(awaitable: Any) -> Any | None:
 
 
 def _rank(frame: FrameType) -> int:
-    """How much a frame tells a reader: 2 the user's code (and its libraries'), 1 this package's, 0 the event loop's."""
+    """How much a frame tells a reader: 3 the user's code, 2 a library's, 1 this package's, 0 the event loop's."""
     top = _top_package(frame)
-    if top == _OWN and not frame.f_globals["__name__"].startswith(f"{_OWN}.examples"):  # those are a user's programs
-        return 1
-    return 0 if top in _PLUMBING else 2
+    if top == _OWN:
+        return 3 if frame.f_globals["__name__"].startswith(f"{_OWN}.examples") else 1  # those are a user's programs
+    if top in _PLUMBING:
+        return 0
+    path = frame.f_code.co_filename
+    is_library = path.startswith((_STANDARD_LIBRARY, "<frozen ")) or any(folder in path for folder in _INSTALLED)
+    return 2 if is_library else 3
 
 
 def _top_package(frame: FrameType) -> str:
