@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from contract_summary import judged, pytest_terminal_summary  # noqa: F401 - a fixture and a hook
 from servers import nats_url, postgres_url, redis_url  # noqa: F401 - fixtures
 from stores import store, store_schema  # noqa: F401 - fixtures
 
