@@ -206,7 +206,9 @@ async def test_a_grandchild_is_not_forgotten_though_its_parent_has_nothing(anyio
     async with Session.open(State, journal=journal) as session:
         await session.child("a", State).child("b", State).dispatch(Added(9))
     async with Session.open(State, journal=journal) as session:
-        with pytest.raises(SessionError, match=r"events of the child 'a/b', .*: call child\('a', …\)\.child\('b', …\)"):
+        with pytest.raises(  # noqa: PT012
+            SessionError, match=r"events of the child 'a/b', .*: call child\('a', …\)\.child\('b', …\)"
+        ):
             if how == "compact":
                 await session.compact()
             elif how == "snapshot":

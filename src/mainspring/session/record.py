@@ -13,6 +13,7 @@ from zlib import crc32
 
 from mainspring.errors import ConfigError, JournalDamagedError, SerializationError, UnknownEventError
 from mainspring.mailbox.codec import Codec
+from mainspring.session.exact import difference, is_exact_event
 from mainspring.session.versions import Version, version_of
 
 if TYPE_CHECKING:
@@ -79,12 +80,17 @@ def read_entry(raw: bytes, place: str) -> Entry:
 
 
 class EventCodecs:
-    """Writes and reads the events of one session, by the names under which they are stored."""
+    """Writes and reads the events of one session, by the names under which they are stored.
 
-    def __init__(self, session: str, path: str, kinds: Iterable[type[Any]]) -> None:
+    :param holder: what holds them besides a journal, a slice, for errors.
+    """
+
+    def __init__(self, session: str, path: str, kinds: Iterable[type[Any]], holder: str = "") -> None:
         self._session = session
+        self._where = f"session {session!r}: {holder}" if holder else f"session {session!r}"
+        self._holder = self._where if holder else f"{self._where}: the journal"
         self._head = b'{"in":%s,' % _text(path) if path else b"{"
-        self._by_type: dict[type[Any], tuple[bytes, Codec]] = {}
+        self._by_type: dict[type[Any], tuple[bytes, Codec, bool]] = {}
         self._by_name: dict[str, tuple[type[Any], Version, Codec]] = {}
         for kind in kinds:
             self._add(kind)
@@ -101,12 +107,17 @@ class EventCodecs:
         except ConfigError as error:
             raise ConfigError(f"session {self._session!r}: an event cannot be written as JSON: {error}") from error
         self._by_name[version.name] = kind, version, codec
-        self._by_type[kind] = b'%s"type":%s,"v":%d,"data":' % (self._head, _text(version.name), version.number), codec
+        head = b'%s"type":%s,"v":%d,"data":' % (self._head, _text(version.name), version.number)
+        self._by_type[kind] = head, codec, is_exact_event(kind)
+
+    def knows(self, kind: type[Any]) -> bool:
+        """Whether events of exactly that class can be written."""
+        return kind in self._by_type
 
     def encode(self, event: Any) -> bytes:
         """One event for :func:`entry_of_events`.
 
-        :raises SerializationError: it is not of its type as that is annotated, or no JSON.
+        :raises SerializationError: it is not of its type as that is annotated, or no JSON, or would be read as something else.
         :raises UnknownEventError: it is of a subclass that is not registered itself, and could not be read again.
         """
         found = self._by_type.get(type(event))
@@ -115,11 +126,14 @@ class EventCodecs:
                 f"session {self._session!r}: {type(event).__qualname__} is not registered itself, only a class above it:"
                 " register it, so that the journal can be read again"
             )
-        head, codec = found
+        head, codec, exact = found
         try:
-            return b"%s%s}" % (head, codec.encode(event))
+            raw = codec.encode(event)
+            if not exact:
+                check_same(event, codec.decode(raw))
         except SerializationError as error:
-            raise SerializationError(f"session {self._session!r}: event {type(event).__qualname__}: {error}") from error
+            raise SerializationError(f"{self._where}: event {type(event).__qualname__}: {error}") from error
+        return b"%s%s}" % (head, raw)
 
     def decode(self, stored: Stored) -> Any:
         """The event that was stored, brought up to date.
@@ -133,7 +147,7 @@ class EventCodecs:
         found = self._by_name.get(stored.type)
         if found is None:
             raise UnknownEventError(
-                f"session {self._session!r}: the journal holds an event {stored.type!r}, which is not registered; register"
+                f"{self._holder} holds an event {stored.type!r}, which is not registered; register"
                 " its class, or give the renamed one its old name: @versioned(…, name=…)"
             )
         _, version, codec = found
@@ -141,7 +155,16 @@ class EventCodecs:
         try:
             return codec.decode(to_json(data))
         except SerializationError as error:
-            raise SerializationError(f"session {self._session!r}: event {stored.type!r}: {error}") from error
+            raise SerializationError(f"{self._where}: event {stored.type!r}: {error}") from error
+
+
+def check_same(before: Any, after: Any) -> None:
+    """Raise :class:`SerializationError` where what was read is not what was written."""
+    if (found := difference(before, after)) is not None:
+        raise SerializationError(
+            f"{found}; annotate it with its class alone, or give classes of like fields one that tells them apart"
+            " (kind: Literal['cat'] = 'cat')"
+        )
 
 
 def _text(value: str) -> bytes:

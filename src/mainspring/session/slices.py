@@ -45,6 +45,11 @@ class Slices:
         return tuple(dict.fromkeys(kind for kind, _, _ in self._rules))
 
     @property
+    def revision(self) -> int:
+        """Another number once more is registered."""
+        return len(self._rules)
+
+    @property
     def state_class(self) -> type[Any] | None:
         """The class that declares the slices, or None."""
         return self._state_class

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
 from mainspring.errors import InvalidParameterError, SerializationError, UnknownVersionError
 from mainspring.mailbox.codec import Codec
+from mainspring.session.exact import is_exact
+from mainspring.session.record import EventCodecs, Stored, check_same
 from mainspring.session.versions import Version, version_of
 from mainspring.values import is_whole
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from mainspring.session.slices import Slices, Values
 
 FORMAT = 1
@@ -83,18 +89,21 @@ class Picture:
     def __init__(self, name: str, slices: Slices) -> None:
         self._name = name
         self._slices = slices
-        self._codecs: dict[str, Codec] = {}
+        self._codecs: dict[tuple[str, int], SliceCodec] = {}
 
     def take(self, values: Values) -> dict[str, Any]:
-        """The slices as JSON data."""
-        from pydantic_core import from_json
+        """The slices as JSON data.
 
-        return {name: from_json(self._codec(name).encode(value)) for name, value in values.items()}
+        :raises SerializationError: one of them is no JSON, or would come back as something else.
+        """
+        taken: dict[str, Any] = {}
+        for name, value in values.items():
+            with self._named(name):
+                taken[name] = self._codec(name).write(value)
+        return taken
 
     def read(self, snapshot: Snapshot) -> Values:
         """The slices that a snapshot holds; one that it does not know yet is as at first."""
-        from pydantic_core import to_json
-
         data = self._version.up_to_date(dict(snapshot.slices), snapshot.version)
         if not isinstance(data, Mapping):
             raise SerializationError(f"session {self._name!r}: the upcaster of its state returned no mapping of slices")
@@ -105,11 +114,20 @@ class Picture:
             )
         values = dict(self._slices.initial)
         for name, raw in data.items():
-            try:
-                values[name] = self._codec(name).decode(to_json(raw))
-            except SerializationError as error:
-                raise SerializationError(f"session {self._name!r}: slice {name!r}: {error}") from error
+            with self._named(name):
+                values[name] = self._codec(name).read(raw)
         return values
+
+    @contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        """An error says which slice it is of."""
+        where = f"session {self._name!r}: slice {name!r}"
+        try:
+            yield
+        except SerializationError as error:
+            if str(error).startswith(where):
+                raise
+            raise SerializationError(f"{where}: {error}") from error
 
     @property
     def version(self) -> int:
@@ -121,8 +139,83 @@ class Picture:
         kind = self._slices.state_class
         return Version(self._name) if kind is None else version_of(kind)
 
-    def _codec(self, name: str) -> Codec:
-        found = self._codecs.get(name)
+    def _codec(self, name: str) -> SliceCodec:
+        key = name, self._slices.revision
+        found = self._codecs.get(key)
         if found is None:
-            found = self._codecs[name] = Codec(self._slices.type_of(name))
+            kind = self._slices.type_of(name)
+            found = self._codecs[key] = SliceCodec(self._name, name, kind, self._slices.event_types)
         return found
+
+
+class SliceCodec:
+    """Writes and reads one slice. Events in it are written as in a journal, with type and version: ``tuple[A | B, ...]`` needs
+    the one, and their upcasters the other. What is written without is read by its annotation, as it is today."""
+
+    def __init__(self, session: str, name: str, kind: Any, event_types: tuple[type[Any], ...]) -> None:
+        args = get_args(kind)
+        self._many = get_origin(kind) is tuple and len(args) == 2 and args[1] is ...
+        item = args[0] if self._many else kind
+        members = get_args(item) if get_origin(item) in (Union, UnionType) else (item,)
+        classes = tuple(member for member in members if isinstance(member, type))
+        held = [event_type for event_type in event_types if issubclass(event_type, classes)]
+        self._events = EventCodecs(session, "", held, holder=f"slice {name!r}") if held else None
+        self._whole, self._item = Codec(kind), Codec(item) if held else None
+        self._exact = is_exact(kind)
+
+    def write(self, value: Any) -> Any:
+        """JSON data.
+
+        :raises SerializationError: it is no JSON, or would come back as something else.
+        """
+        from pydantic_core import from_json
+
+        if self._events is not None and self._many and type(value) is tuple:
+            return from_json(b"[%s]" % b",".join([self._write_item(item) for item in value]))
+        if self._events is not None and not self._many and self._events.knows(type(value)):
+            return from_json(self._events.encode(value))
+        data = from_json(self._whole.encode(value))
+        if not self._exact:
+            check_same(value, self.read(data))
+        return data
+
+    def _write_item(self, item: Any) -> bytes:
+        assert self._events is not None
+        assert self._item is not None
+        if self._events.knows(type(item)):
+            return self._events.encode(item)
+        raw = self._item.encode(item)
+        check_same(item, self._item.decode(raw))
+        return raw
+
+    def read(self, data: Any) -> Any:
+        """What the data is.
+
+        :raises SerializationError: it does not fit.
+        :raises UnknownEventError: it holds an event of a type that is not registered.
+        :raises UnknownVersionError: or one of a version that this code does not know.
+        """
+        from pydantic_core import to_json
+
+        if self._events is None:
+            return self._whole.decode(to_json(data))
+        if not self._many:
+            return self._read_item(data)
+        if isinstance(data, list | tuple) and any(_stored(item) for item in data):
+            return tuple([self._read_item(item) for item in data])
+        return self._whole.decode(to_json(data))
+
+    def _read_item(self, data: Any) -> Any:
+        from pydantic_core import to_json
+
+        assert self._events is not None
+        assert self._item is not None
+        stored = _stored(data)
+        return self._item.decode(to_json(data)) if stored is None else self._events.decode(stored)
+
+
+def _stored(data: Any) -> Stored | None:
+    """The event that was written so, or None where it is something else."""
+    if isinstance(data, Mapping) and data.keys() == {"type", "v", "data"} and isinstance(data["type"], str):
+        return Stored("", data["type"], data["v"], data["data"])
+    return None

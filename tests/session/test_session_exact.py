@@ -1,0 +1,302 @@
+"""What a session holds comes back as it was, class by class, from journals and snapshots; or it is refused in time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from enum import Enum
+from typing import Annotated, Any, Literal, NamedTuple
+
+import pytest
+from pydantic import BaseModel, ConfigDict
+from session_state import MemoryJournal
+
+from mainspring import ConfigError, SerializationError, Session, UnknownEventError, UnknownVersionError
+from mainspring.session import append, on, replace_latest, upsert_by, versioned
+from mainspring.session.exact import difference, is_exact, is_exact_event
+
+pytestmark = pytest.mark.anyio
+
+
+@dataclass(frozen=True)
+class Opened:
+    door: str
+
+
+@dataclass(frozen=True)
+class Closed:
+    door: str
+
+
+@dataclass(frozen=True)
+class Base:
+    a: int
+
+
+@dataclass(frozen=True)
+class Sub(Base):
+    b: int = 0
+
+
+@dataclass(frozen=True)
+class Doors:
+    log: Annotated[tuple[Opened | Closed, ...], append] = ()
+    now: Annotated[tuple[Opened | Closed, ...], upsert_by("door")] = ()
+    latest: Annotated[Opened | Closed | None, replace_latest] = None
+    under: Annotated[tuple[Base, ...], on(Base, append), on(Sub, lambda under, event: under)] = ()
+
+
+DOORS = [Opened("a"), Closed("a"), Opened("b"), Closed("b"), Base(1), Sub(1, 2)]
+
+
+@pytest.mark.parametrize("way", ["replay", "compact", "restore"])
+async def test_events_of_like_fields_remain_what_they_are(anyio_backend, way):
+    journal = MemoryJournal()
+    async with Session.open(Doors, journal=journal) as session:
+        for event in DOORS:
+            await session.dispatch(event)
+        before = session.state
+        if way == "compact":
+            await session.compact()
+        elif way == "restore":
+            await session.restore(session.snapshot().to_json())
+            assert session.state == before
+    async with Session.open(Doors, journal=journal) as session:
+        assert session.state == before
+        assert session.state.latest == Closed("b")
+        assert type(session.state.under[1]) is Sub
+
+
+async def test_what_is_registered_too(anyio_backend):
+    session = Session()
+    session.register(Opened, "log", append)
+    assert session.snapshot().slices == {"log": []}
+    session.register(Closed, "log", append)
+    await session.dispatch(Opened("a"))
+    await session.dispatch(Closed("a"))
+    await session.restore(session.snapshot())
+    assert session["log"] == (Opened("a"), Closed("a"))
+
+
+async def test_a_class_that_is_not_registered_itself_is_not_taken_for_the_one_above_it(anyio_backend):
+    session = Session()
+    session.register(Base, "log", append)
+    await session.dispatch(Sub(1, 2))
+    with pytest.raises(SerializationError, match="slice 'log': it is a Sub and would come back as a Base"):
+        session.snapshot()
+
+
+@dataclass(frozen=True)
+class Cat:
+    name: str
+
+
+@dataclass(frozen=True)
+class Dog:
+    name: str
+
+
+@dataclass(frozen=True)
+class Tabby(Cat):
+    stripes: int = 3
+
+
+@dataclass(frozen=True)
+class Adopted:
+    pet: Cat | Dog
+
+
+@dataclass(frozen=True)
+class Told:
+    what: Any
+
+
+@dataclass(frozen=True)
+class Home:
+    pets: Annotated[tuple[Adopted, ...], append] = ()
+    told: Annotated[tuple[Told, ...], append] = ()
+    first: Annotated[Cat | Dog | None, on(Adopted, lambda first, event: first or event.pet)] = None
+
+
+@pytest.mark.parametrize("event", [Adopted(Dog("a")), Adopted(Tabby("a", 9)), Told((1, 2)), Told(Cat("a"))])
+async def test_what_could_not_be_read_back_as_it_is_is_refused_at_its_dispatch(anyio_backend, event):
+    journal = MemoryJournal()
+    async with Session.open(Home, journal=journal) as session:
+        with pytest.raises(
+            SerializationError, match=r"event \w+: (pet|what) is a \w+ and would come back as a \w+; annotate"
+        ):
+            await session.dispatch(event)
+        await session.dispatch(Adopted(Cat("b")))
+        await session.dispatch(Told([1, "x", {"y": None}]))
+        before = session.state
+    async with Session.open(Home, journal=journal) as session:
+        assert session.state == before
+
+
+@pytest.mark.parametrize("slice_", ["pets", "first"])
+async def test_a_snapshot_that_would_be_another_state_is_refused(anyio_backend, slice_):
+    session = Session()
+    if slice_ == "pets":
+        session.register(Adopted, "pets", append)
+    else:
+        session.register(Adopted, "first", lambda first, event: event.pet, initial=None, type=Cat | Dog | None)
+    await session.dispatch(Adopted(Dog("a")))
+    with pytest.raises(
+        SerializationError, match=f"session 'session': slice '{slice_}': .* is a Dog and would come back as a Cat"
+    ):
+        session.snapshot()
+
+
+# ---------------------------------------------------------------------------------------------------------------- versions
+
+
+def said(version):
+    if version == 1:
+        return dataclass(frozen=True)(type("Said", (), {"__annotations__": {"text": str}}))
+    kind = type("Said", (), {"__annotations__": {"text": str, "language": str}})
+    return versioned(2, upcast={1: lambda data: {**data, "language": "en"}})(dataclass(frozen=True)(kind))
+
+
+@pytest.mark.parametrize("reducer", [append, replace_latest, upsert_by("text")])
+@pytest.mark.parametrize("way", ["compact", "restore"])
+async def test_an_event_in_a_snapshot_is_brought_up_to_date(anyio_backend, way, reducer):
+    journal, (old, new) = MemoryJournal(), (said(1), said(2))
+
+    def opened(kind):
+        session = Session.open(journal=journal)
+        session.register(kind, "said", reducer)
+        return session
+
+    async with opened(old) as session:
+        await session.dispatch(old("hello"))
+        snapshot = session.snapshot().to_json()
+        await (session.compact() if way == "compact" else session.restore(snapshot))
+    async with opened(new) as session:
+        expected = new("hello", "en") if reducer is replace_latest else (new("hello", "en"),)
+        assert session["said"] == expected
+        await session.restore(snapshot)
+        assert session["said"] == expected
+        snapshot = session.snapshot().to_json()
+        await session.compact()
+    with pytest.raises(
+        UnknownVersionError, match="'Said' is stored in version 2, and this code knows it up to version 1"
+    ):
+        async with opened(old):
+            pass
+
+
+async def test_an_event_in_a_snapshot_that_nobody_knows_any_more(anyio_backend):
+    session = Session()
+    session.register(Opened, "log", append)
+    session.register(Closed, "log", append)
+    await session.dispatch(Closed("a"))
+    new = Session()
+    new.register(Opened, "log", append)
+    with pytest.raises(UnknownEventError, match="slice 'log' holds an event 'Closed', which is not registered"):
+        await new.restore(session.snapshot())
+
+
+async def test_a_slice_that_the_upcaster_of_the_state_has_written_needs_no_versions(anyio_backend):
+    @versioned(2, upcast={1: lambda data: {"log": [{"door": name} for name in data["doors"]]}})
+    @dataclass(frozen=True)
+    class Mine:
+        log: Annotated[tuple[Opened, ...], append] = ()
+
+    session = Session(Mine)
+    await session.restore({"format": 1, "seq": 1, "version": 1, "slices": {"doors": ["a", "b"]}})
+    assert session.state.log == (Opened("a"), Opened("b"))
+
+
+async def test_two_types_of_one_stored_name_in_a_slice(anyio_backend):
+    session = Session()
+    session.register(Opened, "log", append)
+    session.register(versioned(1, name="Opened")(dataclass(frozen=True)(type("Other", (), {}))), "log", append)
+    with pytest.raises(ConfigError, match="two event types are stored as 'Opened'"):
+        session.snapshot()
+
+
+# ------------------------------------------------------------------------------------------------------------- the decision
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+class Mixed(Enum):
+    A = 1
+    B = "1"
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+class Model(BaseModel):
+    model_config = ConfigDict(frozen=True)
+    pet: Cat | Dog
+
+
+@pytest.mark.parametrize(
+    ("kind", "exact"),
+    [
+        (str, True), (int | None, True), (float | str, True), (datetime, True), (tuple[int, ...], True), (Colour, True),
+        (dict[str, list[float | None]], True), (Literal["a"], True),
+        (Any, False), (Cat, False), (Cat | None, False), (str | datetime, False), (tuple[Cat, ...], False), (Mixed, False),
+        (list, False), (object, False), (tuple, False), (Point, False),
+    ],
+)  # fmt: skip
+def test_types_that_need_not_be_looked_at(kind, exact):
+    assert is_exact(kind) is exact
+
+
+@dataclass(frozen=True)
+class Computed:
+    n: int
+    twice: int = field(init=False, default=0)
+
+
+@dataclass(frozen=True)
+class Shifting:
+    n: int
+
+    def __post_init__(self):
+        object.__setattr__(self, "n", self.n + 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "exact"), [(Opened, True), (Adopted, False), (Computed, False), (Shifting, False), (Model, False)]
+)
+def test_events_that_need_not_be_looked_at(kind, exact):
+    assert is_exact_event(kind) is exact
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "found"),
+    [
+        (Cat("a"), Cat("a"), None), (1, 1.0, None), (NAN, NAN, None), ((1, [2]), (1, [2]), None), ({"a": 1}, {"a": 1}, None),
+        (Model(pet=Cat("a")), Model(pet=Cat("a")), None), (timedelta(1), timedelta(1), None),
+        (Cat("a"), Dog("a"), "it is a Cat and would come back as a Dog"),
+        ((1,), [1], "it is a tuple and would come back as a list"),
+        ((1, 2), (1,), "it would come back with 1 items of 2"), ({"a": 1}, {}, "a is 1 and would come back as None"),
+        (Model(pet=Dog("a")), Model(pet=Cat("a")), "pet is a Dog and would come back as a Cat"),
+        ((Cat("a"), Cat("b")), (Cat("a"), Cat("c")), "1.name is 'b' and would come back as 'c'"),
+        (Point(1, 2), Point(1, 3), "y is 2 and would come back as 3"),
+        (Point(1, 2), (1, 2), "it is a Point and would come back as a tuple"),
+        (frozenset({1}), frozenset({2}), "it is frozenset({1}) and would come back as frozenset({2})"),
+        (Colour.RED, "red", "it is <Colour.RED: 'red'> and would come back as 'red'"),
+    ],
+)  # fmt: skip
+def test_what_is_the_same(before, after, found):
+    assert difference(before, after) == found
+
+
+async def test_an_event_that_computes_its_fields_anew(anyio_backend):
+    session = Session.open(journal=MemoryJournal())
+    session.register(Shifting, "log", append)
+    async with session:
+        with pytest.raises(SerializationError, match="event Shifting: n is 2 and would come back as 3"):
+            await session.dispatch(Shifting(1))
