@@ -62,7 +62,8 @@ class MailboxConnectionError(MailboxError):
 
 
 class SerializationError(MailboxError, ValueError):
-    """A body does not fit the mailbox's type, or stored bytes do not. The message names the type and the field."""
+    """A body does not fit the mailbox's type, or stored bytes do not; the message names the type and the field. Or a body, a
+    reply or a checkpoint is larger than the store takes."""
 
 
 class ReceiptHandleExpiredError(MailboxError):
@@ -306,6 +307,8 @@ class Reject(Exception):  # noqa: N818 - it is an instruction, not an error
 
 LONGEST_TEXT = 2_000
 """Characters of an error's text that are kept: some hold the whole of what they were given."""
+LONGEST_TRACEBACK = 50_000
+"""Characters of a traceback that are kept: it ends with the error's text."""
 
 
 def message_of(error: BaseException) -> str:
@@ -318,6 +321,26 @@ def message_of(error: BaseException) -> str:
         text = str(error) or name
     except Exception:
         return f"{name} (it cannot be printed)"
+    return _shortened(text)
+
+
+def reason_of(error: BaseException | str) -> tuple[str, str, str]:
+    """An exception, or a reason in words, as it is kept: what it says, its type and its traceback.
+
+    Of a traceback above :data:`LONGEST_TRACEBACK` characters, its beginning and its end.
+    """
+    if isinstance(error, str):
+        return _shortened(error), Reject.__qualname__, ""
+    import traceback
+
+    trace = "".join(traceback.format_exception(error))
+    if len(trace) > LONGEST_TRACEBACK:
+        half = LONGEST_TRACEBACK // 2
+        trace = f"{trace[:half]}\n… ({len(trace):,} characters) …\n{trace[-half:]}"
+    return message_of(error), type(error).__qualname__, trace
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}… ({len(text):,} characters)"
 
 

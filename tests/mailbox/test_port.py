@@ -325,6 +325,25 @@ async def test_a_name_given_as_a_string_means_one_dead_letter() -> None:
     assert await mailbox.replay_dead_letters(second) == 1
 
 
+def test_what_is_kept_of_an_error_has_an_end() -> None:
+    """A store's row holds only so much, and an error may quote the whole of what it was given."""
+
+    def fail() -> None:
+        raise ValueError(f"the body {'x' * 1_000_000} is none")
+
+    try:
+        fail()
+    except ValueError as error:
+        dead = Dead.of(error)
+    assert dead.error.startswith("the body x")
+    assert dead.error.endswith("x… (1,000,017 characters)")
+    assert dead.traceback.startswith("Traceback (most recent call last):\n")
+    assert ", in fail\n" in dead.traceback
+    assert dead.traceback.endswith("x is none\n")
+    assert len(dead.traceback) < 51_000
+    assert Dead.of("x" * 3_000).error == f"{'x' * 2_000}… (3,000 characters)"
+
+
 def test_how_things_look_to_people() -> None:
     mailbox: Mailbox[Any, Any] = InMemoryMailbox("jobs")
     assert repr(mailbox) == "<InMemoryMailbox 'jobs' unopened>"

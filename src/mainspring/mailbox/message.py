@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback as tracebacks
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias
 from typing_extensions import TypeVar
 
 from mainspring import clock
-from mainspring.errors import MessageSettledError, ReplyNotAvailableError, SerializationError, message_of
+from mainspring.errors import MessageSettledError, ReplyNotAvailableError, SerializationError, reason_of
 from mainspring.mailbox.history import Failure, read_history, remember, silences
 from mainspring.mailbox.limits import check_seconds
 from mainspring.values import MAX_DELAY
@@ -98,10 +97,7 @@ class Dead:
     @classmethod
     def of(cls, error: BaseException | str) -> Dead:
         """Describe an exception (with its traceback) or a plain reason."""
-        if isinstance(error, str):
-            return cls(error, "Reject")
-        text = "".join(tracebacks.format_exception(error))
-        return cls(message_of(error), type(error).__qualname__, text)
+        return cls(*reason_of(error))
 
 
 EXPIRED = Dead("it was not done before its time (expires_in) ran out", "MessageExpiredError")
