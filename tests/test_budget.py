@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import sys
 import threading
+import warnings
 from dataclasses import FrozenInstanceError, replace
 from datetime import UTC, datetime
 from decimal import Decimal, localcontext
@@ -44,7 +48,9 @@ def test_a_budget_is_a_value():
 @pytest.mark.parametrize("name", ["max_total_tokens", "max_input_tokens", "max_output_tokens"])
 @pytest.mark.parametrize("value", [-1, 1.5, "3", True, math.inf])
 def test_token_limits_are_whole_numbers(name, value):
-    with pytest.raises(InvalidParameterError, match=f"Budget: {name} must be a whole number from 0, or None"):
+    with pytest.raises(
+        InvalidParameterError, match=f"Budget: {name} must be a whole number from 0 to 1E\\+100, or None"
+    ):
         Budget(**{name: value})
 
 
@@ -199,6 +205,48 @@ def test_many_threads_lose_nothing():
     for thread in threads:
         thread.join()
     assert tracker.used == Usage(8_000, 0, 8_000, Decimal(800))
+
+
+def test_a_child_that_is_forked_while_a_thread_adds_can_add():
+    tracker, ended = BudgetTracker(Budget()), threading.Event()
+
+    def spend():
+        while not ended.is_set():
+            tracker.add(input_tokens=1)
+
+    threads = [threading.Thread(target=spend) for _ in range(3)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+            for _ in range(30):
+                child = os.fork()
+                if not child:
+                    signal.alarm(10)  # it would hang
+                    before = tracker.used.input_tokens
+                    os._exit(tracker.add(input_tokens=5).input_tokens != before + 5)
+                assert os.waitpid(child, 0)[1] == 0
+    finally:
+        ended.set()
+        sys.setswitchinterval(interval)
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.parametrize("huge", [10**100 + 1, 10**5_000], ids=["a googol and one", "no digits"])
+def test_tokens_that_nothing_can_be_asked_for_with(huge):
+    tracker = BudgetTracker(Budget(max_total_tokens=5))
+    for name in ("input_tokens", "output_tokens", "total_tokens"):
+        with pytest.raises(InvalidParameterError, match=f"add: {name} must be a whole number from 0 to 1E"):
+            tracker.add(**{name: huge})
+    assert tracker.used == Usage()
+    for name in ("max_total_tokens", "max_input_tokens", "max_output_tokens"):
+        with pytest.raises(InvalidParameterError, match=f"Budget: {name} must be a whole number from 0 to 1E"):
+            Budget(**{name: huge})
+    assert Budget(max_cost=huge).max_cost == huge, "which nothing that is added reaches"
 
 
 GOOD = {"version": 1, "input_tokens": 1, "output_tokens": 2, "total_tokens": 3, "cost": "0.5"}

@@ -11,7 +11,8 @@ from typing import Any
 
 from mainspring.deadline import Deadline
 from mainspring.errors import BudgetExceededError, InvalidParameterError, UnknownVersionError
-from mainspring.values import is_whole
+from mainspring.process import identity, shared
+from mainspring.values import is_whole, shown
 
 VERSION = 1
 """Of the JSON that a tracker's state is."""
@@ -21,6 +22,9 @@ DIGITS = 100
 
 MOST_COST = Decimal(f"1E+{DIGITS}")
 """Below this is what one call can cost: whatever is added up of such costs is a number that can be kept and printed."""
+
+MOST_TOKENS = 10**DIGITS
+"""The same of tokens."""
 
 _LIMITS = {
     "max_total_tokens": "total_tokens",
@@ -65,8 +69,10 @@ class Budget:
             "max_output_tokens": max_output_tokens,
         }
         for name, value in tokens.items():
-            if value is not None and not is_whole(value, 0):
-                raise InvalidParameterError(f"Budget: {name} must be a whole number from 0, or None, not {value!r}")
+            if value is not None and not _is_count(value):
+                raise InvalidParameterError(
+                    f"Budget: {name} must be a whole number from 0 to 1E+{DIGITS}, or None, not {shown(value)}"
+                )
         cost = None if max_cost is None else _exact("Budget: max_cost", max_cost)
         for name, limit in {"deadline": deadline, **tokens, "max_cost": cost}.items():
             object.__setattr__(self, name, limit)
@@ -106,7 +112,7 @@ class BudgetTracker:
         if not isinstance(budget, Budget):
             raise InvalidParameterError(f"BudgetTracker: a Budget is needed, not {budget!r}")
         self.budget = budget
-        self._lock = threading.Lock()
+        self._belong_here()
         self._used = Usage() if state is None else _restored(state)
 
     def __repr__(self) -> str:
@@ -145,17 +151,26 @@ class BudgetTracker:
         """
         given = {"input_tokens": input_tokens, "output_tokens": output_tokens, "total_tokens": total_tokens}
         for name, value in given.items():
-            if not is_whole(value, 0) and not (name == "total_tokens" and value is None):
-                raise InvalidParameterError(f"add: {name} must be a whole number from 0, not {value!r}")
+            if not _is_count(value) and not (name == "total_tokens" and value is None):
+                raise InvalidParameterError(
+                    f"add: {name} must be a whole number from 0 to 1E+{DIGITS}, not {shown(value)}"
+                )
         whole = input_tokens + output_tokens if total_tokens is None else total_tokens
         exact = _exact("add: cost", cost)
         if exact >= MOST_COST:
             raise InvalidParameterError(f"add: cost must be below {MOST_COST}, not {exact:.3E}")
         more = Usage(input_tokens, output_tokens, whole, exact)
+        if self._process is not identity():
+            self._belong_here()
         with self._lock:
             self._used = used = self._used.plus(more)
         self._check(used)
         return used
+
+    def _belong_here(self) -> None:
+        # A forked child needs another lock, as a thread of the parent may have held this one; its threads need the same one.
+        self._lock = shared("lock", "budgets", threading.Lock)
+        self._process = identity()
 
     def check(self) -> None:
         """Raise where the budget is exceeded, its deadline included: before the next expensive call.
@@ -201,12 +216,16 @@ class BudgetTracker:
 def _exact(what: str, value: Any) -> Decimal:
     if isinstance(value, Decimal | int | float) and not isinstance(value, bool):
         try:
-            exact = Decimal(str(value))
+            exact = Decimal(value) if isinstance(value, int) else Decimal(str(value))
         except InvalidOperation:
             exact = Decimal("NaN")
         if exact.is_finite() and exact >= 0:
             return exact
-    raise InvalidParameterError(f"{what} must be a number from 0, not {value!r}")
+    raise InvalidParameterError(f"{what} must be a number from 0, not {shown(value)}")
+
+
+def _is_count(value: Any) -> bool:
+    return is_whole(value, 0) and value <= MOST_TOKENS
 
 
 def _restored(state: Any) -> Usage:
@@ -221,7 +240,7 @@ def _restored(state: Any) -> Usage:
     except (TypeError, KeyError, ValueError, InvalidOperation):
         raise InvalidParameterError(f"BudgetTracker: this is no state of a tracker: {state!r}") from None
     tokens = (found.input_tokens, found.output_tokens, found.total_tokens)
-    if not all(is_whole(value, 0) for value in tokens) or not (
+    if not all(is_whole(value, 0) and value <= MOST_TOKENS**2 for value in tokens) or not (
         found.cost.is_finite() and 0 <= found.cost < MOST_COST**2
     ):
         raise InvalidParameterError(f"BudgetTracker: this is no state of a tracker: {state!r}")

@@ -19,3 +19,11 @@ def is_number(value: object, least: float, most: float = sys.float_info.max) -> 
 def is_whole(value: Any, least: int | None = None) -> TypeGuard[int]:
     """Whether ``value`` is a whole number (a bool is none), and not below ``least``."""
     return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+
+
+def shown(value: object) -> str:
+    """``value`` for a message to people, also where it is a number that Python refuses to print for its length."""
+    try:
+        return repr(value)
+    except ValueError:
+        return f"a number of type {type(value).__name__} with thousands of digits"

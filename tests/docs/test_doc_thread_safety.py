@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "mainspring"
 PAGE = (ROOT / "docs" / "thread-safety.md").read_text()
 NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE)))
-LOCK = re.compile(r"\bthreading\.(Lock|RLock|Condition|Semaphore|BoundedSemaphore)\(")
+LOCK = re.compile(r"\bthreading\.(Lock|RLock|Condition|Semaphore|BoundedSemaphore)\b")
 
 
 @pytest.mark.parametrize(("file", "test"), NAMED)
