@@ -15,6 +15,7 @@ from mainspring import (
     MailboxConnectionError,
     MailboxFullError,
     MainLoop,
+    RequestFailedError,
     RetryPolicy,
 )
 from mainspring.loops.lease import SETTLE_TIMEOUT
@@ -181,3 +182,112 @@ async def test_a_handler_may_reply_by_itself():
         await settled(mailbox)
         assert reply.body == 8
         assert (await replies.counts()).pending == 0
+
+
+# ------------------------------------------------------------------------------------- a handler that acknowledges itself
+
+
+@pytest.mark.parametrize("serialize", [False, True])
+@pytest.mark.parametrize("by_request", [False, True])
+async def test_what_a_handler_returns_after_it_has_acknowledged_is_sent(virtual_clock, serialize, by_request):
+    async def handle(job: int, ctx: Context) -> Answer:
+        await ctx.message.acknowledge()
+        await anyio.sleep(100)
+        return Answer(f"it was {job}")
+
+    mailbox = InMemoryMailbox(serialize=serialize, body=int, reply=Answer)
+    replies = InMemoryMailbox(body=Answer, serialize=serialize)
+    async with mailbox, background(MainLoop(mailbox, handle)):
+        if by_request:
+            assert await mailbox.request(7, timeout=200) == Answer("it was 7")
+        else:
+            request = await mailbox.send(7, reply_to=replies)
+            (reply,) = await replies.receive(wait_time_seconds=200)
+            assert (reply.body, reply.headers["request_id"]) == (Answer("it was 7"), request)
+        assert (await mailbox.counts()).settled == 1
+
+
+async def test_a_result_of_none_is_one_too(virtual_clock):
+    async def handle(job: int, ctx: Context) -> None:
+        await ctx.message.acknowledge()
+
+    async with InMemoryMailbox(body=int) as mailbox, background(MainLoop(mailbox, handle)):
+        assert await mailbox.request(7, timeout=5) is None
+
+
+@pytest.mark.parametrize("end", ["reply", "nack", "dead_letter"])
+async def test_what_a_handler_returns_is_no_reply_where_it_has_said_otherwise(virtual_clock, end):
+    async def handle(job: int, ctx: Context) -> int:
+        if ctx.attempt == 1:
+            await getattr(ctx.message, end)(*{"reply": [1], "nack": [], "dead_letter": ["no"]}[end])
+        return 2
+
+    async with InMemoryMailbox(body=int) as mailbox, background(MainLoop(mailbox, handle)):
+        if end == "dead_letter":
+            with pytest.raises(RequestFailedError, match="no"):
+                await mailbox.request(7, timeout=50)
+        else:
+            assert await mailbox.request(7, timeout=50) == (1 if end == "reply" else 2)
+        await anyio.sleep(50)
+        assert mailbox.forgotten_replies == 0
+
+
+async def test_an_error_after_the_acknowledgement_is_logged_and_told_to_the_requester(virtual_clock, caplog):
+    async def handle(job: int, ctx: Context) -> int:
+        await ctx.message.acknowledge()
+        raise ValueError("too late")
+
+    async with InMemoryMailbox(body=int) as mailbox, background(MainLoop(mailbox, handle)):
+        with pytest.raises(RequestFailedError, match="ValueError: too late"):
+            await mailbox.request(7, timeout=50)
+        assert (await mailbox.counts()).settled == 1
+    (line,) = [record.getMessage() for record in caplog.records if "by itself" in record.getMessage()]
+    assert line.startswith("handle: the handler settled message ")
+    assert "ValueError: too late (" in line
+
+
+async def test_a_result_of_the_wrong_type_after_the_acknowledgement_is_told_to_the_requester(virtual_clock):
+    async def handle(job: int, ctx: Context) -> Answer:
+        await ctx.message.acknowledge()
+        return "no answer"  # type: ignore[return-value]
+
+    async with InMemoryMailbox(body=int) as mailbox, background(MainLoop(mailbox, handle)):
+        with pytest.raises(RequestFailedError, match="does not fit Answer") as told:
+            await mailbox.request(7, timeout=50)
+        assert told.value.error_type == "SerializationError"
+
+
+async def test_a_requester_hears_of_a_handler_that_is_cancelled_after_the_acknowledgement(virtual_clock):
+    async def handle(job: int, ctx: Context) -> int:
+        await ctx.message.acknowledge()
+        await anyio.sleep_forever()
+        return 1
+
+    async with InMemoryMailbox(body=int) as mailbox:
+        async with MainLoop(mailbox, handle) as loop:
+            pending = await mailbox.submit(7)
+            await anyio.sleep(1)
+            await loop.shutdown(timeout=1)
+        with pytest.raises(RequestFailedError, match="before it had a result"):
+            await pending.result(timeout=5)
+
+
+@pytest.mark.parametrize("trouble", ["refuses", "hangs"])
+async def test_a_result_that_cannot_be_sent_after_the_acknowledgement_is_logged(virtual_clock, caplog, trouble):
+    async def handle(job: int, ctx: Context) -> int:
+        await ctx.message.acknowledge()
+        return 1
+
+    class Deaf(InMemoryMailbox):
+        async def send_reply(self, reply):
+            if trouble == "refuses":
+                raise MailboxConnectionError("it does not answer")
+            await anyio.sleep_forever()
+
+    mailbox = Deaf()
+    async with MainLoop(mailbox, handle) as loop:
+        message_id = await mailbox.send(1, reply_to="anywhere")
+        await anyio.sleep(10)
+        assert loop.outcomes == {"acknowledged": 1}
+    (line,) = [record.getMessage() for record in caplog.records if "was not sent" in record.getMessage()]
+    assert line.startswith(f"handle: what the handler returned for message {message_id}, ")

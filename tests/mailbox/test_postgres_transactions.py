@@ -232,6 +232,24 @@ async def test_an_error_of_a_statement_that_the_block_swallows_is_told(place, ma
     assert (await mailbox.counts()).pending == 1
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+async def test_what_a_handler_returns_after_its_transaction_is_the_result(place, mailbox, by_hand):
+    async def handle(job: int, ctx: Context) -> int:
+        async with ctx.transaction() as connection:
+            await connection.execute(insert(place), (str(job),))
+            if by_hand:
+                await ctx.message.reply(job + 10)
+        return job + 1
+
+    async with MainLoop(mailbox, handle):
+        assert await mailbox.request(1, timeout=20) == (11 if by_hand else 2)
+        pending = await mailbox.submit(2)
+        assert await pending.result(timeout=20) == (12 if by_hand else 3)
+        await anyio.sleep(0.1)
+    assert effects(place) == ["1", "2"]
+    assert mailbox.forgotten_replies == 0
+
+
 async def test_in_a_loop_a_transaction_that_was_ended_is_a_failed_attempt(place, mailbox):
     async def handle(job: int, ctx: Context) -> None:
         async with ctx.transaction() as connection:

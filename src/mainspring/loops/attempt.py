@@ -23,6 +23,7 @@ from mainspring.loops.outcome import (
     after_deadline,
     after_failure,
     before_start,
+    is_unanswered,
 )
 from mainspring.loops.run import Clocks, Phase
 from mainspring.mailbox.message import Ack, Dead, Return
@@ -161,7 +162,7 @@ class Attempts:
         if run.lost:
             return run.fate
         message = run.message
-        if message.reply_to is None or message.is_settled:
+        if message.reply_to is None or (message.is_settled and not is_unanswered(message.settlement)):
             return DONE
         return Decision(Outcome.ACKNOWLEDGED, Ack(self._mailbox.reply_to(message, result)))
 

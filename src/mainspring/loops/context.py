@@ -136,7 +136,9 @@ class Context:
         ``async with ctx.transaction() as connection:`` yields the driver's connection (PostgreSQL: a psycopg
         ``AsyncConnection``). So an effect is applied exactly once, however often the message is delivered: where the lease
         was lost, or anything fails, nothing of it remains. See :meth:`Mailbox.transaction` for what it raises. The message
-        is settled when the block has been left: return at once, what comes behind it is not tried again.
+        is settled when the block has been left: return at once, what comes behind it is not tried again. To a requester,
+        ``await ctx.message.reply(result)`` in the block commits the result with the rest; what is returned behind it is sent
+        after the commit, once, and lost where the process dies in between.
         """
         message = self._run.message
         return message._mailbox.transaction(message)  # noqa: SLF001 - the worker's own message

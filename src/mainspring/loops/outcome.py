@@ -104,6 +104,11 @@ def as_settled(settlement: Settlement) -> Decision:
     return Decision(Outcome.RELEASED if settlement.front else Outcome.RETRIED, settlement)
 
 
+def is_unanswered(settlement: Settlement | None) -> bool:
+    """Whether a handler has acknowledged by itself, without a reply: what it returns can still be one."""
+    return type(settlement) is Ack and settlement.reply is None
+
+
 def before_start(
     attempt: int, dead_letter: DeadLetterPolicy, history_until: Callable[[], str | None]
 ) -> Decision | None:

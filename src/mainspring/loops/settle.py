@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -17,7 +18,7 @@ from mainspring.errors import (
     describe,
 )
 from mainspring.events import SettlementFailed
-from mainspring.loops.outcome import LOST, Decision, as_settled
+from mainspring.loops.outcome import LOST, Decision, as_settled, is_unanswered
 from mainspring.mailbox.message import Ack, Return
 from mainspring.policies import backoff
 from mainspring.stacks import where_raised
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
     from mainspring.events import Dispatcher, MessageFinished
     from mainspring.loops.run import Run
+    from mainspring.mailbox.base import Mailbox
+    from mainspring.mailbox.message import Envelope, Settlement
 
 GRACE = 5.0
 """Seconds that a settlement outside the normal course (after a cancellation, at the end) may take."""
@@ -35,14 +38,23 @@ REPLY_TIMEOUT = 15.0
 """Seconds after which a reply that could not be sent is not tried again: while the settlement has time for a failure."""
 
 
+LATE_REPLY_TIMEOUT = GRACE - 1.0
+"""Seconds that a reply may take whose message the handler has acknowledged by itself."""
+
+NO_RESULT = "the handler acknowledged the message, and was cancelled before it had a result"
+
+_log = logging.getLogger("mainspring.message")
+
+
 class Settler:
     """Writes settlements. A store that cannot be reached is tried again while the lease is trusted.
 
     An outcome that cannot be written is no crash: the message stays where it is and comes again when its lease ends.
     """
 
-    def __init__(self, name: str, dispatcher: Dispatcher) -> None:
+    def __init__(self, name: str, mailbox: Mailbox[Any, Any], dispatcher: Dispatcher) -> None:
         self._name = name
+        self._mailbox = mailbox
         self._dispatcher = dispatcher
 
     def bounded(self, *, shield: bool = True) -> anyio.CancelScope:
@@ -78,12 +90,12 @@ class Settler:
     async def settle(self, run: Run, decision: Decision, judge: Callable[[Run, BaseException], Decision]) -> Decision:
         """Write ``decision``; the decision that came true.
 
-        That is another one where the handler has settled by itself, the lease was lost, or a reply cannot be sent, at all or
-        for ``REPLY_TIMEOUT`` (then what ``judge`` makes of that).
+        That is another one where the handler has settled by itself (then what it returned is sent by itself), the lease was
+        lost, or a reply cannot be sent, at all or for ``REPLY_TIMEOUT`` (then what ``judge`` makes of that).
         """
         message = run.message
         if message.settlement is not None and not run.lost:  # else it was cut off, as its lease was lost meanwhile
-            return as_settled(message.settlement)
+            return await self._as_settled(run, decision, message.settlement)
         if decision.settlement is None:
             return decision
         try:
@@ -100,7 +112,7 @@ class Settler:
             if isinstance(error, ReceiptHandleExpiredError):
                 return LOST
             if isinstance(error, MessageSettledError) and run.message.settlement is not None:  # while this waited
-                return as_settled(run.message.settlement)
+                return await self._as_settled(run, decision, run.message.settlement)
             if _is_hopeless(run, decision, error):
                 decision = judge(run, error)
             elif not _retryable(error) or anyio.current_time() >= run.trusted_until:
@@ -119,6 +131,28 @@ class Settler:
             else:
                 return decision
 
+    async def _as_settled(self, run: Run, decision: Decision, settlement: Settlement) -> Decision:
+        """What the handler itself has made of its message; its end, which changes nothing of that, is told all the same."""
+        error = decision.error
+        if error is not None:
+            text = "%s: the handler settled message %s by itself and then failed, which is not tried again: %s%s"
+            _log.warning(text, self._name, run.message_id, describe(error), _where(error))
+        if is_unanswered(settlement):
+            own = decision.settlement
+            reply = own.reply if isinstance(own, Ack) else self._mailbox.error_reply(run.message, error or NO_RESULT)
+            if reply is not None:
+                await self._send(run, reply)
+        return as_settled(settlement)
+
+    async def _send(self, run: Run, reply: Envelope) -> None:
+        """Send a reply whose message is done: once, as nothing is left that could be tried again."""
+        try:
+            with anyio.fail_after(LATE_REPLY_TIMEOUT):
+                await self._mailbox.send_reply(reply)
+        except (MainspringError, OSError) as error:
+            text = "%s: what the handler returned for message %s, which it had settled by itself, was not sent: %s"
+            _log.warning(text, self._name, run.message_id, describe(error))
+
     async def _pause(self, run: Run, failures: int) -> None:
         left = run.trusted_until - anyio.current_time()
         wait = backoff(failures, initial=0.1, maximum=5.0, factor=2.0, jitter="full", rng=entropy.rng())
@@ -130,6 +164,11 @@ def _is_hopeless(run: Run, decision: Decision, error: Exception) -> bool:
     if not isinstance(decision.settlement, Ack) or decision.settlement.reply is None:
         return False
     return not _retryable(error) or anyio.current_time() >= run.settling_since + REPLY_TIMEOUT
+
+
+def _where(error: BaseException) -> str:
+    where = where_raised(error)
+    return f" ({where})" if where else ""
 
 
 def _retryable(error: Exception) -> bool:

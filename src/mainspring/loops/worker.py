@@ -101,7 +101,7 @@ class Worker:
         self._iterations = 0
         self._ending = False
         self._lease = LeaseKeeper(name, self._runs, settings.lease, visibility, dispatcher)
-        self._settler = Settler(name, dispatcher)
+        self._settler = Settler(name, mailbox, dispatcher)
         self._attempts = Attempts(name, mailbox, call, settings, dispatcher, heartbeat, self._clock, wrappers)
 
     @property
@@ -187,9 +187,9 @@ class Worker:
                 await self._pause_after(error, failures)
             else:
                 if failures:
-                    self._dispatcher.dispatch(ReceiveRecovered(self.name, failures))
-                    self.receiving_failed = None
-                    failures = 0
+                    if self.receiving_failed is not None:  # else the other receiver has told
+                        self._dispatcher.dispatch(ReceiveRecovered(self.name, failures))
+                    self.receiving_failed, failures = None, 0
             finally:
                 self._claiming -= free
 
@@ -255,8 +255,8 @@ class Worker:
             jitter="full",
             rng=entropy.rng(),
         )
-        self.receiving_failed = describe(error)
-        self._dispatcher.dispatch(ReceiveFailed(self.name, self.receiving_failed, pause))
+        first, self.receiving_failed = self.receiving_failed is None, describe(error)
+        self._dispatcher.dispatch(ReceiveFailed(self.name, self.receiving_failed, pause, first))
         await anyio.sleep(pause)
         self._heartbeat.beat()
 

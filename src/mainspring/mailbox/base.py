@@ -31,6 +31,7 @@ from mainspring.mailbox.limits import (
     check_seconds,
 )
 from mainspring.mailbox.message import Ack, Counts, Dead, Delivery, Envelope, Message, Settlement
+from mainspring.mailbox.open import open_mailbox
 from mainspring.mailbox.requests import RequestCalls
 from mainspring.mailbox.sync import SyncCalls
 from mainspring.process import async_library
@@ -253,6 +254,21 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
             if is_result:
                 raise
         await self._settle(delivery, replace(settlement, reply=None))
+
+    async def send_reply(self, reply: Envelope) -> None:
+        """Send a reply by itself, as its message is settled already: it may be lost where the process dies in between.
+
+        :raises MailboxError: the mailbox that it goes to cannot be opened, or does not take it.
+        """
+        address = reply.reply_to or ""
+        local = self._local_name(address)
+        raw = reply.body if self.serializes else b"null" if reply.body is None else self.reply_codec.encode(reply.body)
+        async with self._sibling(local) if local is not None else open_mailbox(address) as box:
+            await box.send_encoded(replace(reply, body=raw, reply_to=None))
+
+    def error_reply(self, message: Message[Any, Any], error: BaseException | str) -> Envelope | None:
+        """What tells the requester of ``message`` that there will be no result, or None where nobody wants to hear that."""
+        return self._obituary(message._delivery, Dead.of(error)).reply  # noqa: SLF001 - Message is this port's own
 
     async def send_encoded(self, envelope: Envelope) -> str:
         """Put an envelope whose body is JSON bytes already: a reply from a mailbox on another store."""

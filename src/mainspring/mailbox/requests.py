@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -24,7 +25,6 @@ from mainspring.mailbox.dead_letters import REPLY_ERRORS
 from mainspring.mailbox.hooks import TRANSIENT
 from mainspring.mailbox.limits import CLOSE_TIMEOUT, check_id, check_seconds
 from mainspring.mailbox.message import CancelOutcome
-from mainspring.mailbox.open import open_mailbox
 from mainspring.mailbox.sending import SendCalls
 from mainspring.policies import backoff
 
@@ -231,9 +231,7 @@ class Requester:
 def _failed(message_id: str, error: str, error_type: str) -> MainspringError:
     if error_type == CANCELLED:
         return _cancelled(message_id)
-    return RequestFailedError(
-        f"request {message_id} was dead-lettered: {error_type}: {error}", error=error, error_type=error_type
-    )
+    return RequestFailedError(f"request {message_id} failed: {error_type}: {error}", error=error, error_type=error_type)
 
 
 def _cancelled(message_id: str) -> RequestCancelledError:
@@ -264,7 +262,7 @@ class RequestCalls(SendCalls[T], Generic[T, R]):
         _routers: list[ReplyRouter]
         _listeners: list[Callable[[list[str]], object]]
 
-        def _local_name(self, address: str) -> str | None: ...
+        async def send_reply(self, reply: Envelope) -> None: ...
 
     async def request(
         self,
@@ -355,13 +353,8 @@ class RequestCalls(SendCalls[T], Generic[T, R]):
     async def _tell_requester(self, message_id: str, reply_to: str) -> None:
         """Tell the one who waits for the reply, in another process, that there will be none; else its timeout does."""
         reply = self._error_reply(message_id, reply_to, "it was cancelled", CANCELLED)
-        reply.body, reply.reply_to = b"null", None
-        try:
-            local = self._local_name(reply_to)
-            async with self._sibling(local) if local is not None else open_mailbox(reply_to) as box:
-                await box.send_encoded(reply)
-        except (MainspringError, OSError):
-            return
+        with suppress(MainspringError, OSError):
+            await self.send_reply(reply)
 
     def _request(
         self, body: Any, delay: float, priority: int, headers: Mapping[str, str] | None, expires_in: float | None
