@@ -89,12 +89,24 @@ class SettlementFailed:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRenewalFailed:
-    """A renewal failed and is tried again while the lease is still trusted for ``trusted_for`` seconds."""
+    """A renewal failed and is tried again while the lease is still trusted for ``trusted_for`` seconds.
+
+    ``first``: of those since the loop's renewals last went well. Only that one is logged as a warning.
+    """
 
     loop: str
     message_id: str
     error: str
     trusted_for: float
+    first: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRenewalRecovered:
+    """The mailbox of a loop answers again after ``failures`` failed renewals."""
+
+    loop: str
+    failures: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +119,15 @@ class LeaseLost:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveFailed:
-    """The mailbox could not be reached; the loop tries again in ``retry_in`` seconds and running handlers go on."""
+    """The mailbox could not be reached; the loop tries again in ``retry_in`` seconds and running handlers go on.
+
+    ``first``: of those since it was last reached. Only that one is logged as a warning.
+    """
 
     loop: str
     error: str
     retry_in: float
+    first: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ CRITICAL   a handler that does not end although cancelled: the process is about 
 ERROR      a crash, a stall, a dead letter, a run that did not end clean
 WARNING    what is tried again or mends itself: retries, lost leases, an unreachable mailbox, a failing check
 INFO       the life of groups and loops, what was handed back at a shutdown
-DEBUG      each message that starts and succeeds, and the short-lived states
+DEBUG      each message that starts and succeeds, the short-lived states, the further tries at a mailbox that stays away
 =========  =============================================================================================
 """
 
@@ -59,6 +59,7 @@ def subscribe(dispatcher: events.Dispatcher) -> Callable[[], None]:
         events.MessageNotAcknowledged: _finished,
         events.SettlementFailed: _settlement_failed,
         events.LeaseRenewalFailed: _renewal_failed,
+        events.LeaseRenewalRecovered: _renewal_recovered,
         events.LeaseLost: _lease_lost,
         events.ReceiveFailed: _receive_failed,
         events.ReceiveRecovered: _receive_recovered,
@@ -138,11 +139,16 @@ def _settlement_failed(event: events.SettlementFailed) -> None:
 def _renewal_failed(event: events.LeaseRenewalFailed) -> None:
     _say(
         _message,
-        logging.WARNING,
+        logging.WARNING if event.first else logging.DEBUG,  # a server that is away for long is said once
         event,
         f"{event.loop}: renewing the lease of message {event.message_id} failed, trusted for {event.trusted_for:.1f} s"
         f" more: {event.error}",
     )
+
+
+def _renewal_recovered(event: events.LeaseRenewalRecovered) -> None:
+    text = f"{event.loop}: the mailbox answers again after {event.failures} failed renewals of leases"
+    _say(_message, logging.INFO, event, text)
 
 
 def _lease_lost(event: events.LeaseLost) -> None:
@@ -189,7 +195,7 @@ def _crashed(event: events.LoopCrashed) -> None:
 
 def _receive_failed(event: events.ReceiveFailed) -> None:
     text = f"{event.loop}: the mailbox cannot be reached, next try in {event.retry_in:.1f} s: {event.error}"
-    _say(_loop, logging.WARNING, event, text)
+    _say(_loop, logging.WARNING if event.first else logging.DEBUG, event, text)
 
 
 def _receive_recovered(event: events.ReceiveRecovered) -> None:

@@ -16,6 +16,7 @@ from mainspring import (
 from mainspring.events import (
     LeaseLost,
     LeaseRenewalFailed,
+    LeaseRenewalRecovered,
     MessageFinished,
     MessageNotAcknowledged,
 )
@@ -38,6 +39,46 @@ async def test_a_failed_renewal_is_tried_again_soon_and_the_handler_goes_on(virt
     assert [event.trusted_for for event in events] == pytest.approx([30 - at for at in tries[:3]])
     assert events[2].error == "OSError: reset"
     assert loop.outcomes == {"acknowledged": 1}
+
+
+async def test_a_store_that_is_away_for_long_is_said_once_when_it_goes_and_once_when_it_is_back(virtual_clock):
+    """Three messages whose renewals all fail for a while; two outages."""
+    mailbox = FaultyMailbox()
+    await mailbox.send_many([1, 2, 3])
+    loop = MainLoop(mailbox, sleeper(400), visibility_timeout=90, concurrency=4)
+    events = record(loop, LeaseRenewalFailed, LeaseRenewalRecovered, LeaseLost)
+    for _ in range(2):
+        async with background(loop):
+            await anyio.sleep(35)
+            mailbox.next("extend", *[fail(DOWN)] * 12)
+            await anyio.sleep(200)
+        news = [event for event in events if not isinstance(event, LeaseRenewalFailed) or event.first]
+        assert [type(event) for event in news] == [LeaseRenewalFailed, LeaseRenewalRecovered]
+        assert news[1].failures >= 10
+        events.clear()
+
+
+async def test_one_message_whose_renewals_fail_is_said_once_among_others_that_are_renewed(virtual_clock):
+    mailbox = FaultyMailbox()
+    extend, theirs = mailbox.extend, []
+
+    async def extend_all_but_the_first(delivery, timeout):
+        theirs.append(delivery)
+        if delivery is theirs[0]:
+            raise DOWN
+        return await extend(delivery, timeout)
+
+    mailbox.extend = extend_all_but_the_first
+    await mailbox.send_many([1, 2])
+    loop = MainLoop(mailbox, sleeper(200), visibility_timeout=30, concurrency=3)
+    events = record(loop, LeaseRenewalFailed, LeaseRenewalRecovered, LeaseLost)
+    async with background(loop):
+        await anyio.sleep(25)
+        await mailbox.send(3)
+        await anyio.sleep(60)
+    news = [type(event) for event in events if not isinstance(event, LeaseRenewalFailed) or event.first]
+    assert news == [LeaseRenewalFailed, LeaseLost, LeaseRenewalRecovered]
+    assert len(events) > 5
 
 
 async def test_whatever_a_driver_raises_does_not_end_the_loop(virtual_clock):

@@ -122,6 +122,7 @@ async def test_a_lost_connection_backs_off_and_the_loop_lives(virtual_clock):
     tries = mailbox.times("claim")
     assert [later - earlier for earlier, later in pairwise(tries[:9])] == pytest.approx(pauses)
     assert events[8] == ReceiveRecovered(loop.name, 8)
+    assert [event.first for event in failed] == [True] + [False] * 7
     assert loop.outcomes == {"acknowledged": 1}
 
 

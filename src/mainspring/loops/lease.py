@@ -9,7 +9,7 @@ import anyio
 
 from mainspring import entropy
 from mainspring.errors import ReceiptHandleExpiredError, describe
-from mainspring.events import LeaseLost, LeaseRenewalFailed
+from mainspring.events import LeaseLost, LeaseRenewalFailed, LeaseRenewalRecovered
 from mainspring.loops.outcome import Cause
 from mainspring.loops.run import Phase
 from mainspring.periodic import Periodic
@@ -49,6 +49,10 @@ class LeaseKeeper:
         self._dispatcher = dispatcher
         self._timer = Periodic(self._look)
         self._tasks: TaskGroup | None = None
+        self._failures = 0
+        """How many renewals have failed since the mailbox was last known to answer."""
+        self._retrying: set[Run] = set()
+        """Those whose renewals are being tried again."""
 
     async def run(self, hear: Callable[[Callable[[list[str]], object]], Callable[[], None]] | None = None) -> None:
         """Keep the leases until cancelled; ``hear`` (:meth:`Mailbox.hear_cancelled`) tells of those revoked meanwhile."""
@@ -62,6 +66,8 @@ class LeaseKeeper:
 
     def track(self, run: Run) -> None:
         """Begin to keep the lease of a run that was just claimed."""
+        if self._failures:
+            self._answers()
         renews = self._policy.renew != "never"
         run.renew_at = run.renewed_at + self._period if renews else run.trusted_until
         first = run.renewed_at + self._first
@@ -114,7 +120,19 @@ class LeaseKeeper:
         """
         return run.waits or now - run.beat_age() > max(run.renewed_at, run.started)
 
+    def _answers(self, *, again: bool = False) -> None:
+        """The mailbox has answered; that says nothing of a message whose own renewals fail, unless it was one of those."""
+        if self._failures and (again or not self._retrying):
+            failures, self._failures = self._failures, 0
+            self._dispatcher.dispatch(LeaseRenewalRecovered(self._name, failures))
+
     async def _renew(self, run: Run) -> None:
+        try:
+            await self._renew_or_lose(run)
+        finally:
+            self._retrying.discard(run)
+
+    async def _renew_or_lose(self, run: Run) -> None:
         failures = 0
         while run.phase is not Phase.DONE:
             began = anyio.current_time()
@@ -136,19 +154,22 @@ class LeaseKeeper:
                 return
             except Exception as error:  # whatever it is, the handlers go on as long as their leases do
                 failures += 1
+                self._retrying.add(run)
                 await self._back_off(run, error, failures)
             else:
                 run.renewed_at = began
                 run.trusted_until = max(run.trusted_until, began + self._visibility)
                 run.renew_at = began + self._period
                 self._timer.wake_by(run.renew_at)
+                self._answers(again=failures > 0)
                 return
 
     async def _back_off(self, run: Run, error: Exception, failures: int) -> None:
         """Wait before the next try, well inside what is left of the lease."""
         now = anyio.current_time()
         left = max(0.0, run.trusted_until - now)
-        self._dispatcher.dispatch(LeaseRenewalFailed(self._name, run.message_id, describe(error), left))
+        first, self._failures = not self._failures, self._failures + 1
+        self._dispatcher.dispatch(LeaseRenewalFailed(self._name, run.message_id, describe(error), left, first))
         wait = backoff(
             failures,
             initial=self._period / 16,
