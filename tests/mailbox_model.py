@@ -38,10 +38,14 @@ class Record:
     checkpoint: bytes | None = None
     place: str = "waiting"
     why: str = ""
+    unseen: bool = False
+    """Whether its lease has ended and nobody has received since, in a mailbox that does not see that before."""
 
     @property
     def due(self) -> float:
         """When time will do something to it."""
+        if self.unseen:
+            return math.inf
         if self.place == "in flight":
             return self.lease_until
         if self.place == "delayed":
@@ -61,21 +65,21 @@ class Model:
     ``exact`` says that things due at different instants take effect in the order of these. Otherwise only those of
     different looks do: a mailbox that looks at the time when it is used may do what was due meanwhile in an order of its own.
     ``front`` and ``priority`` are what its capabilities say: without them what is released goes to the tail, and a priority
-    is refused. Without ``looks`` a receive finds that a lease has ended, and what it held goes to the tail then.
+    is refused. Without ``lease_ends_seen`` a lease that has ended is seen by the next receive: what it held goes to the tail
+    then, or to the dead letters if it has grown too old since it was received.
     """
 
     capacity: float = math.inf
     exact: bool = True
     front: bool = True
     priority: bool = True
-    looks: bool = True
+    lease_ends_seen: bool = True
     records: list[Record] = field(default_factory=list)
     dead: list[str] = field(default_factory=list)
     settled: int = 0
     _ranks: int = 0
     _choices: int = 0
     _claims: int = 0
-    _unfound: list[Record] = field(default_factory=list)
     _unseen: list[tuple[int, str]] = field(
         default_factory=list
     )  # dead letters not looked at yet, with what orders them
@@ -128,7 +132,9 @@ class Model:
                 tied = not self.exact or any(r.due == before and r.place != "in flight" for r in self.alive())
             if first.place == "in flight":
                 first.charged += 1
-                self._unfound.append(first)
+                if not self.lease_ends_seen:
+                    first.place, first.receipt, first.unseen = "waiting", None, True
+                    continue
             self._wait(first, now, new_rank=not together)
 
     def _wait(
@@ -151,7 +157,7 @@ class Model:
 
     def _settle(self, records: list[Record]) -> int:
         for record in records:
-            record.place, record.receipt = "settled", None
+            record.place, record.receipt, record.unseen = "settled", None, False
         self.settled += len(records)
         return len(records)
 
@@ -188,11 +194,11 @@ class Model:
     def claim(self, received: list[tuple[str, str]], most: int, now: float, lease: float) -> list[Record]:
         """Hand out at most ``most``; ``received`` says which (ids and receipts), where more than one choice is right."""
         self.advance(now)
-        if not self.looks:
-            self._ranks += 1
-            for record in self._unfound:
-                record.rank = (self._ranks, math.inf)
-        self._unfound.clear()
+        unseen = [record for record in self.alive() if record.unseen]
+        self._ranks += bool(unseen)
+        for record in unseen:
+            record.unseen = False
+            self._wait(record, now, new_rank=False)
         waiting = self.claimable()
         if len(received) != min(most, len(waiting)):
             raise Disagreement(f"received {[i for i, _ in received]} of {[r.id for r in waiting]}, at most {most}")
@@ -253,7 +259,8 @@ class Model:
         found = [record for record in self.alive() if record.id == identity]
         if not found:
             return CancelOutcome.UNKNOWN
-        outcome = CancelOutcome.CANCELLED if found[0].place == "in flight" else CancelOutcome.REMOVED
+        held = found[0].place == "in flight" or found[0].unseen
+        outcome = CancelOutcome.CANCELLED if held else CancelOutcome.REMOVED
         self._settle(found)
         return outcome
 

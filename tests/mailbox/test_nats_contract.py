@@ -25,7 +25,7 @@ async def test_the_contract(nats_url, anyio_backend, storage, judged):
 
         backend = mailbox_contract.Backend(make, short_lease=1.0, lateness=1.0, name=f"NATS, {storage} storage")
         report = await mailbox_contract.run(backend, concurrency=20)
-    judged(report, {"front_return", "priority", "transactional_reply"})
+    judged(report, {"front_return", "priority", "transactional_reply", "lease_ends_seen"})
 
 
 @pytest.mark.parametrize("anyio_backend", ["trio"])

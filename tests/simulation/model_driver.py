@@ -118,9 +118,6 @@ class Place:
     capacity: float = CAPACITY
     forgets: bool = False
     """Whether a mailbox object that is opened again does not know its deliveries of before."""
-    looks: bool = True
-    """Whether time does what it does though nobody receives: else a lease that has ended may still be counted as one, and
-    nothing is sent that grows too old while it waits."""
     lateness: float = 0.3
     """Seconds of real time after which it surely has been seen to what was due."""
 
@@ -138,7 +135,7 @@ class Driver:
         self.make = make
         self.place = place
         able = make().capabilities
-        self.model = Model(place.capacity, exact, able.front_return, able.priority, place.looks)
+        self.model = Model(place.capacity, exact, able.front_return, able.priority, able.lease_ends_seen)
         self.handles: list[Handle] = []
         self.bodies: dict[str, Any] = {}
         self.sent = 0
@@ -191,7 +188,7 @@ class Driver:
         """Whether everything is where the model has it."""
         self.model.advance(anyio.current_time())
         counts, expected = await self.mailbox.counts(), self.model.counts()
-        if not self.place.looks:
+        if not self.model.lease_ends_seen:  # then such a lease may still be counted as one
             counts, expected = (
                 replace(some, pending=some.pending + some.in_flight, in_flight=0) for some in (counts, expected)
             )
@@ -285,8 +282,6 @@ class Driver:
 
     async def _send(self, bodies: list[Any], key: str | None = None, *, many: bool = False, **values: Any) -> None:
         """The ids are the mailbox's, so the model is asked afterwards, with the instant before."""
-        if not self.place.looks:
-            values["expires_in"] = None
         now, mailbox = anyio.current_time(), self.mailbox
         result: Any
         try:

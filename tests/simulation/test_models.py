@@ -116,7 +116,7 @@ def test_a_key_that_another_has_by_now_is_gone_for_good():
         run(steps)
 
 
-SERVERS = {"redis": Place(), "postgres": Place(), "nats": Place(math.inf, forgets=True, looks=False, lateness=1.0)}
+SERVERS = {"redis": Place(), "postgres": Place(), "nats": Place(math.inf, forgets=True, lateness=1.0)}
 
 
 @contextmanager

@@ -55,6 +55,9 @@ class Capabilities:
     """A send can join a transaction of the sender's, and a handler can have one that its acknowledgement joins."""
     ordered: bool = False
     """Calls take effect in the order in which they were made: a claim made after a settlement sees it."""
+    lease_ends_seen: bool = True
+    """The end of a lease shows at once, whoever held it: in the counts, and as the death of what has expired meanwhile. Else
+    the next receive finds it, and before that the mailbox object that held it counts it."""
     lease_granularity: float = 0.0
     """Seconds by which the store may round a lease."""
     async_backends: frozenset[str] = frozenset({"asyncio", "trio"})

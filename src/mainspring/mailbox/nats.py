@@ -71,6 +71,7 @@ class NatsMailbox(Mailbox[T, R]):
         front_return=False,
         priority=False,
         transactional_reply=False,
+        lease_ends_seen=False,
         lease_granularity=0.05,
         async_backends=frozenset({"asyncio"}),
     )

@@ -192,4 +192,4 @@ class Expirer(Timed):
                 if stream == names.queue and there.sequence <= await store.delivered():
                     return  # in flight, or it was: who gives it back, or would receive it, sees that it has expired
                 await self._claims.bury(stream, there.sequence, record, EXPIRED, record.expires_at)
-                return
+                break  # it may have been due just now, so that there is one in the queue as well

@@ -8,7 +8,7 @@ import anyio
 
 from mainspring import clock
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxFullError, ReplyNotAvailableError
-from mainspring.mailbox.message import Ack, Dead, Return
+from mainspring.mailbox.message import EXPIRED, Ack, Dead, Return
 from mainspring.mailbox.nats_claims import NO_ROOM
 from mainspring.mailbox.nats_errors import GoneError
 from mainspring.mailbox.nats_lease import expired
@@ -87,13 +87,16 @@ class Settlements:
         record = lease.record.returned(
             received_at=lease.received_at, charge=how.charge, kept=lease.checkpoint, history=how.history
         )
+        now = self._wall()
+        if record.expires_at is not None and record.expires_at <= now:
+            return await self._claims.bury(store.names.queue, lease.sequence, record, EXPIRED, record.expires_at)
         if how.delay <= 0:
             async with store.gate.moving():
                 added = await store.add(Add(lease.subject, record.encode(), lease.sequence))
                 if added.sequence:
                     await store.moved()
             return added.sequence > 0
-        record.due = self._wall() + how.delay
+        record.due = now + how.delay
         token = lease.subject.removeprefix(store.names.to_queue)
         async with store.moving():
             added = await store.add(Add(store.names.to_delayed + token, record.encode(), 0))

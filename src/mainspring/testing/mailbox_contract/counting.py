@@ -52,6 +52,18 @@ async def counts_see_what_time_alone_has_done(h: Harness) -> None:
         await h.counts(box, pending=2)
 
 
+@behaviour("cross_process", "expiry", "lease_ends_seen")
+async def the_end_of_a_lease_shows_to_everybody(h: Harness) -> None:
+    """Who held nothing sees in counts() that another's lease has ended, and that what has expired by then is dead."""
+    async with h.open() as holder, h.open() as other:
+        await holder.send("back")
+        await holder.send("expired", expires_in=h.short + 1.0)
+        equal(len(await h.all(holder, lease=h.short + 1.5)), 2, "messages received")
+        await h.counts(other, in_flight=2)
+        await h.pass_time(h.short + 1.5)
+        await h.counts(other, pending=1, dead=1)
+
+
 @behaviour()
 async def forgotten_dead_letters_still_add_up(h: Harness) -> None:
     """The parts add up to all that was ever accepted, also after dead letters were forgotten."""

@@ -265,14 +265,16 @@ async def an_expired_message_died_at_its_expiry(h: Harness) -> None:
 async def what_somebody_works_on_does_not_expire(h: Harness) -> None:
     """A message in flight outlives its expires_in and can be acknowledged; given back after it, it is dead."""
     async with h.open() as box:
-        await box.send_many(["done", "back"], expires_in=h.short + 1.0)
-        done, back = await h.all(box)
+        await box.send_many(["done", "back", "released", "later"], expires_in=h.short + 1.0)
+        done, back, released, later = await h.all(box)
         await h.pass_time(h.short + 1.0)
-        await h.counts(box, in_flight=2)
+        await h.counts(box, in_flight=4)
         await done.acknowledge()
         await back.nack()
+        await released.release()
+        await later.nack(delay=3_600 if h.capabilities.delay else 0)
+        await h.counts(box, settled=1, dead=3)
         await h.none(box, "it was given back past its expiry")
-        await h.counts(box, settled=1, dead=1)
 
 
 @behaviour()
