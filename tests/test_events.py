@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from functools import partial
 
 import pytest
 
-from mainspring import events
+from mainspring import InvalidParameterError, events
 from mainspring.events import Dispatcher, LeaseLost, MessageFinished, MessageStarted, Tally
 
 EVENTS = [
@@ -41,6 +42,22 @@ def test_a_type_hears_itself_and_its_subclasses_only():
     dispatcher.subscribe(LeaseLost, lambda event: heard.append("lost"))
     dispatcher.dispatch(STARTED)
     assert heard == ["started", "all"]
+
+
+async def asynchronous(event):
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("subscriber", "what"), [(asynchronous, "async"), (partial(asynchronous), "async"), (None, "no function")]
+)
+def test_one_that_nobody_would_run_is_refused(subscriber, what):
+    dispatcher = Dispatcher()
+    with pytest.raises(
+        InvalidParameterError, match=rf"a subscriber is a plain function of \(event\), and .* is {what}; have"
+    ):
+        dispatcher.subscribe(MessageStarted, subscriber)
+    assert not dispatcher.wants(MessageStarted)
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), SystemExit("mine")])

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from mainspring import DaemonScope
-from mainspring.errors import TaskExitError
+from mainspring.errors import InvalidParameterError, TaskExitError
 from mainspring.report import Ending
 from mainspring.scope import lone_error
 
@@ -274,6 +274,14 @@ async def test_a_scope_must_be_open():
     with pytest.raises(RuntimeError, match="not open"):
         scope.start_soon(forever)
     scope.cancel()  # nothing to cancel
+
+
+async def test_a_coroutine_is_no_task():
+    async with DaemonScope("tasks") as scope:
+        with pytest.raises(InvalidParameterError, match=r"not a coroutine: write start_soon\(sleep, …\) instead of"):
+            scope.start_soon(anyio.sleep(1))
+        with pytest.raises(InvalidParameterError, match="an async function and its arguments, not 3"):
+            await scope.start(3)
 
 
 async def test_it_may_be_opened_again():

@@ -11,6 +11,9 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from mainspring.callables import is_async
+from mainspring.errors import InvalidParameterError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -260,7 +263,15 @@ class Dispatcher:
     _sources: list[Dispatcher] = field(default_factory=list)
 
     def subscribe(self, event_type: type[E], subscriber: Callable[[E], object]) -> Callable[[], None]:
-        """Call ``subscriber(event)`` for each event of ``event_type``. Returns a function that ends it (idempotent)."""
+        """Call ``subscriber(event)`` for each event of ``event_type``. Returns a function that ends it (idempotent).
+
+        :raises InvalidParameterError: the subscriber is async, so that nobody would run it, or no function.
+        """
+        if is_async(subscriber) or not callable(subscriber):
+            what = "async" if callable(subscriber) else "no function"
+            raise InvalidParameterError(
+                f"a subscriber is a plain function of (event), and {subscriber!r} is {what}; have it start or send what waits"
+            )
         entry = (event_type, subscriber)
         self._subscribers.append(entry)
         self._changed()

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 
-from mainspring.errors import TaskExitError
+from mainspring.callables import instead_of
+from mainspring.errors import InvalidParameterError, TaskExitError
 from mainspring.process import async_library
 from mainspring.report import Ending, PartReport
 from mainspring.stacks import where
@@ -155,7 +156,10 @@ class DaemonScope:
         name: str | None = None,
         stop: Callable[[], object] | None = None,
     ) -> Daemon:
-        """Start ``fn(*args)`` as a task of this scope. ``stop`` is called to ask it to end by itself."""
+        """Start ``fn(*args)`` as a task of this scope. ``stop`` is called to ask it to end by itself.
+
+        :raises InvalidParameterError: ``fn`` cannot be called (pass the function, not a coroutine).
+        """
         daemon = self._add(fn, name, stop)
         self._entered().start_soon(daemon._run, fn, args, name=daemon.name)  # noqa: SLF001 - one module
         return daemon
@@ -198,6 +202,10 @@ class DaemonScope:
 
     def _add(self, fn: Callable[..., Awaitable[Any]], name: str | None, stop: Callable[[], object] | None) -> Daemon:
         self._entered()
+        if not callable(fn):
+            raise InvalidParameterError(
+                f"DaemonScope {self.name!r}: a task is an async function and its arguments, {instead_of(fn, 'start_soon')}"
+            )
         label = name or getattr(fn, "__qualname__", None) or repr(fn)
         self._daemons[:] = [old for old in self._daemons if not old.done]
         daemon = Daemon(label, stop)
