@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import select
 import sys
 from contextlib import asynccontextmanager
@@ -36,6 +37,20 @@ _MIGRATE = (
     psycopg.errors.UndefinedFunction,
     psycopg.errors.InvalidSchemaName,
     psycopg.errors.UndefinedColumn,
+)
+# A connection that fails has no code of its error, so it goes by the words, which are English where the server's are; another
+# server's refusal is taken for one that may pass.
+_LASTING = (
+    (
+        r"bad value for|invalid .*(value|number)|could not match|unrecognized configuration parameter",
+        "correct the parameters of the URL",
+    ),
+    (r"does not support SSL|certificate|private key", "check the sslmode and the certificates that the URL names"),
+    (
+        r"authentication failed|no password supplied|does not exist|pg_hba\.conf|not permitted to log in|"
+        r"permission denied for database|no such (user|database)",
+        "check the user, the password and the database of the URL",
+    ),
 )
 
 
@@ -84,10 +99,15 @@ class Pool:
         self.opened = 0
         self.batches = 0
         self._keeps = False
+        self._welcome = False
         self._idle: list[psycopg.AsyncConnection[Any]] = []
 
     async def connect(self) -> psycopg.AsyncConnection[Any]:
-        """A new connection, in autocommit. Raises :class:`MailboxConnectionError`."""
+        """A new connection, in autocommit.
+
+        Raises :class:`MailboxConnectionError`; :class:`ConfigError` for a refusal that no later try would escape, as of a
+        wrong password, unless there was a connection before: from then on it may be somebody's passing mistake.
+        """
         try:
             with anyio.fail_after(CONNECT_TIMEOUT):
                 # Nothing is prepared: behind a connection pooler the next transaction may meet another server process.
@@ -95,12 +115,16 @@ class Pool:
         except TimeoutError:
             raise MailboxConnectionError(f"PostgreSQL did not answer within {CONNECT_TIMEOUT:g} s") from None
         except (psycopg.Error, OSError) as error:
+            remedy = None if self._welcome else _remedy(str(error))
+            if remedy is not None:
+                raise ConfigError(f"PostgreSQL refuses the connection: {one_line(error)}; {remedy}") from error
             raise MailboxConnectionError(f"PostgreSQL cannot be reached: {one_line(error)}") from error
         except BaseException as error:
             clear_frames(error.__traceback__)  # else what was half open stays so for as long as somebody has the error
             raise
         register(connection.adapters)
         self.opened += 1
+        self._welcome = True
         return connection
 
     @asynccontextmanager
@@ -160,7 +184,7 @@ class Pool:
 
     async def close(self) -> None:
         """Close what idles, and from now on what comes back; see :meth:`keep_open`."""
-        self._keeps = False
+        self._keeps = self._welcome = False
         await self.drop_idle()
 
     def keep_open(self) -> None:
@@ -199,6 +223,11 @@ class _ConflictError(MailboxConnectionError):
 
 class HeldUpError(MailboxConnectionError):
     """Another transaction was in the way for longer than the lock_timeout; nothing was done."""
+
+
+def _remedy(text: str) -> str | None:
+    """What to do about a connection that fails for good with that text, or None where it may succeed later."""
+    return next((remedy for pattern, remedy in _LASTING if re.search(pattern, text)), None)
 
 
 async def send(connection: psycopg.AsyncConnection[Any], calls: Sequence[Call]) -> list[list[tuple[Any, ...]]]:

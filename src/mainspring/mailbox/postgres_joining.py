@@ -110,6 +110,10 @@ def _told() -> Iterator[None]:
     except psycopg.Error as error:
         if error.sqlstate == WRONG_STORE:
             raise InvalidParameterError(f"send: {one_line(error)}") from None
+        if isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
+            raise InvalidParameterError(
+                f"send: the transaction of the connection may not write ({one_line(error)}); send in one that may"
+            ) from None
         raise told(error) from error
 
 
