@@ -70,14 +70,8 @@ def _postgres() -> PostgresServer:
 
 
 def _nats() -> NatsServer:
-    """One that syncs always, where its version can (2.9 refuses to know the setting)."""
-    server = NatsServer()
-    config = server.directory / "server.conf"
-    config.write_text("jetstream { sync_interval: always }\n")
-    known = subprocess.run([server.binary, "-t", "-c", str(config)], capture_output=True, check=False).returncode == 0
-    if known:
-        server._options = ("-c", str(config))
-    return server
+    """One that syncs always, where its version can."""
+    return NatsServer.synced() or NatsServer()
 
 
 def _nats_options(lease: float, timeout: float) -> dict[str, Any]:

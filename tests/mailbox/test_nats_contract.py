@@ -8,8 +8,21 @@ from mainspring.errors import ConfigError
 from mainspring.mailbox.nats import NatsMailbox
 from mainspring.testing import mailbox_contract
 from nats_support import ON_ASYNCIO, place
+from servers import NatsServer
 
 pytestmark = pytest.mark.anyio
+LACKING = {"front_return", "priority", "transactional_reply", "lease_ends_seen"}
+
+
+async def contract(url, storage, name):
+    """What the contract finds of mailboxes on that server."""
+    async with place(url) as here:
+
+        def make(mailbox, *, body=None, reply=None):
+            return here.box(mailbox, body=body, reply=reply, storage=storage)
+
+        backend = mailbox_contract.Backend(make, short_lease=1.0, lateness=1.0, name=name)
+        return await mailbox_contract.run(backend, concurrency=20)
 
 
 @pytest.mark.parametrize(
@@ -18,14 +31,16 @@ pytestmark = pytest.mark.anyio
     ids=("asyncio, file", "uvloop, memory"),
 )
 async def test_the_contract(nats_url, anyio_backend, storage, judged):
-    async with place(nats_url) as here:
+    judged(await contract(nats_url, storage, f"NATS, {storage} storage"), LACKING)
 
-        def make(name, *, body=None, reply=None):
-            return here.box(name, body=body, reply=reply, storage=storage)
 
-        backend = mailbox_contract.Backend(make, short_lease=1.0, lateness=1.0, name=f"NATS, {storage} storage")
-        report = await mailbox_contract.run(backend, concurrency=20)
-    judged(report, {"front_return", "priority", "transactional_reply", "lease_ends_seen"})
+@pytest.mark.parametrize("anyio_backend", ON_ASYNCIO[:1], ids=("asyncio",))
+async def test_the_contract_on_a_server_that_syncs_always(anyio_backend, judged):
+    server = NatsServer.synced()
+    if server is None:
+        pytest.skip("this NATS server does not know sync_interval: 2.10 and later do")
+    with server:
+        judged(await contract(server.url, "file", "NATS, synced"), LACKING)
 
 
 @pytest.mark.parametrize("anyio_backend", ["trio"])
