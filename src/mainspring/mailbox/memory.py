@@ -64,6 +64,8 @@ class InMemoryMailbox(Mailbox[T, R]):
         reply: Any = None,
     ) -> None:
         super().__init__(f"memory-{entropy.token(32)}" if name is None else name, body=body, reply=reply)
+        if self.name.startswith(KIND):
+            raise ConfigError(f"InMemoryMailbox takes a name, and {name!r} is a URL: that is for open_mailbox()")
         if capacity is not None and not is_whole(capacity, 1):
             raise ConfigError(f"memory mailbox {self.name!r}: capacity must be a whole number from 1, not {capacity!r}")
         if not isinstance(serialize, bool):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import anyio
 import nats  # noqa: F401 - so that a missing driver is known at once
@@ -25,6 +25,7 @@ from mainspring.mailbox.nats_store import Store
 from mainspring.mailbox.nats_tidy import Tidier
 from mainspring.mailbox.nats_url import SCHEMES, Server, name_in, parse_server, read_options
 from mainspring.mailbox.nats_wire import Wire
+from mainspring.mailbox.open import reads_query
 from mainspring.values import MAX_VISIBILITY, is_number, is_whole
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class NatsMailbox(Mailbox[T, R]):
     tail. It runs on asyncio only, as its driver (nats-py) does. See docs/how-to/nats.md.
 
     :param server: the URL of the server, or of several of one cluster (hosts by comma): ``nats://user:password@host:4222``.
+        The other parameters can stand in its query instead, as in ``?name=jobs``, but for ``body`` and ``reply``.
     :param name: of the mailbox.
     :param body: the type of the bodies; else the handler's annotation gives it, else anything that JSON can say.
     :param reply: the type of the replies.
@@ -76,6 +78,7 @@ class NatsMailbox(Mailbox[T, R]):
         async_backends=frozenset({"asyncio"}),
     )
 
+    @reads_query(read_options)
     def __init__(
         self,
         server: str | Server,
@@ -125,7 +128,7 @@ class NatsMailbox(Mailbox[T, R]):
         cls, url: str, *, host: str, path: str, options: dict[str, Any], body: Any = None, reply: Any = None
     ) -> NatsMailbox[Any, Any]:
         """The mailbox that a URL means; options that stand in it are strings."""
-        return cls(urlsplit(url)._replace(query="").geturl(), body=body, reply=reply, **read_options(url, options))
+        return cls(url, body=body, reply=reply, **read_options(url, options))
 
     @property
     def address(self) -> str:

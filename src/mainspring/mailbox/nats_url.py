@@ -8,6 +8,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from mainspring.errors import ConfigError
 from mainspring.mailbox.tls import tls_context
+from mainspring.urls import shown
 
 if TYPE_CHECKING:
     import ssl
@@ -116,14 +117,14 @@ def name_in(address: str) -> str:
 
 
 def read_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a URL, each in its type. Raises :class:`ConfigError` for one that there is not."""
-    shown = urlsplit(url)._replace(netloc=urlsplit(url).netloc.rpartition("@")[2], query="").geturl()
+    """Options of a URL, which is given without them, each in its type. Raises :class:`ConfigError` for one that is none."""
+    place = shown(url)
     values = {}
     for key, value in options.items():
         if key not in OPTIONS:
-            raise ConfigError(f"{shown!r}: a NATS mailbox has no option {key!r}; it has {', '.join(OPTIONS)}")
+            raise ConfigError(f"{place!r}: a NATS mailbox has no option {key!r}; it has {', '.join(OPTIONS)}")
         try:
             values[key] = OPTIONS[key](value) if isinstance(value, str) else value
         except ValueError:
-            raise ConfigError(f"{shown!r}: the option {key} must be a number, not {value!r}") from None
+            raise ConfigError(f"{place!r}: the option {key} must be a number, not {value!r}") from None
     return values

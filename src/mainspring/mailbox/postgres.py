@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
-from urllib.parse import urlsplit
 
 from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.mailbox import postgres_commands as do
@@ -17,6 +16,7 @@ from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.hooks import TRANSIENT, Capabilities
 from mainspring.mailbox.limits import check_column, full, size_of
 from mainspring.mailbox.message import Ack, Cancelled, CancelOutcome, Dead, Return
+from mainspring.mailbox.open import reads_query
 from mainspring.mailbox.postgres_address import (
     SCHEMA,
     address_of,
@@ -58,7 +58,8 @@ class PostgresMailbox(Mailbox[T, R]):
     It runs on asyncio (with uvloop too), as its driver does.
 
     :param url: of the database, with what libpq takes as parameters: ``postgresql://user@host:5432/db?sslmode=require``.
-        What it leaves out comes from the environment (``PGHOST``, ``PGPASSWORD``, …) and the password file.
+        The parameters below can stand there too, but for ``body`` and ``reply``. What it leaves out comes from the environment
+        (``PGHOST``, ``PGPASSWORD``, …) and the password file.
     :param name: of the queue.
     :param body: the type of the bodies; else the handler's annotation gives it, else anything that JSON can say.
     :param reply: the type of the replies.
@@ -81,6 +82,7 @@ class PostgresMailbox(Mailbox[T, R]):
         async_backends=frozenset({"asyncio"}),
     )
 
+    @reads_query(options_of)
     def __init__(
         self,
         url: str,
@@ -120,9 +122,7 @@ class PostgresMailbox(Mailbox[T, R]):
         cls, url: str, *, host: str, path: str, options: dict[str, Any], body: Any = None, reply: Any = None
     ) -> PostgresMailbox[Any, Any]:
         """The mailbox that a URL means; options that stand in it are strings, and libpq's parameters stand there too."""
-        given = options_of(url, options)
-        bare = urlsplit(url)._replace(query="").geturl()
-        return cls(bare, body=body, reply=reply, **given)
+        return cls(url, body=body, reply=reply, **options_of(url, options))
 
     @property
     def address(self) -> str:

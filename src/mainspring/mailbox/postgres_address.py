@@ -11,6 +11,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from mainspring.errors import ConfigError
 from mainspring.mailbox.postgres_connection import one_line
+from mainspring.urls import shown
 
 SCHEMA = "mainspring"
 _NAME = re.compile(r"[a-z_][a-z0-9_]{0,39}")
@@ -41,7 +42,7 @@ def options_of(url: str, options: dict[str, Any]) -> dict[str, Any]:
             values[key] = _OPTIONS[key](value) if key in _OPTIONS and isinstance(value, str) else value
         except ValueError:
             kind = "a number" if key in ("capacity", "timeout") else "true or false"
-            raise ConfigError(f"{without_password(url)!r}: the option {key} must be {kind}, not {value!r}") from None
+            raise ConfigError(f"{shown(url)!r}: the option {key} must be {kind}, not {value!r}") from None
     return values
 
 
@@ -51,7 +52,7 @@ def check_parameters(url: str, parameters: dict[str, Any]) -> None:
         if not is_parameter(key):
             allowed = ", ".join(_OPTIONS)
             raise ConfigError(
-                f"{without_password(url)!r}: a PostgreSQL mailbox has no option {key!r}; it has {allowed}, and libpq's"
+                f"{shown(url)!r}: a PostgreSQL mailbox has no option {key!r}; it has {allowed}, and libpq's"
             )
 
 
@@ -93,27 +94,20 @@ def where_of(conninfo: str) -> tuple[str, str, str]:
 
 def conninfo_of(url: str, parameters: dict[str, Any]) -> str:
     """What libpq is told: the URL without its query, the parameters that stand there, and our defaults."""
-    parts = urlsplit(url)
+    bare = "postgresql://" + re.split(r"[?#]", url, maxsplit=1)[0].partition("://")[2]
     try:
-        given = conninfo_to_dict(parts._replace(scheme="postgresql", query="", fragment="").geturl(), **parameters)
+        given = conninfo_to_dict(bare, **parameters)
         known = {key: str(value) for key, value in given.items() if value is not None}
         return make_conninfo("", **{**_DEFAULTS, **known})
     except psycopg.Error as error:
-        raise ConfigError(f"{without_password(url)!r}: {one_line(error)}") from None
+        secret = urlsplit(bare).password
+        told = one_line(error).replace(secret, "***") if secret else one_line(error)
+        raise ConfigError(f"{shown(bare)!r}: {told}") from None
 
 
 def is_parameter(key: str) -> bool:
     """Whether libpq has a connection parameter of that name."""
     return any(option.keyword.decode() == key for option in psycopg.pq.Conninfo.get_defaults())
-
-
-def without_password(url: str) -> str:
-    """The URL as it may be shown."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    user, _, host = parts.netloc.rpartition("@")
-    return parts._replace(netloc=f"{user.partition(':')[0]}:***@{host}").geturl()
 
 
 def is_text(value: str) -> bool:

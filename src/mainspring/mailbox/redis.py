@@ -20,9 +20,10 @@ from mainspring.mailbox.base import Mailbox
 from mainspring.mailbox.batching import Batcher
 from mainspring.mailbox.hooks import Capabilities
 from mainspring.mailbox.message import Ack, Dead
+from mainspring.mailbox.open import reads_query
 from mainspring.mailbox.redis_calls import base_of, calls, keys_of
 from mainspring.mailbox.redis_records import MICRO, UNREADABLE, claimed_at
-from mainspring.mailbox.redis_url import parse_server
+from mainspring.mailbox.redis_url import parse_server, read_options
 from mainspring.periodic import Periodic
 from mainspring.values import is_number, is_whole
 
@@ -55,7 +56,8 @@ class RedisMailbox(Mailbox[T, R]):
     one for calls, one on which the server calls when there are messages to wait for.
 
     :param url: ``redis://[user:password@]host:6379/0``, ``rediss://…`` (TLS), ``redis+sentinel://host:26379,host/service/0``,
-        ``redis+cluster://host:6379,host``.
+        ``redis+cluster://host:6379,host``. The other parameters can stand in its query instead, as in ``?name=jobs``, but for
+        ``body`` and ``reply``.
     :param name: of the queue.
     :param body: the type of the bodies; else the handler's annotation gives it, else anything that JSON can say.
     :param reply: the type of the replies.
@@ -69,6 +71,7 @@ class RedisMailbox(Mailbox[T, R]):
 
     capabilities: ClassVar[Capabilities] = Capabilities(durable=True, cross_process=True, ordered=True)
 
+    @reads_query(read_options)
     def __init__(
         self,
         url: str,
@@ -98,16 +101,7 @@ class RedisMailbox(Mailbox[T, R]):
         cls, url: str, *, host: str, path: str, options: dict[str, Any], body: Any = None, reply: Any = None
     ) -> RedisMailbox[Any, Any]:
         """The mailbox that a URL means; options that stand in it are strings."""
-        values = dict(options)
-        for key, convert in (("capacity", int), ("timeout", float)):
-            if isinstance(values.get(key), str):
-                try:
-                    values[key] = convert(values[key])
-                except ValueError:
-                    raise ConfigError(
-                        f"the option {key} of a Redis mailbox must be a number, not {values[key]!r}"
-                    ) from None
-        return cls(url, body=body, reply=reply, **values)
+        return cls(url, body=body, reply=reply, **read_options(url, options))
 
     @property
     def address(self) -> str:

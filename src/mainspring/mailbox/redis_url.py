@@ -8,6 +8,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from mainspring.errors import ConfigError
 from mainspring.mailbox.tls import tls_context
+from mainspring.urls import shown
 
 if TYPE_CHECKING:
     import ssl
@@ -51,6 +52,20 @@ class Server:
             return False
         mine = (self.kind, self.service, self.db, frozenset(self.hosts))
         return mine == (other.kind, other.service, other.db, frozenset(other.hosts))
+
+
+def read_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a URL, which is given without them, each in its type. Raises :class:`ConfigError` for what is no number."""
+    values = dict(options)
+    for key, convert in (("capacity", int), ("timeout", float)):
+        if isinstance(values.get(key), str):
+            try:
+                values[key] = convert(values[key])
+            except ValueError:
+                raise ConfigError(
+                    f"{shown(url)!r}: the option {key} of a Redis mailbox must be a number, not {values[key]!r}"
+                ) from None
+    return values
 
 
 def parse_server(url: str, options: dict[str, Any]) -> Server:

@@ -73,6 +73,8 @@ class SQLiteMailbox(Mailbox[T, R]):
     ) -> None:
         super().__init__(name, body=body, reply=reply)
         file = os.fspath(path)
+        if file.startswith("sqlite://"):
+            raise ConfigError(f"SQLiteMailbox takes a path, and {file!r} is a URL: that is for open_mailbox()")
         if not file or file == ":memory:" or file.endswith("/") or "\0" in file:
             raise ConfigError(f"a SQLite mailbox needs the path of a file, not {file!r}; in memory is memory://{name}")
         if synchronous not in SYNCHRONOUS:

@@ -1,0 +1,154 @@
+"""From a URL to a mailbox: by ``open_mailbox`` and by the constructors, which read the same."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from mainspring import ConfigError, open_mailbox
+from mainspring.mailbox.memory import InMemoryMailbox
+from mainspring.mailbox.nats import NatsMailbox
+from mainspring.mailbox.postgres import PostgresMailbox
+from mainspring.mailbox.redis import RedisMailbox
+from mainspring.mailbox.sqlite import SQLiteMailbox
+
+SERVERS = [
+    (PostgresMailbox, "postgresql://ann@db:6000/app"),
+    (RedisMailbox, "redis://ann@db:6000/0"),
+    (NatsMailbox, "nats://ann@db:6000"),
+]
+
+
+@pytest.mark.parametrize(("kind", "url"), SERVERS)
+def test_a_constructor_reads_the_query_as_open_mailbox_does(kind, url):
+    for query in ("?name=zzz&timeout=3", "?name=z%26z", ""):
+        assert kind(url + query).address == open_mailbox(url + query).address
+    assert kind(f"{url}?name=zzz").name == "zzz"
+    assert kind(f"{url}?timeout=3", name="given").name == "given"
+    sibling = kind(f"{url}?name=zzz")._sibling("other")
+    assert (sibling.name, sibling.address) == ("other", open_mailbox(f"{url}?name=other").address)
+
+
+def test_options_in_the_url_of_a_constructor_count():
+    postgres = PostgresMailbox(
+        "postgresql://db/app?sslmode=require&application_name=me&schema=mine&capacity=3&listen=no&migrate=no"
+    )
+    assert "sslmode=require" in postgres._conninfo
+    assert "application_name=me" in postgres._conninfo
+    assert (postgres._schema, postgres._capacity, postgres._migrate) == ("mine", 3, False)
+    assert postgres._settings["listen"] is False
+    redis = RedisMailbox("redis://db?capacity=3&timeout=2&username=ann&password=s3cret")
+    assert (redis._capacity, redis._timeout, redis._server.username) == (3, 2.0, "ann")
+    nats = NatsMailbox("nats://db?ack_wait=3&replicas=3&storage=memory")
+    assert (nats._settings["ack_wait"], nats._settings["replicas"], nats._settings["storage"]) == (3.0, 3, "memory")
+    assert NatsMailbox(server="nats://db?name=zzz").name == RedisMailbox(url="redis://db?name=zzz").name == "zzz"
+
+
+@pytest.mark.parametrize(("kind", "url"), SERVERS)
+def test_what_stands_in_the_url_and_is_given_too_is_refused(kind, url):
+    for make in (kind, open_mailbox):
+        for options in ({"name": "b"}, {"name": "default"}):
+            with pytest.raises(ConfigError, match="'name' is given twice"):
+                make(f"{url}?name=a", **options)
+        with pytest.raises(ConfigError, match="'name' is given twice"):
+            make(f"{url}?name=a&name=b")
+        for option in ("nonsense", "url", "server", "self", "body", "reply"):
+            with pytest.raises(ConfigError, match=f"no option '{option}'"):
+                make(f"{url}?{option}=x")
+        with pytest.raises(ConfigError, match="timeout"):
+            make(f"{url}?timeout=soon")
+        with pytest.raises(ConfigError, match="write %23"):
+            make(f"{url}?name=a#b")
+
+
+@pytest.mark.parametrize(("kind", "url"), SERVERS)
+def test_a_constructor_takes_urls_of_its_own_kind_only(kind, url):
+    for _, other in SERVERS:
+        if other != url:
+            with pytest.raises(ConfigError, match=r"open_mailbox\(\)"):
+                kind(other)
+    assert next(iter(inspect.signature(kind).parameters)) in ("url", "server")
+
+
+def test_what_takes_no_url_says_so():
+    for path in ("sqlite:///jobs.db", "sqlite:///jobs.db?name=x"):
+        with pytest.raises(ConfigError, match=r"open_mailbox\(\)"):
+            SQLiteMailbox(path)
+    with pytest.raises(ConfigError, match=r"open_mailbox\(\)"):
+        InMemoryMailbox("memory://jobs?capacity=3")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql:///app?name=jobs&host=/var/run/postgresql",
+        "postgresql:///app?name=jobs",
+        "postgres:///app?name=jobs",
+        "postgresql://?name=jobs",
+        "postgresql://ann@/app?name=jobs",
+        "postgresql://:6000/app?name=jobs",
+        "postgresql://a,b:6000/app?name=jobs",
+    ],
+)
+def test_a_postgresql_url_may_leave_the_host_to_libpq(url):
+    assert open_mailbox(url).name == PostgresMailbox(url).name == "jobs"
+    assert open_mailbox(url)._conninfo == PostgresMailbox(url)._conninfo
+    assert ("dbname=app" in open_mailbox(url)._conninfo) == ("/app" in url)
+
+
+# ----------------------------------------------------------------------------------------------------------- passwords
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:s3c@ret/w:rd@127.0.0.1:6379/0?name=x",
+        "redis://:s3c?ret@127.0.0.1:6379/0",
+        "redis://:s3c@ret?x@127.0.0.1:6379/0",
+        "redis://:s3c@ret#x@127.0.0.1:6379/0",
+        "redis://:123/ret@127.0.0.1:6379/0",
+        "redis://:123?ret@127.0.0.1:6379/0",
+        "nats://wk:s3c@ret/w@127.0.0.1:4222?name=x",
+        "nats://s3c/ret@127.0.0.1:4222",
+        "postgresql://ann:s3c@ret@127.0.0.1/app?name=x",
+        "postgresql://ann:s3c@ret/x@127.0.0.1/app",
+    ],
+)
+def test_a_password_that_must_be_escaped_is_told_and_not_shown(url):
+    kind = {"r": RedisMailbox, "n": NatsMailbox, "p": PostgresMailbox}[url[0]]
+    for make in (kind, open_mailbox):
+        with pytest.raises(ConfigError, match="in a user or a password must be written %2F") as caught:
+            make(url)
+        assert "s3c" not in str(caught.value)
+        assert "ret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "password"),
+    [
+        *((scheme, password) for scheme in ("redis", "nats", "postgresql") for password in ("s3c[ret", "s3c\u2100ret")),
+        ("postgresql", "s3c%ret"),
+        ("postgresql", "s3c%ZZret"),
+    ],
+)
+def test_no_password_is_shown_by_what_cannot_read_it(scheme, password):
+    with pytest.raises(ConfigError) as caught:
+        open_mailbox(f"{scheme}://ann:{password}@127.0.0.1:1")
+    assert "s3c" not in str(caught.value)
+    assert "ret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://[::1]/0?name=a@b",
+        "redis+cluster://a:1,b/0?name=a@b",
+        "redis://:p%40ss%2Fw@h/0?name=a@b",
+        "nats://a,b:2?name=a@b",
+        "postgresql://a:1,b/app?name=a@b&user=ann@corp",
+        "postgresql:///app?name=a@b",
+    ],
+)
+def test_an_at_sign_in_an_option_is_no_login(url):
+    assert open_mailbox(url).name == "a@b"
