@@ -15,6 +15,9 @@ from session_state import Added, State
 from mainspring import JournalError, JournalLockedError, Session
 from mainspring.session.journal_file import FileJournal
 from mainspring.session.journal_sqlite import SQLiteJournal
+from mainspring.session.record import entry_of_events
+
+A, B, C, D = (entry_of_events(number, []) for number in range(4))
 
 pytestmark = pytest.mark.anyio
 
@@ -64,16 +67,16 @@ async def test_a_directory_that_fails_at_a_compaction_loses_nothing(anyio_backen
 def test_a_compaction_that_fails_leaves_no_file_and_can_be_tried_again(tmp_path, monkeypatch, call):
     journal = FileJournal(tmp_path / "s.jsonl")
     journal.open()
-    journal.append([b"a", b"b"])
+    journal.append([A, B])
     Path(f"{journal.path}.new").write_bytes(b"of a killed process")
     with monkeypatch.context() as patch:
         patch.setattr(os, call, lambda *args: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(JournalError, match="cannot be rewritten: No space left"):
-            journal.rewrite([b"c"])
+            journal.rewrite([C])
     assert os.listdir(tmp_path) == ["s.jsonl"]
-    journal.rewrite([b"c"])
-    journal.append([b"d"])
-    assert list(journal.entries()) == [b"c", b"d"]
+    journal.rewrite([C])
+    journal.append([D])
+    assert list(journal.entries()) == [C, D]
     journal.close()
 
 

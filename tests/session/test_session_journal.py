@@ -539,9 +539,39 @@ async def test_a_torn_line_longer_than_what_is_looked_at_once(anyio_backend, tmp
     path.write_bytes(whole + b"x" * 200_000)
     await entries_of(path)
     assert path.read_bytes() == whole
-    path.write_bytes(b"x" * 200_000)
+    path.write_bytes(b'{"seq":1,"events":[' + b"x" * 200_000)
     await entries_of(path)
     assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"prompt":"a"}\n{"prompt":"b"}\n{"prompt":"the last"}', '{"one":"line"}', '{"seq":"ACGT"}', "\n", "x" * 200_000],
+)
+async def test_a_file_of_another_program_is_left_as_it_is(anyio_backend, tmp_path, content):
+    path = tmp_path / "data.jsonl"
+    path.write_text(content)
+    with pytest.raises(
+        ConfigError, match=r"data.jsonl is the file of another program; name another file for the journal"
+    ):
+        await entries_of(path)
+    assert path.read_text() == content
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+async def test_a_first_line_of_any_length_is_cut_off(anyio_backend, tmp_path, snapshot):
+    path = tmp_path / "s.jsonl"
+    await entries_of(path, Added(1))
+    if snapshot:
+        async with Session.open(State, journal=path) as session:
+            await session.compact()
+    whole = path.read_bytes()
+    for length in range(1, len(whole)):
+        path.write_bytes(whole[:length])
+        journal = FileJournal(path)
+        journal.open()
+        journal.close()
+        assert path.read_bytes() == b""
 
 
 async def test_a_damaged_line_has_a_name(anyio_backend, tmp_path):
@@ -858,12 +888,12 @@ async def test_a_failed_compaction_leaves_it_as_it_was(anyio_backend, tmp_path, 
 def test_a_file_that_is_rewritten_while_another_opens_it(tmp_path):
     one, other = FileJournal(tmp_path / "s.jsonl"), FileJournal(tmp_path / "s.jsonl")
     one.open()
-    one.append([b"a", b"b"])
-    one.rewrite([b"c"])
+    one.append([sealed('{"seq":0}'), sealed('{"seq":1}')])
+    one.rewrite([sealed('{"seq":2}')])
     with pytest.raises(JournalLockedError):
         other.open()
-    one.append([b"d"])
+    one.append([sealed('{"seq":3}')])
     one.close()
     other.open()
-    assert list(other.entries()) == [b"c", b"d"]
+    assert list(other.entries()) == [sealed('{"seq":2}'), sealed('{"seq":3}')]
     other.close()

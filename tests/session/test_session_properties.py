@@ -13,6 +13,7 @@ from session_state import FULL, Added, MemoryJournal, Mood, Said, State, folded
 
 from mainspring import JournalDamagedError, JournalError, Session
 from mainspring.session.journal_file import FileJournal
+from mainspring.session.record import entry_of_events
 from mainspring.testing import run_virtual
 
 EVENT = st.one_of(
@@ -160,7 +161,10 @@ def test_a_changed_byte_is_never_taken_for_what_was_written(tmp_path, data, even
     anyio.run(main)
 
 
-@given(st.lists(st.binary(max_size=20).map(lambda raw: raw.replace(b"\n", b"")), max_size=8), st.integers(1, 4))
+@given(
+    st.lists(st.binary(max_size=20).map(lambda raw: entry_of_events(1, [raw.replace(b"\n", b"")])), max_size=8),
+    st.integers(1, 4),
+)
 @settings(max_examples=20, deadline=None, suppress_health_check=QUIET)
 def test_a_file_keeps_what_it_was_given_in_order(tmp_path, entries, size):
     path = tmp_path / "f.jsonl"

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from mainspring.errors import ConfigError, JournalDamagedError, JournalError, JournalLockedError
 from mainspring.session.journal import Journal
+from mainspring.session.record import SEAL_LENGTH, is_journal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
 class FileJournal(Journal):
-    """A ``.jsonl`` file. Appending writes the lines at once and waits for the disk (``fdatasync``).
+    """A ``.jsonl`` file, for a session's entries. Appending writes the lines at once and waits for the disk (``fdatasync``).
 
     A line without its end is what a killed process had not finished writing, and so nobody was told of: opening cuts it off.
     The lock on the file goes with the process, and with those that were forked from it.
@@ -71,7 +72,10 @@ class FileJournal(Journal):
             os.close(file)  # it was rewritten meanwhile
 
     def _cut(self) -> int:
-        """Cut off an unfinished line; the size of what remains."""
+        """Cut off an unfinished line; the size of what remains.
+
+        :raises ConfigError: the file is no journal, and stays as it is.
+        """
         end = size = os.fstat(self._file).st_size
         while end > 0:
             start = max(0, end - 65_536)
@@ -80,6 +84,9 @@ class FileJournal(Journal):
                 end = start + found + 1
                 break
             end = start
+        last = os.pread(self._file, SEAL_LENGTH, end - 1 - SEAL_LENGTH) if end > SEAL_LENGTH else b""
+        if size and not is_journal(os.pread(self._file, 64, 0), last):
+            raise ConfigError(f"{self.path} is the file of another program; name another file for the journal")
         if end < size:
             os.ftruncate(self._file, end)
         return end

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _SEAL = re.compile(rb',"crc":"([0-9a-f]{8})"\}')
-_SEAL_LENGTH = len(b',"crc":"00000000"}')
+_HEAD = re.compile(rb'\{"seq":\d+')
+SEAL_LENGTH = len(b',"crc":"00000000"}')
 
 
 class Stored(NamedTuple):
@@ -67,8 +68,8 @@ def read_entry(raw: bytes, place: str) -> Entry:
     """
     from pydantic_core import from_json
 
-    seal = _SEAL.fullmatch(raw, max(0, len(raw) - _SEAL_LENGTH))
-    if seal is None or int(seal[1], 16) != crc32(raw[:-_SEAL_LENGTH]):
+    seal = _SEAL.fullmatch(raw, max(0, len(raw) - SEAL_LENGTH))
+    if seal is None or int(seal[1], 16) != crc32(raw[:-SEAL_LENGTH]):
         raise JournalDamagedError(f"{place} is not what was written there; restore the journal from a copy")
     try:
         data = from_json(raw)
@@ -77,6 +78,18 @@ def read_entry(raw: bytes, place: str) -> Entry:
         return Entry(data["seq"], events, data.get("snapshot"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise JournalDamagedError(f"{place} is whole, but no entry of a session's journal ({error!r})") from None
+
+
+def is_journal(head: bytes, last: bytes) -> bool:
+    """Whether a file is a journal, damaged or not: it begins with ``head`` as an entry does, whole or not, or ``last``, its
+    last whole line, ends like one."""
+    if _SEAL.fullmatch(last, max(0, len(last) - SEAL_LENGTH)):
+        return True
+    number = _HEAD.match(head)
+    if number is None:
+        return b'{"seq":'.startswith(head)
+    rest = head[number.end() :]
+    return any(rest.startswith(begin) or begin.startswith(rest) for begin in (b',"events":[', b',"snapshot":{'))
 
 
 class EventCodecs:
