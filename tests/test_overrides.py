@@ -14,7 +14,7 @@ from hashlib import sha256
 import anyio
 import pytest
 
-from mainspring import InvalidParameterError, OverrideDamagedError, OverrideLockedError, Overrides
+from mainspring import InvalidParameterError, OverrideDamagedError, OverrideError, OverrideLockedError, Overrides
 from mainspring.clock import utc_now
 
 pytestmark = pytest.mark.anyio
@@ -178,9 +178,81 @@ async def test_links_lead_nowhere(anyio_backend, tmp_path, overrides):
     index = root / "real" / "@index.json"
     index.rename(root / "moved.json")
     index.symlink_to(root / "moved.json")
-    with pytest.raises(InvalidParameterError, match=r"its file @index\.json is a link"):
+    with pytest.raises(InvalidParameterError, match=r"its @index\.json is no plain file"):
         await overrides.read("real", "")
     assert await Overrides(outside).read("p", "") == "secret"
+
+
+async def test_a_file_elsewhere_that_has_another_name_here_is_not_written(anyio_backend, tmp_path, overrides):
+    outside = tmp_path / "outside"
+    outside.write_text("precious")
+    folder = tmp_path / "overrides" / "p"
+    folder.mkdir(parents=True)
+    os.link(outside, folder / "@new")
+    await overrides.write("p", "text")
+    assert outside.read_text() == "precious"
+    (folder / "@new").symlink_to(outside)
+    await overrides.write("p", "another")
+    assert (outside.read_text(), await overrides.read("p", "")) == ("precious", "another")
+
+
+@pytest.mark.parametrize("name", ["@index.json", "@lock"])
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/null")], ids=["fifo", "dir", "link"]
+)
+async def test_what_is_no_plain_file_is_refused_and_keeps_nobody_waiting(
+    anyio_backend, tmp_path, overrides, name, make
+):
+    await overrides.write("p", "text")
+    file = tmp_path / "overrides" / "p" / name
+    file.unlink()
+    make(file)
+    with pytest.raises(InvalidParameterError, match=f"its {name} is no plain file"):
+        await overrides.write("p", "another")
+    if name == "@index.json":
+        with pytest.raises(InvalidParameterError, match=f"its {name} is no plain file"):
+            await overrides.read("p", "")
+
+
+@pytest.mark.parametrize("directory", [None, 5, b"prompts", "", "a\0b"])
+def test_what_is_no_directory(directory):
+    with pytest.raises(InvalidParameterError, match="directory must be the path of a directory"):
+        Overrides(directory)
+
+
+async def test_what_the_system_refuses_has_a_name(anyio_backend, tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OverrideError, match=r"override 'a': (File exists|Not a directory)"):
+        await Overrides(tmp_path / "file").write("a", "text")
+    with pytest.raises(OverrideError, match="override 'a': "):
+        await Overrides("/proc/nothing/here").write("a", "text")
+
+
+async def test_a_tag_can_be_moved(anyio_backend, overrides):
+    await overrides.write("p", "one", tags=["stable"])
+    await overrides.write("p", "two", tags=["stable", "new"])
+    await overrides.tag("p", "stable", 1)
+    assert await overrides.read("p", "", tag="stable") == "one"
+    assert [found.tags for found in await overrides.versions("p")] == [("stable",), ("new",)]
+    await overrides.tag("p", "stable", 0)
+    assert await overrides.read("p", "the default", tag="stable") == "the default"
+    with pytest.raises(InvalidParameterError, match="tag: override 'p' has no version 3; there are 2"):
+        await overrides.tag("p", "stable", 3)
+    with pytest.raises(InvalidParameterError, match="tag: there is no override 'q'"):
+        await overrides.tag("q", "stable", 1)
+    for tag, version, complaint in (("a b", 1, "a tag is one of the words"), ("a", -1, "version must be a whole")):
+        with pytest.raises(InvalidParameterError, match=complaint):
+            await overrides.tag("p", tag, version)
+
+
+async def test_the_names_there_are(anyio_backend, tmp_path, overrides):
+    assert await overrides.names() == ()
+    for name in ("b", "a/c.d", "a"):
+        await overrides.write(name, "text")
+    (tmp_path / "overrides" / "empty" / "deeper").mkdir(parents=True)
+    (tmp_path / "overrides" / "link").symlink_to(tmp_path / "overrides" / "b")
+    (tmp_path / "overrides" / "no name").mkdir()
+    assert await overrides.names() == ("a", "a/c.d", "b")
 
 
 async def test_the_directory_itself_may_be_reached_by_a_link(anyio_backend, tmp_path):
@@ -328,7 +400,7 @@ async def test_a_crash_before_the_index_is_replaced_leaves_the_version_before(an
         replace(source, target, **options)
 
     monkeypatch.setattr(os, "replace", crash)
-    with pytest.raises(OSError, match="the power is gone"):
+    with pytest.raises(OverrideError, match="override 'p': the power is gone"):
         await overrides.write("p", "two")
     monkeypatch.undo()
     assert await overrides.read("p", "") == "one"

@@ -120,6 +120,9 @@ if TYPE_CHECKING:
         OverrideDamagedError as OverrideDamagedError,
     )
     from mainspring.errors import (
+        OverrideError as OverrideError,
+    )
+    from mainspring.errors import (
         OverrideLockedError as OverrideLockedError,
     )
     from mainspring.errors import (
@@ -269,7 +272,7 @@ _HOMES = {
         "SerializationError", "TaskExitError", "TicketAbandonedError", "TicketAlreadyCompletedError",
         "TicketTimeoutError", "TransactionEndedError",
         "BudgetExceededError", "DeadlineExceededError", "JournalDamagedError", "JournalError", "JournalLockedError",
-        "OverrideDamagedError", "OverrideLockedError", "ReducerError", "SessionClosedError",
+        "OverrideDamagedError", "OverrideError", "OverrideLockedError", "ReducerError", "SessionClosedError",
         "SessionError", "UnknownEventError", "UnknownVersionError",
     ),
     "deadline": ("Deadline",),

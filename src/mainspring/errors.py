@@ -218,16 +218,19 @@ class JournalDamagedError(JournalError):
     """A journal holds what was never written to it. The message says where."""
 
 
-class OverrideDamagedError(MainspringError):
+class OverrideError(MainspringError):
+    """The operating system refuses what an override needs: its directory cannot be read or written, or the disk is full."""
+
+    fault = "environment"
+
+
+class OverrideDamagedError(OverrideError):
     """A stored override is not what was written: its text does not fit its hash, or its index cannot be read."""
 
-    fault = "environment"
 
-
-class OverrideLockedError(MainspringError):
+class OverrideLockedError(OverrideError):
     """Another process has held the lock of an override for too long; nothing was written."""
 
-    fault = "environment"
     retryable = True
 
 

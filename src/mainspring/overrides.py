@@ -17,14 +17,24 @@ from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from anyio import to_thread
 
 from mainspring import clock
-from mainspring.errors import InvalidParameterError, OverrideDamagedError, OverrideLockedError
+from mainspring.errors import InvalidParameterError, OverrideDamagedError, OverrideError, OverrideLockedError
+from mainspring.overrides_files import (
+    MOST_PARTS,
+    Index,
+    content_of,
+    is_part,
+    open_file,
+    parts_of,
+    put,
+    refused,
+    text_file,
+)
 from mainspring.values import is_number, is_whole
 
 if TYPE_CHECKING:
@@ -32,13 +42,11 @@ if TYPE_CHECKING:
 
 V = TypeVar("V")
 
-_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,99}")
-_HASH = re.compile(r"[0-9a-f]{64}")
-_INDEX, _LOCK, _NEW = "@index.json", "@lock", "@new"
+_TAG_WORDS = "words of letters, digits, '.', '_', ':' and '-'"
+_LOCK = "@lock"
 _LOOK_AGAIN = 0.01
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-MOST_PARTS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +64,9 @@ class Overrides:
     """A directory of overrides, for any number of tasks, threads and processes at once.
 
     Names are like ``"agents/planner.system"``: at most 10 parts with ``/`` between them, each of at most 100 letters, digits,
-    ``.``, ``_`` and ``-``, the first of them a letter or a digit. Anything else (``..``, an absolute path, NUL), and a symbolic
-    link anywhere below the directory, raises :class:`InvalidParameterError`.
+    ``.``, ``_`` and ``-``, the first of them a letter or a digit. Anything else (``..``, an absolute path, NUL), and what is no
+    plain file or directory anywhere below the directory (a symbolic link, a FIFO), raises :class:`InvalidParameterError`.
+    Where the operating system refuses what is needed, each call raises :class:`OverrideError`.
 
     The work is done in worker threads. A call that is cancelled waits until its thread is done; a write may then have
     happened.
@@ -69,7 +78,10 @@ class Overrides:
     def __init__(self, directory: str | os.PathLike[str], *, lock_timeout: float = 10.0) -> None:
         if not is_number(lock_timeout, 0):
             raise InvalidParameterError(f"Overrides: lock_timeout must be 0 or more seconds, not {lock_timeout!r}")
-        self.directory = os.path.abspath(os.fspath(directory))
+        path = os.fspath(directory) if isinstance(directory, str | os.PathLike) else None
+        if not isinstance(path, str) or not path or "\0" in path:
+            raise InvalidParameterError(f"Overrides: directory must be the path of a directory, not {directory!r}")
+        self.directory = os.path.abspath(path)
         self._lock_timeout = lock_timeout
 
     def __repr__(self) -> str:
@@ -80,7 +92,7 @@ class Overrides:
 
         :raises OverrideDamagedError: the text is not what was written.
         """
-        return await _in_thread(partial(self._read, _parts(name), default, tag))
+        return await _in_thread(self._read, parts_of(name), default, tag)
 
     async def write(self, name: str, text: str, *, tags: Iterable[str] = ()) -> int:
         """Keep ``text`` as the next version, and make it the current one; its number, from 1. It is on the disk then.
@@ -95,15 +107,13 @@ class Overrides:
         except UnicodeEncodeError as error:
             raise InvalidParameterError(f"write: the text cannot be written as UTF-8: {error.reason}") from None
         words = tuple(tags) if isinstance(tags, Iterable) and not isinstance(tags, str) else None
-        if words is None or not all(isinstance(tag, str) and _TAG.fullmatch(tag) for tag in words):
-            raise InvalidParameterError(
-                f"write: tags are words of letters, digits, '.', '_', ':' and '-', not {tags!r}"
-            )
-        return await _in_thread(partial(self._write, _parts(name), raw, tuple(dict.fromkeys(words)), clock.utc_now()))
+        if words is None or not all(map(_is_tag, words)):
+            raise InvalidParameterError(f"write: tags are {_TAG_WORDS}, not {tags!r}")
+        return await _in_thread(self._write, parts_of(name), raw, tuple(dict.fromkeys(words)), clock.utc_now())
 
     async def versions(self, name: str) -> tuple[OverrideVersion, ...]:
         """All versions, the oldest first; none where there is no such override."""
-        return await _in_thread(partial(self._versions, _parts(name)))
+        return await _in_thread(self._versions, parts_of(name))
 
     async def rollback(self, name: str, version: int | None = None) -> int:
         """Make another version the current one; its number. 0 is that of no override.
@@ -117,20 +127,36 @@ class Overrides:
         """
         if version is not None and not is_whole(version, 0):
             raise InvalidParameterError(f"rollback: version must be a whole number from 0, or None, not {version!r}")
-        return await _in_thread(partial(self._rollback, _parts(name), version))
+        return await _in_thread(self._rollback, parts_of(name), version)
+
+    async def tag(self, name: str, tag: str, version: int) -> None:
+        """Move ``tag``: from now on ``version`` has it, and no other one. 0: none has it.
+
+        :raises InvalidParameterError: there is no such version.
+        :raises OverrideLockedError: as :meth:`write`.
+        """
+        if not _is_tag(tag):
+            raise InvalidParameterError(f"tag: a tag is one of the {_TAG_WORDS}, not {tag!r}")
+        if not is_whole(version, 0):
+            raise InvalidParameterError(f"tag: version must be a whole number from 0, not {version!r}")
+        await _in_thread(self._move_tag, parts_of(name), tag, version)
+
+    async def names(self) -> tuple[str, ...]:
+        """The names that have versions, sorted."""
+        return await _in_thread(self._names, ())
 
     # ----------------------------------------------------------------------------------------------- in worker threads
 
     def _read(self, parts: tuple[str, ...], default: str, tag: str | None) -> str:
         with self._opened(parts, make=False) as folder:
-            index = None if folder is None else _Index.load(folder, parts)
+            index = None if folder is None else Index.load(folder, parts)
             if folder is None or index is None:
                 return default
             number = index.current if tag is None else index.newest(tag)
             if not number:
                 return default
             found = index.versions[number - 1]
-            raw = _content(folder, _text_file(number, found["sha256"]), parts)
+            raw = content_of(folder, text_file(number, found["sha256"]), parts)
             if raw is None or sha256(raw).hexdigest() != found["sha256"]:
                 raise OverrideDamagedError(
                     f"override {'/'.join(parts)!r}: version {number} is not what was written; roll back to another one"
@@ -142,17 +168,17 @@ class Overrides:
             if folder is None:
                 raise FileNotFoundError(errno.ENOENT, "it was removed just now", self.directory)
             with self._locked(folder, parts):
-                index = _Index.load(folder, parts) or _Index([], 0, [])
+                index = Index.load(folder, parts) or Index([], 0, [])
                 number, digest = len(index.versions) + 1, sha256(raw).hexdigest()
-                _put(folder, _text_file(number, digest), raw)
+                put(folder, text_file(number, digest), raw, parts)
                 index.versions.append({"sha256": digest, "tags": list(tags), "written_at": now.isoformat()})
                 index.go_on_to(number)
-                index.save(folder)
+                index.save(folder, parts)
                 return number
 
     def _versions(self, parts: tuple[str, ...]) -> tuple[OverrideVersion, ...]:
         with self._opened(parts, make=False) as folder:
-            index = None if folder is None else _Index.load(folder, parts)
+            index = None if folder is None else Index.load(folder, parts)
         if index is None:
             return ()
         return tuple(
@@ -167,23 +193,41 @@ class Overrides:
         )
 
     def _rollback(self, parts: tuple[str, ...], version: int | None) -> int:
+        with self._changed("rollback", parts) as index:
+            if version is None and not index.before:
+                raise InvalidParameterError(
+                    f"rollback: override {'/'.join(parts)!r} has nothing before its version {index.current}; give a number"
+                )
+            wanted = index.before[-1] if version is None else version
+            index.check_version("rollback", parts, wanted)
+            index.go_back_to(wanted)
+            return wanted
+
+    def _move_tag(self, parts: tuple[str, ...], tag: str, version: int) -> None:
+        with self._changed("tag", parts) as index:
+            index.check_version("tag", parts, version)
+            index.move_tag(tag, version)
+
+    @contextmanager
+    def _changed(self, what: str, parts: tuple[str, ...]) -> Iterator[Index]:
+        """The index of a name, to be changed by the block, and saved then."""
         with self._opened(parts, make=False) as folder:
             if folder is None:
-                raise InvalidParameterError(f"rollback: there is no override {'/'.join(parts)!r}")
+                raise InvalidParameterError(f"{what}: there is no override {'/'.join(parts)!r}")
             with self._locked(folder, parts):
-                index = _Index.load(folder, parts) or _Index([], 0, [])
-                if version is None and not index.before:
-                    raise InvalidParameterError(
-                        f"rollback: override {'/'.join(parts)!r} has nothing before its version {index.current}; give a number"
-                    )
-                wanted = index.before[-1] if version is None else version
-                if wanted > len(index.versions):
-                    raise InvalidParameterError(
-                        f"rollback: override {'/'.join(parts)!r} has no version {wanted}; there are {len(index.versions)}"
-                    )
-                index.go_back_to(wanted)
-                index.save(folder)
-                return wanted
+                index = Index.load(folder, parts) or Index([], 0, [])
+                yield index
+                index.save(folder, parts)
+
+    def _names(self, parts: tuple[str, ...]) -> tuple[str, ...]:
+        """Those below ``parts``."""
+        with self._opened(parts, make=False) as folder:
+            if folder is None:
+                return ()
+            entries = [entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+            own = ("/".join(parts),) if parts and Index.load(folder, parts) is not None else ()
+        deeper = sorted(entry for entry in entries if is_part(entry)) if len(parts) < MOST_PARTS else []
+        return (*own, *(name for entry in deeper for name in self._names((*parts, entry))))
 
     @contextmanager
     def _opened(self, parts: tuple[str, ...], *, make: bool) -> Iterator[int | None]:
@@ -215,15 +259,14 @@ class Overrides:
             if error.errno == errno.ENOENT:
                 return None
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
-                raise _refused("/".join(parts), "part of its path is a link or a file, not a directory") from None
+                raise refused("/".join(parts), "part of its path is a link or a file, not a directory") from None
             raise
         return folder
 
     @contextmanager
     def _locked(self, folder: int, parts: tuple[str, ...]) -> Iterator[None]:
         """One writer at a time; the lock goes with its process."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        lock = os.open(_LOCK, flags, 0o666, dir_fd=folder)
+        lock = open_file(folder, _LOCK, os.O_RDWR | os.O_CREAT, parts)
         try:
             began, pause = clock.monotonic(), threading.Event()
             while True:
@@ -246,103 +289,14 @@ class Overrides:
             os.close(lock)
 
 
-class _Index:
-    """The versions of one name, which of them is current, and which were before it, the last one last; 0 is none.
-
-    Those that were rolled back from are not in ``before``.
-    """
-
-    def __init__(self, versions: list[dict[str, Any]], current: int, before: list[int]) -> None:
-        self.versions = versions
-        self.current = current
-        self.before = before
-
-    @classmethod
-    def load(cls, folder: int, parts: tuple[str, ...]) -> _Index | None:
-        from pydantic_core import from_json
-
-        raw = _content(folder, _INDEX, parts)
-        if raw is None:
-            return None
-        try:
-            data = from_json(raw)
-            versions, current = data["versions"], data["current"]
-            before = data["before"] if "before" in data else list(range(current))  # an earlier release did not keep it
-            for found in versions:
-                datetime.fromisoformat(found["written_at"])
-                if not (_HASH.fullmatch(found["sha256"]) and all(isinstance(tag, str) for tag in found["tags"])):
-                    raise TypeError
-        except (ValueError, KeyError, TypeError):
-            versions, current, before = [], -1, []
-        kept = isinstance(versions, list) and isinstance(before, list)
-        if not (kept and all(is_whole(n, 0) and n <= len(versions) for n in (current, *before))):
-            raise OverrideDamagedError(f"override {'/'.join(parts)!r}: its index ({_INDEX}) is not what was written")
-        return cls(versions, current, before)
-
-    def save(self, folder: int) -> None:
-        from pydantic_core import to_json
-
-        index = {"current": self.current, "before": self.before, "versions": self.versions}
-        _put(folder, _INDEX, to_json(index, indent=1))
-
-    def go_on_to(self, number: int) -> None:
-        self.before.append(self.current)
-        self.current = number
-
-    def go_back_to(self, number: int) -> None:
-        """Forget what came after it; to one that was not before the current one there is no way back but onwards."""
-        if number in self.before:
-            del self.before[self.before.index(number) :]
-            self.current = number
-        elif number != self.current:
-            self.go_on_to(number)
-
-    def newest(self, tag: str) -> int:
-        return max((number for number, found in enumerate(self.versions, 1) if tag in found["tags"]), default=0)
+def _is_tag(tag: object) -> bool:
+    return isinstance(tag, str) and _TAG.fullmatch(tag) is not None
 
 
-def _text_file(number: int, digest: str) -> str:
-    return f"@{number:06}-{digest[:12]}.txt"
-
-
-def _content(folder: int, name: str, parts: tuple[str, ...]) -> bytes | None:
+async def _in_thread(fn: Callable[..., V], parts: tuple[str, ...], *args: Any) -> V:
     try:
-        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-    except FileNotFoundError:
-        return None
+        with clock.real_work():
+            return await to_thread.run_sync(fn, parts, *args)
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise _refused("/".join(parts), f"its file {name} is a link") from None
-        raise
-    with open(file, "rb") as content:
-        return content.read()
-
-
-def _put(folder: int, name: str, raw: bytes) -> None:
-    """Make ``name`` a file with that content, at once and for good; called by the one writer that has the lock."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(_NEW, flags, 0o666, dir_fd=folder), "wb") as content:
-        content.write(raw)
-        content.flush()
-        os.fsync(content.fileno())
-    os.replace(_NEW, name, src_dir_fd=folder, dst_dir_fd=folder)
-    os.fsync(folder)
-
-
-def _parts(name: Any) -> tuple[str, ...]:
-    """The parts of a name, or :class:`InvalidParameterError` for what could lead elsewhere."""
-    parts = tuple(name.split("/")) if isinstance(name, str) else ()
-    if not (parts and len(parts) <= MOST_PARTS and all(_PART.fullmatch(part) for part in parts)):
-        raise _refused(
-            name, "write it like 'agents/planner.system': letters, digits, '.', '_' and '-', with '/' between"
-        )
-    return parts
-
-
-def _refused(name: Any, why: str) -> InvalidParameterError:
-    return InvalidParameterError(f"{name!r} is no name of an override: {why}")
-
-
-async def _in_thread(fn: Callable[[], V]) -> V:
-    with clock.real_work():
-        return await to_thread.run_sync(fn)
+        named = f"override {'/'.join(parts)!r}" if parts else "the overrides"
+        raise OverrideError(f"{named}: {error.strerror or error}") from error
