@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import sys
@@ -696,9 +697,21 @@ async def test_all_are_asked_at_once_with_one_deadline(virtual_clock):
         tasks.cancel_scope.cancel()
     assert [health.healthy for health in healths] == [False, *[True] * 5, False, False, False]
     assert [health.answered for health in healths] == [False, *[True] * 5, False, False, False]
-    assert "not completed within 2 s" in healths[0].reason
+    for unanswered in (healths[0], *healths[-2:]):
+        assert unanswered.reason == "TicketTimeoutError: loop 'poller' has not answered within 2 s"
     assert "loop 'worker' is not running" in healths[6].reason
     assert (healths[0].name, healths[0].heartbeat_age) == ("poller", 3)
+
+
+@pytest.mark.parametrize("timeout", [-1, math.nan, "5", True])
+async def test_a_health_check_needs_seconds(anyio_backend, timeout):
+    with pytest.raises(InvalidParameterError, match="timeout must be 0 or more seconds"):
+        await check_health([], timeout=timeout)
+
+
+async def test_a_health_check_needs_actors(anyio_backend):
+    with pytest.raises(InvalidParameterError, match="actors are LoopActor objects"):
+        await check_health([one()[0], "worker"])
 
 
 async def test_a_loop_whose_thread_is_blocked_does_not_answer_in_time():

@@ -26,6 +26,7 @@ from mainspring.errors import (
     ControlRefusedError,
     InvalidParameterError,
     LoopNotRunningError,
+    TicketTimeoutError,
     describe,
 )
 from mainspring.loops.base import Runnable, Steerable, stop_in_time
@@ -33,6 +34,7 @@ from mainspring.loops.foreign import ForeignLoop
 from mainspring.loops.worker import is_inside
 from mainspring.process import anyio_knows, call_soon, event_loop, identity, process_id
 from mainspring.scope import DaemonScope
+from mainspring.values import is_number
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
@@ -347,9 +349,11 @@ async def check_health(actors: Iterable[LoopActor], timeout: float = 5.0) -> lis
 
     One that does not answer in time, or does not run, is reported as that (``answered`` is False).
 
-    :raises InvalidParameterError: ``timeout`` is no number of seconds.
+    :raises InvalidParameterError: ``timeout`` is no number of seconds, or one is no actor.
     """
     asked = list(actors)
+    if not all(isinstance(actor, LoopActor) for actor in asked):
+        raise InvalidParameterError(f"check_health: actors are LoopActor objects, not {asked!r}")
     answers = await ask_all(asked, HealthCheckRequest, timeout)
     return [
         HealthStatus(actor.name, False, describe(answer), answered=False, heartbeat_age=actor.heartbeat.elapsed())
@@ -363,16 +367,20 @@ async def ask_all(
     actors: Iterable[LoopActor], make: Callable[[], ControlMessage[T]], timeout: float | None = None
 ) -> list[T | Exception]:
     """Ask all at once, with one deadline: each one's answer, or the error in its place."""
+    if timeout is not None and not is_number(timeout, 0):
+        raise InvalidParameterError(f"timeout must be 0 or more seconds, or None, not {timeout!r}")
     asked = list(actors)
     messages = [make() for _ in asked]
     for actor, message in zip(asked, messages, strict=True):
         actor.tell(message)
     end = math.inf if timeout is None else anyio.current_time() + timeout
     answers: list[T | Exception] = []
-    for message in messages:
+    for actor, message in zip(asked, messages, strict=True):
         left = None if timeout is None else max(0.0, end - anyio.current_time())
         try:
             answers.append(await message.ticket.wait(left))
+        except TicketTimeoutError:
+            answers.append(TicketTimeoutError(f"loop {actor.name!r} has not answered within {timeout:g} s"))
         except Exception as error:
             answers.append(error)
     return answers
