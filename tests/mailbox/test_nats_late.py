@@ -179,3 +179,17 @@ async def test_what_is_held_here_and_comes_as_if_for_the_first_time_is_not_hande
         await held.acknowledge()
         with pytest.raises(ReceiptHandleExpiredError):
             await late.acknowledge()
+
+
+async def test_what_comes_twice_in_one_pull_is_one_delivery(nats_url):
+    """Back, as its lease has ended, and by that fault of 2.9 as if for the first time, too."""
+    async with place(nats_url) as here, here.box() as dead, here.box() as box:
+        await dead.send_many(range(3))
+        assert len(await several(dead, 3, lease=0.3)) == 3
+        await anyio.sleep(1)
+        await box._wire.publish(box._claims._next, b'{"batch":1}', "nobody.listens")
+        await anyio.sleep(0.1)
+        found = await box.receive(max_messages=10, wait_time_seconds=1)
+        assert [(message.body, message.attempt) for message in found] in ([(1, 2), (2, 2)], [(0, 2), (1, 2), (2, 2)])
+        for message in found:
+            await message.acknowledge()

@@ -188,6 +188,8 @@ class Claims:
             else:
                 fresh.append(arrival)
         if again:
+            numbers = {arrival.sequence for arrival, _ in again}
+            fresh = [arrival for arrival in fresh if arrival.sequence not in numbers]  # see _not_held
             fresh += [self._as_it_is(arrival) for arrival, _ in await self._move(again)]
         for arrival in expired:
             record = arrival.record
