@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 from functools import partial
 
 import pytest
 
-from mainspring import InvalidParameterError, events
+from mainspring import ConfigError, InvalidParameterError, events
 from mainspring.events import Dispatcher, LeaseLost, MessageFinished, MessageStarted, Tally
 
 EVENTS = [
@@ -48,6 +49,10 @@ async def asynchronous(event):
     raise AssertionError
 
 
+def generator(event):
+    yield event
+
+
 @pytest.mark.parametrize(
     ("subscriber", "what"), [(asynchronous, "async"), (partial(asynchronous), "async"), (None, "no function")]
 )
@@ -60,7 +65,9 @@ def test_one_that_nobody_would_run_is_refused(subscriber, what):
     assert not dispatcher.wants(MessageStarted)
 
 
-@pytest.mark.parametrize("error", [ValueError("mine"), SystemExit("mine")])
+@pytest.mark.parametrize(
+    "error", [ValueError("mine"), SystemExit("mine"), asyncio.CancelledError("mine"), GeneratorExit("mine")]
+)
 def test_one_that_raises_is_logged_and_the_next_still_hears(caplog, error):
     dispatcher, heard = Dispatcher(), []
 
@@ -75,6 +82,61 @@ def test_one_that_raises_is_logged_and_the_next_still_hears(caplog, error):
     assert (result.delivered, result.errors) == (1, (error,))
     assert "a subscriber to MessageStarted raised" in caplog.text
     assert f"{type(error).__name__}: mine" in caplog.text
+
+
+def test_an_interrupt_is_raised_once_all_are_told():
+    dispatcher, heard = Dispatcher(), []
+
+    def broken(event: MessageStarted) -> None:
+        raise KeyboardInterrupt
+
+    dispatcher.subscribe(MessageStarted, broken)
+    dispatcher.subscribe(MessageStarted, heard.append)
+    with pytest.raises(KeyboardInterrupt):
+        dispatcher.dispatch(STARTED)
+    assert heard == [STARTED]
+
+
+@pytest.mark.parametrize(
+    ("kind", "subscriber", "complaint"),
+    [
+        ("Said", print, "subscribe takes the class of events to hear, not 'Said'"),
+        (STARTED, print, "subscribe takes the class of events to hear, not MessageStarted"),
+        (MessageStarted, generator, "a subscriber is a plain function of .* is a generator"),
+    ],
+)
+def test_a_subscription_that_could_hear_nothing_is_refused(kind, subscriber, complaint):
+    dispatcher = Dispatcher()
+    with pytest.raises(InvalidParameterError, match=complaint):
+        dispatcher.subscribe(kind, subscriber)
+    assert dispatcher.dispatch(STARTED).delivered == 0
+
+
+def test_one_that_hides_that_it_is_async_is_an_error_of_the_dispatch():
+    dispatcher = Dispatcher()
+    dispatcher.subscribe(MessageStarted, lambda event: asynchronous(event))
+    result = dispatcher.dispatch(STARTED)
+    assert result.delivered == 0
+    assert "is async" in str(result.errors[0])
+
+
+def test_a_subscription_to_several_classes():
+    dispatcher, heard = Dispatcher(), []
+    dispatcher.subscribe(MessageStarted | LeaseLost, heard.append)
+    dispatcher.dispatch(STARTED)
+    assert heard == [STARTED]
+
+
+def test_a_circle_of_dispatchers_is_refused():
+    a, b, c = Dispatcher(), Dispatcher(), Dispatcher()
+    a.pass_on_to(b)
+    b.pass_on_to(c)
+    for other in (a, b, c):
+        with pytest.raises(ConfigError, match="in a circle"):
+            c.pass_on_to(other)
+    with pytest.raises(InvalidParameterError, match="takes another Dispatcher, not 5"):
+        a.pass_on_to(5)
+    assert a.dispatch(STARTED).delivered == 0
 
 
 def test_unsubscribing_ends_it_and_may_be_done_twice():

@@ -6,13 +6,15 @@ live objects, so that a subscriber can keep them.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import defaultdict
 from dataclasses import dataclass, field
+from types import CoroutineType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mainspring.callables import is_async
-from mainspring.errors import InvalidParameterError
+from mainspring.callables import code_of, is_async, name_of
+from mainspring.errors import ConfigError, InvalidParameterError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -265,8 +267,17 @@ class Dispatcher:
     def subscribe(self, event_type: type[E], subscriber: Callable[[E], object]) -> Callable[[], None]:
         """Call ``subscriber(event)`` for each event of ``event_type``. Returns a function that ends it (idempotent).
 
-        :raises InvalidParameterError: the subscriber is async, so that nobody would run it, or no function.
+        :raises InvalidParameterError: ``event_type`` is no class; or the subscriber is async or a generator, so that nobody
+            would run it, or no function.
         """
+        try:
+            issubclass(object, event_type)
+        except TypeError:
+            raise InvalidParameterError(f"subscribe takes the class of events to hear, not {event_type!r}") from None
+        if callable(subscriber) and inspect.isgeneratorfunction(code_of(subscriber)):
+            raise InvalidParameterError(
+                f"a subscriber is a plain function of (event), and {subscriber!r} is a generator"
+            )
         if is_async(subscriber) or not callable(subscriber):
             what = "async" if callable(subscriber) else "no function"
             raise InvalidParameterError(
@@ -284,7 +295,15 @@ class Dispatcher:
 
     def pass_on_to(self, other: Dispatcher) -> Callable[[], None]:
         """Let the subscribers of ``other`` hear of this one's events too, after its own. Returns a function that ends it
-        (idempotent)."""
+        (idempotent).
+
+        :raises InvalidParameterError: ``other`` is no dispatcher.
+        :raises ConfigError: it is this one, or passes its events on to it.
+        """
+        if not isinstance(other, Dispatcher):
+            raise InvalidParameterError(f"pass_on_to takes another Dispatcher, not {other!r}")
+        if other._reaches(self):
+            raise ConfigError("pass_on_to: the events would go round in a circle; pass them on in one direction")
         self._onward.append(other)
         other._sources.append(self)
         self._changed()
@@ -301,17 +320,36 @@ class Dispatcher:
         return bool(self._for(event_type))
 
     def dispatch(self, event: object) -> DispatchResult:
-        """Tell every subscriber of this event's type, now and in this task; never raises what a subscriber raised (an exit
-        included: who only listens does not end the program)."""
+        """Tell every subscriber of this event's type, now and in this task; never raises what a subscriber raised (an exit or
+        the cancellation of something else included: who only listens does not end the program, nor this task).
+
+        The one exception is a ``KeyboardInterrupt``, which is raised once all are told.
+        """
         subscribers = self._for(type(event))
         errors: list[BaseException] = []
+        interrupt: KeyboardInterrupt | None = None
         for subscriber in subscribers:
             try:
-                subscriber(event)
-            except (Exception, SystemExit) as error:
+                said = subscriber(event)
+                if said is not None and isinstance(said, CoroutineType):
+                    said.close()  # it would complain that nobody awaits it
+                    errors.append(
+                        InvalidParameterError(f"the subscriber {name_of(subscriber)} is async, and nobody runs it")
+                    )
+                    log_error("a subscriber to %s is async", type(event).__name__, errors[-1])
+            except KeyboardInterrupt as error:
+                interrupt = error
+            # A plain function cannot be cancelled: what it raises so is of something that it has asked, say a future.
+            except BaseException as error:
                 log_error("a subscriber to %s raised", type(event).__name__, error)
                 errors.append(error)
+        if interrupt is not None:
+            raise interrupt
         return DispatchResult(len(subscribers) - len(errors), tuple(errors))
+
+    def _reaches(self, other: Dispatcher) -> bool:
+        """Whether ``other`` hears of this one's events, or is this one."""
+        return self is other or any(onward._reaches(other) for onward in self._onward)  # noqa: SLF001 - as above
 
     def _changed(self) -> None:
         self._by_type.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import threading
@@ -443,6 +444,36 @@ async def test_what_a_subscriber_dispatches_comes_after_what_it_was_told_of(anyi
     assert heard == [5, 10, 50, 20, 100]
     assert [(await ticket.wait()).seq for ticket in tickets] == [2, 3, 4, 5]
     assert session.state.total == 185
+
+
+@pytest.mark.parametrize("journaled", [False, True])
+@pytest.mark.parametrize("error", [asyncio.CancelledError, KeyboardInterrupt])
+async def test_a_subscriber_that_raises_no_exception_holds_nothing_up(anyio_backend, journaled, error):
+    session = Session.open(State, journal=MemoryJournal()) if journaled else Session(State)
+    tickets, heard = [], []
+
+    def follow(event):
+        if event.value == 1:
+            tickets.append(session.dispatch_nowait(Mood(2)))
+
+    def broken(event):
+        if event.value == 1:
+            raise error
+
+    for subscriber in (follow, broken, heard.append):
+        session.dispatcher.subscribe(Mood, subscriber)
+    async with session:
+        with anyio.fail_after(30):
+            if error is KeyboardInterrupt:
+                with pytest.raises(KeyboardInterrupt):
+                    await session.dispatch(Mood(1))
+            else:
+                result = await session.dispatch(Mood(1))
+                assert result.applied
+                assert isinstance(result.errors[0], error)
+            assert (await tickets[0].wait()).applied
+        assert heard == [Mood(1), Mood(2)]
+        assert session.state.mood == Mood(2)
 
 
 async def test_nested_dispatches_of_many_tasks_are_all_there(anyio_backend):

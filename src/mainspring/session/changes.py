@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mainspring.errors import ConfigError, InvalidParameterError
-from mainspring.events import DispatchResult
+from mainspring.events import DispatchResult, log_error
 from mainspring.session.reducers import check_event_type
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from mainspring.errors import ReducerError
     from mainspring.events import Dispatcher
     from mainspring.session.record import EventCodecs
     from mainspring.session.slices import Slices, Values
@@ -79,6 +80,26 @@ class Step(NamedTuple):
     changed: tuple[str, ...]
     seq: int | None
     told: bool = True
+
+
+def refused(event: Any, error: ReducerError) -> DispatchResult:
+    """What to say of an event that a reducer failed on."""
+    log_error("a reducer of %s raised", type(event).__name__, error)
+    return DispatchResult(errors=(error,))
+
+
+def each(tell: Callable[[Step], DispatchResult], steps: Iterable[Step]) -> list[DispatchResult]:
+    """Tell of all steps; an interrupt, which comes out of a subscriber, is raised afterwards: they have happened."""
+    results: list[DispatchResult] = []
+    interrupt: BaseException | None = None
+    for step in steps:
+        try:
+            results.append(tell(step))
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+    return results
 
 
 class Change:

@@ -9,7 +9,7 @@ import anyio
 
 from mainspring.errors import ConfigError, ReducerError, SessionClosedError
 from mainspring.events import DispatchResult
-from mainspring.session.changes import Change, Ignored, Step
+from mainspring.session.changes import Change, Ignored, Step, refused
 from mainspring.session.record import entry_of_events
 from mainspring.ticket import Ticket
 
@@ -66,7 +66,7 @@ class Transaction:
         try:
             values, changed = writer.reduce(cell, event)
         except ReducerError as error:
-            return writer.refused(event, error)
+            return refused(event, error)
         seq = None
         if changed:
             self._encoded.append(encoded)

@@ -29,7 +29,7 @@ from mainspring.errors import (
 )
 from mainspring.events import DispatchResult, log_error
 from mainspring.logs import one_line
-from mainspring.session.changes import Change, Held, Ignored, Step
+from mainspring.session.changes import Change, Held, Ignored, Step, each, refused
 from mainspring.session.record import entry_of_events
 
 if TYPE_CHECKING:
@@ -134,10 +134,11 @@ class Writer:
     def apply(self, cell: Cell, event: Any) -> DispatchResult:
         """Apply an event at once, and tell of it; only where ``direct``."""
         self.check()
-        result = self._do(cell, event)
-        if self._held:
-            self.advance()
-        return result
+        try:
+            return self._do(cell, event)
+        finally:
+            if self._held:
+                self.advance()
 
     def submit(self, cell: Cell, event: Any, ticket: Ticket[DispatchResult]) -> Held:
         """Take an event in its turn; ``ticket`` is completed when it is applied, durable and told."""
@@ -217,17 +218,12 @@ class Writer:
         finally:
             self.is_reducing = False
 
-    def refused(self, event: Any, error: ReducerError) -> DispatchResult:
-        """What to say of an event that a reducer failed on."""
-        log_error("a reducer of %s raised", type(event).__name__, error)
-        return DispatchResult(errors=(error,))
-
     def _do(self, cell: Cell, event: Any) -> DispatchResult:
         """Apply and tell, without a journal."""
         try:
             values, changed = self.reduce(cell, event)
         except ReducerError as error:
-            return self.refused(event, error)
+            return refused(event, error)
         seq = None
         if changed:
             self.seq = self.seen_seq = seq = self.seq + 1
@@ -255,7 +251,7 @@ class Writer:
             values, changed = self.reduce(cell, event)
             entry = entry_of_events(self.seq + 1, [encoded]) if changed else None
         except ReducerError as error:
-            ticket.offer(self.refused(event, error))
+            ticket.offer(refused(event, error))
         except BaseException as error:  # also an interrupt: it is for who dispatched, in whosever task this runs
             ticket.offer_sole_error(error, f"the dispatch of {type(event).__name__} to session {self.name!r}")
         else:
@@ -280,7 +276,7 @@ class Writer:
                 self.seen_seq = step.seq or self.seen_seq
         if change.after is not None:
             change.after()
-        return [self._shown(step) for step in change.steps]
+        return each(self._shown, change.steps)
 
     def _shown(self, step: Step) -> DispatchResult:
         if step.told and step.cell.dispatcher.wants(type(step.event)):
