@@ -1,4 +1,8 @@
-"""NATS: sends, drain and pickup beside FastStream, on one JetStream server of the benchmark's own, with its files on disk."""
+"""NATS: sends, drain and pickup beside FastStream, on one JetStream server, all of whose streams are deleted before each run.
+
+``python benchmarks/nats.py [--quick] [--flush]``. The server is that of MAINSPRING_NATS_URL, whose account may have no streams
+unless ``--flush`` is said, else one of the benchmark's own, with its files on disk.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,10 @@ sys.path.append(sys.path.pop(0))  # this file has the name of the driver, which 
 
 import anyio
 from nats.aio.client import Client
+from nats.errors import Error
 
 from brokers import Comparison, Contender
-from common import Row, report
-from local_server import local_server
+from local_server import Kind, server, with_name
 from redelivery import report_redelivery
 
 PACKAGES = ("faststream[nats]", "uvloop")
@@ -23,25 +27,55 @@ def _arguments(port: str, home: str) -> list[str]:
     return ["-js", "-a", "127.0.0.1", "-p", port, "-sd", home]
 
 
-async def delete_streams(port: int) -> None:
+async def streams(url: str, *, delete: bool = False) -> list[str]:
+    """The names of the account's streams; and they are gone if ``delete``."""
     client = Client()
-    await client.connect(f"nats://127.0.0.1:{port}")
-    for stream in await client.jetstream().streams_info():
-        await client.jetstream().delete_stream(stream.config.name)
-    await client.close()
+
+    async def say_it_once(_: Exception) -> None:
+        """It is raised too."""
+
+    try:
+        await client.connect(
+            url.partition("?")[0], allow_reconnect=False, max_reconnect_attempts=1, error_cb=say_it_once
+        )
+    except Error as error:
+        raise ConnectionError(str(error)) from error
+    try:
+        names: list[str] = []
+        while page := await client.jetstream().streams_info(offset=len(names)):  # a page has 256
+            names += [stream.config.name for stream in page]
+        for name in names if delete else ():
+            await client.jetstream().delete_stream(name)
+        return names
+    finally:
+        await client.close()
+
+
+def holds(url: str) -> str:
+    found = anyio.run(streams, url)
+    return f"{len(found)} stream(s) in this account" if found else ""
+
+
+def empty(url: str) -> None:
+    async def delete() -> None:
+        await streams(url, delete=True)
+
+    anyio.run(delete)
+
+
+NATS = Kind("NATS", "MAINSPRING_NATS_URL", "nats", "nats-server", _arguments, holds, empty)
 
 
 def main() -> int:
-    with local_server("nats-server", _arguments) as port:
-        if port is None:
-            report(Row("NATS: no nats-server here (apt install nats-server)", "-", "-", None, None))
+    with server(NATS) as there:
+        if there is None:
             return 0
 
         def url(contender: Contender) -> str:
-            return f"nats://127.0.0.1:{port}" + ("?name=bench" if contender.home is None else "")
+            return with_name(there) if contender.home is None else there.partition("?")[0]
 
         def reset() -> None:
-            anyio.run(delete_streams, port)
+            empty(there)
 
         comparison = Comparison("NATS", url, reset, [MESSAGES])
         comparison.choose_concurrency()

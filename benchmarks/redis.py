@@ -1,13 +1,20 @@
-"""Redis: sends, drain and pickup beside the queues of others, on one server of the benchmark's own without persistence."""
+"""Redis: sends, drain and pickup beside the queues of others, on one server, whose database is emptied before each run.
+
+``python benchmarks/redis.py [--quick] [--flush]``. The server is that of MAINSPRING_REDIS_URL, whose database has to be empty
+unless ``--flush`` is said, else one of the benchmark's own, without persistence.
+"""
 
 from __future__ import annotations
 
 import socket
 import sys
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import hiredis
 
 from brokers import Comparison, Contender
-from common import Row, report
-from local_server import local_server
+from local_server import Kind, server, with_name
 from redelivery import report_redelivery
 
 _DRIVER = ("hiredis", "uvloop")
@@ -30,22 +37,46 @@ def _arguments(port: str, home: str) -> list[str]:
     return ["--port", port, "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", home]
 
 
-def say(port: int, command: str) -> str:
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as wire:
-        wire.sendall(command.encode() + b"\r\n")
-        return wire.recv(65_536).decode()
+def say(url: str, *command: str) -> Any:
+    """What the server says to ``command`` in the database of ``url``."""
+    parts = urlsplit(url)
+    commands: list[tuple[str, ...]] = [("SELECT", parts.path.strip("/") or "0"), command]
+    if parts.password:
+        commands.insert(0, ("AUTH", unquote(parts.username or "default"), unquote(parts.password)))
+    reader = hiredis.Reader()
+    with socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 6379), timeout=60) as wire:
+        for one in commands:
+            wire.sendall(hiredis.pack_command(one))
+            while (said := reader.gets()) is False:
+                if not (more := wire.recv(65_536)):
+                    raise ConnectionError("the connection was closed")
+                reader.feed(more)
+            if isinstance(said, hiredis.ReplyError):
+                raise SystemExit(f"the Redis server says to {one[0]}: {said}")
+    return said
+
+
+def holds(url: str) -> str:
+    keys = say(url, "DBSIZE")
+    return f"{keys:,} key(s) in database {urlsplit(url).path.strip('/') or '0'}" if keys else ""
+
+
+def empty(url: str) -> None:
+    say(url, "FLUSHDB")
+
+
+REDIS = Kind("Redis", "MAINSPRING_REDIS_URL", "redis", "redis-server", _arguments, holds, empty)
 
 
 def main() -> int:
-    with local_server("redis-server", _arguments) as port:
-        if port is None:
-            report(Row("Redis: no redis-server here (apt install redis-server)", "-", "-", None, None))
+    with server(REDIS) as there:
+        if there is None:
             return 0
 
         def url(contender: Contender) -> str:
-            return f"redis://127.0.0.1:{port}/0" + ("?name=bench" if contender.home is None else "")
+            return with_name(there) if contender.home is None else there.partition("?")[0]
 
-        comparison = Comparison("Redis", url, lambda: say(port, "FLUSHALL") and None, list(PEERS))
+        comparison = Comparison("Redis", url, lambda: empty(there), list(PEERS))
         comparison.choose_concurrency()
         comparison.report_rate("drain", 3.0)
         comparison.report_rate("send-one", 1.0)
