@@ -296,6 +296,24 @@ async def test_priorities_and_large_bodies_are_refused(here):
         assert await box.counts() == Counts()
 
 
+@pytest.mark.parametrize("char", ["e", "日", "\U0001f600"])
+async def test_the_largest_message_can_be_given_back_and_given_up(here, char):
+    """Whatever its attempts leave with it: there is no room for all that is said in letters that JSON writes as numbers."""
+    async with here.box() as box:
+        headers = {"h": "x" * 100_000}
+        with pytest.raises(SerializationError, match="max_payload"):
+            await box.send("x" * (box._sends._most - 100_000), headers=headers)
+        await box.send("x" * (box._sends._most - 100_000 - 200), headers=headers)
+        for _ in range(12):
+            await (await one(box)).nack(error=ValueError(char * 600))
+        last = await one(box)
+        assert last.history[-1].attempt == 12
+        await last.dead_letter(ValueError(char * 600))
+        (letter,) = await box.dead_letters()
+        assert letter.history[-1].attempt == 13
+        assert letter.error.startswith(char * 500)
+
+
 async def test_send_many_takes_back_what_it_could_not_complete(here):
     async with here.box() as box:
         add_all = box._store.add_all

@@ -39,6 +39,12 @@ def silences(history: str | None, attempt: int) -> str:
     return json.dumps(_gaps(_rows(history), attempt)[-LAST:])
 
 
+def without_oldest(history: str) -> str | None:
+    """``history`` without its oldest failure; None where there is none left."""
+    rows = _rows(history)[1:]
+    return json.dumps(rows) if rows else None
+
+
 def read_history(history: str | None) -> tuple[Failure, ...]:
     """The failures, oldest first; none where another program has written what is no history."""
     return tuple(

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from mainspring.mailbox.history import without_oldest
 from mainspring.mailbox.message import Dead, Delivery
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ MARK = b"mainspring1 "
 """What a payload begins with that a mailbox has written."""
 RESERVED = 16_384
 """Bytes of the server's largest payload that are kept free at a send: what a message gathers on its way must still fit."""
+RESERVED_FOR_DEATH = 8_192
+"""As many of them as the headers of a dead letter need at least; the rest is for the history."""
 
 ERROR = "Mainspring-Error"
 ERROR_TYPE = "Mainspring-Error-Type"
@@ -135,6 +138,13 @@ class Record:
             history=self.history if history is None else history,
         )
 
+    def within(self, most: int) -> Record:
+        """The same without the oldest failures of its history, where its payload has more than ``most`` bytes with them."""
+        record = self
+        while record.history is not None and len(record.encode()) > most:
+            record = replace(record, history=without_oldest(record.history))
+        return record
+
     def revived(self, dedup_key: str | None) -> Record:
         """Its record when, dead, it is sent again: fresh counts, and no time by which it must be done."""
         return replace(
@@ -229,7 +239,7 @@ def dead_headers(dead: Dead, at: float, room: int) -> dict[str, str]:
     trace = json.dumps(dead.traceback)
     if len(error) + len(kind) + len(trace) > room:
         error, kind = json.dumps(dead.error[:500]), json.dumps(dead.error_type[:100])
-        left = max(0, room - len(error) - len(kind)) // 6  # a character is at most six bytes of JSON
+        left = max(0, room - len(error) - len(kind)) // 12  # a character is at most twelve bytes of JSON
         trace = json.dumps(dead.traceback[-left:] if left else "")
     return {DIED_AT: repr(at), ERROR: error, ERROR_TYPE: kind, TRACEBACK: trace}
 

@@ -39,8 +39,11 @@ class Sends:
                 raise InvalidParameterError(
                     "send: a mailbox on NATS has no priorities (Capabilities.priority); leave it at 0"
                 )
-            check_size("a body", len(envelope.body), self._most, "this NATS server's max_payload leaves for one")
-            records.append(Record.of(envelope, now))
+            record = Record.of(envelope, now)
+            plain = not (envelope.headers or envelope.reply_to or envelope.dedup_key)
+            size = len(envelope.body if plain else record.encode())
+            check_size("a message", size, self._most, "this NATS server's max_payload leaves for one")
+            records.append(record)
         sent = [record.message_id for record in records]
         if any(record.dedup_key is not None for record in records):
             sent = await self._put_in_turn(records)

@@ -13,7 +13,7 @@ from mainspring.mailbox.nats_claims import NO_ROOM
 from mainspring.mailbox.nats_errors import GoneError
 from mainspring.mailbox.nats_lease import expired
 from mainspring.mailbox.nats_names import Names
-from mainspring.mailbox.nats_record import Record, token_of
+from mainspring.mailbox.nats_record import RESERVED_FOR_DEATH, Record, token_of
 from mainspring.mailbox.nats_store import Add
 
 if TYPE_CHECKING:
@@ -84,9 +84,7 @@ class Settlements:
 
     async def _give_back(self, lease: Lease, how: Return) -> bool:
         store = self._store
-        record = lease.record.returned(
-            received_at=lease.received_at, charge=how.charge, kept=lease.checkpoint, history=how.history
-        )
+        record = self._ended(lease, how.charge, how.history)
         now = self._wall()
         if record.expires_at is not None and record.expires_at <= now:
             return await self._claims.bury(store.names.queue, lease.sequence, record, EXPIRED, record.expires_at)
@@ -114,12 +112,17 @@ class Settlements:
                 await store.remove(store.names.delayed, added.sequence)
         return held
 
+    def _ended(self, lease: Lease, charge: bool, history: str | None) -> Record:
+        """The record that the message goes on with, or is dead with."""
+        record = lease.record.returned(
+            received_at=lease.received_at, charge=charge, kept=lease.checkpoint, history=history
+        )
+        return record.within(self._store.wire.max_payload - RESERVED_FOR_DEATH)
+
     async def _bury(self, lease: Lease, delivery: Delivery, dead: Dead) -> bool:
         if dead.reply is not None:
             await self._reply(lease, delivery, dead.reply)
-        record = lease.record.returned(
-            received_at=lease.received_at, charge=True, kept=lease.checkpoint, history=dead.history
-        )
+        record = self._ended(lease, True, dead.history)
         return await self._claims.bury(self._store.names.queue, lease.sequence, record, dead, self._wall())
 
     async def _reply(self, lease: Lease, delivery: Delivery, reply: Envelope) -> None:
