@@ -457,7 +457,7 @@ async def test_a_closed_mailbox_closes_its_connections(place):
 def test_urls():
     mailbox = open_mailbox("postgresql://ann:secret@db.example:6000/app?name=jobs&sslmode=require&timeout=5&listen=no")
     assert isinstance(mailbox, PostgresMailbox)
-    assert mailbox.address == "postgresql://ann@db.example:6000/app?name=jobs"
+    assert mailbox.address == "postgresql://ann@db.example:6000/app?name=jobs&sslmode=require"
     assert "secret" not in repr(mailbox)
     assert mailbox._local_name("other") == "other"
     assert mailbox._local_name("postgres://bob@db.example:6000/app?name=there") == "there"

@@ -117,6 +117,11 @@ def test_what_is_no_transaction_of_its_own_is_refused(place, mailbox):
         with pytest.raises(InvalidParameterError, match="not to the database of the mailbox"):
             mailbox.send("x", connection=connection)
         connection.rollback()
+        for elsewhere in ("SCHEMA {} RENAME TO {}_away", "FUNCTION {}.check_store RENAME TO away"):
+            connection.execute(f"ALTER {elsewhere.format(place.schema, place.schema)}")
+            with pytest.raises(InvalidParameterError, match="not to the database of the mailbox"):
+                mailbox.send("x", connection=connection)
+            connection.rollback()
         with pytest.raises(psycopg.errors.UndefinedTable):
             connection.execute("SELECT * FROM nowhere")
         with pytest.raises(MailboxError, match="transaction is aborted"):

@@ -131,6 +131,10 @@ async def test_a_connection_to_another_store_is_refused(place, mailbox, postgres
         await connection.execute(f"UPDATE {place.schema}.store SET id = 'another'")
         with pytest.raises(InvalidParameterError, match="not to the database of the mailbox"):
             await mailbox.send("x", connection=connection)
+        await connection.rollback()
+        await connection.execute(f"ALTER SCHEMA {place.schema} RENAME TO {place.schema}_away")
+        with pytest.raises(InvalidParameterError, match="not to the database of the mailbox"):
+            await mailbox.send("x", connection=connection)
 
 
 async def test_a_connection_with_settings_of_its_own_will_do(place, mailbox):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
-from urllib.parse import parse_qsl, quote, urlsplit
+from urllib.parse import quote, urlsplit
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from mainspring.errors import ConfigError
+from mainspring.mailbox.open import divided
 from mainspring.mailbox.postgres_connection import one_line
 from mainspring.urls import shown
 
@@ -23,6 +25,16 @@ _DEFAULTS = {
     "keepalives_count": "3",
     "tcp_user_timeout": "30000",
 }
+
+
+PORT = "5432"
+_ENVIRONMENT = {"application_name": "PGAPPNAME", "connect_timeout": "PGCONNECT_TIMEOUT"}
+_WAY = (
+    "service", "channel_binding", "gssencmode", "krbsrvname", "require_auth", "requirepeer", "sslmode", "sslnegotiation",
+    "sslrootcert", "sslcrl", "sslcrldir", "sslsni", "ssl_min_protocol_version", "ssl_max_protocol_version",
+    "target_session_attrs",
+)  # fmt: skip
+"""What an address says of the way to the server, so that nobody goes there by a worse one. Who somebody is, is not in it."""
 
 
 def check_schema(schema: str) -> str:
@@ -57,48 +69,93 @@ def check_parameters(url: str, parameters: dict[str, Any]) -> None:
 
 
 def address_of(conninfo: str, schema: str, name: str) -> str:
-    """A mailbox as a URL, without a password."""
-    host, port, database = where_of(conninfo)
-    user = conninfo_to_dict(conninfo).get("user")
-    who = f"{quote(str(user), safe='')}@" if user else ""
-    more = "" if schema == SCHEMA else f"&schema={schema}"
-    return (
-        f"postgresql://{who}{quote(host, safe='')}:{port}/{quote(database, safe='')}?name={quote(name, safe='')}{more}"
-    )
+    """A mailbox as a URL, without a password, but with what says how the server is to be reached and trusted."""
+    known = _known(conninfo)
+    hosts, database, _ = where_of(conninfo)
+    who = f"{quote(known['user'], safe='')}@" if "user" in known else ""
+    places = ",".join(f"{quote(host, safe='')}:{port}" for host, _, port in hosts)
+    if places == f":{PORT}":
+        places = ""  # nothing is said of the host: it is libpq's choice
+    options = {"name": name}
+    if schema != SCHEMA:
+        options["schema"] = schema
+    if any(number for _, number, _ in hosts):
+        options["hostaddr"] = known["hostaddr"]
+    options.update((key, known[key]) for key in _WAY if key in known)
+    query = "&".join(f"{key}={quote(value, safe='' if key == 'name' else '/')}" for key, value in options.items())
+    return f"postgresql://{who}{places}/{quote(database, safe='')}?{query}"
 
 
 def local_name(address: str, conninfo: str, schema: str) -> str | None:
     """The name that an address means in that schema of that database; None where it is elsewhere."""
     if "://" not in address:
         return address
+    if not address.startswith(("postgresql://", "postgres://")):
+        return None
     try:
-        parts = urlsplit(address)
-        if parts.scheme not in ("postgresql", "postgres"):
-            return None
-        query = dict(parse_qsl(parts.query))
-        theirs = where_of(conninfo_of(address, {}))
-    except (ValueError, ConfigError):  # no URL of anything: opening it will say so
+        bare, options = divided(address)
+        query = dict(options)
+        theirs = where_of(conninfo_of(bare, {key: value for key, value in query.items() if is_parameter(key)}))
+    except ConfigError:  # no URL of anything: opening it will say so
         return None
     if theirs != where_of(conninfo) or query.get("schema", SCHEMA) != schema:
         return None
     return query.get("name", "default")
 
 
-def where_of(conninfo: str) -> tuple[str, str, str]:
-    """The server and the database that a connection string leads to."""
-    given = conninfo_to_dict(conninfo)
-    user = given.get("user") or ""
-    host = given.get("host") or given.get("hostaddr") or "localhost"
-    return str(host), str(given.get("port") or 5432), str(given.get("dbname") or user)
+def where_of(conninfo: str) -> tuple[tuple[tuple[str, str, str], ...], str, str]:
+    """What a connection string leads to: hosts (each with its number, if that is given, and port), database and service."""
+    known = _known(conninfo)
+    names, numbers = known.get("host", "").split(","), known.get("hostaddr", "").split(",")
+    if not any(names):
+        names, numbers = numbers, [""]
+    ports = known.get("port", PORT).split(",")
+    if len(numbers) == 1:
+        numbers *= len(names)
+    if len(ports) == 1:
+        ports *= len(names)
+    hosts = tuple((name, number, port or PORT) for name, number, port in zip(names, numbers, ports))  # noqa: B905
+    database = known.get("dbname") or ("" if "service" in known else known.get("user") or _own_name())
+    return hosts, database, known.get("service", "")
+
+
+def _known(conninfo: str) -> dict[str, str]:
+    """What libpq goes by: a connection string, and for what it leaves out the environment.
+
+    Not the name of the user of this machine, which it takes where nothing says another.
+    """
+    given = {key: str(value) for key, value in conninfo_to_dict(conninfo).items()}
+    if "service" in given:  # which goes before the environment, and is read on connecting
+        return given
+    known = {}
+    for option in psycopg.pq.Conninfo.get_defaults():
+        key = option.keyword.decode()
+        if option.val is not None and option.val != option.compiled and key != "service":
+            known[key] = option.val.decode()
+    if known.get("user") == _own_name() and "PGUSER" not in os.environ:
+        known.pop("user", None)
+    return {**known, **given}
+
+
+def _own_name() -> str:
+    return next(
+        (
+            option.val.decode()
+            for option in psycopg.pq.Conninfo.get_defaults()
+            if option.keyword == b"user" and option.val
+        ),
+        "",
+    )
 
 
 def conninfo_of(url: str, parameters: dict[str, Any]) -> str:
     """What libpq is told: the URL without its query, the parameters that stand there, and our defaults."""
-    bare = "postgresql://" + re.split(r"[?#]", url, maxsplit=1)[0].partition("://")[2]
+    bare = "postgresql://" + url.partition("://")[2]
     try:
         given = conninfo_to_dict(bare, **parameters)
         known = {key: str(value) for key, value in given.items() if value is not None}
-        return make_conninfo("", **{**_DEFAULTS, **known})
+        defaults = {key: value for key, value in _DEFAULTS.items() if _ENVIRONMENT.get(key, "") not in os.environ}
+        return make_conninfo("", **{**defaults, **known})
     except psycopg.Error as error:
         secret = urlsplit(bare).password
         told = one_line(error).replace(secret, "***") if secret else one_line(error)

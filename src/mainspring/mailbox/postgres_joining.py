@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox import postgres_commands as do
 
 WRONG_STORE = "MS001"
+_NO_STORE = (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction)
 
 
 def is_async(given: Any) -> bool:
@@ -110,6 +111,10 @@ def _told() -> Iterator[None]:
     except psycopg.Error as error:
         if error.sqlstate == WRONG_STORE:
             raise InvalidParameterError(f"send: {one_line(error)}") from None
+        if isinstance(error, _NO_STORE):  # the mailbox's own database has it: it was opened there
+            raise InvalidParameterError(
+                f"send: the connection is not to the database of the mailbox ({one_line(error)})"
+            ) from None
         if isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
             raise InvalidParameterError(
                 f"send: the transaction of the connection may not write ({one_line(error)}); send in one that may"
