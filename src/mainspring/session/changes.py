@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.events import DispatchResult, log_error
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from mainspring.ticket import Ticket
 
 _log = logging.getLogger("mainspring")
+X = TypeVar("X", bound=BaseException)
 
 
 class Ignored(DispatchResult):
@@ -86,6 +88,13 @@ def refused(event: Any, error: ReducerError) -> DispatchResult:
     """What to say of an event that a reducer failed on."""
     log_error("a reducer of %s raised", type(event).__name__, error)
     return DispatchResult(errors=(error,))
+
+
+def copied(error: X) -> X:
+    """The same error for one more of those that it hits, each of whom raises its own; the cause is that of all."""
+    other = copy.copy(error)
+    other.__cause__ = error.__cause__
+    return other
 
 
 def each(tell: Callable[[Step], DispatchResult], steps: Iterable[Step]) -> list[DispatchResult]:

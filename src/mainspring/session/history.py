@@ -221,7 +221,7 @@ class History:
         for cell in self._cells.values():
             cell.codecs = EventCodecs(cell.name, cell.path, cell.slices.event_types)
             cell.values = cell.tip = dict(cell.slices.initial)
-        entries, place, seq = journal.entries(), 0, 0
+        entries, place, seq = await calls.entries(), 0, 0
         while raw := await calls.read(entries, ENTRIES_AT_ONCE):
             for line in raw:
                 place += 1

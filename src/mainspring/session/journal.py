@@ -14,7 +14,7 @@ import anyio
 from anyio import CapacityLimiter, to_thread
 
 from mainspring.clock import real_work
-from mainspring.errors import ConfigError, JournalError, describe
+from mainspring.errors import ConfigError, JournalError, MainspringError, describe
 from mainspring.events import log_error
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ class Journal(ABC):
 
     The session calls the methods in worker threads, one at a time, so they may block. Each use of it begins with :meth:`open`,
     and none but that is called after :meth:`close`. A method that takes longer than 30 s is given up, but not beside
-    others: what comes after it is ``close`` alone.
+    others: what comes after it is ``close`` alone. What they raise that is no error of Mainspring becomes a
+    :class:`JournalError`.
     """
 
     name: str
@@ -103,9 +104,14 @@ class JournalCalls:
         """:meth:`Journal.open`."""
         await self._ask(self._open, "try again later")
 
+    async def entries(self) -> Iterator[bytes]:
+        """:meth:`Journal.entries`."""
+        found: Iterator[bytes] = await self._ask(lambda: iter(self._journal.entries()), "try again later")
+        return found
+
     async def read(self, entries: Iterator[bytes], most: int) -> list[bytes]:
-        """The next ones of ``entries``, from :meth:`Journal.entries`; none at their end."""
-        found: list[bytes] = await self._ask(lambda: list(islice(entries, most)), "try again later")
+        """The next ones of ``entries``, from :meth:`entries`; none at their end."""
+        found: list[bytes] = await self._ask(lambda: _bytes(islice(entries, most)), "try again later")
         return found
 
     async def append(self, entries: Sequence[bytes]) -> None:
@@ -129,11 +135,11 @@ class JournalCalls:
                 await to_thread.run_sync(self._run, call, self._close, abandon_on_cancel=True, limiter=self._limiter)
         except RuntimeError:
             if not self._withdraw(call):
-                raise  # the journal's own
-            self._close()  # no thread can be started, and it would be locked as long as the process lives
+                raise
+            self._named(self._close)  # no thread can be started, and it would be locked as long as the process lives
         else:
             if self._withdraw(call):
-                self._close()  # nor has one become free
+                self._named(self._close)  # nor has one become free
 
     async def _ask(self, fn: Callable[[], Any], otherwise: str) -> Any:
         """``fn()`` in a worker thread. Cancelled, it leaves the thread to itself.
@@ -147,7 +153,7 @@ class JournalCalls:
             with real_work(), anyio.move_on_after(CALL_TIMEOUT):
                 return await to_thread.run_sync(self._run, call, fn, abandon_on_cancel=True, limiter=self._limiter)
             given_up = True
-        except OSError as error:
+        except RuntimeError as error:  # no thread can be started
             raise JournalError(f"{self._journal.name}: {describe(error)}") from error
         finally:
             if not self._withdraw(call) and given_up:
@@ -182,7 +188,7 @@ class JournalCalls:
                 return None  # withdrawn
             self._begun = True
         try:
-            return fn()
+            return self._named(fn)
         finally:
             with self._lock:
                 let_go = self._let_go
@@ -190,6 +196,15 @@ class JournalCalls:
                     self._call, self._begun = None, False
             if let_go:
                 self._close_at_last()
+
+    def _named(self, fn: Callable[[], Any]) -> Any:
+        """``fn()``. Whatever it raises, an exit too, is the journal's error, and no other's."""
+        try:
+            return fn()
+        except MainspringError:
+            raise
+        except BaseException as error:
+            raise JournalError(f"{self._journal.name}: {describe(error)}") from error
 
     def _close_at_last(self) -> None:
         try:
@@ -208,6 +223,14 @@ class JournalCalls:
         if self._is_held:
             self._is_held = False
             self._journal.close()
+
+
+def _bytes(entries: Iterator[bytes]) -> list[bytes]:
+    found = list(entries)
+    for entry in found:
+        if not isinstance(entry, bytes):
+            raise TypeError(f"an entry is bytes, and entries() gave {entry!r}")
+    return found
 
 
 def open_journal(given: str | os.PathLike[str] | Journal) -> Journal:

@@ -117,7 +117,17 @@ class FileJournal(Journal):
         except OSError as error:  # what of it is on the disk cannot be known any more, nor by trying again
             self._broken = f"the disk did not confirm what was written ({error.strerror or error})"
             raise JournalError(f"{self.name}: {self._broken}; open the session anew") from error
+        self._check_there()
         self._size += len(data)
+
+    def _check_there(self) -> None:
+        """Raise where the name does not lead to the file any more: whoever opens the journal anew would not find what is in it,
+        and another file of that name is another session's."""
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(self._real_path), os.fstat(self._file)):
+                return
+        self._broken = "its file was removed or renamed"
+        raise JournalError(f"{self.name}: {self._broken}; open the session anew")
 
     def _take_back(self) -> None:
         """Remove what a failed write has left."""
@@ -134,6 +144,7 @@ class FileJournal(Journal):
         try:
             # Whatever needs a descriptor comes first: after the step that counts, there shall be little left that can fail.
             with _directory(os.path.dirname(self._real_path)) as directory:
+                self._check_there()
                 file = self._written(new_path, data)
                 try:
                     os.replace(new_path, self._real_path)

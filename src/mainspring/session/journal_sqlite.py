@@ -38,6 +38,8 @@ class SQLiteJournal(Journal):
         self._connection: apsw.Connection | None = None
         self._kept: _Kept | None = None
         self._pid = 0
+        self._real_path = self.path
+        self._stat: os.stat_result | None = None
 
     def open(self) -> None:
         """See :meth:`Journal.open`."""
@@ -63,12 +65,17 @@ class SQLiteJournal(Journal):
                 connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             connection.execute("COMMIT")
+            self._real_path = os.path.realpath(self.path)
+            self._stat = os.stat(self._real_path)
         except apsw.NotADBError:
             self.close()
             raise ConfigError(f"{self.name} is no SQLite database; name another file") from None
         except apsw.Error as error:
             self.close()
             raise self._explained(error) from error
+        except OSError as error:
+            self.close()
+            raise JournalError(f"{self.name} cannot be opened: {error.strerror or error}") from error
         except BaseException:
             self.close()
             raise
@@ -132,12 +139,23 @@ class SQLiteJournal(Journal):
             if before:
                 connection.execute(before)
             connection.executemany("INSERT INTO entries (entry) VALUES (?)", ((entry,) for entry in entries))
+            self._check_there()
             connection.execute("COMMIT")
-        except apsw.Error as error:
+        except (apsw.Error, JournalError) as error:
             if connection.in_transaction:
                 with contextlib.suppress(apsw.Error):
                     connection.execute("ROLLBACK")
+            if isinstance(error, JournalError):
+                raise
             raise self._explained(error) from error
+
+    def _check_there(self) -> None:
+        """Raise where the name does not lead to the file any more: whoever opens the journal anew would not find what is in
+        it."""
+        with contextlib.suppress(OSError):
+            if self._stat is not None and os.path.samestat(os.stat(self._real_path), self._stat):
+                return
+        raise JournalError(f"{self.name}: its file was removed or renamed; open the session anew")
 
     def _opened(self) -> apsw.Connection:
         if self._connection is None:

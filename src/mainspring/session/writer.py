@@ -8,7 +8,6 @@ back.
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import os
@@ -29,7 +28,7 @@ from mainspring.errors import (
 )
 from mainspring.events import DispatchResult, log_error
 from mainspring.logs import one_line
-from mainspring.session.changes import Change, Held, Ignored, Step, each, refused
+from mainspring.session.changes import Change, Held, Ignored, Step, copied, each, refused
 from mainspring.session.record import entry_of_events
 
 if TYPE_CHECKING:
@@ -340,9 +339,9 @@ class Writer:
         held, self._held = self._held, deque()
         for waiting in held:
             if isinstance(waiting, Held):
-                waiting.ticket.offer_error(copy.copy(closed))
+                waiting.ticket.offer_error(copied(closed))
             else:
-                waiting.refuse(copy.copy(closed))
+                waiting.refuse(copied(closed))
         self._log_lost(sum(isinstance(waiting, Held) for waiting in held), closed)
 
     async def _write(self) -> None:
@@ -355,10 +354,11 @@ class Writer:
             if entries:
                 await (self.calls.rewrite(entries) if alone else self.calls.append(entries))
         except Exception as error:
-            failed = (
-                error if isinstance(error, JournalError) else JournalError(f"{self.journal.name}: {describe(error)}")
-            )
-            failed.__cause__ = None if failed is error else error
+            if isinstance(error, JournalError):
+                failed = error
+            else:
+                failed = JournalError(f"{self.journal.name}: {describe(error)}")
+                failed.__cause__ = error
             if alone:
                 self._pending.popleft().ticket.offer_error(failed)  # what comes after it was not built on it
             else:
@@ -386,7 +386,7 @@ class Writer:
         for cell in self.cells:
             cell.tip = cell.values
         for change in failed:
-            change.ticket.offer_error(copy.copy(error))
+            change.ticket.offer_error(copied(error))
         self._log_lost(sum(len(change.steps) for change in failed), error)
 
     def _log_lost(self, events: int, error: SessionError) -> None:
