@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import signal
@@ -144,13 +145,15 @@ def test_open_and_close_without_a_block(url):
         mailbox.sync.send(2)
 
 
-def test_a_mailbox_that_cannot_be_opened_raises_why(tmp_path):
+def test_a_mailbox_that_cannot_be_opened_raises_why(tmp_path, caplog):
     (tmp_path / "shop.db").write_text("this is no database, and long enough to be seen as none" * 20)
     mailbox = open_mailbox(f"sqlite:///{tmp_path}/shop.db?name=orders")
     for _ in range(2):
         with pytest.raises(Exception, match="database"), mailbox.sync:
             pytest.fail("it is open")
     assert loop_threads() == []
+    gc.collect()
+    assert caplog.text == "", "who opens it is told, and nobody else"
 
 
 def test_errors_are_those_of_the_async_calls(url):
@@ -324,7 +327,8 @@ def test_what_a_call_raises_ends_no_mailbox(url):
 def test_each_name_and_signature_is_the_async_ones(url):
     """So that a call that is added there is not forgotten here, but for those that belong to the ones who open it."""
     mailbox = open_mailbox(url)
-    own = {"close", "settle", "send_encoded", "extend", "save_checkpoint"}  # for those who open it, and for the engine
+    # For those who open it, and for the engine.
+    own = {"close", "exists", "settle", "send_encoded", "send_reply", "extend", "save_checkpoint"}
     public = {
         name
         for name, fn in inspect.getmembers(Mailbox, inspect.iscoroutinefunction)

@@ -282,6 +282,9 @@ class _Opening:
             try:
                 if isinstance(error, TicketAbandonedError):
                     self._end.wait_sync()  # which says why
+                elif isinstance(error, Exception):
+                    with contextlib.suppress(Exception):
+                        self._end.wait_sync()  # the same once more, which is raised here and nowhere else
             finally:
                 self._shared.give_back()
             raise
