@@ -1,4 +1,4 @@
-"""All benchmarks, one after the other, as one table of ratios: ``python benchmarks/run.py [--quick] [NAME …]``.
+"""All benchmarks, one after the other, as one table of ratios: ``python benchmarks/run.py [--quick] [--flush] [NAME …]``.
 
 Each ratio is measured in one run on this machine. Peers run in virtual environments of their own (``.venv-peers``).
 """
