@@ -45,6 +45,15 @@ class State:
     count: Annotated[int, on(Added, lambda count, event: count + 1), on(Mood, lambda count, event: count + 1)] = 0
 
 
+@dataclass(frozen=True)
+class Bounded:
+    total: Annotated[int, add] = 0
+
+    def __post_init__(self):
+        if self.total > 3:
+            raise ValueError("at most 3")
+
+
 def folded(events, state=None):
     """What the events come to, computed without a session."""
     state = state or State()

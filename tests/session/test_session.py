@@ -16,7 +16,7 @@ import anyio
 import anyio.from_thread
 import anyio.to_thread
 import pytest
-from session_state import Added, Broken, MemoryJournal, Mood, Said, State, add, folded
+from session_state import Added, Bounded, Broken, MemoryJournal, Mood, Said, State, add, folded
 
 from mainspring import (
     ConfigError,
@@ -444,6 +444,35 @@ async def test_what_a_subscriber_dispatches_comes_after_what_it_was_told_of(anyi
     assert heard == [5, 10, 50, 20, 100]
     assert [(await ticket.wait()).seq for ticket in tickets] == [2, 3, 4, 5]
     assert session.state.total == 185
+
+
+@pytest.mark.parametrize("journaled", [False, True])
+async def test_a_state_class_that_refuses_its_slices_is_as_a_reducer_that_raises(anyio_backend, journaled):
+    session = Session.open(Bounded, journal=MemoryJournal()) if journaled else Session(Bounded)
+    async with session:
+        assert (await session.dispatch(Added(3))).applied
+        result = await session.dispatch(Added(1))
+        assert not result.applied
+        with pytest.raises(ReducerError, match=r"session 'session': Bounded refuses its slices: ValueError: at most 3"):
+            raise result.errors[0]
+        async with session.transaction():
+            assert not (await session.dispatch(Added(1))).applied
+        assert session.state == Bounded(3)
+        assert session.seq == 1
+
+
+@pytest.mark.parametrize("where", ["memory", "journal", "transaction", "transaction of a journal"])
+async def test_the_ticket_has_the_error_of_a_bad_event(anyio_backend, where):
+    journaled = "journal" in where
+    session = Session.open(State, journal=MemoryJournal()) if journaled else Session(State)
+    async with session:
+        if "transaction" in where:
+            async with session.transaction():
+                ticket = session.dispatch_nowait("no event")
+        else:
+            ticket = session.dispatch_nowait("no event")
+        with anyio.fail_after(30), pytest.raises(InvalidParameterError, match="is no event"):
+            await ticket.wait()
 
 
 @pytest.mark.parametrize("journaled", [False, True])

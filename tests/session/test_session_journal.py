@@ -628,6 +628,8 @@ async def test_a_whole_entry_of_something_else(anyio_backend, text):
         ("sqlite:///", "a SQLite journal is sqlite:///relative.db"),
         ("sqlite://host/a.db", "a SQLite journal is"),
         ("sqlite:///a.db?name=x", "a SQLite journal is"),
+        ("a\0b.jsonl", "a path has no NUL character"),
+        ("sqlite:///a%00b.db", "a path has no NUL character"),
         (3, "is no journal"),
         (None, "is no journal"),
     ],

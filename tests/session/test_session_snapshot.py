@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from dataclasses import dataclass
 from decimal import Decimal
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 import anyio
 import anyio.from_thread
 import pytest
-from session_state import FULL, Added, MemoryJournal, Mood, Said, State, add
+from session_state import FULL, Added, Bounded, MemoryJournal, Mood, Said, State, add
 
 from mainspring import (
     ConfigError,
@@ -347,6 +348,43 @@ async def test_what_is_no_snapshot(session, given):
     with pytest.raises((InvalidParameterError, UnknownVersionError), match="restore:"):
         await session.restore(given)
     assert session.seq == 0
+
+
+@pytest.mark.parametrize("name", ["", "a/b", 5])
+async def test_children_of_names_that_none_can_have(session, name):
+    inner = {"format": 1, "seq": 0, "version": 1, "slices": {}}
+    with pytest.raises(InvalidParameterError, match="restore: this is no snapshot: no child can be called"):
+        await session.restore({**inner, "children": {"kid": {**inner, "children": {name: inner}}}})
+    assert session.seq == 0
+
+
+async def returns_later(data):
+    return data
+
+
+@pytest.mark.parametrize(
+    ("upcast", "complaint"),
+    [
+        (lambda data: returns_later(data), "it returned a coroutine; make it a plain function"),
+        (lambda data: {"total": object()}, "Unable to serialize unknown type"),
+        (lambda data: sys.exit(3), "SystemExit: 3"),
+    ],
+)
+async def test_what_an_upcaster_cannot_return(anyio_backend, upcast, complaint):
+    @versioned(2, upcast={1: upcast})
+    @dataclass(frozen=True)
+    class Mine:
+        total: int = 0
+
+    with pytest.raises(SerializationError, match=f"the upcaster of 'Mine' from version 1 failed: .*{complaint}"):
+        await Session(Mine).restore(Snapshot(1, 1, {"total": 1}))
+
+
+async def test_one_that_the_state_class_refuses(anyio_backend):
+    session = Session(Bounded)
+    with pytest.raises(SerializationError, match=r"Bounded refuses its slices: ValueError: at most 3"):
+        await session.restore(Snapshot(1, 1, {"total": 4}))
+    assert session.state == Bounded()
 
 
 async def test_one_that_does_not_fit(session):

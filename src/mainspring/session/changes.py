@@ -90,6 +90,11 @@ def refused(event: Any, error: ReducerError) -> DispatchResult:
     return DispatchResult(errors=(error,))
 
 
+def work(session: str, event: Any) -> str:
+    """What an error of a dispatch came from, for the log."""
+    return f"the dispatch of {type(event).__name__} to session {session!r}"
+
+
 def copied(error: X) -> X:
     """The same error for one more of those that it hits, each of whom raises its own; the cause is that of all."""
     other = copy.copy(error)

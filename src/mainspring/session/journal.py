@@ -241,6 +241,8 @@ def open_journal(given: str | os.PathLike[str] | Journal) -> Journal:
     if isinstance(given, Journal):
         return given
     text = os.fspath(given) if isinstance(given, str | os.PathLike) else given
+    if isinstance(text, str) and "\0" in unquote(text):
+        raise ConfigError(f"{text!r} is no journal: a path has no NUL character")
     if isinstance(text, str) and text.startswith("sqlite://"):
         parts = urlsplit(text)
         path = unquote(parts.path)[1:]

@@ -9,10 +9,10 @@ from typing_extensions import TypeVar
 
 from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.events import Dispatcher
-from mainspring.session.changes import Cell
+from mainspring.session.changes import Cell, work
 from mainspring.session.history import History
 from mainspring.session.slices import NOT_GIVEN, Slices
-from mainspring.session.snapshot import Snapshot
+from mainspring.session.snapshot import Snapshot, is_child_name
 from mainspring.session.transaction import Transaction
 from mainspring.session.writer import Writer
 from mainspring.ticket import Ticket
@@ -233,12 +233,24 @@ class Session(Generic[S]):
 
         Its turn is at once, but for a subscriber's event (after the event that it is told of) and while another task's
         transaction runs. A writer that never awaits its tickets can get ahead of its journal without a bound.
+
+        The ticket fails with what :meth:`dispatch` raises of the event or the journal, in a transaction too; one that nobody
+        asks is logged. Where no event could be taken, this raises at once.
+
+        :raises SessionClosedError: the session has a journal and is not open.
+        :raises SessionError: called by a reducer.
+        :raises ConfigError: called in another thread than the session's.
         """
         ticket: Ticket[DispatchResult] = Ticket()
-        if self._writer.direct:
-            ticket.complete(self._writer.apply(self._cell, event))
+        writer = self._writer
+        if writer.direct:
+            writer.check()
+            try:
+                ticket.complete(writer.apply(self._cell, event))
+            except Exception as error:
+                ticket.offer_sole_error(error, work(writer.name, event))
         else:
-            self._writer.submit(self._cell, event, ticket)
+            writer.submit(self._cell, event, ticket)
         return ticket
 
     def transaction(self) -> AbstractAsyncContextManager[object]:
@@ -320,7 +332,7 @@ class Session(Generic[S]):
             if known._slices.state_class is not kind:  # noqa: SLF001 - one of its kind
                 raise ConfigError(f"session {self.name!r} has a child {name!r} already, with another state class")
             return known
-        if not (isinstance(name, str) and name and "/" not in name):
+        if not is_child_name(name):
             raise InvalidParameterError(f"child: a name of at least one character without '/' is needed, not {name!r}")
         child: Session[Any] = Session.__new__(Session)
         child._make(state, name, None, None, self)

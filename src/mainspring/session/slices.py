@@ -35,6 +35,7 @@ class Slices:
         self._unchangeable: set[type[Any]] = set()
         self._state_class: type[Any] | None = None
         self._fields: tuple[str, ...] = ()
+        self._judges = False
         self.initial: dict[str, Any] = {}
         if state is not None:
             self._declare(state)
@@ -83,7 +84,7 @@ class Slices:
         parameters = getattr(kind, "__dataclass_params__", None)
         if parameters is None or not parameters.frozen:
             raise ConfigError(f"{kind.__qualname__} cannot be a session's state: make it a @dataclass(frozen=True)")
-        self._state_class = kind
+        self._state_class, self._judges = kind, hasattr(kind, "__post_init__")
         try:
             first = kind() if isinstance(state, type) else state
             hints = get_type_hints(kind, include_extras=True)
@@ -116,7 +117,8 @@ class Slices:
     def reduce(self, values: Values, event: Any) -> tuple[Values, tuple[str, ...]]:
         """The slices after ``event``, and the names of those that took it.
 
-        :raises ReducerError: a reducer raised, or returned what can be changed; ``values`` hold on.
+        :raises ReducerError: a reducer raised, or returned what can be changed, or the state class does not take it; ``values``
+            hold on.
         """
         route = self._routes.get(event.__class__)
         changed, steps = route if route is not None else self._route(event.__class__)
@@ -132,7 +134,22 @@ class Slices:
                     f" {type(event).__qualname__}: {describe(error)}"
                 ) from error
             after[name] = value if value.__class__ in self._unchangeable else self._checked(value, name, label)
+        if self._judges:
+            self.check(after)
         return after, changed
+
+    def check(self, values: Values) -> None:
+        """Let the state class look at the slices, where it has a ``__post_init__``.
+
+        :raises ReducerError: that raised.
+        """
+        if not self._judges:
+            return
+        try:
+            self.view(values)
+        except (Exception, SystemExit) as error:
+            name = getattr(self._state_class, "__qualname__", "")
+            raise ReducerError(f"session {self._session!r}: {name} refuses its slices: {describe(error)}") from error
 
     def reduces(self, event_type: type[Any]) -> bool:
         """Whether some slice is reduced from such events."""

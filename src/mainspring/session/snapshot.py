@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
-from mainspring.errors import InvalidParameterError, SerializationError, UnknownVersionError
+from mainspring.errors import InvalidParameterError, ReducerError, SerializationError, UnknownVersionError
 from mainspring.mailbox.codec import Codec
 from mainspring.session.exact import is_exact
 from mainspring.session.record import EventCodecs, Stored, check_same
@@ -80,7 +80,14 @@ class Snapshot:
                     " a newer release wrote it: upgrade here too"
                 )
             raise InvalidParameterError("restore: this is no snapshot: it has no format, seq, version or slices")
+        if wrong := [name for name in children if not is_child_name(name)]:
+            raise InvalidParameterError(f"restore: this is no snapshot: no child can be called {wrong[0]!r}")
         return cls(seq, version, dict(slices), {name: cls.of(child) for name, child in children.items()})
+
+
+def is_child_name(name: Any) -> bool:
+    """Whether a child session can be called that."""
+    return isinstance(name, str) and name != "" and "/" not in name
 
 
 class Picture:
@@ -116,6 +123,10 @@ class Picture:
         for name, raw in data.items():
             with self._named(name):
                 values[name] = self._codec(name).read(raw)
+        try:
+            self._slices.check(values)
+        except ReducerError as error:
+            raise SerializationError(str(error)) from error
         return values
 
     @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import CoroutineType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mainspring.callables import is_async
@@ -41,11 +42,22 @@ class Version:
                 )
             try:
                 data = step(data)
-            except Exception as error:
+                _check_json(data)
+            except (Exception, SystemExit) as error:
                 raise SerializationError(
                     f"the upcaster of {self.name!r} from version {old} failed: {describe(error)}"
                 ) from error
         return data
+
+
+def _check_json(data: Any) -> None:
+    """Raise for what an upcaster cannot return."""
+    from pydantic_core import to_json
+
+    if isinstance(data, CoroutineType):
+        data.close()  # it would complain that nobody awaits it
+        raise TypeError("it returned a coroutine; make it a plain function")
+    to_json(data)
 
 
 def versioned(

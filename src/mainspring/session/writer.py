@@ -28,7 +28,7 @@ from mainspring.errors import (
 )
 from mainspring.events import DispatchResult, log_error
 from mainspring.logs import one_line
-from mainspring.session.changes import Change, Held, Ignored, Step, copied, each, refused
+from mainspring.session.changes import Change, Held, Ignored, Step, copied, each, refused, work
 from mainspring.session.record import entry_of_events
 
 if TYPE_CHECKING:
@@ -145,7 +145,10 @@ class Writer:
         held = Held(cell, event, ticket)
         transaction = self.transaction
         if transaction is not None and transaction.is_inside():
-            ticket.offer(transaction.take(cell, event))
+            try:
+                ticket.offer(transaction.take(cell, event))
+            except Exception as error:  # the ticket has it, as everywhere
+                ticket.offer_sole_error(error, work(self.name, event))
         elif self.journal is not None and transaction is None and not self._held:
             self._accept(held)
         else:
@@ -252,7 +255,7 @@ class Writer:
         except ReducerError as error:
             ticket.offer(refused(event, error))
         except BaseException as error:  # also an interrupt: it is for who dispatched, in whosever task this runs
-            ticket.offer_sole_error(error, f"the dispatch of {type(event).__name__} to session {self.name!r}")
+            ticket.offer_sole_error(error, work(self.name, event))
         else:
             seq = None
             if changed:
