@@ -156,7 +156,7 @@ BEGIN
                     deliveries = m.deliveries + 1, first_received_at = coalesce(m.first_received_at, at)
                 WHERE m.ctid = ANY (ARRAY(SELECT f.place FROM first f))
                 RETURNING m.id, m.body, m.lease, m.deliveries, m.attempts,
-                    extract(epoch FROM m.enqueued_at)::float8, extract(epoch FROM m.first_received_at)::float8,
+                    date_part('epoch', m.enqueued_at), date_part('epoch', m.first_received_at),
                     m.reply_to, m.headers, m.checkpoint, m.history, m.rank, m.pos;
             GET DIAGNOSTICS taken = ROW_COUNT;
             missing := missing - taken;
