@@ -129,7 +129,7 @@ async def test_a_refusal_whose_end_comes_late_is_told_as_what_it_is(place, monke
         ids = []
 
         async def send_again():
-            ids.append(await mailbox.send("y", dedup_key="k"))
+            ids.extend(await mailbox._put([Envelope("y", b'"y"', dedup_key="k"), Envelope("z", b'"z"')]))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(send_again)
@@ -137,7 +137,7 @@ async def test_a_refusal_whose_end_comes_late_is_told_as_what_it_is(place, monke
                 while not late:
                     await anyio.sleep(0.01)
             await connection.commit()
-        assert ids == [first]
+        assert ids == [first, "z"]
 
 
 @pytest.mark.parametrize("capacity", [None, 9])

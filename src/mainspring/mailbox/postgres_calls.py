@@ -7,6 +7,7 @@ claim that was made after a settlement is executed after it.
 
 from __future__ import annotations
 
+from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +27,7 @@ from mainspring.mailbox.postgres_values import (
     lease_of,
     leases,
     portions,
+    put_all_keyed_values,
     put_keyed_values,
     put_special_values,
     put_values,
@@ -43,6 +45,9 @@ if TYPE_CHECKING:
 
 _PLACE = itemgetter(11, 12)
 
+HASTE = 0.01
+"""Seconds that a send waits for a transaction which has sent its key, before it makes way for the others of its batch."""
+
 
 class Call(NamedTuple):
     """One statement of a batch: what is sent, and what takes its rows."""
@@ -59,8 +64,9 @@ class Calls:
     headers cannot be read; ``due_in`` in how many seconds something is due, where a claim asked; ``fresh`` whether senders
     have only now been asked to tell.
 
-    :param put_keyed: the function of the schema for sends with a key.
-    :param patience: seconds that such a send may wait for an open transaction, where it is in somebody's own.
+    :param haste: seconds that a send may wait for another transaction, which has sent its key; then all fails, or
+        (``apart``) that send alone is held up.
+    :param patience: the same, where it is in somebody's own transaction.
     """
 
     def __init__(
@@ -70,14 +76,16 @@ class Calls:
         view: View,
         now: float,
         *,
-        put_keyed: str = "put_keyed",
+        haste: float = HASTE,
+        apart: bool = False,
         patience: float | None = None,
     ) -> None:
         self._schema = schema
         self.box = box
         self._view = view
         self._now = now
-        self._keyed_function = put_keyed if patience is None else "put_keyed_within"
+        self._haste = haste
+        self._apart = apart
         self.patience = patience
         self.calls: list[Call] = []
         self.gained: dict[int, int] = {}
@@ -106,18 +114,20 @@ class Calls:
     def add_put(self, puts: list[do.Put]) -> None:
         plain: list[Envelope] = []
         special: list[Envelope] = []
+        keyed: list[tuple[do.Put, int, Envelope]] = []
         for put in puts:
             put.result = [envelope.message_id for envelope in put.envelopes]
             some_special = False
             for place, envelope in enumerate(put.envelopes):
                 if envelope.dedup_key is not None:
-                    self._put_keyed(put, put.result, place, envelope)
+                    keyed.append((put, place, envelope))
                 elif is_special(envelope):
                     some_special = True
             if len(put.envelopes) == 1 and put.envelopes[0].dedup_key is not None:
                 continue
             into = special if some_special else plain
             into += [envelope for envelope in put.envelopes if envelope.dedup_key is None]
+        self._put_keyed(keyed)
         for some in portions(plain, size_of):
             self._add("put", put_values(some), _nothing)
         for some in portions(special, size_of):
@@ -128,17 +138,24 @@ class Calls:
         if delays:
             self.due_in = min(delays)
 
-    def _put_keyed(self, put: do.Put, ids: list[str], place: int, envelope: Envelope) -> None:
-        def finish(rows: list[tuple[Any, ...]]) -> None:
-            ids[place] = name = rows[0][0]
+    def _put_keyed(self, keyed: list[tuple[do.Put, int, Envelope]]) -> None:
+        if self.patience is not None:
+            for one in keyed:
+                values = (*put_keyed_values(one[2]), self.patience)
+                self._add("put_keyed_within", values, partial(self._keyed_put, [one]))
+            return
+        for some in portions(keyed, lambda one: size_of(one[2])):
+            values = (*put_all_keyed_values([envelope for _, _, envelope in some]), self._haste, self._apart)
+            self._add("put_all_keyed", values, partial(self._keyed_put, some))
+
+    def _keyed_put(self, keyed: list[tuple[do.Put, int, Envelope]], rows: list[tuple[Any, ...]]) -> None:
+        for (put, place, envelope), (name,) in zip(keyed, rows, strict=True):
+            put.result[place] = name
             put.held_up = name is None
             if name == envelope.message_id:
                 self._gain(self.box, int(not envelope.delay))
                 if envelope.delay:
                     self.due_in = envelope.delay if self.due_in is None else min(self.due_in, envelope.delay)
-
-        patience = () if self.patience is None else (self.patience,)
-        self._add(self._keyed_function, (*put_keyed_values(envelope), *patience), finish)
 
     # ------------------------------------------------------------------------------------------------------- receiving
 
@@ -171,8 +188,12 @@ class Calls:
         return finish
 
     def _deliveries(self, rows: list[tuple[Any, ...]]) -> list[Delivery]:
+        for rank, pos in {row[11]: row[12] for row in rows}.items():  # the last of each rank, as they are in order
+            self._view.claimed(rank, pos)
         deliveries = []
-        for name, body, lease, count, charged, sent, first, reply_to, headers, checkpoint, history, _, _ in rows:
+        rows.reverse()
+        while rows:  # a row goes as its delivery comes: the garbage collector has less to look at
+            name, body, lease, count, charged, sent, first, reply_to, headers, checkpoint, history, _, _ = rows.pop()
             known = {} if headers is None else headers_of(headers)
             delivery = Delivery(
                 name,
@@ -185,15 +206,13 @@ class Calls:
                 reply_to,
                 known or {},
                 checkpoint,
-                None,
+                self._now,
                 history,
             )
             if known is None:
                 self.unreadable.append(delivery)
             else:
                 deliveries.append(delivery)
-        for row in rows:
-            self._view.claimed(row[11], row[12])
         return deliveries
 
     def add_unclaim(self, commands: list[do.Unclaim]) -> None:

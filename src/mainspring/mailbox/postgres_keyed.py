@@ -12,7 +12,7 @@ from mainspring.clock import loop_clock
 from mainspring.errors import MailboxConnectionError
 from mainspring.mailbox import postgres_commands as do
 from mainspring.mailbox.batching import Batcher
-from mainspring.mailbox.postgres_calls import Call
+from mainspring.mailbox.postgres_calls import HASTE
 from mainspring.mailbox.postgres_connection import HeldUpError, faulty
 from mainspring.mailbox.postgres_values import stored_key
 
@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Envelope
     from mainspring.mailbox.postgres_hub import Hub
 
-HASTE = 0.01
-"""Seconds that a send waits for a transaction which has sent its key, before it makes way for the others of its batch."""
 MORE_HASTE = 0.001
-"""The same, when it is tried again: with others whose keys are held up."""
+"""The same as ``HASTE``, when it is tried again: with others whose keys are held up."""
 FIRST_PAUSE = 0.01
 LONGEST_PAUSE = 0.25
 """Seconds between two tries of a send that is held up."""
@@ -34,10 +32,10 @@ LONGEST_PAUSE = 0.25
 class Transact(Protocol):
     """Executes commands in one transaction, which waits no longer than those seconds for another one that has sent a key.
 
-    ``put_keyed`` is the function of the schema for those with a key.
+    ``apart``: where one does, only that send is held up; else all fail.
     """
 
-    async def __call__(self, commands: Sequence[do.Put], haste: float, put_keyed: str = ...) -> None: ...
+    async def __call__(self, commands: Sequence[do.Put], haste: float, apart: bool = ...) -> None: ...
 
 
 class KeyedSends:
@@ -115,7 +113,7 @@ class KeyedSends:
         if not puts:
             return
         try:
-            await self._transact(puts, MORE_HASTE, put_keyed="try_keyed")
+            await self._transact(puts, MORE_HASTE, apart=True)
         except psycopg.Error as error:
             await self._apart(puts, error)
 
@@ -137,18 +135,6 @@ class KeyedSends:
             put.error = faulty(error)
 
 
-def hastily(calls: Sequence[Call], seconds: float) -> list[Call]:
-    """Calls of one transaction that do not wait longer than that for another one.
-
-    Its COMMIT does: it waits for others that commit notifications just now, who are no reason to give up.
-    """
-    return [_lock_timeout(seconds), *calls, _lock_timeout(0)]
-
-
-def _lock_timeout(seconds: float) -> Call:
-    return Call("SELECT set_config('lock_timeout', $1, true)", (f"{seconds * 1_000:g}ms",), _nothing)
-
-
 def not_ended(envelopes: list[Envelope], when: str) -> MailboxConnectionError:
     """The error of a send that was held up for too long."""
     keys = ", ".join(map(repr, sorted(_keys(envelopes))[:3]))
@@ -159,7 +145,3 @@ def not_ended(envelopes: list[Envelope], when: str) -> MailboxConnectionError:
 
 def _keys(envelopes: list[Envelope]) -> set[str]:
     return {stored_key(envelope.dedup_key) for envelope in envelopes if envelope.dedup_key is not None}
-
-
-def _nothing(rows: list[tuple[Any, ...]]) -> None:
-    """What to make of rows that say nothing."""

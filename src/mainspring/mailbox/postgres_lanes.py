@@ -12,10 +12,10 @@ from mainspring.clock import loop_clock
 from mainspring.errors import MainspringError
 from mainspring.mailbox import postgres_commands as do
 from mainspring.mailbox.batching import Batcher, Command
-from mainspring.mailbox.postgres_calls import Calls
+from mainspring.mailbox.postgres_calls import HASTE, Calls
 from mainspring.mailbox.postgres_connection import faulty
 from mainspring.mailbox.postgres_hub import Waiters
-from mainspring.mailbox.postgres_keyed import KeyedSends, hastily
+from mainspring.mailbox.postgres_keyed import KeyedSends
 from mainspring.mailbox.postgres_values import UNREADABLE, lease_of
 from mainspring.periodic import Periodic
 
@@ -96,18 +96,10 @@ class Lanes:
                 except psycopg.Error as its_own:
                     command.error = faulty(its_own)
 
-    async def _transact(
-        self, commands: Sequence[Command], haste: float | None = None, put_keyed: str = "put_keyed"
-    ) -> None:
+    async def _transact(self, commands: Sequence[Command], haste: float = HASTE, apart: bool = False) -> None:
         hub = self.hub
-        leased_at = self.now()
-        batch = Calls(hub.schema, self.number, self.view, leased_at, put_keyed=put_keyed)
-        calls = batch.build(commands)
-        await hub.pool.run(calls if haste is None else hastily(calls, haste))
-        for command in commands:
-            if type(command) is do.Claim:
-                for delivery in command.result:
-                    delivery.leased_at = leased_at
+        batch = Calls(hub.schema, self.number, self.view, self.now(), haste=haste, apart=apart)
+        await hub.pool.run(batch.build(commands))
         for delivery in batch.unreadable:
             self.work.post(do.Finish(delivery, lease_of(delivery) or 0, UNREADABLE, None))
         if batch.unreadable:

@@ -14,7 +14,6 @@ from mainspring.mailbox.limits import full
 from mainspring.mailbox.postgres_arrays import texts
 from mainspring.mailbox.postgres_calls import Calls, ask, make
 from mainspring.mailbox.postgres_connection import Connection, HeldUpError, one_line, told
-from mainspring.mailbox.postgres_keyed import HASTE, hastily
 from mainspring.mailbox.postgres_values import stored_key
 
 if TYPE_CHECKING:
@@ -64,9 +63,8 @@ async def _put_into(
             more = sum(e.dedup_key is None for e in envelopes) + len(keys) - len(known)
         if more and waiting + more > capacity:
             raise full(waiting, capacity, more)
-        calls = batch.build([put])
-        # The lock that keeps other senders out is not to be kept while a key is held up.
-        for each in hastily(calls, HASTE) if keys else calls:
+        # The lock that keeps other senders out is not kept while a key is held up: the call with it fails soon.
+        for each in batch.build([put]):
             each.finish(await make(connection, each))
 
 

@@ -76,8 +76,13 @@ def put_special_values(envelopes: list[Envelope]) -> tuple[Any, ...]:
     )
 
 
+def put_all_keyed_values(envelopes: list[Envelope]) -> tuple[Any, ...]:
+    """Those of ``put_all_keyed``."""
+    return *put_special_values(envelopes), texts([stored_key(e.dedup_key or "") for e in envelopes])
+
+
 def put_keyed_values(e: Envelope) -> tuple[Any, ...]:
-    """Those of ``put_keyed``."""
+    """Those of ``put_keyed_within``."""
     text = headers_text(e)
     return e.message_id, e.body, e.delay, -e.priority, e.reply_to, text, e.expires_in, stored_key(e.dedup_key or "")
 

@@ -131,6 +131,30 @@ EXCEPTION WHEN lock_not_available THEN
     RETURN NULL;
 END $$;
 
+CREATE OR REPLACE FUNCTION mainspring.put_all_keyed(
+    box integer, ids text[], bodies bytea[], delays float8[], ranks smallint[], reply_tos text[], all_headers text[],
+    lives float8[], keys text[], haste float8, apart boolean
+) RETURNS SETOF text LANGUAGE plpgsql AS $$
+-- The same for many, in a transaction of the mailbox's own. It waits so many seconds for another one that has sent a key; then
+-- it fails, or (`apart`) does so without that message, whose id is NULL. The COMMIT has no such end: it waits for others that
+-- commit notifications just now, who are no reason to give up.
+DECLARE one record;
+BEGIN
+    PERFORM set_config('lock_timeout', haste * 1000 || 'ms', true);
+    FOR one IN SELECT * FROM unnest(ids, bodies, delays, ranks, reply_tos, all_headers, lives, keys)
+        AS g (id, body, delay, rank, reply_to, headers, life, key)
+    LOOP
+        IF apart THEN
+            RETURN NEXT mainspring.try_keyed(
+                box, one.id, one.body, one.delay, one.rank, one.reply_to, one.headers, one.life, one.key);
+        ELSE
+            RETURN NEXT mainspring.put_keyed(
+                box, one.id, one.body, one.delay, one.rank, one.reply_to, one.headers, one.life, one.key);
+        END IF;
+    END LOOP;
+    PERFORM set_config('lock_timeout', '0', true);
+END $$;
+
 CREATE OR REPLACE FUNCTION mainspring.put_keyed_within(
     box integer, new_id text, new_body bytea, delay float8, new_rank smallint, new_reply_to text, new_headers text,
     life float8, key text, patience float8
