@@ -297,6 +297,25 @@ def test_a_busy_port_is_one_clear_line_and_status_1(tmp_path: Path) -> None:
     assert str(port) in only_line(ended.stderr)
 
 
+NO_STORE = GROUP.replace("InMemoryMailbox(", "open_mailbox('postgresql://nobody@127.0.0.1:1/nothing', name=").replace(
+    "import InMemoryMailbox", "import open_mailbox"
+)
+
+
+def test_a_store_that_can_never_be_opened_is_one_clear_line_and_status_2(tmp_path: Path) -> None:
+    write(tmp_path, NO_STORE)
+    ended = run("run", "app:group", "--loop", "trio", "--log-level", "CRITICAL", cwd=tmp_path)
+    assert "runs on asyncio only" in only_line(ended.stderr)
+    assert ended.returncode == 2
+
+
+def test_a_store_that_is_away_is_one_clear_line_and_status_1(tmp_path: Path) -> None:
+    write(tmp_path, NO_STORE)
+    ended = run("run", "app:group", "--loop", "asyncio", "--log-level", "CRITICAL", cwd=tmp_path)
+    assert "cannot be reached" in only_line(ended.stderr)
+    assert ended.returncode == 1
+
+
 def test_logs_as_json_lines_with_the_report_in_the_last_one(tmp_path: Path) -> None:
     import json
 

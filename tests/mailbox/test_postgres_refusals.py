@@ -52,7 +52,7 @@ async def test_a_refused_login_is_a_mistake_of_the_url(text, anyio_backend):
     async with refusing(text) as port:
         mailbox = PostgresMailbox(f"postgresql://app:secret@127.0.0.1:{port}/app?sslmode=disable")
         for act in (mailbox.__aenter__, mailbox.exists, mailbox.migrate_schema):
-            with pytest.raises(ConfigError, match="check the user, the password and the database of the URL$") as told:
+            with pytest.raises(ConfigError, match=r"check the user, the password and the database of the URL$") as told:
                 await act()
             assert text in str(told.value)
             assert "secret" not in str(told.value)
@@ -107,7 +107,7 @@ async def test_a_transaction_that_may_not_write_is_the_senders_mistake(place, an
     async with place.mailbox() as mailbox, await place.connect() as connection:
         await connection.execute("SET TRANSACTION READ ONLY")
         with pytest.raises(
-            InvalidParameterError, match="may not write .*read-only transaction.*; send in one that may"
+            InvalidParameterError, match=r"may not write .*read-only transaction.*; send in one that may"
         ):
             await mailbox.send("x", connection=connection)
 

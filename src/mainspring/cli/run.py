@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import signal
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ import anyio
 from mainspring import logs
 from mainspring.cli.early import CommandSignals, Interrupted
 from mainspring.cli.link import ParentLink
-from mainspring.cli.problems import FAILED, Problem, say
+from mainspring.cli.problems import FAILED, WRONG_USE, Problem, say
 from mainspring.cli.sources import loaded_directories
 from mainspring.cli.target import load_group
 from mainspring.errors import MainspringError
@@ -103,16 +104,20 @@ def _run_group(options: RunOptions, early: CommandSignals, link: ParentLink | No
         return 0
     _set_health_address(group, options, link)
     group.dispatcher.subscribe(GroupStateChanged, partial(_tell_health_url, group))
+    seen: set[GroupState] = set()
+    group.dispatcher.subscribe(GroupStateChanged, lambda event: seen.add(event.new))
     if link is not None:
         link.tell(stop_within=group.settings.stop_within, directories=loaded_directories())
     try:
         report: ShutdownReport = anyio.run(
             partial(group.run, install_signals=True), backend=backend, backend_options=backend_options
         )
-    except (
-        MainspringError
-    ) as error:  # a port that is taken, a store that cannot be opened: no fault of the command line
-        raise Problem(str(error), FAILED) from error
+    except MainspringError as error:
+        # A store that is away, a port that another program has, a crash: that may be otherwise the next time. What is wrong
+        # with the settings from the start on, as with a login, is not.
+        taken = getattr(error.__context__, "errno", None) == errno.EADDRINUSE
+        lasting = error.fault == "config" and not taken and GroupState.RUNNING not in seen
+        raise Problem(str(error), WRONG_USE if lasting else FAILED) from error
     if not options.log_json:  # else the last log line is the report
         say(f"{_who(group, link)}{report}")
     if link is not None:

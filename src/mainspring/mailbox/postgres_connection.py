@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.postgres_calls import Call
 
-CONNECT_TIMEOUT = 10.0
 LEAVE_OFF = 3.0
-"""Seconds in which the server must answer to the request to leave off."""
+"""Seconds in which the server must answer to the request to leave off; of a short timeout, a quarter."""
 KEPT = 4
 """How many connections without work are kept open."""
 TRIES = 4
@@ -47,8 +46,7 @@ _LASTING = (
     ),
     (r"does not support SSL|certificate|private key", "check the sslmode and the certificates that the URL names"),
     (
-        r"authentication failed|no password supplied|does not exist|pg_hba\.conf|not permitted to log in|"
-        r"permission denied for database|no such (user|database)",
+        r"authentication failed|no password|does not exist|no such (user|database)|pg_hba|not permitted|permission denied",
         "check the user, the password and the database of the URL",
     ),
 )
@@ -62,6 +60,7 @@ class Connection(psycopg.AsyncConnection[Any]):
     """
 
     is_expendable = False
+    leave_off = LEAVE_OFF
 
     async def wait(self, gen: Any, interval: float = 0.1, *args: Any, **keywords: Any) -> Any:
         """Wait for an operation of the driver; the parameters are its own (its versions differ in them)."""
@@ -77,9 +76,9 @@ class Connection(psycopg.AsyncConnection[Any]):
     async def _leave_off(self, gen: Any) -> None:
         """Have the server end what it does for this connection; where it does not say that it has, the connection is lost."""
         ended = False
-        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + LEAVE_OFF):
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + self.leave_off):
             try:
-                await self.cancel_safe(timeout=LEAVE_OFF)
+                await self.cancel_safe(timeout=self.leave_off)
                 await wait_async(gen, self.pgconn.socket, interval=0.1)
                 ended = True
             except psycopg.errors.QueryCanceled:
@@ -96,6 +95,7 @@ class Pool:
     def __init__(self, conninfo: str, timeout: float) -> None:
         self.conninfo = conninfo
         self.timeout = timeout
+        self.leave_off = min(LEAVE_OFF, timeout / 4)
         self.opened = 0
         self.batches = 0
         self._keeps = False
@@ -109,11 +109,11 @@ class Pool:
         wrong password, unless there was a connection before: from then on it may be somebody's passing mistake.
         """
         try:
-            with anyio.fail_after(CONNECT_TIMEOUT):
+            with anyio.fail_after(self.timeout):
                 # Nothing is prepared: behind a connection pooler the next transaction may meet another server process.
                 connection = await Connection.connect(self.conninfo, autocommit=True, prepare_threshold=None)
         except TimeoutError:
-            raise MailboxConnectionError(f"PostgreSQL did not answer within {CONNECT_TIMEOUT:g} s") from None
+            raise MailboxConnectionError(f"PostgreSQL did not answer within {self.timeout:g} s") from None
         except (psycopg.Error, OSError) as error:
             remedy = None if self._welcome else _remedy(str(error))
             if remedy is not None:
@@ -122,6 +122,7 @@ class Pool:
         except BaseException as error:
             clear_frames(error.__traceback__)  # else what was half open stays so for as long as somebody has the error
             raise
+        connection.leave_off = self.leave_off
         register(connection.adapters)
         self.opened += 1
         self._welcome = True
@@ -158,14 +159,13 @@ class Pool:
         connection has had no effect. Cancelled, or out of time, it tells the server to leave off.
         """
         patience = self.timeout if timeout is None else timeout
+        deadline = anyio.current_time() + patience
         for again in range(TRIES):
             try:
-                with anyio.fail_after(patience):
+                with anyio.fail_after(deadline - anyio.current_time()):
                     async with self.connection() as connection:
-                        try:
-                            results = await send(connection, calls)
-                        except psycopg.Error as error:
-                            raise explained(error) from error
+                        with anyio.fail_after(deadline - self.leave_off - anyio.current_time()):
+                            results = await _sent(connection, calls)
                 break
             except TimeoutError:
                 await self.drop_idle()
@@ -228,6 +228,13 @@ class HeldUpError(MailboxConnectionError):
 def _remedy(text: str) -> str | None:
     """What to do about a connection that fails for good with that text, or None where it may succeed later."""
     return next((remedy for pattern, remedy in _LASTING if re.search(pattern, text)), None)
+
+
+async def _sent(connection: psycopg.AsyncConnection[Any], calls: Sequence[Call]) -> list[list[tuple[Any, ...]]]:
+    try:
+        return await send(connection, calls)
+    except psycopg.Error as error:
+        raise explained(error) from error
 
 
 async def send(connection: psycopg.AsyncConnection[Any], calls: Sequence[Call]) -> list[list[tuple[Any, ...]]]:
