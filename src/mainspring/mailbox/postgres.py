@@ -69,7 +69,8 @@ class PostgresMailbox(Mailbox[T, R]):
     :param migrate: whether opening may make or upgrade the schema; else ``mainspring migrate`` does so.
     :param listen: whether to try to be notified. Without it, or where no notification arrives (behind a connection pooler in
         transaction mode), a waiting receive looks ten times a second.
-    :param timeout: seconds that one call of the server may take before :class:`MailboxConnectionError`.
+    :param timeout: seconds that one call of the server may take, connecting included, before :class:`MailboxConnectionError`;
+        of them, the last quarter (at most 3 s) is for telling the server to leave off.
     :raises ConfigError: a value cannot work. On opening: the schema is missing and must not be made, or is of a newer
         Mainspring; the role lacks a right.
     """
@@ -106,7 +107,7 @@ class PostgresMailbox(Mailbox[T, R]):
             raise ConfigError(f"mailbox {name!r}: timeout must be above 0 seconds, not {timeout!r}")
         check_parameters(url, parameters)
         self.url = url
-        self._conninfo = conninfo_of(url, parameters)
+        self._conninfo = conninfo_of(url, parameters, timeout)
         self._schema = check_schema(schema)
         self._settings = {"schema": schema, "migrate": migrate, "listen": listen, "timeout": timeout, **parameters}
         self._capacity = capacity

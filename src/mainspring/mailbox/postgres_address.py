@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from typing import Any
@@ -19,7 +20,6 @@ SCHEMA = "mainspring"
 _NAME = re.compile(r"[a-z_][a-z0-9_]{0,39}")
 _DEFAULTS = {
     "application_name": "mainspring",
-    "connect_timeout": "10",
     "keepalives_idle": "30",
     "keepalives_interval": "10",
     "keepalives_count": "3",
@@ -28,6 +28,9 @@ _DEFAULTS = {
 
 
 PORT = "5432"
+SHORTEST_TRY = 2.0
+LONGEST_TRY = 10.0
+"""Seconds that one host has to let us connect, where nothing sets ``connect_timeout``; fewer than 2 count as 2."""
 _ENVIRONMENT = {"application_name": "PGAPPNAME", "connect_timeout": "PGCONNECT_TIMEOUT"}
 _WAY = (
     "service", "channel_binding", "gssencmode", "krbsrvname", "require_auth", "requirepeer", "sslmode", "sslnegotiation",
@@ -148,13 +151,20 @@ def _own_name() -> str:
     )
 
 
-def conninfo_of(url: str, parameters: dict[str, Any]) -> str:
-    """What libpq is told: the URL without its query, the parameters that stand there, and our defaults."""
+def conninfo_of(url: str, parameters: dict[str, Any], timeout: float = math.inf) -> str:
+    """What libpq is told: the URL without its query, the parameters that stand there, and our defaults.
+
+    :param timeout: seconds for all; where there are several hosts, the first that does not answer is not to take them up.
+    """
     bare = "postgresql://" + url.partition("://")[2]
     try:
         given = conninfo_to_dict(bare, **parameters)
         known = {key: str(value) for key, value in given.items() if value is not None}
-        defaults = {key: value for key, value in _DEFAULTS.items() if _ENVIRONMENT.get(key, "") not in os.environ}
+        share = max(SHORTEST_TRY, min(LONGEST_TRY, timeout // len(where_of(make_conninfo("", **known))[0])))
+        defaults = {**_DEFAULTS, "connect_timeout": f"{share:.0f}"}
+        for key, variable in _ENVIRONMENT.items():
+            if variable in os.environ:
+                del defaults[key]
         return make_conninfo("", **{**defaults, **known})
     except psycopg.Error as error:
         secret = urlsplit(bare).password

@@ -120,7 +120,7 @@ async def _connected(pool: Pool, schema: str) -> AsyncIterator[AsyncConnection[A
     """A connection for work on the schema, and what its errors mean to a user. It has an end, and is not cut short."""
     async with pool.connection() as connection:
         try:
-            with anyio.fail_after(pool.timeout, shield=True):
+            with anyio.fail_after(pool.timeout - pool.leave_off, shield=True):
                 yield connection
         except TimeoutError:
             raise MailboxConnectionError(f"PostgreSQL did not answer within {pool.timeout:g} s") from None

@@ -1,0 +1,65 @@
+"""The ``timeout`` of a PostgreSQL mailbox is the longest that it waits for a server that does not answer."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+
+from mainspring import MailboxConnectionError
+from mainspring.mailbox.postgres import PostgresMailbox
+from postgres_support import gate
+
+pytestmark = pytest.mark.anyio
+SLACK = 1.5
+"""Seconds that a busy machine may add."""
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio", {"use_uvloop": True}
+
+
+@pytest.fixture
+def mute():
+    """The port of what accepts connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+async def _is_told_within(seconds, call):
+    begun = time.monotonic()
+    with pytest.raises(MailboxConnectionError, match=f"did not answer within {seconds:g} s"):
+        await call()
+    assert seconds <= time.monotonic() - begun < seconds + SLACK
+
+
+async def test_opening_ends_in_time(mute):
+    mailbox = PostgresMailbox(f"postgresql://ann@127.0.0.1:{mute}/app", timeout=0.5)
+    for call in (mailbox.__aenter__, mailbox.exists, mailbox.migrate_schema):
+        await _is_told_within(0.5, call)
+
+
+async def test_a_call_ends_in_time_whose_cancellation_is_not_heard_either(place, mute):
+    async with gate(place.url) as (url, way), place.mailbox(url=url, timeout=1, listen=False) as mailbox:
+        await mailbox.send("x")
+        way.freeze()
+        way._server = ("127.0.0.1", mute)
+        for _ in range(2):  # on the connection of before, and on a new one
+            await _is_told_within(1, lambda: mailbox.send("y"))
+
+
+@pytest.mark.parametrize(
+    ("url", "timeout", "each"),
+    [
+        ("postgresql://a/d", 30, 10),
+        ("postgresql://a/d", 5, 5),
+        ("postgresql://a,b/d", 8, 4),
+        ("postgresql:///d?host=a,b,c", 8, 2),
+        ("postgresql://a,b,c/d", 1, 2),
+        ("postgresql://a/d?connect_timeout=3", 5, 3),
+    ],
+)
+def test_each_of_several_hosts_gets_its_share(url, timeout, each):
+    assert f"connect_timeout={each}" in PostgresMailbox(url, timeout=timeout)._conninfo.split()
