@@ -6,6 +6,7 @@ cost more than the call (measured: two to four times as long a round trip).
 
 from __future__ import annotations
 
+import ssl
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from mainspring.mailbox.redis_url import Host, Server
 
 LEAST_VERSION: Final = 7
+TLS_PATIENCE: Final = 1.0
+"""Seconds after which a server that has not answered to TLS is asked whether it speaks plain text."""
 _NOTHING: Final = object()
 _PIECE: Final = 262_144
 _FORBIDDEN: Final = ("NOAUTH", "WRONGPASS", "NOPERM", "DENIED")
@@ -100,15 +103,54 @@ async def connect(server: Server, host: Host, *, sentinel: bool = False) -> Wire
     wire = Wire(stream, host)
     try:
         if server.tls is not None:
-            wire._stream = await TLSStream.wrap(  # noqa: SLF001 - its own
-                stream, hostname=host[0], ssl_context=server.tls, standard_compatible=False
-            )
+            wire._stream = await _encrypted(stream, host, server.tls)  # noqa: SLF001 - its own
         await _greet(wire, server, sentinel)
     except BaseException:
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
             await wire.close()
         raise
     return wire
+
+
+async def _encrypted(stream: ByteStream, host: Host, context: ssl.SSLContext) -> ByteStream:
+    """The stream with TLS. A server without it waits for the end of a line, and says nothing: so it is asked in plain text."""
+    found: list[ByteStream] = []
+    failed: list[Exception] = []
+    plain = False
+
+    async def ask() -> None:
+        nonlocal plain
+        await anyio.sleep(TLS_PATIENCE)
+        plain = await _speaks_plainly(host)
+        if plain:
+            tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask)
+        try:
+            found.append(await TLSStream.wrap(stream, hostname=host[0], ssl_context=context, standard_compatible=False))
+        except LOST as error:
+            failed.append(error)
+        tasks.cancel_scope.cancel()
+    if found:
+        return found[0]
+    where = f"the server at {host[0]}:{host[1]}"
+    if plain or (failed and "WRONG_VERSION" in str(failed[0])):
+        raise ConfigError(
+            f"{where} does not speak TLS: set it up there, or write redis:// if everybody may read all of it"
+        )
+    if isinstance(failed[0], ssl.SSLCertVerificationError):
+        raise ConfigError(f"{where} has a certificate that is not trusted ({failed[0].verify_message}); check ca_file")
+    raise failed[0]
+
+
+async def _speaks_plainly(host: Host) -> bool:
+    try:
+        async with await anyio.connect_tcp(host[0], host[1]) as stream:
+            await stream.send(b"PING\r\n")
+            return (await stream.receive(1))[:1] in (b"+", b"-")
+    except LOST:
+        return False
 
 
 async def _greet(wire: Wire, server: Server, sentinel: bool) -> None:
@@ -131,8 +173,18 @@ async def _greet(wire: Wire, server: Server, sentinel: bool) -> None:
     wire.cluster = said.get(b"mode") == b"cluster"
     if server.db and wire.cluster:
         raise ConfigError(f"{_place(wire)} belongs to a cluster, which has the database 0 only")
+    is_sentinel = said.get(b"mode") == b"sentinel"
+    if sentinel and not is_sentinel:
+        raise ConfigError(f"{_place(wire)} is no sentinel; its scheme is redis://")
+    if is_sentinel and not sentinel:
+        raise ConfigError(f"{_place(wire)} is a sentinel; write redis+sentinel://host:port/service/0")
     if server.db and not sentinel:
-        await wire.call("SELECT", server.db)
+        try:
+            await wire.call("SELECT", server.db)
+        except ServerError as error:
+            if error.code != "ERR":
+                raise
+            raise ConfigError(f"{_place(wire)} has no database {server.db} ({error.detail}); correct the URL") from None
 
 
 def _place(wire: Wire) -> str:

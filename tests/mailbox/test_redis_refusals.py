@@ -1,0 +1,56 @@
+"""A Redis server that is not what the URL says: a ConfigError at opening, in one line that says what to do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from urllib.parse import urlsplit
+
+import pytest
+
+from mainspring.cli.app import call
+from mainspring.errors import ConfigError, MailboxConnectionError
+from mainspring.mailbox import redis_wire
+from mainspring.mailbox.open import open_mailbox
+from mainspring.mailbox.redis_link import Link
+from mainspring.mailbox.redis_server import Directory
+from mainspring.mailbox.redis_url import parse_server
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def where(redis_url):
+    return urlsplit(redis_url).netloc
+
+
+@pytest.mark.parametrize(
+    ("scheme", "path", "says"),
+    [
+        ("redis", "/99999", "has no database 99999 .*; correct the URL"),
+        ("redis+sentinel", "/main/0", "is no sentinel; its scheme is redis://"),
+        ("redis+cluster", "", "is no node of a cluster; its scheme is redis://"),
+        ("rediss", "/0", "does not speak TLS: set it up there, or write redis://"),
+    ],
+)
+async def test_a_server_that_is_not_what_the_url_says(where, monkeypatch, scheme, path, says):
+    monkeypatch.setattr(redis_wire, "TLS_PATIENCE", 0.05)
+    mailbox = open_mailbox(f"{scheme}://{where}{path}?name=jobs")
+    for act in (mailbox.__aenter__, mailbox.exists):
+        with pytest.raises(ConfigError, match=says):
+            await act()
+
+
+async def test_after_a_connection_it_may_pass(redis_url, anyio_backend):
+    server = parse_server(redis_url, {})
+    link = Link(Directory(server, b"{ms:jobs}:"), 5)
+    await link.connect()
+    await link.close()
+    link._directory = Directory(replace(server, db=99_999), b"{ms:jobs}:")
+    with pytest.raises(MailboxConnectionError, match="has no database"):
+        await link.connect()
+
+
+def test_the_command_line_calls_it_a_wrong_use(where, capsys):
+    assert call(["send", f"redis://{where}/99999", "1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("correct the URL")
