@@ -8,13 +8,13 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import anyio
 
 from common import Row, median, on_uvloop, per_second, quick, rate, report
 from mainspring import Session
-from mainspring.session import replace_latest
+from mainspring.session import append, replace_latest, upsert_by
 
 ROUNDS = 3 if quick() else 9
 EVENTS = 20_000 if quick() else 100_000
@@ -33,6 +33,16 @@ class Moved:
 @dataclass(frozen=True)
 class Where:
     last: Annotated[Moved | None, replace_latest] = None
+
+
+@dataclass(frozen=True)
+class Track:
+    moves: Annotated[tuple[Moved, ...], append] = ()
+
+
+@dataclass(frozen=True)
+class Places:
+    by_x: Annotated[tuple[Moved, ...], upsert_by("x")] = ()
 
 
 async def dispatch(session: Session[Where], count: int) -> None:
@@ -82,6 +92,26 @@ async def in_memory() -> None:
         )  # fmt: skip
 
 
+async def kept() -> None:
+    """Slices that keep what they are given cost a copy of it for each event."""
+    for size in (100, 1_000, 20_000):
+        moves = tuple(Moved(number, 0) for number in range(size))
+        count = max(200, min(EVENTS, 2_000_000 // size) // 10)
+        for name, state, number in (("append", Track(moves), size), ("upsert_by", Places(moves), size // 2)):
+            rates = []
+            for _ in range(ROUNDS):
+                session: Session[Any] = Session(state)
+                began = time.perf_counter()
+                for _ in range(count):
+                    await session.dispatch(Moved(number, 1))
+                rates.append(rate(count, began))
+            report(
+                Row(f"Session.dispatch, {name} with {size:,} items", per_second(median(rates)), "-", None, None,
+                    note=f"uvloop, median of {ROUNDS} rounds of {count:,}"
+                    + (", from that size on" if name == "append" else ", of the one in the middle"))
+            )  # fmt: skip
+
+
 async def flat() -> None:
     session = Session(Where)
     tenth = MANY // 10
@@ -116,6 +146,7 @@ async def journaled() -> None:
 
 def main() -> None:
     on_uvloop(in_memory)
+    on_uvloop(kept)
     on_uvloop(flat)
     on_uvloop(journaled)
 

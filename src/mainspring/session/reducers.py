@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, indexOf
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
@@ -37,7 +38,7 @@ class On:
 
 
 def _append(events: tuple[Any, ...], event: Any) -> tuple[Any, ...]:
-    return (*events, event)
+    return events + (event,)  # noqa: RUF005 - one copy; `(*events, event)` makes two
 
 
 def _latest(before: Any, event: Any) -> Any:
@@ -64,10 +65,9 @@ def upsert_by(key: str | Callable[[Any], Any]) -> Reducer:
 
     def upsert(events: tuple[Any, ...], event: Any) -> tuple[Any, ...]:
         wanted = key_of(event)
-        for place, other in enumerate(events):
-            if key_of(other) == wanted:
-                return (*events[:place], event, *events[place + 1 :])
-        return (*events, event)
+        # The wanted key is also the last one looked at, so that no error of a key is taken for "not found".
+        place = indexOf(chain(map(key_of, events), (wanted,)), wanted)
+        return events[:place] + (event,) + events[place + 1 :]  # noqa: RUF005 - as above
 
     return Reducer("upsert_by", upsert, "many")
 
