@@ -21,6 +21,7 @@ from interrupts import Interruption, in_thread
 from mainspring import (
     ConfigError,
     Heartbeat,
+    InMemoryMailbox,
     InvalidParameterError,
     LoopGroup,
     LoopNotRunningError,
@@ -654,6 +655,57 @@ def test_a_stop_in_a_task_does_not_wait_for_itself(thread):
 
     assert thread.submit(leave).wait_sync(PATIENCE) is True
     assert thread.stop() is True
+
+
+def test_a_stop_in_a_worker_thread_does_not_wait_for_itself(thread):
+    async def leave():
+        return await anyio.to_thread.run_sync(thread.stop)
+
+    assert thread.submit(leave).wait_sync(PATIENCE) is True
+    assert thread.stop() is True
+
+
+def test_a_stop_in_a_plain_handler_does_not_wait_for_itself(thread):
+    answers = []
+
+    def handle(job: int) -> None:
+        answers.append(thread.stop())
+
+    mailbox = InMemoryMailbox("stops")
+    ticket = LoopGroup([MainLoop(mailbox, handle)], guardian=False).start_in(thread)
+    thread.submit(mailbox.send, 1).wait_sync(PATIENCE)
+    assert ticket.wait_sync(PATIENCE) is not None
+    assert thread.stop() is True
+    assert answers == [True]
+
+
+def test_a_thread_stops_another_one_that_has_started_it(thread, make):
+    other = make()
+    other.start()
+
+    async def leave():
+        return other.stop()
+
+    assert thread.submit(leave).wait_sync(PATIENCE) is True
+    assert other.state is LoopThreadState.STOPPED, "it is another one: its end was waited for"
+
+
+def test_what_is_cancelled_by_a_stop_is_not_logged(thread, caplog):
+    thread.submit(anyio.sleep_forever)
+    assert thread.stop(timeout=0) is False
+    gc.collect()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("error", [BaseExceptionGroup("exits", [KeyboardInterrupt()]), GeneratorExit()])
+def test_an_exit_of_any_kind_is_told(thread, error):
+    async def leave():
+        raise error
+
+    with pytest.raises(TaskExitError, match=f"leave raised {type(error).__name__}") as raised:
+        thread.submit(leave).wait_sync(PATIENCE)
+    assert raised.value.__cause__ is error
+    assert thread.submit(add, 1).wait_sync(PATIENCE) == 2
 
 
 def test_many_stop_it_at_once(thread):

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, TypeVarTuple, Unpac
 
 from mainspring.callables import instead_of, is_async
 from mainspring.errors import ConfigError, InvalidParameterError
-from mainspring.portal_core import LoopCore, Submission
+from mainspring.portal_core import LoopCore
+from mainspring.portal_submission import Submission
 from mainspring.values import is_number
 
 if TYPE_CHECKING:
@@ -147,11 +148,11 @@ class LoopThread:
         cancellation, the line on which the thread stands is logged, and the thread goes on by itself.
 
         From any thread, any number of times; all calls wait for the same end, and the shortest timeout holds. After one has
-        returned False all do, and where the event loop broke. In the event loop's own thread, as in a callback, it does not
-        wait, and returns True. In another event loop it blocks that one: there,
-        ``await anyio.to_thread.run_sync(thread.stop)``. From a signal handler too: one in the midst of the :meth:`start` does
-        not wait, and that raises. What still runs may need a lock that the interrupted code holds; it is then cancelled or
-        given up at the timeouts.
+        returned False all do, and where the event loop broke. In the event loop's own thread, as in a callback, and in a worker
+        thread that works for it, as a plain handler does, it does not wait, and returns True. In another event loop it blocks
+        that one: there, ``await anyio.to_thread.run_sync(thread.stop)``. From a signal handler too: one in the midst of the
+        :meth:`start` does not wait, and that raises. What still runs may need a lock that the interrupted code holds; it is
+        then cancelled or given up at the timeouts.
 
         :raises InvalidParameterError: ``timeout`` is not a time.
         """

@@ -8,35 +8,29 @@ import logging
 import os
 import threading
 from collections import deque
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 import anyio.lowlevel
 
 from mainspring import clock
-from mainspring.callables import innermost
-from mainspring.errors import (
-    ConfigError,
-    InvalidParameterError,
-    LoopNotRunningError,
-    TaskExitError,
-    TicketAbandonedError,
-)
+from mainspring.errors import ConfigError, LoopNotRunningError
 from mainspring.portal_state import IDLE, JOIN_WITHIN, RUNNING, STARTING, Gate, Life
-from mainspring.process import call_soon, carried_context, event_loop
-from mainspring.stacks import beneath, where, where_thread
-from mainspring.ticket import Ticket
+from mainspring.portal_submission import Submission
+from mainspring.process import call_soon, event_loop
+from mainspring.stacks import where_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable
 
     from anyio.abc import TaskGroup
 
 _log = logging.getLogger("mainspring")
 
-T = TypeVar("T")
+_within: ContextVar[LoopCore] = ContextVar("mainspring_loop_thread")
+"""Whose work this code is: a callback or a task of its event loop, or what one of them has given to a worker thread."""
 
 TURN: Final = 0.005
 """Seconds for which callbacks are called before the event loop looks at its other work: as long as Python lets a thread run."""
@@ -158,7 +152,7 @@ class LoopCore:
     def stop(self, timeout: float | None) -> bool:
         self._claim()
         self._ask_to_stop(timeout)
-        if not self.life.was_started or self._thread is threading.current_thread() or self._interrupts_the_launch():
+        if not self.life.was_started or self._is_within() or self._interrupts_the_launch():
             return True
         began = clock.monotonic()
         while not self._over.is_open and (left := began + self._stop_within(timeout) - clock.monotonic()) > 0:
@@ -170,6 +164,10 @@ class LoopCore:
         if self._thread is not None and self._thread.ident is not None:  # else it could not be started
             self._thread.join(JOIN_WITHIN)
         return self.clean
+
+    def _is_within(self) -> bool:
+        """Whether this is a part of what has to end first."""
+        return self._thread is threading.current_thread() or _within.get(None) is self
 
     def _stop_within(self, timeout: float | None) -> float:
         return (self._longest if timeout is None else timeout) + self.cancel_grace
@@ -213,6 +211,7 @@ class LoopCore:
 
     async def _main(self) -> None:
         self._stop_told = anyio.Event()
+        _within.set(self)
         self._context = copy_context()
         async with anyio.create_task_group() as self.tasks:
             self._loop = event_loop()
@@ -303,88 +302,10 @@ class LoopCore:
         assert self._stop_told is not None
         self.running.add(submission)
         self._longest = max(self._longest, submission.stop_timeout)
+        submission.context.run(_within.set, self)
         submission.context.run(partial(self.tasks.start_soon, submission.run, name=submission.name))
         if self._stop_told.is_set():
             submission.end_within(self._timeout)
-
-
-class Submission(Generic[T]):
-    """One submitted function: called in the event loop, it starts the task that completes its ticket."""
-
-    def __init__(
-        self,
-        core: LoopCore,
-        fn: Callable[..., Awaitable[T]],
-        args: tuple[Any, ...],
-        stop: Callable[[], object] | None,
-        stop_timeout: float | None,
-    ) -> None:
-        self.name: str = getattr(innermost(fn), "__qualname__", None) or repr(fn)
-        self.ticket: Ticket[T] = Ticket(self.name)
-        self.stop_timeout = core.stop_timeout if stop_timeout is None else stop_timeout
-        self._core = core
-        self._fn = fn
-        self._args = args
-        self._stop = stop
-        self.context = carried_context(core.backend)
-        self._scope: anyio.CancelScope | None = None
-        self._awaitable: Awaitable[T] | None = None
-
-    @property
-    def where(self) -> str:
-        """The line it waits on."""
-        return where(self._awaitable)
-
-    def __call__(self) -> None:
-        self._scope = anyio.CancelScope()
-        self._core.begin(self)
-
-    def end_within(self, timeout: float | None) -> None:
-        """Ask it to end by itself, and cancel it after so many seconds; None: after its own time."""
-        assert self._scope is not None
-        if self._stop is not None:
-            stop, self._stop = self._stop, None
-            self._core.call(stop)
-        deadline = anyio.current_time() + (self.stop_timeout if timeout is None else timeout)
-        self._scope.deadline = min(self._scope.deadline, deadline)
-
-    async def run(self) -> None:
-        """Run it, and answer the ticket."""
-        assert self._scope is not None
-        try:
-            with self._scope:
-                value = await self._begun()
-        except Exception as error:
-            self.fail(error)
-        except (SystemExit, KeyboardInterrupt) as error:  # it must not end the event loop of everybody else
-            what = TaskExitError(f"{self.name} raised {error!r} in {self._core}; to end that, call its stop()")
-            what.__cause__ = error
-            self.fail(what)
-        except BaseException as error:
-            # Goes no further: a CancelledError of its own would cancel everybody else on asyncio.
-            self.fail(TicketAbandonedError(f"{self.name} was cancelled in {self._core} ({type(error).__name__})"))
-        else:
-            if self._scope.cancelled_caught:
-                self.fail(LoopNotRunningError(f"{self._core} has stopped and cancelled {self.name}"))
-            else:
-                self.ticket.offer(value)  # whoever holds the ticket can answer it as well
-        finally:
-            if self._scope.cancel_called:  # whatever it has made of that
-                self._core.clean = False
-            self._awaitable = None
-            self._core.running.discard(self)
-
-    def _begun(self) -> Awaitable[T]:
-        self._awaitable = self._fn(*self._args)
-        if not inspect.isawaitable(self._awaitable):
-            raise InvalidParameterError(f"submit() takes an async function, and {self.name} is none; post() takes such")
-        return self._awaitable
-
-    def fail(self, error: BaseException) -> None:
-        """Let the ticket have an error, where it has no answer yet."""
-        for raised in filter(None, (error, error.__cause__)):  # the frames here refer to the ticket: no cycle is made
-            raised.__traceback__ = beneath(raised.__traceback__, __name__)
-        self.ticket.offer_sole_error(error, f"{self.name}, submitted to {self._core},")
 
 
 def _taken(entry: list[Callable[[], object]]) -> Callable[[], object] | None:
