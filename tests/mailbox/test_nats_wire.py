@@ -14,7 +14,7 @@ import pytest
 
 from mainspring import open_mailbox
 from mainspring.errors import ConfigError, MailboxClosedError, MailboxConnectionError
-from mainspring.mailbox import nats_wire
+from mainspring.mailbox import nats_errors, nats_wire
 from mainspring.mailbox.message import Counts
 from mainspring.mailbox.nats import NatsMailbox
 from nats_support import ON_ASYNCIO, place
@@ -225,9 +225,32 @@ async def test_a_login_of_any_letters(anyio_backend):
         url = f"nats://us%20er:{{}}@127.0.0.1:{server.port}"
         async with NatsMailbox(url.format("p%40s%3As%25%2F"), timeout=5) as box:
             await box.send("x")
-        with anyio.fail_after(5), pytest.raises(MailboxConnectionError, match="Authorization Violation"):
-            async with NatsMailbox(url.format("wrong"), timeout=30):
-                pass
+        for wrong in (url.format("wrong"), f"nats://127.0.0.1:{server.port}", f"nats://token@127.0.0.1:{server.port}"):
+            mailbox = NatsMailbox(wrong, timeout=30)
+            for act in (mailbox.__aenter__, mailbox.exists):
+                with (
+                    anyio.fail_after(5),
+                    pytest.raises(ConfigError, match=r"Authorization Violation.*; check the user"),
+                ):
+                    await act()
+
+
+async def test_a_refused_login_may_pass_where_another_server_is_away(anyio_backend):
+    with (
+        NatsServer("--user", "me", "--pass", "x") as server,
+        anyio.fail_after(5),
+        pytest.raises(MailboxConnectionError, match="Authorization Violation"),
+    ):
+        await NatsMailbox(f"nats://127.0.0.1:{server.port},127.0.0.1:{free_port()}", timeout=30).__aenter__()
+
+
+async def test_credentials_that_cannot_be_used(nats_url, tmp_path, anyio_backend, monkeypatch):
+    with pytest.raises(ConfigError, match=r"'/no/such.creds' cannot be read \(No such file"):
+        await NatsMailbox(nats_url, credentials="/no/such.creds").__aenter__()
+    (tmp_path / "my.creds").touch()
+    monkeypatch.setattr(nats_errors, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs nkeys.*pip install 'nats-py\[nkeys\]'"):
+        await NatsMailbox(nats_url, credentials=str(tmp_path / "my.creds")).__aenter__()
 
 
 async def test_a_token_of_any_letters(anyio_backend):

@@ -18,6 +18,7 @@ from mainspring.mailbox.message import CancelOutcome
 from mainspring.mailbox.nats_claims import Claims
 from mainspring.mailbox.nats_dead import DeadLetters
 from mainspring.mailbox.nats_due import Expirer, Mover, Timed
+from mainspring.mailbox.nats_errors import check_credentials
 from mainspring.mailbox.nats_names import Names, encoded
 from mainspring.mailbox.nats_send import Sends
 from mainspring.mailbox.nats_settle import Settlements
@@ -60,7 +61,7 @@ class NatsMailbox(Mailbox[T, R]):
     :param timeout: seconds that one call to the server may take before :class:`MailboxConnectionError`.
     :param replicas: how many servers of a cluster keep each message (1, 3 or 5), where the streams are made.
     :param storage: ``"file"``, or ``"memory"``: then nothing outlives the server.
-    :param credentials: the path of a credentials file (needs ``nkeys``).
+    :param credentials: the path of a credentials file (needs ``nkeys``: ``pip install 'nats-py[nkeys]'``).
     :param ca_file: the certificates to trust instead of those that the machine trusts, for ``tls://``.
     :param cert_file: the certificate to show to the server, and its ``key_file``, where it wants one.
     :param ssl_context: instead of these files.
@@ -158,10 +159,10 @@ class NatsMailbox(Mailbox[T, R]):
 
     async def _connected(self) -> Wire:
         """A new connection to the server."""
-        settings = self._settings
-        options = self._server.options | (
-            {"user_credentials": settings["credentials"]} if settings["credentials"] else {}
-        )
+        settings, options = self._settings, self._server.options
+        if settings["credentials"]:
+            check_credentials(settings["credentials"])
+            options = options | {"user_credentials": settings["credentials"]}
         wire = Wire(self._server.urls, options, settings["timeout"], f"mailbox {self.name!r}")
         await wire.open()
         return wire

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError
+from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, message_of
 
 if TYPE_CHECKING:
     from nats.aio.msg import Msg
@@ -39,6 +40,25 @@ NO_CONSUMER = 10014
 def is_gone(error: Exception) -> bool:
     """Whether a call failed as a stream or a consumer is not there, or may have."""
     return isinstance(error, GoneError) or (isinstance(error, ApiError) and error.code in (NO_STREAM, NO_CONSUMER))
+
+
+def refuses_login(error: Exception) -> bool:
+    """Whether it is a server's refusal of this user, which the driver raises as text."""
+    text = message_of(error).lower()
+    return "authorization violation" in text or "authentication" in text
+
+
+def check_credentials(path: str) -> None:
+    """Raise :class:`ConfigError` where the driver could make nothing of that credentials file."""
+    try:
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"the credentials file {path!r} cannot be read ({error.strerror}); correct its path"
+        ) from None
+    if find_spec("nkeys") is None:
+        raise ConfigError("credentials= needs nkeys, to sign with what is in the file: pip install 'nats-py[nkeys]'")
 
 
 def parse(answer: Msg) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from mainspring.errors import (
     message_of,
 )
 from mainspring.mailbox.limits import CLOSE_TIMEOUT
-from mainspring.mailbox.nats_errors import parse
+from mainspring.mailbox.nats_errors import parse, refuses_login
 from mainspring.mailbox.nats_pull import Puller
 from mainspring.policies import backoff
 from mainspring.process import event_loop
@@ -92,7 +92,7 @@ class Wire:
     async def open(self) -> None:
         """Connect, within the timeout. Raises :class:`MailboxConnectionError`, at once where every server refuses, and
 
-        :class:`ConfigError` where the URL wants TLS and they have none.
+        :class:`ConfigError` where each refuses the login, or the URL wants TLS and it has none.
         """
         self.loop: Any = event_loop()
         self._now = loop_clock()
@@ -171,7 +171,10 @@ class Wire:
 
         refusals = self._refusals
         told = "; ".join(dict.fromkeys(map(message_of, refusals)))
-        kind = ConfigError if all(isinstance(error, NoTlsError) for error in refusals) else MailboxConnectionError
+        if any(map(refuses_login, refusals)):
+            told += "; check the user and the password of the URL, its token or its credentials"
+        lasting = all(isinstance(error, NoTlsError) or refuses_login(error) for error in refusals)
+        kind = ConfigError if lasting else MailboxConnectionError
         error = kind(f"{self._name}: no connection to a NATS server at {', '.join(self._servers)}: {told}")
         error.__cause__ = refusals[-1]
         return error
