@@ -53,7 +53,7 @@ async def test_on_redis(redis_url, anyio_backend):
     with redis_place(redis_url) as here:
         await use(here.mailbox(), priority=3)
         patterns = re.findall(
-            r"redis-cli --scan --pattern '(.*?)' \| xargs redis-cli unlink", examples("redis.md", "console")
+            r"redis-cli --scan --pattern '(.*?)' \| xargs redis-cli unlink", examples("redis.md", "text")
         )
         assert len(patterns) == 2
         for pattern in patterns:
@@ -79,7 +79,7 @@ async def test_on_postgresql(postgres_url, anyio_backend):
 async def test_on_nats(nats_url, anyio_backend):
     async with nats_place(nats_url) as here:
         await use(here.box())
-        loop = examples("nats.md", "console").replace("\\\n>", "")
+        loop = examples("nats.md", "text").replace("\\\n", "")
         ((boxes, kinds),) = re.findall(r"for box in (.*?); do\n.*?for part in (.*?); do", loop, re.DOTALL)
         assert len(boxes.split()) == 2
         async with wire(nats_url) as server:
