@@ -259,6 +259,12 @@ async def test_a_token_of_any_letters(anyio_backend):
             await box.send("x")
 
 
+@pytest.mark.parametrize(("query", "options"), [("?capacity=5", {}), ("", {"capacity": 5})])
+def test_what_bounds_a_mailbox_instead_of_a_capacity_is_said(query, options, anyio_backend):
+    with pytest.raises(ConfigError, match=r"has no capacity; .*nats stream edit .*--max-msgs=N"):
+        open_mailbox(f"nats://127.0.0.1{query}", **options)
+
+
 # ------------------------------------------------------------------------------------------------------------ closing
 
 

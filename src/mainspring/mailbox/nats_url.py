@@ -122,6 +122,11 @@ def read_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
     values = {}
     for key, value in options.items():
         if key not in OPTIONS:
+            if key == "capacity":
+                raise ConfigError(
+                    f"{place!r}: a NATS mailbox has no capacity; limit its stream on the server instead: nats stream edit"
+                    " mainspring-queue_NAME --max-msgs=N (then a send raises MailboxFullError)"
+                )
             raise ConfigError(f"{place!r}: a NATS mailbox has no option {key!r}; it has {', '.join(OPTIONS)}")
         try:
             values[key] = OPTIONS[key](value) if isinstance(value, str) else value
