@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from contextvars import copy_context
@@ -307,6 +308,36 @@ async def test_a_cancellation_while_it_is_written_does_not_tear_it(anyio_backend
             go_on.set()
         assert session.state.total == 3
         assert len(journal.kept) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_cancellation_of_asyncios_own_comes_when_the_outcome_is_there(anyio_backend, fails):
+    journal = MemoryJournal()
+    writing, go_on = asyncio.Event(), threading.Event()
+    async with Session.open(State, journal=journal) as session:
+        loop = asyncio.get_running_loop()
+        journal.before = lambda: (loop.call_soon_threadsafe(writing.set), go_on.wait(30))
+        journal.fail = [FULL] if fails else []
+
+        async def transact():
+            async with session.transaction():
+                await session.dispatch(Added(1))
+
+        task = asyncio.create_task(transact())
+        await writing.wait()
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        assert not task.done()
+        assert session.state.total == 0
+        go_on.set()
+        with anyio.fail_after(30), pytest.raises(asyncio.CancelledError):
+            await task
+        assert session.state.total == (0 if fails else 1)
+        assert len(journal.kept) == (0 if fails else 1)
+        assert (await session.dispatch(Added(1))).applied
 
 
 async def test_closing_the_session_refuses_those_that_wait_and_what_is_not_finished(anyio_backend):

@@ -261,6 +261,10 @@ class Session(Generic[S]):
         left, once they are durable. Left by an exception, a cancellation included, nothing of them remains, in memory or in
         the journal. A reducer's error is in the result of its dispatch and does not end the block.
 
+        A cancellation that comes while the end is written changes nothing of that: the outcome is waited for, as long as
+        the journal may take. ``asyncio.timeout`` and ``Task.cancel`` are raised after it, and the events are applied then, if
+        they could be written.
+
         :raises ConfigError: this code runs in a transaction of the session already.
         :raises JournalError: at the end: the journal cannot be written, and the events are not applied. One that has not
             answered within 30 s may still write them, as with :meth:`dispatch`.

@@ -160,8 +160,25 @@ class Transaction:
         change = Change(self._steps, entry, Ticket[Any](), self._after, self.rewrites)
         writer.hand_over(change)
         writer.end(self)
-        with anyio.CancelScope(shield=not self.rewrites):
-            await change.ticket.wait()
+        if not self.rewrites:
+            await _ready(change.ticket)
+        await change.ticket.wait()
+
+
+async def _ready(ticket: Ticket[Any]) -> None:
+    """Wait for the answer, and raise what has cancelled that only then. No scope of anyio's keeps ``asyncio.timeout`` and
+    ``Task.cancel`` from reaching a task, each of them once."""
+    cancelled: BaseException | None = None
+    with anyio.CancelScope(shield=True):
+        while not ticket.is_ready:
+            try:
+                await ticket.wait()
+            except anyio.get_cancelled_exc_class() as error:
+                cancelled = error
+            except Exception:  # the journal's: whoever asks the ticket has it
+                break
+    if cancelled is not None:
+        raise cancelled
 
 
 _inside: ContextVar[tuple[Transaction, ...]] = ContextVar("mainspring_transactions", default=())
