@@ -7,17 +7,20 @@ from contextlib import suppress
 import anyio
 import psycopg
 import pytest
+from anyio import from_thread
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
 from mainspring import (
     Context,
+    DeadLetterPolicy,
     InMemoryMailbox,
     InvalidParameterError,
     LoopGroup,
     MailboxConnectionError,
     MainLoop,
     MessageSettledError,
+    RequestFailedError,
     Retry,
     RetryPolicy,
     TransactionEndedError,
@@ -234,6 +237,31 @@ async def test_an_error_of_a_statement_that_the_block_swallows_is_told(place, ma
     assert effects(place) == []
     await message.nack()
     assert (await mailbox.counts()).pending == 1
+
+
+async def test_a_plain_handler_has_its_transaction_run(place, mailbox):
+    def handle(job: int, ctx: Context) -> int:
+        async def write():
+            async with ctx.transaction() as connection:
+                await connection.execute(insert(place), (str(job),))
+
+        from_thread.run(write)
+        return job + 1
+
+    async with MainLoop(mailbox, handle):
+        assert await mailbox.request(1, timeout=20) == 2
+    assert effects(place) == ["1"]
+
+
+async def test_a_plain_handler_that_enters_a_transaction_itself_is_told_what_to_write(place, mailbox):
+    def handle(job: int, ctx: Context) -> None:
+        with ctx.transaction():
+            pass
+
+    async with MainLoop(mailbox, handle, dead_letter=DeadLetterPolicy(max_attempts=1)):
+        with pytest.raises(RequestFailedError, match=r"async with.*anyio\.from_thread\.run") as told:
+            await mailbox.request(1, timeout=20)
+    assert told.value.error_type == "ConfigError"
 
 
 @pytest.mark.parametrize("by_hand", [False, True])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import anyio
 
@@ -11,7 +12,6 @@ from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.loops.tool_calls import Notes, ToolCall, ToolCallBlock, to_json
 
 if TYPE_CHECKING:
-    from contextlib import AbstractAsyncContextManager
     from datetime import datetime
 
     from mainspring.loops.run import Run
@@ -138,13 +138,38 @@ class Context:
         was lost, or anything fails, nothing of it remains. See :meth:`Mailbox.transaction` for what it raises. The message
         is settled when the block has been left: return at once, what comes behind it is not tried again. To a requester,
         ``await ctx.message.reply(result)`` in the block commits the result with the rest; what is returned behind it is sent
-        after the commit, once, and lost where the process dies in between.
+        after the commit, once, and lost where the process dies in between. The connection is async: a plain ``def`` handler
+        has an ``async def`` with the block run by ``anyio.from_thread.run``.
         """
         message = self._run.message
-        return message._mailbox.transaction(message)  # noqa: SLF001 - the worker's own message
+        return _Transaction(message._mailbox.transaction(message))  # noqa: SLF001 - the worker's own message
 
     async def progress(self, done: float, total: float | None = None) -> None:
         """Say how far the work is: the group's status (``/status``) shows it. Also a beat, and a point where cancellation
         can come."""
         self._run.progress(done, total)
         await anyio.lowlevel.checkpoint()
+
+
+class _Transaction(AbstractAsyncContextManager[Any]):
+    """The block of :meth:`Context.transaction`, which says so where somebody enters it in a plain function."""
+
+    __slots__ = ("_block",)
+
+    def __init__(self, block: AbstractAsyncContextManager[Any]) -> None:
+        self._block = block
+
+    async def __aenter__(self) -> Any:
+        return await self._block.__aenter__()
+
+    async def __aexit__(self, *raised: Any) -> bool | None:
+        return await self._block.__aexit__(*raised)
+
+    def __enter__(self) -> NoReturn:
+        raise ConfigError(
+            "ctx.transaction() has an async connection: write `async with` in an async handler; a plain `def` handler puts the"
+            " block into an `async def` and calls anyio.from_thread.run(it)"
+        )
+
+    def __exit__(self, *raised: object) -> None:
+        """Never reached; a ``with`` looks for it first."""
