@@ -95,7 +95,8 @@ class RequestTimeoutError(MailboxError, TimeoutError):
 
 
 class RequestFailedError(MailboxError):
-    """A request was dead-lettered: there will be no reply. ``error`` and ``error_type`` are those of the dead letter."""
+    """A request was dead-lettered, or its handler failed when it had acknowledged it: there will be no reply. ``error`` and
+    ``error_type`` say why."""
 
     fault = "handler"
 
