@@ -9,7 +9,7 @@ import pytest
 
 from mainspring.cli.app import call
 from mainspring.errors import ConfigError, MailboxConnectionError
-from mainspring.mailbox import redis_wire
+from mainspring.mailbox import redis_server, redis_wire
 from mainspring.mailbox.open import open_mailbox
 from mainspring.mailbox.redis_link import Link
 from mainspring.mailbox.redis_server import Directory
@@ -48,6 +48,23 @@ async def test_after_a_connection_it_may_pass(redis_url, anyio_backend):
     link._directory = Directory(replace(server, db=99_999), b"{ms:jobs}:")
     with pytest.raises(MailboxConnectionError, match="has no database"):
         await link.connect()
+
+
+async def test_a_service_that_no_sentinel_knows(monkeypatch, anyio_backend):
+    class Sentinel:
+        async def call(self, *command):
+            return None
+
+        async def close(self):
+            """Nothing to close."""
+
+    async def connect(server, host, *, sentinel=False):
+        return Sentinel()
+
+    monkeypatch.setattr(redis_server, "connect", connect)
+    mailbox = open_mailbox("redis+sentinel://127.0.0.1:1/jbos/0?name=jobs")
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1 knows no 'jbos'; correct the service that the URL names"):
+        await mailbox.__aenter__()
 
 
 def test_the_command_line_calls_it_a_wrong_use(where, capsys):

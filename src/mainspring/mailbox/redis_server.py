@@ -37,7 +37,7 @@ class Directory:
         """A connection to the server that holds the mailbox now.
 
         Raises what :data:`~mainspring.mailbox.redis_wire.LOST` names, :class:`ServerError` (also where it is no primary),
-        :class:`MailboxConnectionError` where nobody knows it, :class:`ConfigError`.
+        :class:`MailboxConnectionError` where no node of a cluster has it, :class:`ConfigError`.
         """
         wire = await self._found()
         try:
@@ -100,7 +100,10 @@ class Directory:
                 failed = error
                 continue
             if not found:
-                failed = MailboxConnectionError(f"the sentinel at {host[0]}:{host[1]} knows no {self.server.service!r}")
+                failed = ConfigError(
+                    f"the sentinel at {host[0]}:{host[1]} knows no {self.server.service!r}; correct the service that the URL"
+                    " names"
+                )
                 continue
             self._nodes.remove(host)
             self._nodes.insert(0, host)  # it is asked first the next time
