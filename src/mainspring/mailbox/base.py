@@ -17,6 +17,7 @@ from typing_extensions import TypeVar
 from mainspring.deadline import HEADER
 from mainspring.errors import (
     ConfigError,
+    InvalidParameterError,
     MailboxClosedError,
     MailboxError,
     ReplyNotAvailableError,
@@ -288,6 +289,8 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
     async def save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
         """Keep a delivery's checkpoint (see :meth:`Message.save_checkpoint`)."""
         self._check_open()
+        if not isinstance(state, bytes):
+            raise InvalidParameterError(f"save_checkpoint: the state must be bytes, not {state!r:.100}")
         await self._save_checkpoint(delivery, state)
 
     def reply_to(self, message: Message[Any, Any], body: Any) -> Envelope:

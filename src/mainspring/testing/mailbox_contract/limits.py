@@ -59,6 +59,21 @@ async def a_refused_parameter_is_named(h: Harness) -> None:
         check(isinstance(caught[0], ValueError), "it is no ValueError")
 
 
+@behaviour("checkpoints")
+async def a_checkpoint_is_bytes(h: Harness) -> None:
+    """What is none is refused, and the one before it stays."""
+    async with h.open() as box:
+        await box.send("x")
+        message = await h.one(box)
+        await message.save_checkpoint(b"1")
+        bad: list[Any] = ["2", None, {"a": 1}, 3]
+        for value in bad:
+            with raises(InvalidParameterError, f"save_checkpoint({value!r})"):
+                await message.save_checkpoint(value)
+        check(message.checkpoint == b"1", f"the checkpoint is {message.checkpoint!r}")
+        await message.acknowledge()
+
+
 @behaviour("delay")
 async def send_checks_delay(h: Harness) -> None:
     """A delay is 0 to 366 days and a number; nothing is sent otherwise."""
