@@ -165,7 +165,7 @@ class Pardons:
             self._late[:] = [(when, seconds) for when, seconds in self._late if when > then]
 
 
-def _kill(words: str) -> None:
+def kill_with_words(words: str) -> None:
     """Write ``words`` and the stacks of all threads to standard error, and end this process by SIGKILL."""
     last_words(lambda: f"{words}\nThe stacks of its threads:\n{all_stacks(without=(threading.get_ident(),))}")
     kill_self()
@@ -195,7 +195,7 @@ class Watchdog:
         interval: float = 60.0,
         cancel_grace: float = 5.0,
         dispatcher: Dispatcher | None = None,
-        kill: Callable[[str], None] = _kill,
+        kill: Callable[[str], None] = kill_with_words,
     ) -> None:
         self._subjects = subjects
         self._limits = Limits(threshold, interval, cancel_grace)

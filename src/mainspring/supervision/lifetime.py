@@ -174,6 +174,7 @@ class Lifetime:
                 interval=self.settings.watchdog_interval,
                 cancel_grace=self.settings.cancel_grace,
                 dispatcher=self._dispatcher,
+                kill=self.settings.kill,
             )
             scope.start_soon(watchdog.run, name="watchdog")
         capacity = Capacity(self.settings.max_concurrency) if self.settings.max_concurrency is not None else None

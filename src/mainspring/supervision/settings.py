@@ -10,6 +10,7 @@ from mainspring.calibration import KILL_MARGIN, Timeouts
 from mainspring.errors import ConfigError
 from mainspring.policies import RestartPolicy
 from mainspring.values import is_number, is_whole
+from mainspring.watchdog import kill_with_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +38,8 @@ class GroupSettings:
     block_threshold: float | None = 30.0
     guardian: bool | None = None
     on_crash: OnCrash = "terminate"
+    kill: Callable[[str], None] = kill_with_words
+    """How the watchdog ends the process; a simulated one ends otherwise."""
 
     def __post_init__(self) -> None:
         for name in ("shutdown_timeout", "cancel_grace", "drain_delay"):

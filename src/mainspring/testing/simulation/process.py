@@ -181,7 +181,7 @@ class Process:
         an embedded group sends to the process around it.
         """
         group.settings = replace(
-            group.settings, on_crash="report", guardian=False, block_threshold=None, health_port=None
+            group.settings, on_crash="report", guardian=False, block_threshold=None, health_port=None, kill=self._kill
         )
         for loop in group.loops:
             if isinstance(loop, MainLoop) and loop.mailbox is self.mailbox:
@@ -193,13 +193,8 @@ class Process:
             if event.new == "running":
                 self.started.set()
 
-        def stuck(event: events.HandlerStuck) -> None:
-            self.crash("killed by its watchdog")
-            raise _Killed
-
         told: dict[type[Any], Callable[[Any], None]] = {
             events.GroupStateChanged: changed,
-            events.HandlerStuck: stuck,
             events.HandlerStalled: lambda e: journal.add(lane, "stalled", label(e.message_id)),
             events.LeaseLost: lambda e: journal.add(lane, "lost its lease", label(e.message_id)),
             events.LeaseRenewalFailed: lambda e: journal.add(lane, "renewal failed", label(e.message_id), e.error),
@@ -208,6 +203,10 @@ class Process:
         }
         for kind, subscriber in told.items():
             group.dispatcher.subscribe(kind, subscriber)
+
+    def _kill(self, words: str) -> None:
+        self.crash("killed by its watchdog")
+        raise _Killed
 
     def _around(self, loop: MainLoop) -> Callable[[Message[Any, Any], Callable[[], Awaitable[Any]]], Awaitable[Any]]:
         """The wrapper of a loop's handlers: tells the ledger, and lets chosen runs go wrong."""
