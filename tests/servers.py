@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
+from mainspring import process
+from mainspring.mailbox import redis_server
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
@@ -162,6 +165,7 @@ class RedisServer(Program):
             package="redis-server",
         )
         self._options = options
+        process.set_current(redis_server.WARNED, None)  # of a server before it that had its port
 
     @property
     def url(self) -> str:

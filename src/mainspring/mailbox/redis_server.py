@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 LONGEST: Final = 536_870_912
 """The most bytes of one argument that a server takes which was not told otherwise (``proto-max-bulk-len``)."""
-_WARNED = "Redis servers that were warned of"
+WARNED = "Redis servers that were warned of"
 _log = logging.getLogger("mainspring.mailbox")
 
 
@@ -165,7 +165,7 @@ async def warn(wire: Wire, name: str, address: str) -> None:
     persistence = await _info(wire, "persistence")
     if address in _warned():  # by another mailbox meanwhile
         return
-    process.set_current(_WARNED, _warned() | {address})
+    process.set_current(WARNED, _warned() | {address})
     policy = memory.get("maxmemory_policy", "")
     if policy.startswith(("allkeys", "volatile")):
         _log.warning(
@@ -179,7 +179,7 @@ async def warn(wire: Wire, name: str, address: str) -> None:
 
 
 def _warned() -> frozenset[str]:
-    return process.current(_WARNED) or frozenset()
+    return process.current(WARNED) or frozenset()
 
 
 async def _info(wire: Wire, section: str) -> dict[str, str]:
