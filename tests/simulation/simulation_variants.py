@@ -90,7 +90,7 @@ def leases_are_not_renewed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LeaseKeeper, "_attend", lambda self, run, now: setattr(run, "renew_at", now + 20))
 
 
-@planted_fault("one worker", "one lease", "lease kept")
+@planted_fault("one worker", "one lease", "lease kept", faults=SIGNALS)
 def renewal_stops_when_the_drain_begins(patch: pytest.MonkeyPatch) -> Given:
     real = worker.Worker.stop_intake
 
@@ -211,7 +211,7 @@ class _Lenient(Wrong):
                 raise
 
 
-@planted_fault("nothing lost")
+@planted_fault("nothing lost", faults=CRASHES)
 def the_reaper_loses_one_in_a_thousand(patch: pytest.MonkeyPatch) -> None:
     real = Agenda.due
 
