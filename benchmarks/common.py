@@ -90,14 +90,15 @@ def quick() -> bool:
 def peer(name: str, *packages: str) -> Path | None:
     """The Python of a peer's own virtual environment, made at first use; None where it cannot be installed."""
     home = PEERS / name
-    python = home / "bin" / "python"
-    if not python.exists():
+    python, made = home / "bin" / "python", home / "made"
+    if not made.exists():  # or only in part
+        shutil.rmtree(home, ignore_errors=True)
         try:
             subprocess.run([sys.executable, "-m", "venv", str(home)], check=True, capture_output=True)
             subprocess.run([str(python), "-m", "pip", "install", "-q", *packages], check=True, capture_output=True)
         except subprocess.CalledProcessError:
-            shutil.rmtree(home, ignore_errors=True)  # so that it is tried again
             return None
+        made.touch()
     return python
 
 
