@@ -154,3 +154,19 @@ async def settled(mailbox: InMemoryMailbox[Any, Any], *, within: float = 10.0) -
     with anyio.fail_after(within):
         while await mailbox.approximate_count():
             await anyio.sleep(0.001)
+
+
+async def outcomes(*calls: Callable[[], Awaitable[Any]]) -> list[Any]:
+    """What each of these calls comes to, made at once: so that they leave together, in this order on asyncio."""
+    found: list[Any] = [None] * len(calls)
+
+    async def one(number: int, call: Callable[[], Awaitable[Any]]) -> None:
+        try:
+            found[number] = await call()
+        except Exception as error:
+            found[number] = error
+
+    async with anyio.create_task_group() as tasks:
+        for number, call in enumerate(calls):
+            tasks.start_soon(one, number, call)
+    return found

@@ -7,12 +7,15 @@ constructor values), ``"environment"`` (a server, a disk, a network), ``"handler
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+import copy
+from typing import Any, ClassVar, Literal, TypeVar
 
 from mainspring.urls import without_secrets
 from mainspring.values import MAX_DELAY, is_number
 
 Fault = Literal["caller", "config", "environment", "handler"]
+
+E = TypeVar("E", bound=BaseException)
 
 
 class MainspringError(Exception):
@@ -313,6 +316,13 @@ LONGEST_TEXT = 2_000
 """Characters of an error's text that are kept: some hold the whole of what they were given."""
 LONGEST_TRACEBACK = 50_000
 """Characters of a traceback that are kept: it ends with the error's text."""
+
+
+def copied(error: E) -> E:
+    """The same error, with its cause, for one more of those that it hits: a shared one would mix up their tracebacks."""
+    other = copy.copy(error)
+    other.__cause__ = error.__cause__
+    return other
 
 
 def message_of(error: BaseException) -> str:

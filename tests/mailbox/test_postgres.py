@@ -22,6 +22,7 @@ from mainspring.mailbox.postgres_arrays import Floats, Integers, Longs, Shorts, 
 from mainspring.mailbox.postgres_upkeep import Upkeep, worth_a_vacuum
 from mainspring.mailbox.postgres_view import LOOK_BACK, View
 from postgres_support import until
+from support import outcomes
 
 pytestmark = pytest.mark.anyio
 
@@ -172,22 +173,6 @@ async def test_a_value_the_server_refuses_harms_no_neighbour(place):
         assert isinstance(results["twice"], MailboxError)
         assert not isinstance(results["twice"], MailboxConnectionError)
         assert (await mailbox.counts()).pending == 3
-
-
-async def outcomes(*calls):
-    """What each of these calls comes to, made at once: so that they leave together."""
-    found = [None] * len(calls)
-
-    async def one(number, call):
-        try:
-            found[number] = await call()
-        except Exception as error:
-            found[number] = error
-
-    async with anyio.create_task_group() as tasks:
-        for number, call in enumerate(calls):
-            tasks.start_soon(one, number, call)
-    return found
 
 
 async def test_what_is_larger_than_a_row_can_be_is_its_senders_mistake_alone(place, monkeypatch):

@@ -24,6 +24,7 @@ from mainspring.mailbox.redis_url import parse_server
 from mainspring.mailbox.redis_wire import ServerError
 from redis_support import place, used_memory
 from servers import RedisServer
+from support import outcomes
 
 pytestmark = pytest.mark.anyio
 
@@ -48,22 +49,6 @@ def own(own_server):
     with place(own_server.url) as made:
         yield made
         made.call("CONFIG", "SET", "maxmemory", 0)
-
-
-async def outcomes(*calls):
-    """What each of these calls comes to, made at once: so that they leave together, in this order on asyncio."""
-    found = [None] * len(calls)
-
-    async def one(number, call):
-        try:
-            found[number] = await call()
-        except Exception as error:
-            found[number] = error
-
-    async with anyio.create_task_group() as group:
-        for number, call in enumerate(calls):
-            group.start_soon(one, number, call)
-    return found
 
 
 # ------------------------------------------------------------------------------------------------ ids that come twice

@@ -7,12 +7,11 @@ so a lone command leaves at once. All the waiting of a batch hangs on one event:
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import anyio
 
-from mainspring.errors import MailboxClosedError
+from mainspring.errors import MailboxClosedError, copied
 from mainspring.mailbox.limits import CLOSE_TIMEOUT
 
 if TYPE_CHECKING:
@@ -192,11 +191,10 @@ class Batcher(Generic[C]):
             self._undo(command)
 
     def _refuse(self, batch: _Batch[C], error: Exception) -> None:
-        """Give each command without a result its own copy: a shared one would mix up the callers' tracebacks."""
+        """Give each command without a result its own copy."""
         for command in batch.commands:
             if command.error is None and not command.done:
-                command.error = copy.copy(error)
-                command.error.__cause__ = error.__cause__
+                command.error = copied(error)
         self._end(batch)
 
     def _end(self, batch: _Batch[C]) -> None:

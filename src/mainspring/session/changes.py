@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.events import DispatchResult, log_error
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from mainspring.ticket import Ticket
 
 _log = logging.getLogger("mainspring")
-X = TypeVar("X", bound=BaseException)
 
 
 class Ignored(DispatchResult):
@@ -93,13 +91,6 @@ def refused(event: Any, error: ReducerError) -> DispatchResult:
 def work(session: str, event: Any) -> str:
     """What an error of a dispatch came from, for the log."""
     return f"the dispatch of {type(event).__name__} to session {session!r}"
-
-
-def copied(error: X) -> X:
-    """The same error for one more of those that it hits, each of whom raises its own; the cause is that of all."""
-    other = copy.copy(error)
-    other.__cause__ = error.__cause__
-    return other
 
 
 def each(tell: Callable[[Step], DispatchResult], steps: Iterable[Step]) -> list[DispatchResult]:

@@ -24,11 +24,12 @@ from mainspring.errors import (
     ReducerError,
     SessionClosedError,
     SessionError,
+    copied,
     describe,
 )
 from mainspring.events import DispatchResult, log_error
 from mainspring.logs import one_line
-from mainspring.session.changes import Change, Held, Ignored, Step, copied, each, refused, work
+from mainspring.session.changes import Change, Held, Ignored, Step, each, refused, work
 from mainspring.session.record import entry_of_events
 
 if TYPE_CHECKING:
