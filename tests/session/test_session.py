@@ -114,6 +114,8 @@ async def test_another_thread_reads_what_was_at_one_moment(anyio_backend):
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(anyio.to_thread.run_sync, read)
+        while not seen:  # a thread may begin later than all of the rest takes
+            await anyio.sleep(0.001)
         for _ in range(3000):
             await session.dispatch(Added(1))
         done.set()
