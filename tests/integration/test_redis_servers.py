@@ -74,7 +74,7 @@ async def test_a_waiting_receive_is_called_by_the_server_that_came_back(server, 
                     await other.counts()
                 except MailboxConnectionError:
                     return False
-                return mailbox._listener.live
+                return mailbox._receiving.listener.live
 
             await until(usable, "the connections after the restart")
             with anyio.fail_after(2):  # well before anybody would look again without a call

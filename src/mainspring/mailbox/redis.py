@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from urllib.parse import parse_qsl, quote, urlsplit
 
-from mainspring import clock, entropy
 from mainspring.errors import (
     ConfigError,
     InvalidParameterError,
-    MailboxConnectionError,
-    MainspringError,
     ReceiptHandleExpiredError,
 )
 from mainspring.mailbox import redis_commands as do
 from mainspring.mailbox import redis_looking as look
 from mainspring.mailbox.base import Mailbox
-from mainspring.mailbox.batching import Batcher
 from mainspring.mailbox.hooks import Capabilities
 from mainspring.mailbox.message import Ack, Dead
 from mainspring.mailbox.open import reads_query
-from mainspring.mailbox.redis_calls import base_of, calls, keys_of
-from mainspring.mailbox.redis_records import MICRO, UNREADABLE, claimed_at
+from mainspring.mailbox.redis_calls import base_of
 from mainspring.mailbox.redis_url import parse_server, read_options
-from mainspring.periodic import Periodic
 from mainspring.values import is_number, is_whole
 
 if TYPE_CHECKING:
     from mainspring.mailbox.message import Cancelled, Counts, Delivery, Envelope, Settlement
     from mainspring.mailbox.redis_beside import Beside
     from mainspring.mailbox.redis_link import Link
-    from mainspring.mailbox.redis_wake import Listener, Waiters
     from mainspring.scope import DaemonScope
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-LOOK_AGAIN = 5.0
-"""Seconds after which a waiting process looks for itself: a call may have gone to a process that was just stopped."""
 AT_ONCE = 1_000
 """Dead letters that one operation moves: others want to be served in between."""
 MOST_AT_ONCE = 250_000
@@ -124,33 +114,29 @@ class RedisMailbox(Mailbox[T, R]):
     async def _open(self, scope: DaemonScope) -> None:
         from mainspring.mailbox.redis_beside import Beside
         from mainspring.mailbox.redis_link import Link
+        from mainspring.mailbox.redis_receive import Receiving
         from mainspring.mailbox.redis_server import Directory, warn
-        from mainspring.mailbox.redis_wake import Listener, Waiters
 
-        base = base_of(self.name)
-        self._keys = keys_of(self.name)
-        self._waiter = entropy.token(96)
-        self._heard = 0  # when the last claim was made whose answer has come
-        self._unheard = False  # whether there may be later ones
-        self._now = clock.loop_clock()
-        self._directory = Directory(self._server, base)
+        self._directory = Directory(self._server, base_of(self.name))
         self._link = link = Link(self._directory, self._timeout)
-        self._batcher: Batcher[do.Operation] = Batcher(self._execute, undo=self._undo, name=f"mailbox {self.name!r}")
-        self._waiters: Waiters = Waiters(self._pass_on)
-        self._sweeper = Periodic(self._look)
+        self._receiving = receiving = Receiving(
+            self.name,
+            self._directory,
+            link,
+            self._timeout,
+            usable=lambda: self._usable,
+            on_cancelled=self._announce_cancelled,
+        )
+        self._batcher, self._waiters = receiving.batcher, receiving.waiters
         self._beside: Beside = Beside(self._directory, self._timeout)
-        channels = (base + b"all", base + self._waiter.encode())
-        told = (self._due_in, self._announce_cancelled)
-        self._listener: Listener = Listener(self._directory, channels, link, self._waiters, *told, self._timeout)
         try:
-            opening = do.Open()
-            await self._execute([opening])
+            await receiving.batches.execute([do.Open()])
             await link.ask(warn, self.name, self._server.address)
-            await scope.start(self._listener.run, name=f"mailbox {self.name} listener")
+            await scope.start(receiving.listener.run, name=f"mailbox {self.name} listener")
         except BaseException:
             await link.close()
             raise
-        scope.start_soon(self._sweeper.run, name=f"mailbox {self.name} due times")
+        scope.start_soon(receiving.sweeper.run, name=f"mailbox {self.name} due times")
         scope.start_soon(self._batcher.run, name=f"mailbox {self.name} batches", stop=self._batcher.stop)
 
     async def _exists(self) -> bool:
@@ -163,7 +149,7 @@ class RedisMailbox(Mailbox[T, R]):
         assert link is not None
         try:
             if link.connected:
-                self._batcher.post(do.Leave(self._waiter))
+                self._receiving.listener.leave()
             await self._batcher.close()
         finally:
             await link.close()
@@ -172,57 +158,6 @@ class RedisMailbox(Mailbox[T, R]):
     def _wake_all(self) -> None:
         if self._link is not None:
             self._waiters.wake_all()
-
-    # ------------------------------------------------------------------------------------------------------- batches
-
-    async def _execute(self, commands: list[do.Operation]) -> None:
-        """Have commands executed by the script; those whose call fails, or was not made, get its error from the batcher."""
-        assert self._link is not None
-        if self._unheard:
-            commands = [do.Unheard(self._waiter, self._heard), *commands]
-        for call in calls(self.name, self._keys, commands, self._now()):
-            claims = [command for command in call.commands if type(command) is do.Claim]
-            try:
-                due = call.take(await self._link.call(call.keys, call.arguments))
-            except MailboxConnectionError:
-                self._unheard = self._unheard or bool(claims)
-                raise
-            self._unheard = False  # the first call has taken them back
-            for claim in claims:
-                for delivery in (*claim.result[-1:], *claim.unreadable[-1:]):
-                    self._heard = max(self._heard, claimed_at(delivery.receipt_handle))
-            if due >= 0:
-                self._due_in(due / MICRO)
-
-    def _undo(self, command: do.Operation) -> None:
-        """A claim whose receiver is gone goes back, before anything else is done."""
-        if type(command) is do.Claim:
-            claimed = [*(command.result or ()), *command.unreadable]
-            if claimed:
-                self._batcher.post(do.Unclaim([delivery.receipt_handle for delivery in claimed]))
-
-    def _due_in(self, seconds: float) -> None:
-        if self._waiters.active:
-            self._sweeper.wake_by(self._now() + seconds)
-
-    async def _look(self, overslept: float) -> float:
-        """Let what is due by now be done, for the receives that wait for it: the script calls those it is for."""
-        if not self._waiters.active:
-            return float("inf")
-        again = self._now() + LOOK_AGAIN
-        try:
-            await self._batcher.call(do.Look(self._waiter if self._waiters.parked and self._listener.live else ""))
-        except MainspringError:
-            self._waiters.wake_all()  # they look for themselves, and hear what is wrong
-        else:
-            if not self._listener.live:  # nobody can call
-                self._waiters.wake_all()
-        return again
-
-    def _pass_on(self, count: int) -> None:
-        """This process was called for messages that nobody here takes."""
-        if self._link is not None and self._link.connected and self._usable:
-            self._batcher.post(do.Pass(count))
 
     # ----------------------------------------------------------------------------------------------------- the hooks
 
@@ -240,45 +175,7 @@ class RedisMailbox(Mailbox[T, R]):
         return await self._batcher.call(command)
 
     async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
-        if not wait_time_seconds:
-            return await self._claim_once(max_messages, visibility_timeout, waits=False)
-        waiters = self._waiters
-        deadline = self._now() + wait_time_seconds
-        self._sweeper.wake_by(self._now() + LOOK_AGAIN)
-        waiters.active += 1
-        turn = False
-        try:
-            while True:
-                seen = waiters.signals
-                found = await self._claim_once(max_messages, visibility_timeout, waits=self._listener.live)
-                turn = False
-                if found or not self._usable:
-                    turn = waiters.signals != seen  # called meanwhile: for these, or for more
-                    return found
-                await waiters.wait(seen, deadline)
-                if not self._usable or (waiters.signals == seen and self._now() >= deadline):
-                    return []  # nothing has come; one to whom another's turn was passed looks, and waits on
-                turn = True
-        finally:
-            waiters.active -= 1
-            if turn:  # it was called and has not looked
-                waiters.forsake()
-
-    async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:
-        while True:
-            command = do.Claim(limit, visibility, self._waiter, waits, self._waiters.parked > 0)
-            found: list[Delivery] = await self._batcher.call(command)
-            buried = 0
-            for delivery in command.unreadable:
-                with suppress(ReceiptHandleExpiredError):  # it comes again
-                    await self._batcher.call(do.Bury(delivery, UNREADABLE))
-                    buried += 1
-            if buried and not found:
-                continue
-            if found and not self._usable:  # closed meanwhile
-                self._undo(command)
-                return []
-            return found
+        return await self._receiving.claim(max_messages, visibility_timeout, wait_time_seconds)
 
     async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
         _check_handle(delivery)

@@ -77,23 +77,25 @@ class Call:
         self._takers.append(taker)
         self.commands += commands
 
-    def take(self, results: list[Any]) -> int:
-        """Give the results out; in how many microseconds the next thing is due (-1: not known)."""
+    def take(self, results: list[Any]) -> tuple[int, int]:
+        """Give the results out; in how many microseconds the next thing is due (-1: not known), and the server's time."""
         for taker, result in zip(self._takers, results, strict=False):
             taker(result)
         for command in self.commands:
             command.done = True
-        due: int = results[-1]
-        return due
+        due, now = results[-1]
+        return due, now
 
 
-def calls(name: str, keys: tuple[bytes, ...], commands: list[Operation], leased_at: float) -> Iterator[Call]:
+def calls(
+    name: str, keys: tuple[bytes, ...], commands: list[Operation], leased_at: float, waiter: Callable[[int], str]
+) -> Iterator[Call]:
     """The calls that do ``commands``: what is alike together, in the order of their turns, as a rule all in one call.
 
     The callers of one batch do not know of each other, so any order is right; this one serves all best.
     """
     call = Call(name, keys)
-    for write in _writers(commands, leased_at):
+    for write in _writers(commands, leased_at, waiter):
         if call.full:
             yield call
             call = Call(name, keys)
@@ -101,7 +103,9 @@ def calls(name: str, keys: tuple[bytes, ...], commands: list[Operation], leased_
     yield call
 
 
-def _writers(commands: list[Operation], leased_at: float) -> Iterator[Callable[[Call], None]]:
+def _writers(
+    commands: list[Operation], leased_at: float, waiter: Callable[[int], str]
+) -> Iterator[Callable[[Call], None]]:
     turns: dict[int, list[Operation]] = {}
     for command in commands:
         turns.setdefault(command.turn, []).append(command)
@@ -113,7 +117,7 @@ def _writers(commands: list[Operation], leased_at: float) -> Iterator[Callable[[
             yield from _puts(some)
         elif turn == Claim.turn:
             for claims in _alike(some, lambda claim: claim.visibility):
-                yield _claims(claims, leased_at)
+                yield _claims(claims, leased_at, waiter)
         else:
             yield from map(_single, some)
 
@@ -130,8 +134,8 @@ def _acks(acks: list[Any]) -> Callable[[Call], None]:
     return lambda call: call.add(acknowledge(acks, call.arguments), acks)
 
 
-def _claims(claims: list[Any], leased_at: float) -> Callable[[Call], None]:
-    return lambda call: call.add(claim_alike(claims, leased_at, call.arguments), claims)
+def _claims(claims: list[Any], leased_at: float, waiter: Callable[[int], str]) -> Callable[[Call], None]:
+    return lambda call: call.add(claim_alike(claims, leased_at, waiter, call.arguments), claims)
 
 
 def _puts(puts: list[Any]) -> Iterator[Callable[[Call], None]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError
 from mainspring.mailbox.batching import Command
@@ -30,10 +30,14 @@ def expired(delivery: Delivery) -> ReceiptHandleExpiredError:
 
 
 class Operation(Command):
-    """One operation. ``turn`` says where in a batch it is done: what ends first, then what is new, then the claims."""
+    """One operation. ``turn`` says where in a batch it is done: what ends first, then what is new, then the claims.
+
+    ``owed``: it is to be done whatever becomes of the call that it leaves with; to do it twice harms nothing.
+    """
 
     __slots__ = ()
     turn = 0
+    owed: ClassVar[bool] = False
 
     def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
         """Add its arguments; ``number(name)`` gives the number of another mailbox of the batch."""
@@ -78,6 +82,7 @@ class Unclaim(Operation):
     """Take claims back as if they had not been made."""
 
     __slots__ = ("receipts",)
+    owed = True
 
     def __init__(self, receipts: list[str]) -> None:
         super().__init__()
@@ -91,6 +96,7 @@ class Unheard(Operation):
     """Take back what ``claimant`` claimed after the instant ``known``: the connection broke before it heard of it."""
 
     __slots__ = ("claimant", "known")
+    owed = True
 
     def __init__(self, claimant: str, known: int) -> None:
         super().__init__()
@@ -324,13 +330,16 @@ class Claim(Operation):
         self.unreadable: list[Delivery] = []
 
 
-def claim_alike(claims: list[Claim], leased_at: float, out: list[Argument]) -> Callable[[Any], None]:
+def claim_alike(
+    claims: list[Claim], leased_at: float, waiter: Callable[[int], str], out: list[Argument]
+) -> Callable[[Any], None]:
     """Write claims of one visibility as one; what takes the result, and shares it out in the order of the calls."""
     first = claims[0]
     waiting = [claim for claim in claims if claim.waits]
     others = len(waiting) > 1 or any(claim.others for claim in waiting)
-    out += ("claim", sum(claim.limit for claim in claims), micro(first.visibility), first.claimant)
-    out += (first.claimant if waiting else "", int(others))
+    visible = micro(first.visibility)
+    out += ("claim", sum(claim.limit for claim in claims), visible, first.claimant)
+    out += (waiter(visible) if waiting else "", int(others))
 
     def take(result: Any) -> None:
         receipts, values, extras = result
@@ -363,14 +372,22 @@ class Look(Operation):
 
 
 class Leave(Operation):
-    """This process does not wait any more."""
+    """Nobody waits as one of ``waiters`` any more: they go, and so does back what was sent to ``name`` after the instant
+    ``known``. ``left`` is told the instant up to which that is so.
+    """
 
-    __slots__ = ("waiter",)
-    turn = 11
+    __slots__ = ("known", "left", "name", "waiters")
+    owed = True
 
-    def __init__(self, waiter: str) -> None:
+    def __init__(self, name: str, known: int, waiters: list[str], left: Callable[[int], None]) -> None:
         super().__init__()
-        self.waiter = waiter
+        self.name = name
+        self.known = known
+        self.waiters = waiters
+        self.left = left
 
     def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
-        out += ("leave", self.waiter)
+        out += ("leave", self.name, self.known, len(self.waiters), *self.waiters)
+
+    def take(self, result: Any) -> None:
+        self.left(result)

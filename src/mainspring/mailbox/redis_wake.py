@@ -1,26 +1,34 @@
 """How those who wait for messages hear of them: over a connection of its own, on which the script calls.
 
-A process that has found nothing is noted in the mailbox as a waiter. Whoever makes a message pending takes as many waiters
-off that list as there are messages, and calls each on its own channel; so one message wakes one process. All processes
-hear, on a channel for all, of an instant that something is due at, if it is sooner than they know, and of cancellations.
+A process that has found nothing is noted in the mailbox as a waiter. Whoever makes messages pending takes as many waiters
+off that list as there are messages, and calls each on its own channel, so one message wakes one process; a message that comes
+alone is claimed for the waiter and sent to it in the same step, so that it need not ask. All processes hear, on a channel for
+all, of an instant that something is due at, if it is sooner than they know, and of cancellations.
+
+Each connection has a channel, and a name, of its own. So what was sent to one that broke can be told from all else, and taken
+back once its name is off the list.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import anyio
 
+from mainspring import entropy
 from mainspring.errors import MailboxConnectionError, MainspringError
 from mainspring.mailbox import waiting
+from mainspring.mailbox.redis_commands import Leave
 from mainspring.mailbox.redis_link import Gate
-from mainspring.mailbox.redis_wire import LOST, trouble
+from mainspring.mailbox.redis_records import claimed_at
+from mainspring.mailbox.redis_wire import LOST, parsed, trouble
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from anyio.abc import TaskStatus
 
+    from mainspring.mailbox.message import Delivery
     from mainspring.mailbox.redis_link import Link
     from mainspring.mailbox.redis_server import Directory
     from mainspring.mailbox.redis_url import Host
@@ -36,12 +44,50 @@ class Waiters(waiting.Waiters):
     ``active`` counts them from their first look on.
     """
 
-    __slots__ = ("_pass_on", "active")
+    __slots__ = ("_given", "_pass_on", "_wanted", "active")
 
     def __init__(self, pass_on: Callable[[int], None]) -> None:
         super().__init__()
         self.active = 0
         self._pass_on = pass_on
+        self._wanted: dict[anyio.Event, int] = {}  # for how long the parked ones want their leases
+        self._given: dict[anyio.Event, Delivery] = {}
+
+    @property
+    def wanted(self) -> int | None:
+        """The microseconds for which the one that has waited longest wants its lease."""
+        return self._wanted[self._line[0]] if self._line else None
+
+    async def wait_for(
+        self, seen: int, deadline: float, visible: int, refuse: Callable[[Delivery], None]
+    ) -> Delivery | None:
+        """As :meth:`wait`; also what it was given meanwhile, leased for ``visible`` microseconds.
+
+        Cancelled once it was given something, it hands that to ``refuse``.
+        """
+        event = anyio.Event()
+        self._wanted[event] = visible
+        try:
+            await self._park(event, seen, deadline)
+        except BaseException:
+            if event in self._given:
+                refuse(self._given.pop(event))
+            elif event.is_set():
+                self.forsake()
+            raise
+        finally:
+            del self._wanted[event]
+        return self._given.pop(event, None)
+
+    def give(self, delivery: Delivery, visible: int) -> bool:
+        """Let the one have it that has waited longest for a lease of so many microseconds; whether there is one."""
+        for event in self._line:
+            if self._wanted[event] == visible:
+                self._line.remove(event)
+                self._given[event] = delivery
+                event.set()
+                return True
+        return False
 
     def forsake(self) -> None:
         """A receive whose turn it was cannot take it: the next one shall, here or elsewhere."""
@@ -62,27 +108,35 @@ class Waiters(waiting.Waiters):
         super().wake_all()
 
 
+class Calls(NamedTuple):
+    """Who is told what a listener hears.
+
+    ``given`` is told of a message that was claimed for a receive here, and says whether one has it. ``leave`` has that done.
+    """
+
+    due: Callable[[float], None]
+    cancelled: Callable[[list[str]], None]
+    given: Callable[[list[bytes]], bool]
+    leave: Callable[[Leave], None]
+
+
 class Listener:
     """The connection on which the server calls. It comes back by itself; meanwhile ``live`` is False."""
 
     def __init__(
-        self,
-        directory: Directory,
-        channels: tuple[bytes, bytes],
-        link: Link,
-        waiters: Waiters,
-        on_due: Callable[[float], None],
-        on_cancelled: Callable[[list[str]], None],
-        timeout: float,
+        self, directory: Directory, base: bytes, link: Link, waiters: Waiters, calls: Calls, timeout: float
     ) -> None:
         self.live = False
         self._directory = directory
-        self._channels = channels
+        self._base = base
         self._link = link
         self._waiters = waiters
-        self._on_due = on_due
-        self._on_cancelled = on_cancelled
+        self._calls = calls
         self._timeout = timeout
+        self._name = ""
+        self._listed: set[str] = set()  # as whom it may be on the list
+        self._taken = 0  # when the last message was claimed that came on this connection, and was taken
+        self._left = 0  # up to when what was claimed for it and not taken has gone back
         self._gate = Gate()
         self._host: Host | None = None
         self._scope = anyio.CancelScope()
@@ -119,7 +173,26 @@ class Listener:
                 if wire is not None:
                     with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
                         await wire.close()
+            self.leave()
             self._waiters.wake_all()  # they look for themselves whether the server is there
+
+    def waiter(self, visible: int) -> str:
+        """As whom a receive is on the list that wants a lease of so many microseconds; "" where nobody could call it."""
+        return f"{self._name}.{visible}" if self.live else ""
+
+    def listed(self, visible: int) -> None:
+        """A receive here is on the list now, if anybody can call it."""
+        if self.live:
+            self._listed.add(self.waiter(visible))
+
+    def leave(self) -> None:
+        """Have this process taken off the list, where it may be on it, and what was claimed for it and not taken given back."""
+        if self._listed:
+            self._calls.leave(Leave(self._name, self._taken, sorted(self._listed), self._has_left))
+            self._listed.clear()
+
+    def _has_left(self, when: int) -> None:
+        self._left = when
 
     def _follow(self, host: Host) -> None:
         """Calls go to ``host`` now: where that is another server than this connection's, it calls nobody here."""
@@ -127,8 +200,9 @@ class Listener:
             self._scope.cancel()
 
     async def _subscribe(self, wire: Wire) -> None:
-        for channel in self._channels:  # one by one: a cluster takes only channels of one slot, which these are
-            await wire.call("SSUBSCRIBE", channel)
+        self._name, self._taken = entropy.token(96), 0
+        for channel in ("all", self._name):  # one by one: a cluster takes only channels of one slot, which these are
+            await wire.call("SSUBSCRIBE", self._base + channel.encode())
 
     async def _listen(self, wire: Wire) -> None:
         asked = False
@@ -151,9 +225,20 @@ class Listener:
 
     def _hear(self, said: bytes) -> None:
         kind, what = said[:1], said[1:]
-        if kind == b"w":
+        if kind == b"m":
+            self._hear_of_message(parsed(what))
+        elif kind == b"w":
+            if len(self._listed) == 1:  # else one of them is off the list, and it is not known which
+                self._listed.clear()
             self._waiters.wake(int(what))
         elif kind == b"d":
-            self._on_due(int(what) / 1e6)
+            self._calls.due(int(what) / 1e6)
         elif kind == b"x":
-            self._on_cancelled([what.decode("utf-8", "replace")])
+            self._calls.cancelled([what.decode("utf-8", "replace")])
+
+    def _hear_of_message(self, strings: list[bytes]) -> None:
+        """It was claimed for a receive here, which is off the list by that."""
+        self._listed.discard(f"{self._name}.{int(strings[0])}")
+        when = claimed_at(strings[1].decode())
+        if when > self._left and self._calls.given(strings):
+            self._taken = when

@@ -94,6 +94,13 @@ class Wire:
         await anyio.aclose_forcefully(self._stream)
 
 
+def parsed(said: bytes) -> Any:
+    """What a reply of these bytes says."""
+    reader = hiredis.Reader()
+    reader.feed(said)
+    return reader.gets()
+
+
 async def connect(server: Server, host: Host, *, sentinel: bool = False) -> Wire:
     """A connection to ``host`` as the user of ``server``, on its database.
 

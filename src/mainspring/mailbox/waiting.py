@@ -59,15 +59,19 @@ class Waiters:
         Cancelled once it was woken, it passes its turn on.
         """
         event = anyio.Event()
+        try:
+            await self._park(event, seen, deadline)
+        except BaseException:
+            if event.is_set():
+                self.forsake()
+            raise
+
+    async def _park(self, event: anyio.Event, seen: int, deadline: float) -> None:
         self._line.append(event)
         try:
             if self.signals == seen:
                 with anyio.CancelScope(deadline=deadline):
                     await event.wait()
-        except BaseException:
-            if event.is_set():
-                self.forsake()
-            raise
         finally:
             if not event.is_set():
                 self._line.remove(event)

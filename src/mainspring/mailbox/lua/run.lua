@@ -1,6 +1,6 @@
--- One batch. ARGV: operations, each a letter and its arguments; the reply has one result for each, and at last in how many
--- microseconds the next thing is due (-1: nothing is, or nobody asked). KEYS: those of the mailbox, then those of the
--- mailboxes that replies go to.
+-- One batch. ARGV: operations, each a name and its arguments; the reply has one result for each, and at last in how many
+-- microseconds the next thing is due (-1: nothing is, or nobody asked), and when this was. KEYS: those of the mailbox, then
+-- those of the mailboxes that replies go to.
 
 local box = box_of(0)
 local others = {}
@@ -86,7 +86,7 @@ local operations = {
     if got < limit then
       box.gained = 0 -- all that came has been taken
       asked = true
-      box.told = claimant
+      box.told = waiter
     end
     if waiter ~= '' and (got == 0 or others) then
       redis.call('ZADD', box.waiters, 'NX', now, waiter)
@@ -150,11 +150,14 @@ local function rare_operations()
       box.gained = box.gained + next_number()
       return 1
     end,
-    leave = function() -- it may have been called for what others now have to be called for
-      if redis.call('ZREM', box.waiters, next_argument()) == 0 then
-        box.gained = math.max(box.gained, redis.call('ZCARD', box.ready))
+    leave = function()
+      local name, known = next_argument(), next_number()
+      local waiters = next_list()
+      if #waiters > 0 and redis.call('ZREM', box.waiters, unpack(waiters)) < #waiters then
+        unclaim_unheard(box, name, known)
+        box.gained = math.max(box.gained, redis.call('ZCARD', box.ready)) -- it may have been called for that, too
       end
-      return 1
+      return box.tick
     end,
     look = function() -- by one who waits: also for what was meant for a process that was stopped just as it was woken
       local waiter = next_argument()
@@ -215,18 +218,54 @@ local function rare_operations()
   }
 end
 
--- Let as many waiting processes look as there are new messages. One that is gone hears nothing, and the next is asked.
+-- Strings as the protocol writes a list of them, so that its parser reads them.
+local function written(strings)
+  local lines = { '*' .. #strings }
+  for _, one in ipairs(strings) do
+    lines[#lines + 1] = '$' .. string.len(one)
+    lines[#lines + 1] = one
+  end
+  lines[#lines + 1] = ''
+  return table.concat(lines, '\r\n')
+end
+
+-- Claim a message for a process that waits, and send it there: it need not come and ask. Whether it was received.
+local function hand(of, name, visible)
+  local receipts, values, extras = unpack(claim(of, 1, tonumber(visible), name))
+  if not receipts[1] then
+    return false
+  end
+  local strings = { visible, receipts[1], values[1] }
+  for i = 2, #extras, 3 do
+    strings[#strings + 1] = extras[i]
+    strings[#strings + 1] = extras[i + 1]
+  end
+  local said = written(strings)
+  if string.len(said) <= HANDED and redis.call('SPUBLISH', of.base .. name, 'm' .. said) > 0 then
+    return true
+  end
+  local gained = of.gained
+  unclaim(of, receipts)
+  of.gained = gained
+  return false
+end
+
+-- Let as many waiting processes look as there are new messages; a message that comes alone is handed to the first. One that
+-- is gone hears nothing, and the next is asked.
 local function wake(of)
   if redis.call('ZCARD', of.waiters) == 0 then
     return
   end
+  sweep(of) -- what has expired is not to be handed over
   local wanted = math.min(of.gained, redis.call('ZCARD', of.ready))
+  local alone = of.gained == 1
   while wanted > 0 do
     local waiter = redis.call('ZPOPMIN', of.waiters)[1]
     if not waiter then
       return
     end
-    if redis.call('SPUBLISH', of.base .. waiter, 'w' .. of.gained) > 0 then
+    local name, visible = string.match(waiter, '^(%w+)%.(%d+)$')
+    if name and (alone and hand(of, name, visible) or redis.call('SPUBLISH', of.base .. name, 'w' .. of.gained) > 0) then
       wanted = wanted - 1
     end
   end
@@ -275,5 +314,5 @@ for _, other in pairs(others) do
   finish(other)
 end
 local due = asked and next_due(box)
-results[#results + 1] = due and math.max(due - now, 0) or -1
+results[#results + 1] = { due and math.max(due - now, 0) or -1, now }
 return results

@@ -15,13 +15,14 @@
 --   dead      hash   id -> head and body
 --   deaths    zset   id -> the order of the deaths
 --   epitaph   hash   m: deliveries, attempts, first claim and death, by id; w: why (the client's JSON; none: it expired); c, h, k
---   waiters   zset   who waits for messages -> since when
+--   waiters   zset   who waits for messages -> since when. Who: the name of its channel "." how long the leases are that it wants
 --
 -- Unlike the hash of the messages, `more` is empty in most mailboxes, so that one look at it saves all others.
 
 local AT_ONCE = 1000 -- of each kind that is due: the callers of this batch should not wait for thousands
 local KEYS_OF_ONE = 12
 local DAY = 86400000
+local HANDED = 65536 -- bytes that a message sent to who waits may have: a server hangs up on listeners that it owes too much
 
 local now
 do

@@ -1,0 +1,175 @@
+"""How the receives of one mailbox object claim and wait, and what becomes of what was claimed for one that is gone."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from mainspring import clock
+from mainspring.errors import MainspringError, ReceiptHandleExpiredError
+from mainspring.mailbox.batching import Batcher
+from mainspring.mailbox.redis_batches import Batches
+from mainspring.mailbox.redis_calls import base_of
+from mainspring.mailbox.redis_commands import Bury, Claim, Leave, Look, Operation, Pass, Unclaim
+from mainspring.mailbox.redis_records import UNREADABLE, claimed_at, delivered, micro
+from mainspring.mailbox.redis_wake import Calls, Listener, Waiters
+from mainspring.periodic import Periodic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mainspring.mailbox.message import Delivery
+    from mainspring.mailbox.redis_link import Link
+    from mainspring.mailbox.redis_server import Directory
+
+LOOK_AGAIN: Final = 5.0
+"""Seconds after which a waiting process looks for itself: a call may have gone to a process that was just stopped."""
+
+
+class Receiving:
+    """The receives of the mailbox ``name``, and the batcher by which they, and all other operations, reach the script.
+
+    :param usable: whether receives may still have messages; once it is not, what is claimed for them goes back.
+    :param on_cancelled: told the ids of messages that somebody has cancelled.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        directory: Directory,
+        link: Link,
+        timeout: float,
+        *,
+        usable: Callable[[], bool],
+        on_cancelled: Callable[[list[str]], None],
+    ) -> None:
+        self.waiters = Waiters(self._pass_on)
+        calls = Calls(due=self._due_in, cancelled=on_cancelled, given=self._given, leave=self._leave)
+        self.listener = Listener(directory, base_of(name), link, self.waiters, calls, timeout)
+        self.batches = Batches(name, link, waiter=self.listener.waiter, due_in=self._due_in)
+        self.batcher: Batcher[Operation] = Batcher(self.batches.execute, undo=self._undo, name=f"mailbox {name!r}")
+        self.sweeper = Periodic(self._look)
+        self._link = link
+        self._usable = usable
+        self._now = clock.loop_clock()
+
+    # ------------------------------------------------------------------------------------------------------ receiving
+
+    async def claim(self, limit: int, visibility: float, wait: float) -> list[Delivery]:
+        """What is there for a receive, or comes within ``wait`` seconds."""
+        if not wait:
+            return await self._claim_once(limit, visibility, waits=False)
+        waiters, visible = self.waiters, micro(visibility)
+        deadline = self._now() + wait
+        self.sweeper.wake_by(self._now() + LOOK_AGAIN)
+        waiters.active += 1
+        turn = False
+        found: list[Delivery] = []
+        try:
+            while True:
+                seen = waiters.signals
+                try:
+                    found = await self._claim_once(limit, visibility, waits=True)
+                finally:
+                    if not found:
+                        self.listener.listed(visible)
+                turn = False
+                if found or not self._usable():
+                    turn = waiters.signals != seen  # called meanwhile: for these, or for more
+                    return found
+                given = await waiters.wait_for(seen, deadline, visible, self._refuse)
+                if given is not None:
+                    if self._usable():
+                        return [given]
+                    self._refuse(given)  # closed meanwhile
+                if not self._usable() or (waiters.signals == seen and self._now() >= deadline):
+                    return []  # nothing has come; one to whom another's turn was passed looks, and waits on
+                turn = True
+        finally:
+            waiters.active -= 1
+            if turn:  # it was called and has not looked
+                waiters.forsake()
+            if not waiters.active:
+                self.listener.leave()
+
+    async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:
+        while True:
+            command = Claim(limit, visibility, self.batches.claimant, waits, self.waiters.parked > 0)
+            found: list[Delivery] = await self.batcher.call(command)
+            buried = 0
+            for delivery in command.unreadable:
+                with suppress(ReceiptHandleExpiredError):  # it comes again
+                    await self.batcher.call(Bury(delivery, UNREADABLE))
+                    buried += 1
+            if buried and not found:
+                continue
+            if found and not self._usable():  # closed meanwhile
+                self._undo(command)
+                return []
+            return found
+
+    # ----------------------------------------------------------------------------------------- what goes back or on
+
+    def _undo(self, command: Operation) -> None:
+        """A claim whose receiver is gone goes back, before anything else is done."""
+        if type(command) is Claim:
+            self._refuse(*(command.result or ()), *command.unreadable)
+
+    def _refuse(self, *claimed: Delivery) -> None:
+        """What was claimed for a receive here that cannot have it goes back."""
+        if claimed:
+            self.batcher.post(Unclaim([delivery.receipt_handle for delivery in claimed]))
+
+    def _pass_on(self, count: int) -> None:
+        """This process was called for messages that nobody here takes."""
+        if self._link.connected and self._usable():
+            self.batcher.post(Pass(count))
+
+    def _leave(self, leave: Leave) -> None:
+        self.batcher.post(leave)
+
+    # ------------------------------------------------------------------------------------------------ while they wait
+
+    def _given(self, strings: list[bytes]) -> bool:
+        """A message was claimed for a receive that waits here; whether one has it now."""
+        visible, token, value, *few = strings
+        leased_at = self.batches.instant(claimed_at(token.decode()))
+        more = dict(zip(few[::2], few[1::2], strict=True)) if few else None
+        delivery, readable = delivered(token, value, more, leased_at)
+        if not self._usable():
+            return False  # leaving takes it back
+        taken = readable and self.waiters.give(delivery, int(visible))
+        if not readable:
+            self.batcher.post(Bury(delivery, UNREADABLE))
+        elif not taken:
+            self._refuse(delivery)
+        self.waiters.signals += 1  # this process is off the list: who is about to wait looks again,
+        if self.waiters.parked:  # and for those that wait it is put on it again
+            self.batcher.post(self._look_of_waiters())
+        return taken
+
+    def _due_in(self, seconds: float) -> None:
+        if self.waiters.active:
+            self.sweeper.wake_by(self._now() + seconds)
+
+    async def _look(self, overslept: float) -> float:
+        """Let what is due by now be done, for the receives that wait for it: the script calls those it is for."""
+        if not self.waiters.active:
+            return float("inf")
+        again = self._now() + LOOK_AGAIN
+        try:
+            await self.batcher.call(self._look_of_waiters())
+        except MainspringError:
+            self.waiters.wake_all()  # they look for themselves, and hear what is wrong
+        else:
+            if not self.listener.live:  # nobody can call
+                self.waiters.wake_all()
+        return again
+
+    def _look_of_waiters(self) -> Look:
+        """A look as those who wait here; of several kinds, as the one that has waited longest."""
+        wanted = self.waiters.wanted
+        if wanted is None:
+            return Look("")
+        self.listener.listed(wanted)
+        return Look(self.listener.waiter(wanted))
