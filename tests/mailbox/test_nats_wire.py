@@ -270,9 +270,7 @@ def test_what_bounds_a_mailbox_instead_of_a_capacity_is_said(query, options, any
 
 def tasks_of(client):
     """The tasks of the driver's that are still there."""
-    tasks = [client._reading_task, client._ping_interval_task, client._flusher_task]
-    tasks += [subscription._wait_for_msgs_task for subscription in client._subs.values()]
-    return tasks
+    return [client._reading_task, client._ping_interval_task, client._flusher_task]
 
 
 async def all_end(tasks):
@@ -292,12 +290,8 @@ async def closed_under(box, subject):
 async def test_a_close_that_is_cancelled_hangs_up(nats_url, anyio_backend):
     """Nobody comes again to do it: what is left would be there until the process ends."""
     async with place(nats_url) as here, here.box() as box, here.box("other") as other:
-
-        async def silent(message):
-            pass
-
         subject = f"{here.prefix}.silent"
-        await other._wire.listen(subject, silent)
+        await other._wire.listen(subject, lambda message: None)
         await other.counts()  # so that the server knows of it
         client = box._wire.client
         tasks = tasks_of(client)

@@ -32,9 +32,8 @@ from mainspring.values import MAX_VISIBILITY, is_number, is_whole
 if TYPE_CHECKING:
     import ssl
 
-    from nats.aio.msg import Msg
-
     from mainspring.mailbox.message import Cancelled, Counts, Dead, Delivery, Envelope, Settlement
+    from mainspring.mailbox.nats_parser import Heard
     from mainspring.scope import DaemonScope
 
 T = TypeVar("T", default=Any)
@@ -263,5 +262,5 @@ class NatsMailbox(Mailbox[T, R]):
                 await self._store.wire.tell(self._names.to_cancelled, message_id.encode())
         return found
 
-    async def _on_cancelled(self, message: Msg) -> None:
+    def _on_cancelled(self, message: Heard) -> None:
         self._announce_cancelled([message.data.decode("utf-8", "replace")])

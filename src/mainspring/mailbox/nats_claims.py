@@ -22,9 +22,8 @@ from mainspring.mailbox.nats_wire import Ask
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nats.aio.msg import Msg
-
     from mainspring.mailbox.message import Dead
+    from mainspring.mailbox.nats_parser import Heard
     from mainspring.mailbox.nats_pull import Puller
     from mainspring.mailbox.nats_store import Store
 
@@ -96,14 +95,14 @@ class Claims:
             return deliveries, len(deliveries) < len(messages)
         raise MailboxConnectionError("the NATS server did not answer in time")
 
-    async def _pull(self, limit: int, wait: float) -> list[Msg]:
+    async def _pull(self, limit: int, wait: float) -> list[Heard]:
         """What one pull brings; where it may not wait, what several bring that are made for that.
 
         A server that is busy may not have come to a glance in time. A glance that is over before the server comes to it must
         not meet what comes back (see :data:`SHORTEST_PULL`), so a pull without an end is first where something may come
         back; and where the server says that there is more, some longer glances are last. Cancelled, it has claimed nothing.
         """
-        found: list[Msg] = []
+        found: list[Heard] = []
         try:
             if wait < GLANCE and (await self._store.consumer())["num_ack_pending"]:
                 found += await self._pull_for(limit, 0.0)
@@ -122,7 +121,7 @@ class Claims:
             raise
         return found
 
-    async def _pull_for(self, limit: int, lasts: float) -> list[Msg]:
+    async def _pull_for(self, limit: int, lasts: float) -> list[Heard]:
         """What one pull brings. Without an end (0) the server ends it at once if it knows of nothing to deliver."""
         end = b',"expires":%d' % nanoseconds(lasts) if lasts else b""
         puller = await self._store.wire.puller()
@@ -152,7 +151,7 @@ class Claims:
             empty += not found or Arrival.of(found[0]).deliveries == 1  # what has been delivered before comes first
         await self._put_back(broken_off.take(), young=0.0)
 
-    async def _put_back(self, messages: list[Msg], *, young: float) -> None:
+    async def _put_back(self, messages: list[Heard], *, young: float) -> None:
         """Messages that nobody was given go back as if they had never been claimed, but to the tail.
 
         One that was delivered before has had a lease that ended, and pays for it, unless it is younger than ``young`` seconds.
@@ -170,7 +169,7 @@ class Claims:
         if left:  # no room to put it to the tail: it is the next one's as it is
             await self._store.wire.ask_all([Ask(arrival.reply, nak(0)) for arrival, _ in left])
 
-    async def _take(self, messages: list[Msg], visibility: float, began: float) -> list[Delivery]:
+    async def _take(self, messages: list[Heard], visibility: float, began: float) -> list[Delivery]:
         """Make deliveries of what came; what has been delivered before goes to the tail first, as another message."""
         wall = self._wall()
         fresh: list[Arrival] = []
@@ -201,7 +200,7 @@ class Claims:
                 self._left.append((self._now(), arrival.reply))
         return await self._lease(fresh, visibility, began) if fresh else []
 
-    async def _not_held(self, messages: list[Msg]) -> list[Arrival]:
+    async def _not_held(self, messages: list[Heard]) -> list[Arrival]:
         """What came, without that which is held here: it comes as if for the first time by a fault of the server's (see
 
         :data:`SHORTEST_PULL`), and its lease goes on.

@@ -80,7 +80,7 @@ class Timed:
 
     async def _leave(self, broken_off: Puller) -> None:
         """Let another one have at once what came; what comes late is another's in two seconds."""
-        await self._store.wire.ask_all([Ask(message.reply, b"-NAK") for message in broken_off.take()])
+        await self._store.wire.ask_all([Ask(message.reply.decode(), b"-NAK") for message in broken_off.take()])
 
     async def _handle(self, arrivals: list[Arrival]) -> None:
         now = self._wall()

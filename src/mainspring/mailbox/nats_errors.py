@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, message_of
 
 if TYPE_CHECKING:
-    from nats.aio.msg import Msg
+    from mainspring.mailbox.nats_parser import Heard
 
 
 class ApiError(MailboxError):
@@ -61,10 +61,9 @@ def check_credentials(path: str) -> None:
         raise ConfigError("credentials= needs nkeys, to sign with what is in the file: pip install 'nats-py[nkeys]'")
 
 
-def parse(answer: Msg) -> dict[str, Any]:
+def parse(answer: Heard) -> dict[str, Any]:
     """An answer of JetStream's. Raises :class:`ApiError` where it refuses, :class:`NobodyAnswersError` where none is."""
-    headers = answer.headers
-    if headers is not None and headers.get("Status") == "503":
+    if answer.head and answer.status[0] == "503":
         raise NobodyAnswersError(
             "no JetStream answers at the NATS server: start it with JetStream (nats-server -js), or wait for its leader"
         )

@@ -10,9 +10,8 @@ from mainspring.mailbox.nats_names import nanoseconds
 from mainspring.mailbox.nats_record import Record, decode
 
 if TYPE_CHECKING:
-    from nats.aio.msg import Msg
-
     from mainspring.mailbox.message import Delivery
+    from mainspring.mailbox.nats_parser import Heard
 
 
 @dataclass(slots=True)
@@ -45,14 +44,14 @@ class Arrival:
     record: Record
 
     @classmethod
-    def of(cls, message: Msg) -> Arrival:
+    def of(cls, message: Heard) -> Arrival:
         """Read the numbers out of the subject that an acknowledgement of it would go to."""
-        parts = message.reply.split(".")
+        parts = message.reply.split(b".")
         first = 4 if len(parts) == 9 else 6  # newer servers put the domain and the account before them
         sequence = int(parts[first + 1])
         stored_at = int(parts[first + 3]) / 1e9
         record = decode(message.data, sequence, stored_at)
-        return cls(sequence, int(parts[first]), message.reply, message.subject, stored_at, record)
+        return cls(sequence, int(parts[first]), message.reply.decode(), message.subject.decode(), stored_at, record)
 
 
 def expired(delivery: Delivery) -> ReceiptHandleExpiredError:

@@ -14,10 +14,9 @@ from mainspring.mailbox.nats_errors import ApiError, NobodyAnswersError, PullEnd
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from nats.aio.client import Client
-    from nats.aio.msg import Msg
-
     from mainspring.errors import MailboxError
+    from mainspring.mailbox.nats_client import StrictClient
+    from mainspring.mailbox.nats_parser import Heard
     from mainspring.mailbox.nats_wire import Wire
 
 
@@ -36,22 +35,21 @@ class Puller:
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._messages: list[Msg] = []
+        self._messages: list[Heard] = []
         self._wanted = 0
         self._ended: Any = None
         self._arrived: Callable[[], object] | None = None
 
-    async def open(self, client: Client) -> None:
+    async def open(self, client: StrictClient) -> None:
         """Subscribe."""
+        self._client = client
         self._subject = client.new_inbox()
         try:
-            self._subscription = await client.subscribe(
-                self._subject, cb=self._on_message, pending_msgs_limit=0, pending_bytes_limit=0
-            )
+            self._subscription = await client.hear(self._subject, self._on_message)
         except Exception as error:
             raise self._wire.failure(error) from error
 
-    def take(self) -> list[Msg]:
+    def take(self) -> list[Heard]:
         """What has come and was not taken yet."""
         taken, self._messages = self._messages, []
         return taken
@@ -68,7 +66,7 @@ class Puller:
         wanted: int,
         lasts: float,
         put_back: Callable[[Puller], Awaitable[None]],
-    ) -> list[Msg]:
+    ) -> list[Heard]:
         """Send a pull request and return what comes until it ends: by itself, within ``lasts`` seconds, or by :meth:`end`.
 
         One that the server does not end in time, but has not lost, has brought what has come.
@@ -83,7 +81,7 @@ class Puller:
         wire.pullers.add(self)
         timer = loop.call_later(lasts + OVERDUE, self._finish, _OVERDUE)
         ended: Any = _UNFINISHED
-        come: list[Msg] = []
+        come: list[Heard] = []
         try:
             await wire.publish(subject, request, self._subject)
             ended = await self._ended
@@ -119,28 +117,26 @@ class Puller:
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT / 2):
             with suppress(Exception):  # a lost connection: what was delivered comes again when its lease ends
                 client = self._wire.driver
-                if client is not None and client.is_connected:
+                if client is self._client and client.is_connected:
                     await client._send_unsubscribe(self._subscription._id)  # noqa: SLF001 - see above
                     await put_back(self)
             with suppress(Exception):
-                await self._subscription.unsubscribe()
+                await self._client.hush(self._subscription)
 
-    async def _on_message(self, message: Msg) -> None:
+    def _on_message(self, message: Heard) -> None:
         if message.reply:
             self._messages.append(message)
             if len(self._messages) >= self._wanted:
                 self._finish(_DONE)
             return
-        headers = message.headers or {}
-        status = headers.get("Status", "")
+        status, told = message.status
         if status in ("404", "408"):
             self._finish(_DONE)
         elif status == "503":
             self._finish(NobodyAnswersError("no stream or consumer answers: it was deleted, or JetStream is off"))
         elif status != "100":
-            told = next((headers[name] for name in headers if getattr(name, "value", name) == "Description"), "")
             kind: type[MailboxConnectionError] = PullEndedError
-            if "MaxWaiting" in str(told):
+            if "MaxWaiting" in told:
                 kind = MailboxConnectionError
                 told = "as many receives wait as the consumer of the queue lets wait, in all processes (max_waiting)"
             self._finish(kind(f"the NATS server ended a pull request: {status} {told}"))

@@ -31,6 +31,8 @@ ERROR_TYPE = "Mainspring-Error-Type"
 TRACEBACK = "Mainspring-Traceback"
 DIED_AT = "Mainspring-Died-At"
 _PLAIN = re.compile(r"[A-Za-z0-9_-]{1,120}\Z")
+_PLAIN_LINE = re.compile(rb'%s\{"i":"([A-Za-z0-9_-]{1,120})","t":([1-9][0-9]{0,11}\.[0-9]{1,9})\}\n' % MARK)
+"""What most messages begin with: those that are delivered for the first time, and have a body only."""
 
 
 @dataclass(slots=True)
@@ -179,6 +181,9 @@ _TIMES = ("first_received_at", "expires_at", "due")
 def decode(payload: bytes, sequence: int, stored_at: float) -> Record:
     """The record that a payload holds; a foreign one is a body, named by its place in the stream."""
     if payload.startswith(MARK):
+        plain = _PLAIN_LINE.match(payload)
+        if plain is not None:
+            return Record(plain[1].decode(), payload[plain.end() :], float(plain[2]))
         end = payload.find(b"\n")
         if end > 0:
             try:

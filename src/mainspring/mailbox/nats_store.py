@@ -26,7 +26,8 @@ from mainspring.mailbox.nats_wire import Ask, Wire
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from nats.aio.msg import Msg
+    from mainspring.mailbox.nats_parser import Heard
+
 
 _EXPECT = "Nats-Expected-Last-Subject-Sequence"
 _MESSAGE_ID = "Nats-Msg-Id"
@@ -190,14 +191,14 @@ class Store:
             await self.mend(error)
         return await self.wire.api(subject, request)
 
-    async def _call(self, read: Callable[[Msg], _Read], ask: Ask) -> _Read:
+    async def _call(self, read: Callable[[Heard], _Read], ask: Ask) -> _Read:
         try:
             return read(await self.wire.ask(*ask))
         except GoneError as error:
             await self.mend(error)
         return read(await self.wire.ask(*ask))
 
-    async def _call_all(self, read: Callable[[Msg], _Read], asks: Sequence[Ask]) -> list[_Read | MailboxError]:
+    async def _call_all(self, read: Callable[[Heard], _Read], asks: Sequence[Ask]) -> list[_Read | MailboxError]:
         results = [_each(read, answer) for answer in await self.wire.ask_all(asks)]
         gone = [place for place, result in enumerate(results) if isinstance(result, GoneError)]
         if gone:
@@ -309,7 +310,7 @@ def _headers(add: Add) -> dict[str, str] | None:
     return headers
 
 
-def _added(answer: Msg) -> Added:
+def _added(answer: Heard) -> Added:
     data = answer.data
     number = data[data.rfind(b":") + 1 : -1]
     if number.isdigit() and b'"seq":%s}' % number in data and b'"error"' not in data:  # the usual one, read quickly
@@ -327,7 +328,7 @@ def _removal(stream: str, sequence: int) -> Ask:
     return Ask(f"$JS.API.STREAM.MSG.DELETE.{stream}", b'{"seq":%d,"no_erase":true}' % sequence)
 
 
-def _removed(answer: Msg) -> bool:
+def _removed(answer: Heard) -> bool:
     if answer.data.endswith(b'"success":true}'):
         return True
     try:
@@ -342,7 +343,7 @@ def _get(stream: str, request: dict[str, Any]) -> Ask:
     return Ask(f"$JS.API.STREAM.MSG.GET.{stream}", json.dumps(request).encode())
 
 
-def _stored(answer: Msg) -> Stored | None:
+def _stored(answer: Heard) -> Stored | None:
     try:
         found = parse(answer)["message"]
     except ApiError as error:
@@ -369,7 +370,7 @@ def _instant(text: str) -> float:
     )
 
 
-def _each(read: Any, answer: Msg | MailboxError) -> Any:
+def _each(read: Any, answer: Heard | MailboxError) -> Any:
     if isinstance(answer, MailboxError):
         return answer
     try:
@@ -378,7 +379,7 @@ def _each(read: Any, answer: Msg | MailboxError) -> Any:
         return error
 
 
-def _unless(answer: Msg | MailboxError, code: int) -> dict[str, Any] | None:
+def _unless(answer: Heard | MailboxError, code: int) -> dict[str, Any] | None:
     """The answer, or None where JetStream refuses with ``code``."""
     if isinstance(answer, MailboxError):
         raise answer

@@ -26,11 +26,10 @@ from mainspring.policies import backoff
 from mainspring.process import event_loop
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from nats.aio.msg import Msg
+    from collections.abc import Callable, Sequence
 
     from mainspring.mailbox.nats_client import StrictClient
+    from mainspring.mailbox.nats_parser import Heard
 
 RECONNECT_WAIT = 0.2
 """Seconds between tries to reach a server again."""
@@ -79,7 +78,7 @@ class Wire:
         self.idle: list[Puller] = []
         self._was_connected = False
         self.reconnected: Callable[[], object] = lambda: None
-        self._heard: list[tuple[str, Callable[[Msg], Awaitable[None]]]] = []
+        self._heard: list[tuple[str, Callable[[Heard], object]]] = []
         self._quiet: anyio.Event | None = None
         self.epoch = 0
         """How often the connection was lost."""
@@ -145,11 +144,9 @@ class Wire:
                 self._opening = None
                 self._was_connected = True
                 self._inbox = f"{client.new_inbox()}."
-                await client.subscribe(
-                    f"{self._inbox}*", cb=self._on_answer, pending_msgs_limit=0, pending_bytes_limit=0
-                )
-                for subject, callback in self._heard:
-                    await client.subscribe(subject, cb=callback)
+                await client.hear(f"{self._inbox}*", self._on_answer)
+                for subject, hearer in self._heard:
+                    await client.hear(subject, hearer)
                 await client.flush()
             if opening.cancel_called:
                 raise self._refused()
@@ -278,15 +275,15 @@ class Wire:
 
     # ----------------------------------------------------------------------------------------------------------- calls
 
-    async def ask(self, subject: str, payload: bytes = b"", headers: dict[str, str] | None = None) -> Msg:
+    async def ask(self, subject: str, payload: bytes = b"", headers: dict[str, str] | None = None) -> Heard:
         """Send a message and wait for its answer. Raises :class:`MailboxConnectionError` where none comes in time."""
         token, future = await self._start(subject, payload, headers)
         return await self._finish(token, future)
 
-    async def ask_all(self, asks: Sequence[Ask]) -> list[Msg | MailboxError]:
+    async def ask_all(self, asks: Sequence[Ask]) -> list[Heard | MailboxError]:
         """Send messages in one go and wait for all their answers; an error takes the place of a missing one."""
         begun: list[tuple[int, Any] | MailboxError] = []
-        answers: list[Msg | MailboxError] = []
+        answers: list[Heard | MailboxError] = []
         try:
             for ask in asks:
                 try:
@@ -337,7 +334,7 @@ class Wire:
         except Exception as error:  # also what uvloop says of a connection that was closed just now: a RuntimeError
             raise self.failure(error) from error
 
-    async def _finish(self, token: int, future: Any) -> Msg:
+    async def _finish(self, token: int, future: Any) -> Heard:
         try:
             answer = await future
         except BaseException:
@@ -348,7 +345,7 @@ class Wire:
             raise type(answer.error)(*answer.error.args)
         return answer  # type: ignore[no-any-return]
 
-    async def _on_answer(self, message: Msg) -> None:
+    def _on_answer(self, message: Heard) -> None:
         found = self._asked.pop(int(message.subject[len(self._inbox) :]), None)
         if found is not None and not found[0].done():
             found[0].set_result(message)
@@ -384,10 +381,10 @@ class Wire:
         for puller in list(self.pullers):
             puller.end()
 
-    async def listen(self, subject: str, callback: Callable[[Msg], Awaitable[None]]) -> None:
-        """Hear what is published on a subject, also after a reconnection."""
-        await self.client.subscribe(subject, cb=callback)
-        self._heard.append((subject, callback))
+    async def listen(self, subject: str, hearer: Callable[[Heard], object]) -> None:
+        """Hear what is published on a subject, also after a reconnection; ``hearer`` may not wait."""
+        await self.client.hear(subject, hearer)
+        self._heard.append((subject, hearer))
 
     async def tell(self, subject: str, payload: bytes) -> None:
         """Publish something that nobody answers and nothing stores."""
