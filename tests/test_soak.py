@@ -11,11 +11,20 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
+PROGRAM = """
+import sys
+import soak
+from trio._core import _thread_cache
+_thread_cache.IDLE_TIMEOUT = 0.5  # seconds instead of ten, at the end of a soak, that its idle threads wait for another job
+{prank}
+if __name__ == '__main__':
+    sys.exit(soak.main())
+"""
 
 
 def soak(tmp_path: Path, prank: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     program = tmp_path / "pranked.py"
-    program.write_text(f"import sys\nimport soak\n{prank}\nif __name__ == '__main__':\n    sys.exit(soak.main())\n")
+    program.write_text(PROGRAM.format(prank=prank))
     settings = {"RUNS": "3", "CONCURRENCY": "4", "DEADLINE_MS": "50", "TIMEOUT_PER_RUN": "60", **environment}
     return subprocess.run(
         [sys.executable, str(program)],
@@ -72,6 +81,11 @@ soak.run = run
 def test_a_hang_ends_it_with_all_stacks(tmp_path):
     hang = """
 import threading
+import anyio
+async def warm():
+    async with soak.OffloadPool():
+        pass
+anyio.run(warm)  # what is imported for that takes more than a second on a busy machine
 soak.mostly_succeeds = soak.must_time_out = None
 async def use_pools(settings, seen):
     await soak.OffloadPool().__aenter__()

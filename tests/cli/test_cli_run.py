@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import signal
 import socket
+import sys
 import urllib.request
 from textwrap import dedent
 from typing import TYPE_CHECKING
 
 import pytest
 from cli_helpers import only_line, run, started
+
+from mainspring.cli.app import call
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -109,14 +112,30 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-@pytest.mark.parametrize("verb", ["run", "check"])
-def test_a_wrong_target_is_one_line_and_status_2(tmp_path: Path, case: str, verb: str) -> None:
+def test_a_wrong_target_is_one_line_and_status_2(tmp_path: Path, case: str) -> None:
     target, source, expected = WRONG[case]
     write(tmp_path, source)
-    ended = run(verb, target, cwd=tmp_path)
+    ended = run("run", target, cwd=tmp_path)
     assert ended.returncode == 2, ended.stderr
     assert expected in only_line(ended.stderr)
     assert ended.stdout == ""
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_so_it_is_for_check(
+    tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process: that a status and a line come out of one is shown above."""
+    target, source, expected = WRONG[case]
+    write(tmp_path, source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setitem(sys.modules, "app", None)  # afterwards there is none of this test's
+    del sys.modules["app"]
+    assert call(["check", target]) == 2
+    printed = capsys.readouterr()
+    assert expected in only_line(printed.err)
+    assert printed.out == ""
 
 
 @pytest.mark.parametrize(

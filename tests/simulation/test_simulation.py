@@ -83,7 +83,7 @@ def test_a_demanding_group() -> None:
         ]  # fmt: skip
         return LoopGroup(loops, max_concurrency=4, drain_delay=2, shutdown_timeout=10, watchdog_threshold=60)
 
-    for seed in range(10):
+    for seed in range(5):
         Simulation(seed=seed, duration=1200, workers=2, faults=TROUBLE, per_minute=4).run(build).check()
 
 
