@@ -309,6 +309,7 @@ async def test_what_has_taken_place_keeps_its_result_where_the_rest_of_its_batch
 
     async with DaemonScope("test") as daemons:
         daemons.start_soon(batcher.run, stop=batcher.stop)
+        await anyio.wait_all_tasks_blocked()  # else it may find one of the three before the others have come
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(cancelled, 1)
             for number in (2, 3):
