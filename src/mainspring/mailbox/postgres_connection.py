@@ -162,17 +162,18 @@ class Pool:
         deadline = anyio.current_time() + patience
         for again in range(TRIES):
             try:
-                with anyio.fail_after(deadline - anyio.current_time()):
+                with anyio.CancelScope(deadline=deadline) as scope:
                     async with self.connection() as connection:
-                        with anyio.fail_after(deadline - self.leave_off - anyio.current_time()):
-                            results = await _sent(connection, calls)
-                break
-            except TimeoutError:
-                await self.drop_idle()
-                raise MailboxConnectionError(f"PostgreSQL did not answer within {patience:g} s") from None
+                        scope.deadline = deadline - self.leave_off
+                        results = await _sent(connection, calls)
             except _ConflictError as error:
                 if again == TRIES - 1:
                     raise MailboxConnectionError(f"PostgreSQL gave up a transaction: {error}") from error
+                continue
+            if scope.cancelled_caught:
+                await self.drop_idle()
+                raise MailboxConnectionError(f"PostgreSQL did not answer within {patience:g} s")
+            break
         self.batches += 1
         for call, rows in zip(calls, results, strict=True):
             call.finish(rows)
@@ -242,7 +243,8 @@ async def send(connection: psycopg.AsyncConnection[Any], calls: Sequence[Call]) 
     if len(calls) == 1:
         cursor = psycopg.AsyncRawCursor(connection, row_factory=tuple_row)
         await cursor.execute(calls[0].statement.encode(), calls[0].values, binary=True)
-        return [await cursor.fetchall() if cursor.description is not None else []]
+        result = cursor.pgresult  # not its description, which would be made of every column for this one question
+        return [await cursor.fetchall() if result is not None and result.nfields else []]
     cursors = []
     handled = sys.exc_info()[1]
     try:
