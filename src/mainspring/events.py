@@ -317,7 +317,8 @@ class Dispatcher:
 
     def wants(self, event_type: type[Any]) -> bool:
         """Whether anybody would hear such an event: lets a hot path skip building it."""
-        return bool(self._for(event_type))
+        found = self._by_type.get(event_type)
+        return bool(self._for(event_type) if found is None else found)
 
     def dispatch(self, event: object) -> DispatchResult:
         """Tell every subscriber of this event's type, now and in this task; never raises what a subscriber raised (an exit or

@@ -32,7 +32,8 @@ class Heartbeat:
 
         A callback that raises is logged (logger ``mainspring``) and harms neither the next nor the one who beats.
         """
-        self._stamp = _now()
+        running = clock.virtual_clock()
+        self._stamp = clock.monotonic(), None if running is None else float(running.current_time())
         for callback in self._callbacks:
             try:
                 callback()

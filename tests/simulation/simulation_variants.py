@@ -114,10 +114,11 @@ def handlers_begin_with_a_lease_that_is_over(patch: pytest.MonkeyPatch) -> None:
     """What the simulation found in the engine first: a worker that stood still between a claim and its handler."""
     track = LeaseKeeper.track
 
-    def track_from_receipt(self: Any, run: Any) -> None:
+    def track_from_receipt(self: Any, runs: Any) -> None:
         now = anyio.current_time()
-        run.renewed_at, run.trusted_until = now, now + self._visibility
-        track(self, run)
+        for run in runs:
+            run.renewed_at, run.trusted_until = now, now + self._visibility
+        track(self, runs)
 
     patch.setattr(LeaseKeeper, "track", track_from_receipt)
 

@@ -77,6 +77,9 @@ class Attempts:
         self._mailbox = mailbox
         self._call = call
         self._settings = settings
+        self._timeout = settings.handler_timeout
+        self._wants_context = settings.wants_context
+        self._in_thread = settings.in_thread
         self._misfits = DeadLetterPolicy(settings.dead_letter.max_attempts)
         self._dispatcher = dispatcher
         self._heartbeat = heartbeat
@@ -104,15 +107,17 @@ class Attempts:
         run.phase = Phase.HANDLING
         entered = None
         try:
-            if due is not None or self._settings.handler_timeout is not None:
-                run.end_within(self._settings.handler_timeout, due)
+            if due is not None or self._timeout is not None:
+                run.end_within(self._timeout, due)
             entered = None if due is None else enter(due)
-            run.clocks = self._clocks
-            args = (body, Context(run)) if self._settings.wants_context else (body,)
+            args: tuple[Any, ...] = (body,)
+            if self._wants_context:
+                run.clocks = self._clocks
+                args = (body, Context(run))
             if self.wrappers:
                 run.coroutine = self._wrapped(run, args)
             else:
-                run.coroutine = self._call(run, *args) if self._settings.in_thread else self._call(*args)
+                run.coroutine = self._call(run, *args) if self._in_thread else self._call(*args)
             result = await run.coroutine
             return self._succeeded(run, result)
         except anyio.get_cancelled_exc_class() as error:
@@ -151,7 +156,7 @@ class Attempts:
         """The handler's call inside of the wrappers, of which the last one is the outermost."""
 
         def innermost() -> Awaitable[Any]:
-            return self._call(run, *args) if self._settings.in_thread else self._call(*args)
+            return self._call(run, *args) if self._in_thread else self._call(*args)
 
         call: Callable[[], Awaitable[Any]] = innermost
         for wrapper in self.wrappers:
@@ -181,7 +186,7 @@ class Attempts:
             late.__cause__ = error
             return after_deadline(late)
         if cause is Cause.TIMEOUT:
-            verdict = run.timed_out(self._settings.handler_timeout or 0.0)
+            verdict = run.timed_out(self._timeout or 0.0)
         elif cause is Cause.STALLED and run.error is not None:
             verdict = run.error
         if verdict is not error:

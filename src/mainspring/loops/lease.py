@@ -64,15 +64,14 @@ class LeaseKeeper:
             if stop_hearing is not None:
                 stop_hearing()
 
-    def track(self, run: Run) -> None:
-        """Begin to keep the lease of a run that was just claimed."""
+    def track(self, runs: Collection[Run]) -> None:
+        """Begin to keep the leases of runs that were just claimed."""
         if self._failures:
             self._answers()
-        renews = self._policy.renew != "never"
-        run.renew_at = run.renewed_at + self._period if renews else run.trusted_until
-        first = run.renewed_at + self._first
-        if first < self._timer.due:
-            self._timer.wake_by(first)
+        until_due = self._period if self._policy.renew != "never" else self._visibility
+        for run in runs:
+            run.renew_at = run.renewed_at + until_due
+        self._timer.wake_by(min(run.renewed_at for run in runs) + self._first)
 
     def revoke(self, message_ids: Collection[str]) -> None:
         """Messages were cancelled by their ids: the handlers of those that are here end, as their leases have."""

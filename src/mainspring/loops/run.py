@@ -83,13 +83,16 @@ class Run:
     def __init__(
         self,
         name: str,
-        message: Message[Any, Any],
         clock: Callable[[], float],
         heartbeat: Heartbeat,
         shutting_down: anyio.Event,
-        now: float,
         lease_seconds: float,
+        now: float,
+        message: Message[Any, Any],
     ) -> None:
+        leased_at = message.leased_at
+        self.renewed_at = now if leased_at is None else leased_at
+        self.trusted_until = self.renewed_at + lease_seconds
         self.name = name
         self.message = message
         self.shutting_down = shutting_down
@@ -107,8 +110,6 @@ class Run:
         self.revoked = False
         self.started = now
         self.last_beat = now
-        self.renewed_at = now
-        self.trusted_until = now + lease_seconds
         self.renew_at = math.inf
         self.progress_made: tuple[float, float | None] | None = None
         self._clock = clock

@@ -24,12 +24,12 @@ from mainspring.policies import backoff
 from mainspring.stacks import where_raised
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from mainspring.events import Dispatcher, MessageFinished
     from mainspring.loops.run import Run
     from mainspring.mailbox.base import Mailbox
-    from mainspring.mailbox.message import Envelope, Settlement
+    from mainspring.mailbox.message import Envelope, Message
 
 GRACE = 5.0
 """Seconds that a settlement outside the normal course (after a cancellation, at the end) may take."""
@@ -46,20 +46,28 @@ NO_RESULT = "the handler acknowledged the message, and was cancelled before it h
 _log = logging.getLogger("mainspring.message")
 
 
+def bounded(*, shield: bool = True) -> anyio.CancelScope:
+    """A scope for settlements that must be made although everything else is being cancelled, but not for ever."""
+    return anyio.CancelScope(deadline=anyio.current_time() + GRACE, shield=shield)
+
+
 class Settler:
     """Writes settlements. A store that cannot be reached is tried again while the lease is trusted.
 
     An outcome that cannot be written is no crash: the message stays where it is and comes again when its lease ends.
     """
 
-    def __init__(self, name: str, mailbox: Mailbox[Any, Any], dispatcher: Dispatcher) -> None:
+    def __init__(
+        self,
+        name: str,
+        mailbox: Mailbox[Any, Any],
+        dispatcher: Dispatcher,
+        judge: Callable[[Run, BaseException], Decision],
+    ) -> None:
         self._name = name
         self._mailbox = mailbox
         self._dispatcher = dispatcher
-
-    def bounded(self, *, shield: bool = True) -> anyio.CancelScope:
-        """A scope for settlements that must be made although everything else is being cancelled, but not for ever."""
-        return anyio.CancelScope(deadline=anyio.current_time() + GRACE, shield=shield)
+        self._judge = judge
 
     def tell(self, kind: type[MessageFinished], run: Run, decision: Decision, now: float) -> None:
         """Dispatch how a delivery ended."""
@@ -87,34 +95,26 @@ class Settler:
         error = "the mailbox did not answer in time, or the loop was cancelled"
         self._dispatcher.dispatch(SettlementFailed(self._name, run.message_id, decision.outcome, error))
 
-    async def settle(self, run: Run, decision: Decision, judge: Callable[[Run, BaseException], Decision]) -> Decision:
-        """Write ``decision``; the decision that came true.
-
-        That is another one where the handler has settled by itself (then what it returned is sent by itself), the lease was
-        lost, or a reply cannot be sent, at all or for ``REPLY_TIMEOUT`` (then what ``judge`` makes of that).
-        """
-        message = run.message
-        if message.settlement is not None and not run.lost:  # else it was cut off, as its lease was lost meanwhile
-            return await self._as_settled(run, decision, message.settlement)
-        if decision.settlement is None:
-            return decision
+    async def acknowledge(self, messages: list[Message[Any, Any]]) -> Collection[int]:
+        """Acknowledge them together; the numbers of those that are not, and are to be settled each by itself."""
         try:
-            await message.settle(decision.settlement)
-        except Exception as error:
-            return await self._settle_again(run, decision, error, judge)
-        return decision
+            return await self._mailbox.acknowledge_many(messages)
+        except Exception:
+            return range(len(messages))
 
-    async def _settle_again(
-        self, run: Run, decision: Decision, error: Exception, judge: Callable[[Run, BaseException], Decision]
-    ) -> Decision:
+    async def settle_again(self, run: Run, decision: Decision, error: Exception) -> Decision:
+        """What becomes of a delivery whose settlement failed with ``error``: it is written yet, as ``decision`` says, or lost.
+
+        Where a reply cannot be sent, at all or for ``REPLY_TIMEOUT``, it becomes what a failure of the handler would.
+        """
         failures = 0
         while True:
             if isinstance(error, ReceiptHandleExpiredError):
                 return LOST
             if isinstance(error, MessageSettledError) and run.message.settlement is not None:  # while this waited
-                return await self._as_settled(run, decision, run.message.settlement)
+                return await self.as_settled(run, decision)
             if _is_hopeless(run, decision, error):
-                decision = judge(run, error)
+                decision = self._judge(run, error)
             elif not _retryable(error) or anyio.current_time() >= run.trusted_until:
                 self._dispatcher.dispatch(
                     SettlementFailed(self._name, run.message_id, decision.outcome, describe(error))
@@ -131,8 +131,13 @@ class Settler:
             else:
                 return decision
 
-    async def _as_settled(self, run: Run, decision: Decision, settlement: Settlement) -> Decision:
-        """What the handler itself has made of its message; its end, which changes nothing of that, is told all the same."""
+    async def as_settled(self, run: Run, decision: Decision) -> Decision:
+        """What the handler itself has made of its message; its end, which changes nothing of that, is told all the same.
+
+        What it returned is sent by itself, where somebody waits for that.
+        """
+        settlement = run.message.settlement
+        assert settlement is not None
         error = decision.error
         if error is not None:
             text = "%s: the handler settled message %s by itself and then failed, which is not tried again: %s%s"

@@ -2,7 +2,8 @@
 
 The slots are tasks that live on: each takes a claimed message, runs the handler in its own cancel scope, settles, and takes
 the next. The receiver claims only as many messages as there are slots without one, so nothing is leased that nobody can
-run. A message costs neither a task nor a cancel scope: a slot's scope is renewed only when it was used to cancel.
+run. A message costs neither a task nor a cancel scope: a slot's scope is renewed only when it was used to cancel. Nor has it
+a round trip to wait for, where the mailbox can acknowledge many at once and handlers end as soon as they begin.
 """
 
 from __future__ import annotations
@@ -15,23 +16,22 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from mainspring import entropy
-from mainspring.clock import loop_clock
+from mainspring.clock import loop_clock, thread_clock
 from mainspring.errors import MainspringError, describe
 from mainspring.events import (
     Dispatcher,
-    MessageFinished,
-    MessageNotAcknowledged,
     ReceiveFailed,
     ReceiveRecovered,
     Tally,
 )
 from mainspring.loops.attempt import Attempts, WorkerSettings
+from mainspring.loops.ends import Ends
 from mainspring.loops.intake import Intake
 from mainspring.loops.lease import LeaseKeeper
-from mainspring.loops.outcome import LOST, RELEASED, Cause, Decision, Outcome
-from mainspring.loops.run import Phase, Run
-from mainspring.loops.settle import Settler
-from mainspring.mailbox.base import MAX_MESSAGES
+from mainspring.loops.outcome import DONE, RELEASED, Cause
+from mainspring.loops.places import Places
+from mainspring.loops.run import Run
+from mainspring.loops.settle import Settler, bounded
 from mainspring.policies import backoff
 from mainspring.scope import DaemonScope, first_error
 
@@ -52,6 +52,10 @@ RECONNECT_MAXIMUM = 30.0
 
 POLL_PAUSE = 0.1
 """Seconds between receives that are told not to wait and come back empty, so that they do not spin."""
+
+
+TURN = 0.001
+"""Seconds for which a slot may go on with message after message before it lets others have a turn, and acknowledges those."""
 
 
 class Worker:
@@ -81,38 +85,42 @@ class Worker:
         self._mailbox = mailbox
         self._dispatcher = dispatcher
         self._heartbeat = heartbeat
-        self._outcomes = outcomes
         self._capacity = capacity
         self._visibility = visibility
         self._wait = wait
         self._clock = loop_clock()
-        self._runs: dict[Run, None] = {}
+        self._real_clock = thread_clock()  # one that goes on while others have no turn
+        self._places = places = Places(settings.concurrency, ordered=mailbox.capabilities.ordered, capacity=capacity)
         self._backlog: deque[Run] = deque()
         self._idle: deque[anyio.Event] = deque()
         self._slot_count = 0
         self._roused = 0
         self._slots: TaskGroup | None = None
-        self._freed = anyio.Event()
-        self._full = False
+        self._joined = mailbox.capabilities.joined_acks
+        self._turn_ends = 0.0
         self._starved = False
-        self._ordered = mailbox.capabilities.ordered and capacity is None
-        self._leaving = 0
-        self._claiming = 0
         self._iterations = 0
         self._ending = False
-        self._lease = LeaseKeeper(name, self._runs, settings.lease, visibility, dispatcher)
-        self._settler = Settler(name, mailbox, dispatcher)
+        self._lease = LeaseKeeper(name, places.runs, settings.lease, visibility, dispatcher)
         self._attempts = Attempts(name, mailbox, call, settings, dispatcher, heartbeat, self._clock, wrappers)
+        self._ends = Ends(
+            Settler(name, mailbox, dispatcher, self._attempts.judge),
+            places,
+            dispatcher=dispatcher,
+            heartbeat=heartbeat,
+            outcomes=outcomes,
+            clock=self._clock,
+        )
 
     @property
     def runs(self) -> tuple[Run, ...]:
         """The messages it holds, oldest first."""
-        return tuple(self._runs)
+        return tuple(self._places.runs)
 
     @property
     def in_flight(self) -> int:
         """How many messages it holds."""
-        return len(self._runs)
+        return len(self._places.runs)
 
     # ----------------------------------------------------------------------------------------------------- stopping
 
@@ -122,7 +130,7 @@ class Worker:
 
     def cancel_handlers(self) -> None:
         """Cancel what is being handled; the messages go back uncharged."""
-        for run in list(self._runs):
+        for run in self.runs:
             run.cancel(Cause.SHUTDOWN)
 
     # -------------------------------------------------------------------------------------------------------- engine
@@ -159,7 +167,7 @@ class Worker:
         """
         if self._backlog and not self._roused:
             self._rouse()  # for what was claimed as a pause began that was over before it had handed that back
-        receivers = 2 if self._ordered and max_iterations is None else 1
+        receivers = 2 if self._places.ordered and max_iterations is None else 1
         try:
             async with anyio.create_task_group() as tasks:
                 for _ in range(receivers):
@@ -170,14 +178,14 @@ class Worker:
     async def _receiver(self, max_iterations: int | None) -> None:
         failures = 0
         while self.intake.open and (max_iterations is None or self._iterations < max_iterations):
-            free = self._places()
+            free = self._places.free
             if free <= 0:
-                await self._until_freed()
+                await self._places.until_free()
                 continue
             if self._starved:
                 await anyio.sleep(POLL_PAUSE)
             self._iterations += 1
-            self._claiming += free
+            self._places.claiming += free
             try:
                 await self._receive(free)
             except (MainspringError, OSError) as error:
@@ -191,28 +199,7 @@ class Worker:
                         self._dispatcher.dispatch(ReceiveRecovered(self.name, failures))
                     self.receiving_failed, failures = None, 0
             finally:
-                self._claiming -= free
-
-    def _places(self) -> int:
-        """For how many messages there is a slot that no message and no claim has."""
-        most = self.settings.concurrency
-        return min(most - len(self._runs) + min(self._leaving, most) - self._claiming, MAX_MESSAGES)
-
-    async def _until_freed(self) -> None:
-        """Wait for a free slot, and a moment longer while more become free at every turn: one claim for all of them."""
-        if not self._full:
-            self._freed = anyio.Event()
-            self._full = True
-        await self._freed.wait()
-        seen = 0
-        while seen < (seen := self._places()):
-            await anyio.lowlevel.checkpoint()
-
-    def _free(self) -> None:
-        """A slot is free: whoever waits for one looks again."""
-        if self._full:
-            self._full = False
-            self._freed.set()
+                self._places.claiming -= free
 
     async def _receive(self, free: int) -> None:
         """Claim what is there for the free slots, and let them begin."""
@@ -233,16 +220,14 @@ class Worker:
     def _admit(self, messages: list[Message[Any, Any]]) -> None:
         now = self._clock()
         self._starved = not messages and self._wait < POLL_PAUSE
-        for message in messages:
-            leased_at = message.leased_at
-            run = Run(self.name, message, self._clock, self._heartbeat, self.shutting_down, now, self._visibility)
-            if leased_at is not None:
-                run.renewed_at = leased_at
-                run.trusted_until = leased_at + self._visibility
-            self._runs[run] = None
-            self._lease.track(run)
-            self._backlog.append(run)
-        if messages and self.intake.open and not self._roused:
+        if not messages:
+            return
+        made = partial(Run, self.name, self._clock, self._heartbeat, self.shutting_down, self._visibility, now)
+        runs = [made(message) for message in messages]
+        self._places.take(runs)
+        self._lease.track(runs)
+        self._backlog.extend(runs)
+        if self.intake.open and not self._roused:
             self._rouse()
 
     async def _pause_after(self, error: Exception, failures: int) -> None:
@@ -264,13 +249,13 @@ class Worker:
         """Release all that was claimed and that no slot has begun, the youngest first, as each goes to the front."""
         if self.intake.open:
             return
-        with self._settler.bounded():
+        with bounded():
             while self._backlog:
                 run = self._backlog.pop()
-                await self._finish(run, RELEASED, self._clock())
+                await self._ends.finish(run, RELEASED)
         while self._backlog:  # the store does not answer: the rest is told, and not waited for
             with anyio.move_on_after(0, shield=True):
-                await self._finish(self._backlog.pop(), RELEASED, self._clock())
+                await self._ends.finish(self._backlog.pop(), RELEASED)
 
     # --------------------------------------------------------------------------------------------------------- slots
 
@@ -279,7 +264,7 @@ class Worker:
         if self._idle:
             self._roused += 1
             self._idle.popleft().set()
-        elif self._slot_count < self.settings.concurrency + self._leaving:  # one that is leaving may take long
+        elif self._slot_count < self.settings.concurrency + self._places.leaving:  # one that is leaving may take long
             assert self._slots is not None
             self._slot_count += 1
             self._roused += 1
@@ -292,85 +277,75 @@ class Worker:
     async def _slot(self) -> None:
         token = _inside.set(self)
         self._roused -= 1
-        fresh = True
         run: Run | None = None
         try:
             while True:
                 with anyio.CancelScope() as scope:
-                    while (run := await self._next(fresh)) is not None:
-                        fresh = False
+                    run = await self._await_run(scope)
+                    while run is not None:
                         run.scope = scope
                         decision = await self._attempts.make(run, scope) if self.intake.open else RELEASED
                         if scope.cancel_called:
                             run.decision = decision
                             break
-                        await self._finish(run, decision, self._clock())
-                if run is None:
+                        goes_on = self._joined and self._backlog and self._real_clock() < self._turn_ends
+                        if decision is DONE and (goes_on or self._ends.done) and not run.message.is_settled:
+                            self._ends.done.append(run)
+                            run = None
+                            if not goes_on:
+                                await self._acknowledge(scope)
+                        else:
+                            await self._ends.finish(run, decision)
+                        run = self._take(0 if self._roused else 1) or await self._await_run(scope)
+                if not scope.cancel_called:
                     return
                 # The scope is used up: what it cancelled is settled outside of it.
-                with self._settler.bounded(shield=False):
-                    await self._finish_late(run)
+                if run is not None:
+                    with bounded(shield=False):
+                        await self._ends.finish_late(run)
         except anyio.get_cancelled_exc_class():
             # The loop itself is cancelled: its message goes back, so that another worker has it at once.
-            if run is not None:
-                with self._settler.bounded():
-                    await self._finish_late(run)
+            with bounded() as scope:
+                if run is not None:
+                    await self._ends.finish_late(run)
+                if self._ends.done:
+                    await self._ends.acknowledge(scope)
             raise
         finally:
             _inside.reset(token)
 
-    async def _finish_late(self, run: Run) -> None:
-        """Settle a run whose handler was cancelled, unless its settlement was already begun."""
-        if run.phase <= Phase.ENDED:
-            await self._finish(run, run.decision or RELEASED, self._clock())
+    async def _await_run(self, scope: anyio.CancelScope) -> Run | None:
+        """The next message for a slot that begins or has nothing to do, or None at the end.
 
-    async def _next(self, fresh: bool) -> Run | None:
-        """The next message for a slot, or None at the end; ``fresh`` says that the slot has only just begun.
-
-        One that begins, or was idle, rouses two others, so that all get going soon where handlers wait; one that goes on
-        rouses another only where none is on its way, so that it serves alone where they never do.
+        It rouses two others, so that all get going soon where handlers wait. One that goes on rouses another only where none
+        is on its way, so that it serves alone where they never do; it goes on before what is done is acknowledged, for more to
+        come along, and whoever was roused sees to that, should it have to wait.
         """
-        while not self._backlog:
-            if self._ending:
-                return None
+        while True:
+            await self._acknowledge(scope)
+            if (run := self._take(2)) is not None or self._ending:
+                return run
             event = anyio.Event()
             self._idle.append(event)
             await event.wait()
             self._roused -= 1
-            fresh = True
+
+    def _take(self, others: int) -> Run | None:
+        """The next message, if there is one; so many other slots are roused where there is something for them to do."""
+        if not self._backlog:
+            return None
         run = self._backlog.popleft()
-        for _ in range(min(len(self._backlog), 2 if fresh else not self._roused)):
+        for _ in range(min(others, len(self._backlog) + bool(self._ends.done))):
             self._rouse()
         return run
 
-    async def _finish(self, run: Run, decision: Decision, now: float) -> None:
-        """Write the outcome, count it, and free the slot."""
-        run.phase = Phase.SETTLING
-        run.settling_since = now
-        self._heartbeat.beat()
-        if self._ordered:
-            # A claim made from now on comes after this settlement, so that the two never hold a lease at once.
-            self._leaving += 1
-            self._free()
-        try:
-            decision = await self._settler.settle(run, decision, self._attempts.judge)
-        except BaseException:
-            self._settler.cut_off(run, decision)
-            self._outcomes[Outcome.LOST] += 1
-            self._settler.tell(MessageNotAcknowledged, run, LOST, now)
-            raise
-        finally:
-            run.phase = Phase.DONE
-            del self._runs[run]
-            if self._ordered:
-                self._leaving -= 1
-            if self._capacity is not None:
-                self._capacity.give_back(1)
-            self._free()
-        self._outcomes[decision.outcome] += 1
-        kind = MessageFinished if decision.outcome is Outcome.ACKNOWLEDGED else MessageNotAcknowledged
-        if self._dispatcher.wants(kind):
-            self._settler.tell(kind, run, decision, now)
+    async def _acknowledge(self, scope: anyio.CancelScope) -> None:
+        """Acknowledge what is done by now; then a new turn begins."""
+        if self._ends.done:
+            if self._backlog and not self._roused:
+                self._rouse()
+            await self._ends.acknowledge(scope)
+        self._turn_ends = self._real_clock() + TURN
 
 
 def inside() -> Worker | None:

@@ -31,7 +31,7 @@ from mainspring.mailbox.limits import (
     check_receive,
     check_seconds,
 )
-from mainspring.mailbox.message import Ack, Counts, Dead, Delivery, Envelope, Message, Settlement
+from mainspring.mailbox.message import ACK, Ack, Counts, Dead, Delivery, Envelope, Message, Settlement
 from mainspring.mailbox.open import open_mailbox
 from mainspring.mailbox.requests import RequestCalls
 from mainspring.mailbox.sync import SyncCalls
@@ -41,7 +41,7 @@ from mainspring.states import MAILBOX, MailboxState, StateMachine
 from mainspring.values import MAX_VISIBILITY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable, Sequence
     from types import TracebackType
 
     from mainspring.mailbox.replies import ReplyRouter
@@ -210,16 +210,43 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
 
     # ------------------------------------------------------------------------- what Message and the engine call
 
-    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    def settle(self, delivery: Delivery, settlement: Settlement) -> Awaitable[None]:
         """End a delivery (see :class:`Message`)."""
-        if not self._usable or (self._thread is not None and self._thread != get_ident()):
-            self._check_open()
+        self._check_open()
         if type(settlement) is Ack and settlement.reply is not None:
-            await self._settle_with_reply(delivery, settlement, settlement.reply)
-        elif type(settlement) is Dead:
-            await self._settle_dead(delivery, settlement)
-        else:
-            await self._settle(delivery, settlement)
+            return self._settle_with_reply(delivery, settlement, settlement.reply)
+        if type(settlement) is Dead:
+            return self._settle_dead(delivery, settlement)
+        return self._settle(delivery, settlement)
+
+    async def acknowledge_many(self, messages: Sequence[Message[T, R]]) -> dict[int, Exception]:
+        """Acknowledge messages of this mailbox together: in one step, where the backend can do that.
+
+        Returns those that were refused, by their number, with what :meth:`Message.acknowledge` would have raised; all others
+        are done. Raises what hits them all; then none is settled, as far as is known. A call that is cancelled may or may not
+        have taken effect.
+
+        :raises MessageSettledError: one of them is settled already; nothing was done.
+        :raises MailboxClosedError: the mailbox is not open; nothing was done.
+        :raises MailboxConnectionError: the store cannot be reached.
+        """
+        self._check_open()
+        for message in messages:
+            message._check_unsettled()  # noqa: SLF001 - Message is this port's own, as below
+        for message in messages:
+            message._settled, message._settling = ACK, True  # noqa: SLF001
+        try:
+            refused = await self._acknowledge_many([message._delivery for message in messages])  # noqa: SLF001
+        except Exception:
+            for message in messages:
+                message._settled = None  # noqa: SLF001
+            raise
+        finally:
+            for message in messages:
+                message._settling = False  # noqa: SLF001
+        for number in refused:
+            messages[number]._settled = None  # noqa: SLF001
+        return refused
 
     async def _settle_dead(self, delivery: Delivery, dead: Dead) -> None:
         """Bury it, and tell its requester, if that can be told: the news may be lost, the message may not."""

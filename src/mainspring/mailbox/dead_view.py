@@ -62,7 +62,9 @@ class DeadLetterView(Mailbox[DeadLetter, None]):
                 " and dedup); use dead_letters(), replay_dead_letters() and purge_dead_letters()"
             )
         super().__init__(f"{source.name} (dead letters)")
-        self.capabilities = replace(able, ordered=False, cancel=False, siblings=False, transactions=False)  # type: ignore[misc]
+        self.capabilities = replace(  # type: ignore[misc]
+            able, ordered=False, joined_acks=False, cancel=False, siblings=False, transactions=False
+        )
         self.serializes = False
         self.source = source
         self._look_every = look_every

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from mainspring.errors import ConfigError, InvalidParameterError
+from mainspring.mailbox.message import ACK
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -55,6 +56,8 @@ class Capabilities:
     """A send can join a transaction of the sender's, and a handler can have one that its acknowledgement joins."""
     ordered: bool = False
     """Calls take effect in the order in which they were made: a claim made after a settlement sees it."""
+    joined_acks: bool = False
+    """Acknowledgements that are made together cost little more than one: a loop joins those of messages that end together."""
     lease_ends_seen: bool = True
     """The end of a lease shows at once, whoever held it: in the counts, and as the death of what has expired meanwhile. Else
     the next receive finds it, and before that the mailbox object that held it counts it."""
@@ -121,6 +124,19 @@ class MailboxHooks(ABC):
     @abstractmethod
     async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
         """End the delivery in one step; :class:`ReceiptHandleExpiredError` where its lease is not held any more."""
+
+    async def _acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+        """Acknowledge them; by number, why one was refused: what :meth:`_settle` raises. It raises what hits all of them.
+
+        A backend that can do it in one step (:attr:`Capabilities.joined_acks`) overrides this.
+        """
+        refused: dict[int, Exception] = {}
+        for number, delivery in enumerate(deliveries):
+            try:
+                await self._settle(delivery, ACK)
+            except Exception as error:
+                refused[number] = error
+        return refused
 
     @abstractmethod
     async def _extend(self, delivery: Delivery, timeout: float) -> None:

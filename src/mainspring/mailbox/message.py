@@ -69,6 +69,9 @@ class Ack:
     reply: Envelope | None = None
 
 
+ACK = Ack()
+
+
 @dataclass(frozen=True, slots=True)
 class Return:
     """Give back: invisible for ``delay`` seconds, then pending. ``front`` puts it before all that wait."""
@@ -327,7 +330,7 @@ class Message(Generic[T, R]):
         """The message is done; it leaves the mailbox."""
         if self._replied:
             return
-        await self.settle(_ACK)
+        await self.settle(ACK)
 
     async def nack(self, *, delay: float = 0, charge: bool = True, error: BaseException | str | None = None) -> None:
         """Give it back to be tried again after ``delay`` seconds (0 to 366 days), at the tail of the queue.
@@ -390,6 +393,5 @@ class Message(Generic[T, R]):
             raise MessageSettledError(f"message {self.id}: this delivery is already settled")
 
 
-_ACK = Ack()
 _RELEASE = Return(charge=False, front=True)
 _GIVEN_BACK = Dead("given back by nack(), without an error", "Nack")

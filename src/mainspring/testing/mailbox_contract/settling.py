@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mainspring.testing.mailbox_contract.harness import Harness, behaviour, check, equal
+from mainspring.errors import MessageSettledError, ReceiptHandleExpiredError
+from mainspring.testing.mailbox_contract.harness import Harness, behaviour, check, equal, raises
 
 
 @behaviour()
@@ -30,6 +31,36 @@ async def messages_are_settled_in_any_order(h: Harness) -> None:
         await c.nack()
         await a.release()
         await h.counts(box, pending=2, settled=1, dead=1)
+
+
+@behaviour()
+async def messages_are_acknowledged_in_one_call(h: Harness) -> None:
+    """acknowledge_many() settles each of its messages, but for one whose lease has run out: that one it names."""
+    async with h.open() as box:
+        await box.send_many(["a", "b", "c"])
+        late = await h.one(box, lease=h.short)
+        others = await h.all(box)
+        await h.pass_time(h.short)
+        refused = await box.acknowledge_many([others[0], late, others[1]])
+        equal(list(refused), [1], "numbers of the refused")
+        check(isinstance(refused[1], ReceiptHandleExpiredError), f"it was refused by {refused[1]!r}")
+        equal([message.is_settled for message in (others[0], late, others[1])], [True, False, True], "is_settled")
+        await (await h.one(box)).release()
+        await h.counts(box, pending=1, settled=2)
+
+
+@behaviour()
+async def a_settled_message_is_not_acknowledged_with_others(h: Harness) -> None:
+    """acknowledge_many() of messages of which one is settled already raises MessageSettledError, and settles none."""
+    async with h.open() as box:
+        await box.send_many(["a", "b"])
+        a, b = await h.all(box)
+        await b.release()
+        with raises(MessageSettledError, "an acknowledgement of one that was released"):
+            await box.acknowledge_many([a, b])
+        check(not a.is_settled, "is_settled is set")
+        await a.acknowledge()
+        await h.counts(box, pending=1, settled=1)
 
 
 @behaviour()
