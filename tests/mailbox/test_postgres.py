@@ -259,6 +259,38 @@ async def test_a_stale_acknowledgement_beside_the_valid_one_is_refused(place):
         assert dict(outcomes) == {stale: "ReceiptHandleExpiredError", valid: None}
 
 
+async def test_acknowledgements_of_several_callers_are_one_call_and_each_learns_which_of_its_own_were_refused(place):
+    async with place.mailbox() as mailbox:
+        await mailbox.send_many(range(6))
+        stale = await mailbox.receive(max_messages=3, visibility_timeout=0)
+        await mailbox.receive(max_messages=3, visibility_timeout=0)  # the later ones come after what is received again
+        again = await mailbox.receive(max_messages=6)
+        calls = [[stale[0], *again[:2]], again[2:4], [again[4], stale[1], again[5]]]
+        refused = {}
+
+        async def acknowledge(number):
+            refused[number] = await mailbox.acknowledge_many(calls[number])
+
+        before = mailbox.transactions
+        async with anyio.create_task_group() as tasks:
+            for number in range(len(calls)):
+                tasks.start_soon(acknowledge, number)
+        assert mailbox.transactions - before <= 2
+        assert {number: list(some) for number, some in refused.items()} == {0: [0], 1: [], 2: [1]}
+        assert stale[1].id in str(refused[2][1])
+        assert (await mailbox.counts()).settled == 6
+
+
+async def test_a_handle_of_another_kind_is_refused_among_those_acknowledged_together(place):
+    async with place.mailbox() as mailbox:
+        await mailbox.send_many("xyz")
+        messages = await mailbox.receive(max_messages=3)
+        messages[1]._delivery.receipt_handle = "not.from.here"
+        assert list(await mailbox.acknowledge_many(messages)) == [1]
+        counts = await mailbox.counts()
+        assert (counts.settled, counts.in_flight) == (2, 1)
+
+
 async def test_every_call_has_an_end(place):
     async with place.mailbox(timeout=0.5) as mailbox, await place.connect() as connection:
         await mailbox.send("x", dedup_key="k", connection=connection)

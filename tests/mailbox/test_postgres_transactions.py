@@ -497,6 +497,33 @@ async def test_a_transaction_that_was_given_up_holds_up_nobody_else(place, mailb
         assert ends == [("other", True)]
 
 
+async def test_acknowledged_with_others_a_message_in_a_transaction_ends_with_that(place, mailbox):
+    await mailbox.send_many("xy")
+    inside, other = await mailbox.receive(max_messages=2)
+    with pytest.raises(RuntimeError):  # noqa: PT012
+        async with mailbox.transaction(inside) as connection:
+            await connection.execute(insert(place), ("x",))
+            assert await mailbox.acknowledge_many([inside, other]) == {}
+            raise RuntimeError("rolls back")
+    counts = await mailbox.counts()
+    assert (counts.settled, counts.in_flight) == (1, 1)
+    assert effects(place) == []
+
+
+async def test_acknowledged_with_others_one_whose_transaction_was_given_up_holds_up_none(place, mailbox):
+    async with gate(place.url) as (url, way), place.mailbox(url=url, timeout=2, listen=False) as through:
+        await mailbox.send_many("xyz")
+        message, *others = await through.receive(max_messages=3)
+        with pytest.raises(MailboxConnectionError, match="COMMIT"):  # noqa: PT012
+            async with through.transaction(message):
+                await message.acknowledge()
+                way.freeze()
+        refused = await through.acknowledge_many([others[0], message, others[1]])
+        assert list(refused) == [1]
+        assert isinstance(refused[1], MailboxConnectionError)
+        assert (await mailbox.counts()).settled == 2
+
+
 @pytest.mark.parametrize("early", [False, True])
 async def test_a_handler_whose_acknowledgement_hangs_is_cancelled_when_its_lease_is_lost(place, mailbox, early):
     log = []

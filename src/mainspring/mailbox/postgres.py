@@ -15,7 +15,7 @@ from mainspring.mailbox.base import Mailbox
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.hooks import TRANSIENT, Capabilities
 from mainspring.mailbox.limits import check_column, full, size_of
-from mainspring.mailbox.message import Ack, Cancelled, CancelOutcome, Dead, Return
+from mainspring.mailbox.message import ACK, Ack, Cancelled, CancelOutcome, Dead, Return
 from mainspring.mailbox.open import reads_query
 from mainspring.mailbox.postgres_address import (
     SCHEMA,
@@ -80,6 +80,7 @@ class PostgresMailbox(Mailbox[T, R]):
         cross_process=True,
         transactions=True,
         ordered=True,
+        joined_acks=True,
         async_backends=frozenset({"asyncio"}),
     )
 
@@ -279,6 +280,21 @@ class PostgresMailbox(Mailbox[T, R]):
             await under_way.settle(self._lanes.calls(), command)
         else:
             await self._do(command)
+
+    async def _acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+        """In one call; then those that have to do with a transaction, which may have to wait, each by itself."""
+        apart = {n: one for n, one in enumerate(deliveries) if self._transactions.concern(one.receipt_handle)}
+        together = [number for number in range(len(deliveries)) if number not in apart]
+        refused: dict[int, Exception] = {}
+        if together:
+            many = do.AcknowledgeMany([deliveries[number] for number in together])
+            refused = {together[place]: error for place, error in (await self._lanes.work.call(many)).items()}
+        for number, delivery in apart.items():
+            try:
+                await self._settle(delivery, ACK)
+            except Exception as error:
+                refused[number] = error
+        return refused
 
     async def _do(self, command: do.OfDelivery) -> None:
         """With whatever else is to be done; where it may have to wait for a transaction that was given up, by itself."""

@@ -216,12 +216,7 @@ class Calls:
         return deliveries
 
     def add_unclaim(self, commands: list[do.Unclaim]) -> None:
-        given = [delivery for command in commands for delivery in command.deliveries]
-        values = (
-            texts([delivery.message_id for delivery in given]),
-            numbers(Integers, [lease_of(delivery) or 0 for delivery in given]),
-        )
-        self._add("unclaim", values, self._came_back)
+        self._add("unclaim", _given([one for command in commands for one in command.deliveries]), self._came_back)
 
     def _came_back(self, rows: list[tuple[Any, ...]]) -> None:
         for rank, pos in rows:
@@ -255,6 +250,19 @@ class Calls:
             refuse(acks[number - 1] for number in rows[0][0] or ())
 
         self._add("acknowledge", leases(acks), finish)
+
+    def add_acknowledge_many(self, commands: list[do.AcknowledgeMany]) -> None:
+        def finish(rows: list[tuple[Any, ...]]) -> None:
+            refused = set(rows[0][0] or ())
+            number = 0
+            for command in commands:
+                command.result = {}
+                for place, delivery in enumerate(command.deliveries) if refused else ():
+                    number += 1
+                    if number in refused:
+                        command.result[place] = expired(delivery)
+
+        self._add("acknowledge", _given([one for command in commands for one in command.deliveries]), finish)
 
     def add_finish(self, commands: list[do.Finish]) -> None:
         for some in portions(once_each(commands), size_of_end):
@@ -308,6 +316,7 @@ class Calls:
 _IN_ORDER: tuple[tuple[type, Callable[[Calls, Any], None]], ...] = (
     (do.Unclaim, Calls.add_unclaim),
     (do.Acknowledge, Calls.add_acknowledge),
+    (do.AcknowledgeMany, Calls.add_acknowledge_many),
     (do.Finish, Calls.add_finish),
     (do.GiveBack, Calls.add_give_back),
     (do.Extend, Calls.add_extend),
@@ -336,6 +345,12 @@ async def make(connection: AsyncConnection[Any], one: Call) -> list[tuple[Any, .
 async def ask(connection: AsyncConnection[Any], schema: str, function: str, *values: Any) -> list[tuple[Any, ...]]:
     """The rows of one call on a connection."""
     return await make(connection, call(schema, function, values, _nothing))
+
+
+def _given(deliveries: list[Delivery]) -> tuple[Any, ...]:
+    """Their ids and the numbers of their leases; 0, which no lease has, for a handle that no mailbox of this kind gave out."""
+    ids = texts([delivery.message_id for delivery in deliveries])
+    return ids, numbers(Integers, [lease_of(delivery) or 0 for delivery in deliveries])
 
 
 def once_each(commands: list[Any]) -> list[Any]:

@@ -73,6 +73,16 @@ class Acknowledge(OfDelivery):
     __slots__ = ()
 
 
+class AcknowledgeMany(Command):
+    """The messages are done; results in the errors of those whose leases are not held, by their places from 0."""
+
+    __slots__ = ("deliveries",)
+
+    def __init__(self, deliveries: list[Delivery]) -> None:
+        super().__init__()
+        self.deliveries = deliveries
+
+
 class Finish(OfDelivery):
     """The message is done, with a reply, or dead. ``target`` is the number of the mailbox of its reply."""
 

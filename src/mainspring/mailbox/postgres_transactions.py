@@ -79,6 +79,10 @@ class Transactions:
         self.under_way: dict[str, Joined] = {}
         self.doubtful: dict[str, None] = {}
 
+    def concern(self, handle: str) -> bool:
+        """Whether that delivery is in one, or may be in one that was given up."""
+        return handle in self.under_way or handle in self.doubtful
+
     def doubt(self, handle: str) -> None:
         """See ``doubtful``."""
         self.doubtful[handle] = None
