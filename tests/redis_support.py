@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +42,13 @@ class Place:
             reader = hiredis.Reader()
             result: Any = None
             for some in (("SELECT", server.db), command) if self.select else (command,):
-                wire.sendall(hiredis.pack_command(some))  # type: ignore[arg-type]
-                while (result := reader.gets()) is False:
-                    reader.feed(wire.recv(65_536))
+                while True:
+                    wire.sendall(hiredis.pack_command(some))  # type: ignore[arg-type]
+                    while (result := reader.gets()) is False:
+                        reader.feed(wire.recv(65_536))
+                    if not str(result).startswith("LOADING"):  # a server that has just been started again
+                        break
+                    time.sleep(0.01)
             if isinstance(result, hiredis.ReplyError):
                 raise result
             return result

@@ -1,11 +1,10 @@
 """No queue at all: claims and acknowledgements by the hundred in a bare loop, over the client that Mainspring uses too.
 
-The server does the same work for it, by the same script. Two calls are out at a time, so that server and loop work at once.
+The server does the same work for it, by the same function. Two calls are out at a time, so that server and loop work at once.
 """
 
 from __future__ import annotations
 
-import hashlib
 from urllib.parse import urlsplit
 
 import anyio
@@ -14,7 +13,7 @@ from harness import Peer, main
 
 from mainspring import open_mailbox
 from mainspring.mailbox.redis_calls import keys_of
-from mainspring.mailbox.redis_link import script
+from mainspring.mailbox.redis_link import library
 
 NAME = "bench"
 LEASE = 60_000_000
@@ -22,7 +21,7 @@ LEASE = 60_000_000
 
 class Bare(Peer):
     packages = ("hiredis",)
-    note = "EVALSHA of the same script, hiredis over anyio, two calls out, uvloop"
+    note = "FCALL of the same function, hiredis over anyio, two calls out, uvloop"
     concurrency = (100,)
 
     async def open(self) -> None:
@@ -38,12 +37,12 @@ class Bare(Peer):
         where = urlsplit(self.url)
         stream = await anyio.connect_tcp(where.hostname, where.port)
         reader = hiredis.Reader(notEnoughData=self)
-        sha, keys = hashlib.sha1(script()).hexdigest(), keys_of(NAME)
+        function, keys = library()[1], keys_of(NAME)
 
         async def call(receipts: list[bytes]) -> None:
             acks = ("ack", len(receipts), *receipts) if receipts else ()
             claim = ("claim", concurrency, LEASE, "bare", "", 0)
-            await stream.send(hiredis.pack_command(("EVALSHA", sha, len(keys), *keys, *acks, *claim)))
+            await stream.send(hiredis.pack_command(("FCALL", function, len(keys), *keys, *acks, *claim)))
 
         await call([])
         await call([])

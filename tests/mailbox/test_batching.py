@@ -21,19 +21,28 @@ class Add(Command):
 
 
 class Store:
-    """Adds numbers; a batch stays out until the gate is open."""
+    """Adds numbers; a batch stays out until the gate is open. ``resumable``: one that was cancelled can be gone on with."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, resumable: bool = False) -> None:
+        self.commands: list[Add] = []
+        self.executed_by: list[int] = []
         self.batches: list[list[int]] = []
         self.gate = anyio.Event()
         self.out = anyio.Event()
         self.undone: list[int] = []
         self.fails: Exception | None = None
-        self.batcher: Batcher[Add] = Batcher(self.execute, undo=self.undo, name="the store")
+        resume = self.resume if resumable else None
+        self.batcher: Batcher[Add] = Batcher(self.execute, resume=resume, undo=self.undo, name="the store")
 
     async def execute(self, commands: list[Add]) -> None:
+        self.commands = commands
         self.batches.append([command.number for command in commands])
         self.out.set()
+        await self.resume()
+
+    async def resume(self) -> None:
+        self.executed_by.append(anyio.get_current_task().id)
+        commands = self.commands
         await self.gate.wait()
         if self.fails is not None:
             raise self.fails
@@ -48,9 +57,9 @@ class Store:
         self.batcher.post(Add(1_000 + command.number))
 
 
-@pytest.fixture
-async def store(anyio_backend):
-    made = Store()
+@pytest.fixture(params=[False, True], ids=["by the runner", "by the caller"])
+async def store(anyio_backend, request):
+    made = Store(resumable=request.param)
     async with DaemonScope("test", timeout=1) as scope:
         scope.start_soon(made.batcher.run, name="runner", stop=made.batcher.stop)
         yield made
@@ -62,6 +71,71 @@ async def test_a_lone_command_leaves_at_once_and_gets_its_result(store):
     store.gate.set()
     assert await store.batcher.call(Add(1)) == 2
     assert store.batches == [[1]]
+
+
+@pytest.mark.parametrize("store", [True], indirect=True)
+async def test_a_lone_command_is_executed_by_its_caller(store):
+    store.gate.set()
+    for number in range(3):
+        await store.batcher.call(Add(number))
+    async with anyio.create_task_group() as tasks:
+        for number in range(3):
+            tasks.start_soon(store.batcher.call, Add(number))
+    await store.batcher.call(Add(4))  # behind a batch of several, others may come along
+    mine = anyio.get_current_task().id
+    assert [task == mine for task in store.executed_by] == [True, True, True, False, False, False]
+    assert [len(batch) for batch in store.batches] == [1, 1, 1, 1, 2, 1]
+
+
+@pytest.mark.parametrize("store", [True], indirect=True)
+async def test_the_runner_goes_on_for_a_caller_that_is_cancelled(store):
+    """Nobody overtakes it, and what it has done is undone."""
+    results = []
+
+    async def call(number):
+        results.append(await store.batcher.call(Add(number)))
+
+    async with anyio.create_task_group() as tasks:
+        with anyio.CancelScope() as scope:
+            tasks.start_soon(call, 7)
+            await store.out.wait()
+            scope.cancel()
+        async with anyio.create_task_group() as cancelled:
+            cancelled.start_soon(store.batcher.call, Add(8))
+            await anyio.wait_all_tasks_blocked()
+            cancelled.cancel_scope.cancel()
+        tasks.start_soon(call, 9)
+        await anyio.wait_all_tasks_blocked()
+        assert store.batches == [[7]]
+        store.gate.set()
+    assert results == [8, 10]
+    store.gate = anyio.Event()
+    store.undone.clear()
+    await anyio.wait_all_tasks_blocked()
+    async with anyio.create_task_group() as cancelled:
+        cancelled.start_soon(store.batcher.call, Add(20))
+        while store.batches[-1] != [20]:
+            await anyio.lowlevel.checkpoint()
+        cancelled.cancel_scope.cancel()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(call, 21)
+        await anyio.wait_all_tasks_blocked()
+        assert store.batches[-1] == [20]
+        store.gate.set()
+    assert results == [8, 10, 22]
+    assert store.undone == [20]
+    assert store.batches[-1] == [1_020, 21]
+    assert len(set(store.executed_by[-3:])) >= 2, "the caller began it, the runner ended it"
+
+
+@pytest.mark.parametrize("store", [True], indirect=True)
+async def test_a_caller_that_was_cancelled_before_it_began_does_nothing(store):
+    store.gate.set()
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await store.batcher.call(Add(1))
+    assert store.batches == []
+    assert await store.batcher.call(Add(2)) == 3
 
 
 async def test_what_arrives_while_a_batch_is_out_leaves_together(store):
@@ -249,6 +323,7 @@ async def test_the_runner_outlives_a_cancelled_scope_for_those_who_clean_up(stor
     assert results == [2]
 
 
+@pytest.mark.parametrize("store", [False], indirect=True)
 async def test_the_caller_who_is_first_goes_on_before_the_others(store, anyio_backend, anyio_backend_name):
     """A claim has its messages when those look for more whose settlements have travelled with it."""
     if anyio_backend_name == "trio":

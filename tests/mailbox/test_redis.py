@@ -383,9 +383,9 @@ async def test_a_big_send_many_is_whole(here, anyio_backend):
         assert await mailbox.purge() == 30_000
 
 
-async def test_a_script_that_the_server_forgot_is_loaded_again(here, anyio_backend):
+async def test_functions_that_the_server_forgot_are_loaded_again(here, anyio_backend):
     async with here.mailbox() as mailbox:
-        here.call("SCRIPT", "FLUSH")
+        here.call("FUNCTION", "FLUSH")
         await mailbox.send("x")
         assert (await mailbox.counts()).pending == 1
 

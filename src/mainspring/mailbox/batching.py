@@ -3,6 +3,9 @@
 A caller queues a command and waits for its own result or error. One runner takes everything that is queued and has it
 executed; what arrives while a batch is out gathers and leaves with the next one. Nothing ever waits for a batch to fill,
 so a lone command leaves at once. All the waiting of a batch hangs on one event: one wake-up for all its callers.
+
+Where commands come one by one, handing each to the runner and waiting for it would cost two turns of the event loop: there
+the caller executes its own, and the runner takes over only if the caller is cancelled.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from mainspring.errors import MailboxClosedError, copied
 from mainspring.mailbox.limits import CLOSE_TIMEOUT
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable
 
 
 class Command:
@@ -57,6 +60,7 @@ class Batcher(Generic[C]):
 
     :param execute: performs the commands and sets the result or error of each. What it raises becomes the error of every
         command that has none and is not ``done``; it should raise only what leaves all of those without effect.
+    :param resume: goes on with an ``execute`` that was cancelled, from where it was. Without it, the runner executes all.
     :param undo: called with a command that took place though its caller was cancelled while it was out; it may
         :meth:`post` the command that takes the effect back.
     :param name: whose commands these are, for messages.
@@ -69,10 +73,12 @@ class Batcher(Generic[C]):
         self,
         execute: Callable[[list[C]], Awaitable[None]],
         *,
+        resume: Callable[[], Awaitable[None]] | None = None,
         undo: Callable[[C], None] | None = None,
         name: str = "mailbox",
     ) -> None:
         self._execute = execute
+        self._resume = resume
         self._undo = undo
         self._name = name
         self._next: _Batch[C] = _Batch()
@@ -80,6 +86,9 @@ class Batcher(Generic[C]):
         self._ended = anyio.Event()
         self._shield = anyio.CancelScope(shield=True)
         self._callers = 0
+        self._running = False  # whether a batch is out
+        self._cut_off: list[C] | None = None  # what a cancelled caller was executing
+        self._size = 0  # of the last batch
         self._closing = False
         self.batches = 0
 
@@ -94,6 +103,11 @@ class Batcher(Generic[C]):
         if self._closing:
             raise MailboxClosedError(f"{self._name} is closed")
         batch = self._next
+        if self._resume is not None and self._size <= 1 and not self._running and not batch.commands:
+            await self._execute_own([command])
+            if command.error is not None:
+                raise command.error
+            return command.result
         batch.commands.append(command)
         done = batch.done
         if command.first:
@@ -115,6 +129,23 @@ class Batcher(Generic[C]):
             raise command.error
         return command.result
 
+    async def _execute_own(self, commands: list[C]) -> None:
+        """Execute a single command for its caller. If that is cancelled, the runner goes on with it."""
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        self._running = True
+        self._callers += 1
+        try:
+            await self._perform(commands, self._execute)
+        except BaseException:
+            commands[0].forsaken = True
+            self._cut_off = commands
+            raise
+        finally:
+            self._running = self._cut_off is not None
+            self._callers -= 1
+            if self._running or self._closing or self._next.commands:
+                self._wake.set()
+
     def post(self, command: C) -> None:
         """Queue a command that nobody waits for, before all that is queued; allowed until the runner has ended."""
         self._next.commands.insert(0, command)
@@ -131,7 +162,8 @@ class Batcher(Generic[C]):
                 await self._run()
         finally:
             self._closing = True
-            self._refuse(self._next, MailboxClosedError(f"{self._name} was closed before the operation began"))
+            _refuse(self._next.commands, MailboxClosedError(f"{self._name} was closed before the operation began"))
+            self._end(self._next)
             self._ended.set()
 
     async def close(self) -> None:
@@ -152,35 +184,56 @@ class Batcher(Generic[C]):
     async def _run(self) -> None:
         while True:
             batch = self._next
-            if batch.commands:
+            if self._cut_off is not None:
+                commands, self._cut_off = self._cut_off, None
+                await self._send(commands, self._go_on)
+            elif self._running:
+                await self._woken()
+            elif batch.commands:
                 # Callers that the same turn of the event loop set going come along; a lone command leaves after one turn.
                 joined = int(self._callers == 1)  # nobody else could come along
                 while joined < (joined := len(batch.commands)):
                     await anyio.lowlevel.checkpoint()
                 self._next = _Batch()
-                await self._send(batch)
+                if batch.forsaken:
+                    batch.commands = [command for command in batch.commands if not command.forsaken]
+                try:
+                    if batch.commands:
+                        await self._send(batch.commands, self._execute)
+                finally:
+                    self._end(batch)
             elif self._closing and not self._callers:
                 return
             else:
-                self._wake = anyio.Event()
-                await self._wake.wait()
+                await self._woken()
 
-    async def _send(self, batch: _Batch[C]) -> None:
-        if batch.forsaken:
-            batch.commands = [command for command in batch.commands if not command.forsaken]
+    async def _woken(self) -> None:
+        self._wake = anyio.Event()
+        await self._wake.wait()
+
+    async def _go_on(self, _: list[C]) -> None:
+        assert self._resume is not None
+        await self._resume()
+
+    async def _send(self, commands: list[C], execute: Callable[[list[C]], Awaitable[None]]) -> None:
+        self._running = True
         try:
-            if batch.commands:
-                self.batches += 1
-                await self._execute(batch.commands)
-        except Exception as error:
-            self._refuse(batch, error)
+            await self._perform(commands, execute)
         except BaseException:
-            self._refuse(batch, MailboxClosedError(f"{self._name} was closed while the operation was out"))
+            _refuse(commands, MailboxClosedError(f"{self._name} was closed while the operation was out"))
             raise
         finally:
-            self._end(batch)
-        if self._undo is not None and any(command.forsaken for command in batch.commands):
-            for command in batch.commands:
+            self._running = False
+
+    async def _perform(self, commands: list[C], execute: Callable[[list[C]], Awaitable[None]]) -> None:
+        self.batches += 1
+        self._size = len(commands)
+        try:
+            await execute(commands)
+        except Exception as error:
+            _refuse(commands, error)
+        if self._undo is not None and any(command.forsaken for command in commands):
+            for command in commands:
                 if command.forsaken and command.error is None:
                     self._undo(command)
 
@@ -190,15 +243,15 @@ class Batcher(Generic[C]):
         elif self._undo is not None and command.error is None and not command.forsaken:
             self._undo(command)
 
-    def _refuse(self, batch: _Batch[C], error: Exception) -> None:
-        """Give each command without a result its own copy."""
-        for command in batch.commands:
-            if command.error is None and not command.done:
-                command.error = copied(error)
-        self._end(batch)
-
     def _end(self, batch: _Batch[C]) -> None:
         """Let the callers go on."""
         if batch.first is not None:
             batch.first.set()
         batch.done.set()
+
+
+def _refuse(commands: Iterable[Command], error: Exception) -> None:
+    """Give each command without a result its own copy."""
+    for command in commands:
+        if command.error is None and not command.done:
+            command.error = copied(error)

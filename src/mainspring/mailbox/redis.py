@@ -38,7 +38,7 @@ MOST_AT_ONCE = 250_000
 class RedisMailbox(Mailbox[T, R]):
     """A queue on a Redis server; any number of processes on any number of machines can share it.
 
-    Operations of concurrent callers leave together, as one call of a script that does all of them in one step. Leases, delays
+    Operations of concurrent callers leave together, as one call of a function there that does all of them in one step. Leases, delays
     and expiries are by the server's clock. A send returns once the server has it; whether it outlives the server's end
     depends on its settings. On opening, a server without ``appendonly yes``, or with a ``maxmemory-policy`` other than
     ``noeviction``, is warned of in the log, once; ``appendfsync``, which not everybody may ask for, is not looked at. One
@@ -129,6 +129,7 @@ class RedisMailbox(Mailbox[T, R]):
         )
         self._batcher, self._waiters = receiving.batcher, receiving.waiters
         self._beside: Beside = Beside(self._directory, self._timeout)
+        scope.start_soon(receiving.batches.watch.run, name=f"mailbox {self.name} answers")
         try:
             await receiving.batches.execute([do.Open()])
             await link.ask(warn, self.name, self._server.address)
@@ -219,7 +220,7 @@ class RedisMailbox(Mailbox[T, R]):
         return int(dropped)
 
     async def _cancel(self, message_id: str) -> Cancelled:
-        """The script tells all processes of it where it was in flight."""
+        """The server tells all processes of it where it was in flight."""
         cancelled: Cancelled = await self._batcher.call(look.Cancel(message_id))
         return cancelled
 

@@ -1,18 +1,21 @@
-"""Has the batches of one mailbox object done by the script, and makes good what a lost connection has left open."""
+"""Has the batches of one mailbox object done by the library, and makes good what a lost connection has left open."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any
 
 from mainspring import clock, entropy
 from mainspring.errors import MailboxConnectionError
 from mainspring.mailbox.redis_calls import calls, keys_of
 from mainspring.mailbox.redis_commands import Claim, Unheard
 from mainspring.mailbox.redis_records import MICRO, claimed_at
+from mainspring.periodic import Periodic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable, Iterator
 
+    from mainspring.mailbox.redis_calls import Call
     from mainspring.mailbox.redis_commands import Operation
     from mainspring.mailbox.redis_link import Link
 
@@ -20,15 +23,25 @@ if TYPE_CHECKING:
 class Batches:
     """What executes for the batcher of the mailbox ``name``.
 
+    :param timeout: seconds that an answer may take.
     :param waiter: as whom a receive that wants leases of so many microseconds is to be put on the list of waiters.
     :param due_in: told in how many seconds the next thing is due.
     """
 
-    def __init__(self, name: str, link: Link, *, waiter: Callable[[int], str], due_in: Callable[[float], None]) -> None:
+    def __init__(
+        self, name: str, link: Link, timeout: float, *, waiter: Callable[[int], str], due_in: Callable[[float], None]
+    ) -> None:
+        self.watch = Periodic(self._watch)
+        """Runs as long as batches are executed: it ends the calls that are not answered in time."""
         self.claimant = entropy.token(96)
         self._name = name
         self._keys = keys_of(name)
         self._link = link
+        self._timeout = timeout
+        self._commands: list[Operation] = []
+        self._calls: Iterator[Call] = iter(())
+        self._call: Call | None = None
+        self._asked_at = 0.0
         self._waiter = waiter
         self._due_in = due_in
         self._now = clock.loop_clock()
@@ -40,27 +53,54 @@ class Batches:
         """Have commands executed; those whose call fails, or was not made, get its error from the batcher."""
         if self._owed:
             commands, self._owed = [*self._owed, *commands], []
+        self._commands, self._call = commands, None
+        self._calls = calls(self._name, self._keys, commands, self._now(), self._waiter)
+        await self._go_on(self._link.call)
+
+    async def resume(self) -> None:
+        """Go on with what was cancelled: its answer, if there is to be one, is still to come."""
+        if not self._link.awaiting:
+            self._owe()
+            raise MailboxConnectionError("the call was cancelled before it was made")
+        await self._go_on(lambda *_: self._link.resume())
+
+    async def _go_on(self, ask: Callable[..., Awaitable[list[Any]]]) -> None:
         try:
-            for call in calls(self._name, self._keys, commands, self._now(), self._waiter):
-                began = self._now()
-                due, then = call.take(await self._link.call(call.keys, call.arguments))
-                self._ahead = began - then / MICRO
-                for claim in call.commands:
-                    if type(claim) is Claim:
-                        for delivery in (*claim.result[-1:], *claim.unreadable[-1:]):
-                            self._heard = max(self._heard, claimed_at(delivery.receipt_handle))
-                if due >= 0:
-                    self._due_in(due / MICRO)
+            while (call := self._call or next(self._calls, None)) is not None:
+                if self._call is None:
+                    self._call, self._asked_at = call, self._now()
+                    self.watch.wake_by(self._asked_at + self._timeout)
+                self._take(call, await ask(call.keys, call.arguments))
+                self._call, ask = None, self._link.call
         except MailboxConnectionError:
-            self._owed = [command for command in commands if command.owed and not command.done]
-            if any(type(command) is Claim and not command.done for command in commands):
-                self._owe_unheard()
+            self._owe()
             raise
 
-    def _owe_unheard(self) -> None:
-        """The call may have claimed: what it did goes back with the next one."""
-        if not any(type(command) is Unheard for command in self._owed):
+    def _take(self, call: Call, results: list[Any]) -> None:
+        due, then = call.take(results)
+        self._ahead = self._asked_at - then / MICRO
+        for claim in call.commands:
+            if type(claim) is Claim:
+                for delivery in (*claim.result[-1:], *claim.unreadable[-1:]):
+                    self._heard = max(self._heard, claimed_at(delivery.receipt_handle))
+        if due >= 0:
+            self._due_in(due / MICRO)
+
+    def _owe(self) -> None:
+        """A call has failed: what is to be done all the same goes with the next, and what takes back its claims."""
+        self._call = None
+        self._owed = [command for command in self._commands if command.owed and not command.done]
+        unheard = any(type(command) is Claim and not command.done for command in self._commands)
+        if unheard and not any(type(command) is Unheard for command in self._owed):
             self._owed.append(Unheard(self.claimant, self._heard))
+
+    async def _watch(self, overslept: float) -> float:
+        if self._call is None:
+            return math.inf
+        patience = self._asked_at + self._timeout
+        if self._now() >= patience:
+            await self._link.abandon()
+        return patience
 
     def instant(self, micros: int) -> float:
         """An instant of the server's on this process's clock, or a little sooner: by when the last answer was asked for."""

@@ -1,4 +1,4 @@
-"""A batch of operations becomes one call of the script, and its results find their way back."""
+"""A batch of operations becomes one call of the library, and its results find their way back."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def base_of(name: str) -> bytes:
 
 
 def keys_of(name: str) -> tuple[bytes, ...]:
-    """The keys of a mailbox, in the order in which the script knows them."""
+    """The keys of a mailbox, in the order in which the library knows them."""
     base = base_of(name)
     return tuple(base + key.encode() for key in _KEYS)
 
 
 class Call:
-    """One call of the script, being put together for the mailbox ``name``."""
+    """One call of the library, being put together for the mailbox ``name``."""
 
     def __init__(self, name: str, keys: tuple[bytes, ...]) -> None:
         self.keys: list[bytes] = list(keys)
@@ -106,6 +106,9 @@ def calls(
 def _writers(
     commands: list[Operation], leased_at: float, waiter: Callable[[int], str]
 ) -> Iterator[Callable[[Call], None]]:
+    if len(commands) == 1 and type(commands[0]) not in {Acknowledge, Claim}:
+        yield _single(commands[0])  # what most calls consist of where messages come one by one
+        return
     turns: dict[int, list[Operation]] = {}
     for command in commands:
         turns.setdefault(command.turn, []).append(command)

@@ -1,4 +1,4 @@
-"""What a Redis mailbox asks of its script: one class an operation, which knows its arguments and reads its result."""
+"""What a Redis mailbox asks of its library on the server: one class an operation, which knows its arguments and reads its result."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Operation(Command):
         raise NotImplementedError
 
     def take(self, result: Any) -> None:
-        """Set ``result`` or ``error`` from what the script said."""
+        """Set ``result`` or ``error`` from what the library said."""
         self.result = result
 
     def check(self, longest: int) -> None:
@@ -258,7 +258,7 @@ class Put(Operation):
 
     def take(self, result: Any) -> None:
         if result and result[0] == b"oom":
-            self.error = _no_memory(result)
+            self.error = _no_memory()
         elif result and result[0] == b"full" and self.capacity is not None:
             self.error = full(result[1], self.capacity, result[2])
         elif result:
@@ -274,15 +274,15 @@ def put_alike(puts: list[Put], out: list[Argument]) -> Callable[[Any], None]:
     def take(result: Any) -> None:
         for put in puts:
             if result:
-                put.error = _no_memory(result)
+                put.error = _no_memory()
             else:
                 put.result = [put.envelopes[0].message_id]
 
     return take
 
 
-def _no_memory(result: list[bytes]) -> MailboxConnectionError:
-    return MailboxConnectionError(f"the Redis server says: {result[1].decode('utf-8', 'replace')}")
+def _no_memory() -> MailboxConnectionError:
+    return MailboxConnectionError("the Redis server's memory is full (OOM): let workers drain it, or raise maxmemory")
 
 
 def _write_puts(puts: list[Put], capacity: int | None, out: list[Argument]) -> None:

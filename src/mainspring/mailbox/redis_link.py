@@ -1,4 +1,4 @@
-"""The connection on which a Redis mailbox calls its script: one call at a time, each with a deadline."""
+"""The connection on which a Redis mailbox calls its library of functions: one call at a time."""
 
 from __future__ import annotations
 
@@ -30,10 +30,15 @@ TRIES: Final = 4
 _ELSEWHERE: Final = frozenset({"MOVED", "ASK", "READONLY", "CLUSTERDOWN", "MASTERDOWN"})
 
 
-def script() -> bytes:
-    """The script, joined from its files."""
+def library() -> tuple[bytes, bytes]:
+    """The library of functions, joined from its files, and the name of the function that is called.
+
+    The name has a digest of the text: processes of several versions share a server.
+    """
     folder = files("mainspring.mailbox").joinpath("lua")
-    return b"\n".join(folder.joinpath(f"{part}.lua").read_bytes() for part in _PARTS)
+    text = b"\n".join(folder.joinpath(f"{part}.lua").read_bytes() for part in _PARTS)
+    name = b"mainspring_" + hashlib.sha1(text, usedforsecurity=False).hexdigest()[:16].encode()
+    return b"#!lua name=%b\nlocal NAME = '%b'\n%b" % (name, name, text), name
 
 
 _PARTS: Final = ("store", "due", "messages", "dead", "run")
@@ -72,17 +77,23 @@ class Gate:
 
 
 class Link:
-    """Calls the script. What of it is lost with the connection raises; only what the server refused is tried again."""
+    """Calls the functions. What of it is lost with the connection raises; only what the server refused is tried again.
+
+    One call is out at a time. Connecting has the timeout; how long an answer may take is its caller's to say: see
+    :meth:`abandon`.
+    """
 
     def __init__(self, directory: Directory, timeout: float) -> None:
         self._directory = directory
         self._timeout = timeout
-        self._script = script()
-        self._sha = hashlib.sha1(self._script, usedforsecurity=False).hexdigest().encode()
+        self._library, self._function = library()
         self._gate = Gate()
         self._now = loop_clock()
         self._wire: Wire | None = None
         self._busy = False
+        self._command: tuple[Any, ...] = ()
+        self._awaiting = False
+        self._abandoned = False
         self._welcome = False
         self.on_connect: Callable[[Host], None] | None = None
 
@@ -91,48 +102,80 @@ class Link:
         """Whether there is a connection, as far as is known."""
         return self._wire is not None
 
-    async def call(self, keys: Sequence[bytes], arguments: Sequence[str | int | float | bytes]) -> list[Any]:
-        """Run the script.
+    @property
+    def awaiting(self) -> bool:
+        """Whether a call is out whose answer has not been read: :meth:`resume` reads it, and the next call hangs up first."""
+        return self._awaiting
 
-        :raises MailboxConnectionError: the server cannot be reached, does not answer within the timeout, or refuses. After a
-            lost connection or a timeout it may have done what it was asked.
+    async def call(self, keys: Sequence[bytes], arguments: Sequence[str | int | float | bytes]) -> list[Any]:
+        """Have a batch done. Cancelled while it waits for the answer, it leaves the call out (see ``awaiting``).
+
+        :raises MailboxConnectionError: the server cannot be reached, does not answer, or refuses. After a lost connection or
+            an :meth:`abandon` it may have done what it was asked.
         """
-        command = (b"EVALSHA", self._sha, len(keys), *keys, *arguments)
+        if self._awaiting:
+            await self.close()
+        self._command = (b"FCALL", self._function, len(keys), *keys, *arguments)
+        return await self.resume()
+
+    async def resume(self) -> list[Any]:
+        """Go on with the call whose caller was cancelled."""
         self._busy = True
         try:
-            with anyio.CancelScope(deadline=self._now() + self._timeout):
-                return await self._call(command)
-            raise MailboxConnectionError(f"the Redis server at {self._place} did not answer within {self._timeout:g} s")
+            return await self._call()
         except LOST as error:
+            late = self._abandoned or isinstance(error, TimeoutError)
             await self.close()
+            if late:
+                raise MailboxConnectionError(
+                    f"the Redis server at {self._place} did not answer within {self._timeout:g} s"
+                ) from error
             raise MailboxConnectionError(f"the Redis server at {self._place}: {trouble(error)}") from error
-        except BaseException as error:
-            if not isinstance(error, ServerError) or error.is_last:
+        except ServerError as error:
+            if error.is_last:
+                await self.close()
+            raise
+        except BaseException:
+            if not self._awaiting:
                 await self.close()
             raise
         finally:
             self._busy = False
 
-    async def _call(self, command: tuple[Any, ...]) -> list[Any]:
+    async def _call(self) -> list[Any]:
         for attempt in range(1, TRIES + 1):
             wire = self._wire
             if wire is None or self._now() - wire.used_at > IDLE:
-                wire = await self.connect()
+                with anyio.fail_after(self._timeout):
+                    wire = await self.connect()
             try:
-                result: list[Any] = await wire.call(*command)
+                if not self._awaiting:
+                    await wire.send(self._command)
+                    self._awaiting = True
+                result: list[Any] = await wire.read()
             except ServerError as error:
+                self._awaiting = False
                 if attempt == TRIES:
                     raise
                 await self._after(wire, error)
                 continue
+            self._awaiting = False
             wire.used_at = self._now()
             return result
         raise AssertionError
 
+    async def abandon(self) -> None:
+        """The answer to the call that is out has taken too long: hang up, which ends it."""
+        if self._busy or self._awaiting:
+            self._abandoned = True
+            await self._hang_up()
+
     async def _after(self, wire: Wire, error: ServerError) -> None:
         """Make ready for another try, where the server has done nothing and another try can help; else raise."""
-        if error.code == "NOSCRIPT":
-            await wire.call("SCRIPT", "LOAD", self._script)
+        if error.code == "ERR" and error.detail.startswith("Function not found"):
+            await self._load(wire)
+        elif error.code == "OOM":
+            self._command = (b"FCALL", self._function + b"_full", *self._command[2:])
         elif error.code in _ELSEWHERE:
             await self.close()
             self._gate.failed()
@@ -140,6 +183,17 @@ class Link:
             await anyio.sleep(RECONNECT_INITIAL)
         else:
             raise error
+
+    async def _load(self, wire: Wire) -> None:
+        try:
+            await wire.call("FUNCTION", "LOAD", self._library)
+        except ServerError as error:
+            if error.code == "OOM":
+                raise MailboxConnectionError(
+                    f"the Redis server at {self._place} has no memory left for this version's functions: raise maxmemory"
+                ) from error
+            if "already exists" not in error.detail:  # else another process was quicker
+                raise
 
     async def connect(self) -> Wire:
         """The connection, made where there is none or where the one there is does not answer any more."""
@@ -192,11 +246,15 @@ class Link:
 
     async def suspect(self) -> None:
         """The server seems to have gone: do not trust the connection, unless a call is out, which will see for itself."""
-        if not self._busy:
+        if not (self._busy or self._awaiting):
             await self.close()
 
     async def close(self) -> None:
         """Hang up."""
+        self._awaiting = self._abandoned = False
+        await self._hang_up()
+
+    async def _hang_up(self) -> None:
         wire, self._wire = self._wire, None
         if wire is not None:
             with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):

@@ -27,7 +27,7 @@ LOOK_AGAIN: Final = 5.0
 
 
 class Receiving:
-    """The receives of the mailbox ``name``, and the batcher by which they, and all other operations, reach the script.
+    """The receives of the mailbox ``name``, and the batcher by which they, and all other operations, reach the library.
 
     :param usable: whether receives may still have messages; once it is not, what is claimed for them goes back.
     :param on_cancelled: told the ids of messages that somebody has cancelled.
@@ -46,8 +46,10 @@ class Receiving:
         self.waiters = Waiters(self._pass_on)
         calls = Calls(due=self._due_in, cancelled=on_cancelled, given=self._given, leave=self._leave)
         self.listener = Listener(directory, base_of(name), link, self.waiters, calls, timeout)
-        self.batches = Batches(name, link, waiter=self.listener.waiter, due_in=self._due_in)
-        self.batcher: Batcher[Operation] = Batcher(self.batches.execute, undo=self._undo, name=f"mailbox {name!r}")
+        self.batches = Batches(name, link, timeout, waiter=self.listener.waiter, due_in=self._due_in)
+        self.batcher: Batcher[Operation] = Batcher(
+            self.batches.execute, undo=self._undo, resume=self.batches.resume, name=f"mailbox {name!r}"
+        )
         self.sweeper = Periodic(self._look)
         self._link = link
         self._usable = usable
@@ -153,7 +155,7 @@ class Receiving:
             self.sweeper.wake_by(self._now() + seconds)
 
     async def _look(self, overslept: float) -> float:
-        """Let what is due by now be done, for the receives that wait for it: the script calls those it is for."""
+        """Let what is due by now be done, for the receives that wait for it: the library calls those it is for."""
         if not self.waiters.active:
             return float("inf")
         again = self._now() + LOOK_AGAIN

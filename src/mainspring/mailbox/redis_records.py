@@ -19,7 +19,7 @@ UNREADABLE: Final = Dead("what the store holds for this message was not written 
 
 
 def micro(seconds: float) -> int:
-    """Seconds as the script counts them."""
+    """Seconds as the library counts them."""
     return round(seconds * MICRO)
 
 
@@ -59,7 +59,7 @@ def reason(dead: Dead) -> str:
 
 
 def delivered(token: bytes, value: bytes, few: dict[bytes, bytes] | None, leased_at: float) -> tuple[Delivery, bool]:
-    """A delivery, as the script tells it (``few``: what only some have); and whether its value can be read."""
+    """A delivery, as the library tells it (``few``: what only some have); and whether its value can be read."""
     receipt = token.decode()
     tick, _, _, spot = receipt.split(".", 3)
     claimed, message_id = int(tick) / MICRO, spot[16:]
@@ -86,7 +86,7 @@ def claimed_at(receipt: str) -> int:
 def letter(
     message_id: bytes, value: bytes, marks: bytes, why: bytes, checkpoint: bytes | None, history: bytes | None
 ) -> tuple[Delivery, Dead, float]:
-    """A dead letter, as the script tells it; and when it died (POSIX)."""
+    """A dead letter, as the library tells it; and when it died (POSIX)."""
     try:
         sent, body, reply_to, headers = read(value)
     except SerializationError:

@@ -1,4 +1,4 @@
-"""How those who wait for messages hear of them: over a connection of its own, on which the script calls.
+"""How those who wait for messages hear of them: over a connection of its own, on which the library calls.
 
 A process that has found nothing is noted in the mailbox as a waiter. Whoever makes messages pending takes as many waiters
 off that list as there are messages, and calls each on its own channel, so one message wakes one process; a message that comes

@@ -1,6 +1,6 @@
 """One connection to a Redis server: hiredis packs and parses, anyio carries.
 
-There is no client library in between: a mailbox has one script call out at a time, and a client's pools and queues would
+There is no client library in between: a mailbox has one call out at a time, and a client's pools and queues would
 cost more than the call (measured: two to four times as long a round trip).
 """
 
@@ -14,6 +14,7 @@ import hiredis
 from anyio.streams.tls import TLSStream
 
 from mainspring.errors import ConfigError, MailboxConnectionError, describe
+from mainspring.mailbox.direct_stream import DirectStream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +27,8 @@ LEAST_VERSION: Final = 7
 TLS_PATIENCE: Final = 1.0
 """Seconds after which a server that has not answered to TLS is asked whether it speaks plain text."""
 _NOTHING: Final = object()
-_PIECE: Final = 262_144
+_PIECE: Final = 65_536
+"""Bytes of one read. For more than 128 KiB the allocator asks the system each time, which costs more than a small reply."""
 _FORBIDDEN: Final = ("NOAUTH", "WRONGPASS", "NOPERM", "DENIED")
 
 LOST: Final = (OSError, anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, hiredis.ProtocolError)
@@ -106,7 +108,7 @@ async def connect(server: Server, host: Host, *, sentinel: bool = False) -> Wire
 
     Raises what :data:`LOST` names, and :class:`ServerError`; :class:`ConfigError` where the server is too old.
     """
-    stream: ByteStream = await anyio.connect_tcp(host[0], host[1])
+    stream = DirectStream(await anyio.connect_tcp(host[0], host[1]))
     wire = Wire(stream, host)
     try:
         if server.tls is not None:

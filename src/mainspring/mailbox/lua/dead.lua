@@ -44,7 +44,6 @@ local function chosen(box, from, count, most)
 end
 
 local function replay(box, ids)
-  go_on_when_full(box) -- it adds nothing: they are there
   for _, id in ipairs(ids) do
     local value = redis.call('HGET', box.dead, id)
     local place, rank = of_head(value)

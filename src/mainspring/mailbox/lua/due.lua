@@ -56,14 +56,14 @@ end
 -- Only operations that would see the difference ask for it: a lease that has ended is refused by its time, swept or not.
 local function sweep(box)
   if box.more_due == nil then
-    know_due(box)
-    if box.known_due and box.known_due <= now then
+    local due = next_due(box)
+    if due and due <= now then
       expire(box)
       end_leases(box)
       end_delays(box)
-      box.known_due = next_due(box)
+      due = next_due(box)
     end
-    box.more_due = box.known_due ~= nil and box.known_due <= now
+    box.more_due = due ~= nil and due <= now
   end
   return box.more_due
 end

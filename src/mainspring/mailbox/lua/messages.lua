@@ -34,17 +34,17 @@ local function end_message(box, id)
   return waited, value
 end
 
--- Let the message `id` have a dedup key: the id of the unfinished one that has it already, else nil; and what hinders it.
+-- Let the message `id` have a dedup key: the id of the unfinished one that has it already, else nil.
 --
 -- One whose id another one has, alive or dead, ends that: both would be one in most keys, and the end of the one would take
 -- the other along. An id comes twice only where the sender made it of something (a dead letter's id), or sends something
 -- once more, and then there is a dedup key; all other ids are new.
 local function give_key(box, id, key)
-  local given = redis.pcall('HSETNX', box.keyed, key, id)
-  if given ~= 1 then
-    local holder = redis.call('HGET', box.keyed, key)
-    return holder, not holder and given
+  local holder = redis.call('HGET', box.keyed, key)
+  if holder or full then
+    return holder
   end
+  redis.call('HSET', box.keyed, key, id)
   end_message(box, id)
   if redis.call('HEXISTS', box.dead, id) == 1 then
     drop_dead(box, id)
@@ -53,15 +53,11 @@ local function give_key(box, id, key)
   redis.call('HSET', box.more, 'k' .. id, key)
 end
 
--- Store `count` messages, from ARGV[from] on: id and body (with its flags), and the dedup key where `keyed`. Of keyed ones
--- the ids; and what to tell the caller where there is no memory for them, in a second value: it is not for others of the
--- batch to hear.
-local function put(box, from, count, rank, delay, expires, keyed)
-  if delay > 0 or expires > 0 then
-    know_due(box)
-  end
-  local at, step, seq = from, keyed and 3 or 2, box.seq
-  local ids, failure = {}, nil
+-- Store `count` messages, from ARGV[from] on: id and body (with its flags), and the dedup key where `keyed`. Their ids; nil
+-- where there is no memory for them, `anyway` or not: then none is stored.
+local function put(box, from, count, rank, delay, expires, keyed, anyway)
+  local at, step = from, keyed and 3 or 2
+  local ids = {}
   local values, spots, last = {}, {}, 0 -- the arguments of the commands that store them
   local sent = '|' .. text(now) .. '|' .. rank .. '|'
   local score = delay > 0 and text(now + delay) or rank
@@ -71,14 +67,14 @@ local function put(box, from, count, rank, delay, expires, keyed)
     if keyed then
       local key = ARGV[at + 2]
       if key ~= '' then
-        same, failure = give_key(box, id, key)
-        if failure then
-          break
-        end
+        same = give_key(box, id, key)
       end
       ids[i] = same or id
     end
     if not same then
+      if full and not anyway then
+        return nil
+      end
       local place = new_place(box)
       values[last + 1] = id
       values[last + 2] = place .. sent .. ARGV[at + 1]
@@ -88,21 +84,7 @@ local function put(box, from, count, rank, delay, expires, keyed)
     end
     at = at + step
   end
-  if not failure then
-    if last == 0 then
-      return ids
-    end
-    local stored = redis.pcall('HSET', box.messages, unpack(values, 1, math.min(2000, last)))
-    failure = type(stored) == 'table' and stored
-  end
-  if failure then -- of the first write: nothing has happened
-    if string.sub(failure.err, 1, 3) ~= 'OOM' then
-      error(failure)
-    end
-    box.seq = seq
-    return {}, { 'oom', failure.err }
-  end
-  bulk('HSET', box.messages, values, 2001)
+  bulk('HSET', box.messages, values)
   if delay > 0 then
     bulk('ZADD', box.delayed, spots)
     due_at(box, now + delay)
@@ -146,8 +128,7 @@ end
 
 -- Lease up to `limit` messages, first come first served; their receipts and values, and what the few have: counts,
 -- checkpoint and history.
-local function claim(box, limit, visible, claimant)
-  sweep(box)
+local function lease(box, limit, visible, claimant)
   local receipts, values, extras, got = {}, {}, {}, 0
   local tick, by, ends = box.tick, '.' .. claimant .. '.', text(now + visible)
   while got < limit do
@@ -258,9 +239,6 @@ local function give_back(box, receipt, delay, charged, front, history)
   if not claimed then
     return 0
   end
-  if delay > 0 then
-    know_due(box)
-  end
   came_back(box, id, claimed, charged)
   if history ~= '' then
     redis.call('HSET', box.more, 'h' .. id, history)
@@ -273,7 +251,6 @@ local function extend(box, receipt, timeout)
   if not held(box, receipt) then
     return 0
   end
-  go_on_when_full(box)
   redis.call('ZADD', box.leases, 'XX', 'GT', now + timeout, receipt)
   return 1
 end
@@ -283,7 +260,6 @@ local function save_checkpoint(box, receipt, state)
     return 0
   end
   local _, _, _, id = of_receipt(receipt)
-  go_on_when_full(box)
   redis.call('HSET', box.more, 'c' .. id, state)
   return 1
 end

@@ -2,10 +2,9 @@
 -- microseconds the next thing is due (-1: nothing is, or nobody asked), and when this was. KEYS: those of the mailbox, then
 -- those of the mailboxes that replies go to.
 
-local box = box_of(0)
-local others = {}
-local asked = false
-local at = 1
+local box, others -- the mailbox, and those that replies of this batch go to, by their numbers
+local asked -- whether the answer is to tell when the next thing is due
+local at -- the next argument
 
 local function next_argument()
   local value = ARGV[at]
@@ -52,11 +51,9 @@ local function answer(wanted)
   if is_gone(to) then
     return
   end
-  put(to, from, 1, rank, 0, 0, false)
+  put(to, from, 1, rank, 0, 0, false, true) -- what ends frees more than it takes
 end
 
--- What nearly all batches consist of. To make a function takes the server longer than to look one up, so that it makes
--- the others (below) only where one of them is asked for.
 local operations = {
   put = function()
     local count, rank, delay, expires = next_number(), next_argument(), next_number(), next_number()
@@ -75,13 +72,17 @@ local operations = {
         return { 'full', there, new }
       end
     end
-    local ids, refusal = put(box, from, count, rank, delay, expires, keyed)
-    return refusal or (keyed and ids or {})
+    local ids = put(box, from, count, rank, delay, expires, keyed, false)
+    if not ids then
+      return { 'oom' }
+    end
+    return keyed and ids or {}
   end,
   claim = function()
     local limit, visible, claimant = next_number(), next_number(), next_argument()
     local waiter, others = next_argument(), next_argument() == '1'
-    local found = claim(box, limit, visible, claimant)
+    sweep(box)
+    local found = lease(box, limit, visible, claimant)
     local got = #found[1]
     if got < limit then
       box.gained = 0 -- all that came has been taken
@@ -102,121 +103,116 @@ local operations = {
   ack = function()
     return acknowledge(box, next_list())
   end,
-}
-
-local function rare_operations()
-  return {
-    open = function()
+  open = function()
+    exist(box)
+    return 1
+  end,
+  answer = function()
+    local done = #acknowledge(box, { next_argument() }) == 0
+    answer(done)
+    return done and 1 or 0
+  end,
+  back = function()
+    local receipt, delay, charged = next_argument(), next_number(), next_number()
+    local front = next_argument() == '1'
+    return give_back(box, receipt, delay, charged, front, next_argument())
+  end,
+  bury = function()
+    local receipt, why, history = next_argument(), next_argument(), next_argument()
+    local claimed, _, _, id = take(box, receipt)
+    answer(claimed)
+    if not claimed then
+      return 0
+    end
+    bury(box, id, why, claimed, history)
+    return 1
+  end,
+  extend = function()
+    local receipt = next_argument()
+    return extend(box, receipt, next_number())
+  end,
+  checkpoint = function()
+    local receipt = next_argument()
+    return save_checkpoint(box, receipt, next_argument())
+  end,
+  unclaim = function()
+    unclaim(box, next_list())
+    return 1
+  end,
+  unheard = function()
+    local claimant = next_argument()
+    return unclaim_unheard(box, claimant, next_number())
+  end,
+  pass = function() -- woken for nothing: somebody else shall look
+    box.gained = box.gained + next_number()
+    return 1
+  end,
+  leave = function()
+    local name, known = next_argument(), next_number()
+    local waiters = next_list()
+    if #waiters > 0 and redis.call('ZREM', box.waiters, unpack(waiters)) < #waiters then
+      unclaim_unheard(box, name, known)
+      box.gained = math.max(box.gained, redis.call('ZCARD', box.ready)) -- it may have been called for that, too
+    end
+    return box.tick
+  end,
+  look = function() -- by one who waits: also for what was meant for a process that was stopped just as it was woken
+    local waiter = next_argument()
+    asked = true
+    sweep(box)
+    if waiter ~= '' then -- the server may have lost the list, as it may have lost all
       exist(box)
-      return 1
-    end,
-    answer = function()
-      local done = #acknowledge(box, { next_argument() }) == 0
-      answer(done)
-      return done and 1 or 0
-    end,
-    back = function()
-      local receipt, delay, charged = next_argument(), next_number(), next_number()
-      local front = next_argument() == '1'
-      return give_back(box, receipt, delay, charged, front, next_argument())
-    end,
-    bury = function()
-      local receipt, why, history = next_argument(), next_argument(), next_argument()
-      local claimed, _, _, id = take(box, receipt)
-      answer(claimed)
-      if not claimed then
-        return 0
+      redis.call('ZADD', box.waiters, 'NX', now, waiter)
+    end
+    if redis.call('ZCARD', box.ready) > 0 then
+      box.gained = box.gained + 1
+    end
+    return 1
+  end,
+  counts = function()
+    return sweep(box) and {} or counts(box)
+  end,
+  purge = function()
+    return sweep(box) and -1 or purge(box)
+  end,
+  drop = function() -- all of it
+    redis.call('UNLINK', unpack(KEYS, 1, KEYS_OF_ONE))
+    box = box_of(0)
+    return 1
+  end,
+  list = function()
+    local limit, after = next_number(), next_argument()
+    return sweep(box) and -1 or list_dead(box, limit, after)
+  end,
+  find = function()
+    sweep(box)
+    return letters(box, next_list())
+  end,
+  replay = function()
+    local capacity, most, count = next_number(), next_number(), next_number()
+    local from = at
+    at = at + math.max(count, 0)
+    sweep(box)
+    local ids = chosen(box, from, count, most)
+    if capacity >= 0 then
+      local there, new = waiting(box), count < 0 and redis.call('ZCARD', box.deaths) or #ids
+      if new > 0 and there + new > capacity then
+        return { 'full', there, new }
       end
-      bury(box, id, why, claimed, history)
-      return 1
-    end,
-    extend = function()
-      local receipt = next_argument()
-      return extend(box, receipt, next_number())
-    end,
-    checkpoint = function()
-      local receipt = next_argument()
-      return save_checkpoint(box, receipt, next_argument())
-    end,
-    unclaim = function()
-      unclaim(box, next_list())
-      return 1
-    end,
-    unheard = function()
-      local claimant = next_argument()
-      return unclaim_unheard(box, claimant, next_number())
-    end,
-    pass = function() -- woken for nothing: somebody else shall look
-      box.gained = box.gained + next_number()
-      return 1
-    end,
-    leave = function()
-      local name, known = next_argument(), next_number()
-      local waiters = next_list()
-      if #waiters > 0 and redis.call('ZREM', box.waiters, unpack(waiters)) < #waiters then
-        unclaim_unheard(box, name, known)
-        box.gained = math.max(box.gained, redis.call('ZCARD', box.ready)) -- it may have been called for that, too
-      end
-      return box.tick
-    end,
-    look = function() -- by one who waits: also for what was meant for a process that was stopped just as it was woken
-      local waiter = next_argument()
-      asked = true
-      sweep(box)
-      if waiter ~= '' then -- the server may have lost the list, as it may have lost all
-        exist(box)
-        redis.call('ZADD', box.waiters, 'NX', now, waiter)
-      end
-      if redis.call('ZCARD', box.ready) > 0 then
-        box.gained = box.gained + 1
-      end
-      return 1
-    end,
-    counts = function()
-      return sweep(box) and {} or counts(box)
-    end,
-    purge = function()
-      return sweep(box) and -1 or purge(box)
-    end,
-    drop = function() -- all of it
-      redis.call('UNLINK', unpack(KEYS, 1, KEYS_OF_ONE))
-      box = box_of(0)
-      return 1
-    end,
-    list = function()
-      local limit, after = next_number(), next_argument()
-      return sweep(box) and -1 or list_dead(box, limit, after)
-    end,
-    find = function()
-      sweep(box)
-      return letters(box, next_list())
-    end,
-    replay = function()
-      local capacity, most, count = next_number(), next_number(), next_number()
-      local from = at
-      at = at + math.max(count, 0)
-      sweep(box)
-      local ids = chosen(box, from, count, most)
-      if capacity >= 0 then
-        local there, new = waiting(box), count < 0 and redis.call('ZCARD', box.deaths) or #ids
-        if new > 0 and there + new > capacity then
-          return { 'full', there, new }
-        end
-      end
-      return replay(box, ids)
-    end,
-    discard = function()
-      local most, count = next_number(), next_number()
-      local from = at
-      at = at + math.max(count, 0)
-      sweep(box)
-      return discard(box, chosen(box, from, count, most))
-    end,
-    cancel = function()
-      return cancel(box, next_argument())
-    end,
-  }
-end
+    end
+    return replay(box, ids)
+  end,
+  discard = function()
+    local most, count = next_number(), next_number()
+    local from = at
+    at = at + math.max(count, 0)
+    sweep(box)
+    return discard(box, chosen(box, from, count, most))
+  end,
+  cancel = function()
+    return cancel(box, next_argument())
+  end,
+}
 
 -- Strings as the protocol writes a list of them, so that its parser reads them.
 local function written(strings)
@@ -231,7 +227,7 @@ end
 
 -- Claim a message for a process that waits, and send it there: it need not come and ask. Whether it was received.
 local function hand(of, name, visible)
-  local receipts, values, extras = unpack(claim(of, 1, tonumber(visible), name))
+  local receipts, values, extras = unpack(lease(of, 1, tonumber(visible), name))
   if not receipts[1] then
     return false
   end
@@ -253,20 +249,26 @@ end
 -- Let as many waiting processes look as there are new messages; a message that comes alone is handed to the first. One that
 -- is gone hears nothing, and the next is asked.
 local function wake(of)
-  if redis.call('ZCARD', of.waiters) == 0 then
+  local waiter = redis.call('ZPOPMIN', of.waiters)
+  if not waiter[1] then
     return
   end
-  sweep(of) -- what has expired is not to be handed over
-  local wanted = math.min(of.gained, redis.call('ZCARD', of.ready))
-  local alone = of.gained == 1
-  while wanted > 0 do
-    local waiter = redis.call('ZPOPMIN', of.waiters)[1]
-    if not waiter then
-      return
-    end
-    local name, visible = string.match(waiter, '^(%w+)%.(%d+)$')
+  local there = redis.call('ZCARD', of.ready)
+  if of.gained == 1 and there > 1 then -- others have waited before: what has expired of them is not to be handed over
+    sweep(of)
+    there = redis.call('ZCARD', of.ready)
+  end
+  local wanted, alone = math.min(of.gained, there), of.gained == 1
+  if wanted == 0 then
+    redis.call('ZADD', of.waiters, waiter[2], waiter[1])
+  end
+  while wanted > 0 and waiter[1] do
+    local name, visible = string.match(waiter[1], '^(%w+)%.(%d+)$')
     if name and (alone and hand(of, name, visible) or redis.call('SPUBLISH', of.base .. name, 'w' .. of.gained) > 0) then
       wanted = wanted - 1
+    end
+    if wanted > 0 then
+      waiter = redis.call('ZPOPMIN', of.waiters)
     end
   end
 end
@@ -281,7 +283,7 @@ local function finish(of)
   if of.gained > 0 then
     wake(of)
   end
-  if of.dated and (not of.known_due or of.dated < of.known_due) and others_wait(of) then
+  if of.dated and others_wait(of) and of.dated <= next_due(of) then
     redis.call('SPUBLISH', of.base .. 'all', 'd' .. text(of.dated - now))
   end
   if of.seq ~= of.first_seq or of.tick ~= of.first_tick then
@@ -298,21 +300,36 @@ local function finish(of)
   end
 end
 
-local results = {}
-local rare
-while at <= #ARGV do
-  local name = next_argument()
-  local operation = operations[name]
-  if not operation then
-    rare = rare or rare_operations()
-    operation = rare[name]
+local function run(keys, arguments)
+  KEYS, ARGV = keys, arguments
+  local time = redis.call('TIME')
+  now = time[1] * 1000000 + time[2]
+  box, others, asked, at = box_of(0), {}, false, 1
+  local results = {}
+  while at <= #ARGV do
+    results[#results + 1] = operations[next_argument()]()
   end
-  results[#results + 1] = operation()
+  finish(box)
+  for _, other in pairs(others) do
+    finish(other)
+  end
+  local due = asked and next_due(box)
+  results[#results + 1] = { due and math.max(due - now, 0) or -1, now }
+  return results
 end
-finish(box)
-for _, other in pairs(others) do
-  finish(other)
-end
-local due = asked and next_due(box)
-results[#results + 1] = { due and math.max(due - now, 0) or -1, now }
-return results
+
+redis.register_function(NAME, function(keys, arguments)
+  full = false
+  return run(keys, arguments)
+end)
+
+-- For a server whose memory is full, which refuses the other one: what is in hand can be finished, and only what is new is
+-- refused, to its senders alone.
+redis.register_function({
+  function_name = NAME .. '_full',
+  callback = function(keys, arguments)
+    full = true
+    return run(keys, arguments)
+  end,
+  flags = { 'allow-oom' },
+})

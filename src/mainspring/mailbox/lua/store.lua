@@ -1,6 +1,6 @@
--- The keys of a mailbox, and what every operation stands on. The files of this directory are joined into one script, in the
--- order store, messages, dead, run; a call performs a whole batch of operations on one mailbox, and nothing of it happens
--- halfway. All instants are the server's, in microseconds.
+-- The keys of a mailbox, and what every operation stands on. The files of this directory are joined into one library of
+-- functions, in the order store, due, messages, dead, run; a call performs a whole batch of operations on one mailbox, and
+-- nothing of it happens halfway. All instants are the server's, in microseconds.
 --
 --   messages  hash   id -> head and body. The head: place (16 digits) "|" time of sending "|" rank "|"
 --   ready     zset   place .. id -> rank (the negative priority): in the order of delivery
@@ -24,11 +24,9 @@ local KEYS_OF_ONE = 12
 local DAY = 86400000
 local HANDED = 65536 -- bytes that a message sent to who waits may have: a server hangs up on listeners that it owes too much
 
-local now
-do
-  local time = redis.call('TIME')
-  now = time[1] * 1000000 + time[2]
-end
+-- Of the call that is being served.
+local KEYS, ARGV, now
+local full -- whether the server has no memory for what is new
 
 local function text(number)
   return string.format('%.0f', number)
@@ -72,15 +70,8 @@ local function box_of(behind)
   return box
 end
 
--- From the first write of a script on, a server whose memory is full refuses it nothing; and this one it never refuses. So
--- what is in hand can be finished there, and only what would add messages is refused.
-local function go_on_when_full(box)
-  redis.call('ZREM', box.leases, '')
-end
-
 -- From now on a transient mailbox exists, and what is sent to it is kept. Only those who receive from it make it so.
 local function exist(box)
-  go_on_when_full(box)
   redis.call('HSETNX', box.state, 'settled', 0)
   box.used = true
 end
@@ -123,14 +114,6 @@ local function next_due(box)
     end
   end
   return first
-end
-
--- Remember when the next thing is due, before this batch adds to it.
-local function know_due(box)
-  if not box.knows then
-    box.knows = true
-    box.known_due = next_due(box)
-  end
 end
 
 local function of_head(value)
