@@ -38,8 +38,8 @@ MOST_AT_ONCE = 250_000
 class RedisMailbox(Mailbox[T, R]):
     """A queue on a Redis server; any number of processes on any number of machines can share it.
 
-    Operations of concurrent callers leave together, as one call of a function there that does all of them in one step. Leases, delays
-    and expiries are by the server's clock. A send returns once the server has it; whether it outlives the server's end
+    Operations of concurrent callers leave together, as one call of a function there that does all of them in one step. Leases,
+    delays and expiries are by the server's clock. A send returns once the server has it; whether it outlives the server's end
     depends on its settings. On opening, a server without ``appendonly yes``, or with a ``maxmemory-policy`` other than
     ``noeviction``, is warned of in the log, once; ``appendfsync``, which not everybody may ask for, is not looked at. One
     ``send_many`` takes up to 250,000 messages (:class:`InvalidParameterError` beyond). A mailbox object has two connections:
@@ -59,7 +59,9 @@ class RedisMailbox(Mailbox[T, R]):
     :raises ConfigError: a value cannot work, or the extra is missing. On opening: the server refuses the login, or is too old.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(durable=True, cross_process=True, ordered=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        durable=True, cross_process=True, ordered=True, joined_acks=True
+    )
 
     @reads_query(read_options)
     def __init__(
@@ -185,12 +187,22 @@ class RedisMailbox(Mailbox[T, R]):
             reply = settlement.reply
             if reply is not None:
                 reply = await self._sent_beside(delivery, reply)
-            command = do.Acknowledge(delivery) if reply is None else do.Answer(delivery, reply)
+            if reply is None:
+                for error in (await self._batcher.call(do.Acknowledge([delivery]))).values():
+                    raise error
+                return
+            command = do.Answer(delivery, reply)
         elif isinstance(settlement, Dead):
             command = do.Bury(delivery, settlement, await self._sent_beside(delivery, settlement.reply))
         else:
             command = do.GiveBack(delivery, settlement)
         await self._do(command)
+
+    async def _acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+        for delivery in deliveries:
+            _check_handle(delivery)
+        refused: dict[int, Exception] = await self._batcher.call(do.Acknowledge(deliveries))
+        return refused
 
     async def _sent_beside(self, delivery: Delivery, reply: Envelope | None) -> Envelope | None:
         """The reply that is to leave with the settlement. In a cluster its mailbox may be on another node: it leaves before."""

@@ -1,4 +1,4 @@
-"""What a Redis mailbox asks of its library on the server: one class an operation, which knows its arguments and reads its result."""
+"""What a Redis mailbox asks of its library: one class an operation, which knows its arguments and reads its result."""
 
 from __future__ import annotations
 
@@ -107,21 +107,29 @@ class Unheard(Operation):
         out += ("unheard", self.claimant, self.known)
 
 
-class Acknowledge(OfDelivery):
-    """The message is done. Those of a batch are written as one (see ``acknowledge``)."""
+class Acknowledge(Operation):
+    """The messages are done; results in those that were refused, by their number. Those of a batch are written as one."""
 
-    __slots__ = ()
+    __slots__ = ("deliveries",)
     turn = 1
+
+    def __init__(self, deliveries: list[Delivery]) -> None:
+        super().__init__()
+        self.deliveries = deliveries
+        self.result: dict[int, Exception] = {}
 
 
 def acknowledge(acks: list[Acknowledge], out: list[Argument]) -> Callable[[list[int]], None]:
-    """Write all of them; what takes the result, the numbers of those that were refused."""
-    out += ("ack", len(acks))
-    out += [ack.delivery.receipt_handle for ack in acks]
+    """Write all of them; what takes the result, the numbers of the messages that were refused."""
+    receipts = [delivery.receipt_handle for ack in acks for delivery in ack.deliveries]
+    out += ("ack", len(receipts), *receipts)
 
     def take(refused: list[int]) -> None:
-        for number in refused:
-            acks[number].error = expired(acks[number].delivery)
+        if refused:
+            places = [(ack, number) for ack in acks for number in range(len(ack.deliveries))]
+            for place in refused:
+                ack, number = places[place]
+                ack.result[number] = expired(ack.deliveries[number])
 
     return take
 
