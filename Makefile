@@ -5,8 +5,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-# How many processes run the tests and the simulations.
+# How many processes run the simulations, and how many the tests: those mostly wait, for servers, processes and leases.
 JOBS ?= 2
+TEST_JOBS ?= 3
 SOURCES := $(shell find src examples -type f -not -path '*/__pycache__/*' -not -name '.*') pyproject.toml README.md
 
 .PHONY: help demo test lint simulate chaos soak bench docs clean
@@ -25,9 +26,8 @@ help:
 demo: $(VENV)/installed
 	$(BIN)/mainspring demo
 
-# Much of it waits for servers, processes and leases: two at a time fill two cores.
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup $(TESTS)
+	$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) $(TESTS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check --no-cache .

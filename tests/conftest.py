@@ -1,8 +1,9 @@
-"""The three event loops that everything runs on."""
+"""The three event loops that everything runs on, and which tests stay together where several processes run them."""
 
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background lets them ignore it, and Python then makes no KeyboardInterrupt of it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+TOGETHER = ("test_shutdown_processes.py",)
+"""Files of which one process has all tests: whoever has one of them does the work of all."""
+
 BACKENDS = [
     pytest.param(("asyncio", {"use_uvloop": False}), id="asyncio"),
     pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop"),
@@ -24,3 +28,20 @@ BACKENDS = [
 @pytest.fixture(params=BACKENDS)
 def anyio_backend(request: pytest.FixtureRequest) -> object:
     return request.param
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Whoever is free gets the next test, or the next file of those that stay together, the biggest first.
+
+    Not by marks and ``--dist loadgroup``: pytest-xdist 3.8 writes the group into what pytest 9.2 does not look at any more, and
+    says nothing.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if file.endswith(TOGETHER) else nodeid
+
+    return Scheduling(config, log)

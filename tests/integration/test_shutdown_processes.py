@@ -22,7 +22,6 @@ import pytest
 
 from mainspring.mailbox.sqlite import SQLiteMailbox
 
-pytestmark = pytest.mark.xdist_group("shutdown processes")  # whoever has one of the tests runs all the processes
 PROGRAM = Path(__file__).with_name("shutdown_program.py")
 DOCS = Path(__file__).parents[2] / "docs" / "shutdown.md"
 LOOPS = ("asyncio", "uvloop", "trio")
@@ -95,7 +94,7 @@ def cases(how, when, *, signals=((signal.SIGTERM,),), until=("begun",), bodies=(
 
 @pytest.fixture(scope="module")
 def outcomes(request, tmp_path_factory):
-    """The processes of all the cases that are going to be tested, a few at once."""
+    """The processes of all the cases that are going to be tested, a few at once (conftest.py keeps this file together)."""
     directory = tmp_path_factory.mktemp("shutdowns")
     items = [item for item in request.session.items if hasattr(item, "callspec")]
     wanted = dict.fromkeys(c for item in items if isinstance(c := item.callspec.params.get("case"), Case))
