@@ -15,9 +15,9 @@ from mainspring.errors import (
 )
 from mainspring.mailbox.message import Counts, Envelope
 from mainspring.mailbox.nats import NatsMailbox
-from mainspring.mailbox.nats_record import Record
+from mainspring.mailbox.nats_record import Record, token_of
 from mainspring.mailbox.nats_store import Add
-from nats_support import ON_ASYNCIO
+from nats_support import ON_ASYNCIO, several
 from servers import free_port
 
 pytestmark = [
@@ -86,6 +86,48 @@ async def test_a_settlement_whose_answer_was_lost_can_be_tried_again(here):
         counts = await box.counts()
         assert (counts.pending, counts.in_flight) == (1, 0)
         assert (await one(box)).attempt == 2
+
+
+async def test_of_acknowledgements_made_together_the_server_refuses_the_stale_one(here):
+    async with here.box() as stale, here.box() as other:
+        await stale.send("x")
+        old = await one(stale, lease=0.2)
+        new = await one(other, wait=5.0)
+        await stale.send_many(["y", "z"])
+        y, z = await several(stale, 2)
+        await y.save_checkpoint(b"1")
+        trust_for_ever(stale)
+        refused = await stale.acknowledge_many([y, old, z])
+        assert {number: type(error) for number, error in refused.items()} == {1: ReceiptHandleExpiredError}
+        names = stale._names
+        assert await stale._store.last(names.checkpoints, names.to_checkpoints + token_of(y.id)) is None
+        await anyio.sleep(0.15)
+        assert await other.counts() == Counts(in_flight=1, settled=2)
+        await new.acknowledge()
+
+
+async def test_acknowledgements_made_together_whose_answers_were_lost_can_be_tried_again(here):
+    async with here.box() as box:
+        await box.send_many(range(3))
+        messages = await several(box, 3)
+        store = box._store
+        remove_all = store.remove_all
+
+        async def lose(stream, sequences):
+            return [
+                True,
+                *[MailboxConnectionError("the answer was lost") for _ in await remove_all(stream, sequences)][1:],
+            ]
+
+        store.remove_all = lose
+        refused = await box.acknowledge_many(messages)
+        assert {number: type(error) for number, error in refused.items()} == dict.fromkeys(
+            (1, 2), MailboxConnectionError
+        )
+        del store.remove_all
+        await messages[1].acknowledge()
+        assert await box.acknowledge_many(messages[2:]) == {}
+        assert await box.counts() == Counts(settled=3)
 
 
 async def test_a_reply_leaves_while_the_lease_is_held_and_once(here):

@@ -73,6 +73,7 @@ class NatsMailbox(Mailbox[T, R]):
         front_return=False,
         priority=False,
         transactional_reply=False,
+        joined_acks=True,
         lease_ends_seen=False,
         lease_granularity=0.05,
         async_backends=frozenset({"asyncio"}),
@@ -230,6 +231,9 @@ class NatsMailbox(Mailbox[T, R]):
 
     async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
         await self._settlements.settle(delivery, settlement)
+
+    async def _acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+        return await self._settlements.acknowledge(deliveries)
 
     async def _extend(self, delivery: Delivery, timeout: float) -> None:
         await self._claims.extend(delivery, timeout)

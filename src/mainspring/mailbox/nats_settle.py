@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 import anyio
 
 from mainspring import clock
-from mainspring.errors import ConfigError, MailboxConnectionError, MailboxFullError, ReplyNotAvailableError
+from mainspring.errors import (
+    ConfigError,
+    MailboxConnectionError,
+    MailboxError,
+    MailboxFullError,
+    ReceiptHandleExpiredError,
+    ReplyNotAvailableError,
+)
 from mainspring.mailbox.message import EXPIRED, Ack, Dead, Return
 from mainspring.mailbox.nats_claims import NO_ROOM
 from mainspring.mailbox.nats_errors import GoneError
@@ -59,12 +66,41 @@ class Settlements:
             if await self._left_in_place(lease, delivery, settlement):
                 return
             raise
-        unsure = lease.unsure
-        self._claims.drop(delivery)
-        if not held and not unsure:  # else the try before, whose answer was lost, has done it
-            raise expired(delivery)
+        self._drop(delivery, lease, held)
         if lease.checkpoint and isinstance(settlement, Ack):
             await self.forget_checkpoint(lease.record)
+
+    async def acknowledge(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+        """See :meth:`MailboxHooks._acknowledge_many`: one call each, all of them out at once."""
+        store = self._store
+        await store.recognize()
+        refused: dict[int, Exception] = {}
+        leases: dict[int, Lease] = {}
+        for number, delivery in enumerate(deliveries):
+            try:
+                leases[number] = self._claims.held(delivery)
+            except ReceiptHandleExpiredError as error:
+                refused[number] = error
+        removed = await store.remove_all(store.names.queue, [lease.sequence for lease in leases.values()])
+        for (number, lease), held in zip(leases.items(), removed, strict=True):
+            if isinstance(held, MailboxError):
+                lease.unsure = lease.unsure or isinstance(held, MailboxConnectionError)
+                refused[number] = held
+                continue
+            try:
+                self._drop(deliveries[number], lease, held)
+            except ReceiptHandleExpiredError as error:
+                refused[number] = error
+        for number in leases.keys() - refused.keys():
+            if leases[number].checkpoint:
+                await self.forget_checkpoint(leases[number].record)
+        return refused
+
+    def _drop(self, delivery: Delivery, lease: Lease, held: bool) -> None:
+        """The message has left its place; ``held`` says whether it was there for this delivery to take it away."""
+        self._claims.drop(delivery)
+        if not held and not lease.unsure:  # else the try before, whose answer was lost, has done it
+            raise expired(delivery)
 
     async def _left_in_place(self, lease: Lease, delivery: Delivery, settlement: Settlement) -> bool:
         """What becomes of a message for whose next place there is no room; whether that is what was wanted.
