@@ -65,7 +65,7 @@ async def until(condition):
 @pytest.fixture
 def short(monkeypatch):
     for name in ("CALL_TIMEOUT", "WRITE_TIMEOUT"):
-        monkeypatch.setattr(journal_module, name, 0.1, raising=False)
+        monkeypatch.setattr(journal_module, name, 0.3, raising=False)
 
 
 # ------------------------------------------------------------------------------------------------------ opening
@@ -76,7 +76,7 @@ async def test_an_opening_that_hangs_is_given_up_and_let_go_of(anyio_backend, sh
     journal = Held(method)
     session = Session.open(State, journal=journal)
     with going_on(journal):
-        with pytest.raises(JournalError, match=r"not answered within 0\.1 s; try again later"):
+        with pytest.raises(JournalError, match=r"not answered within 0\.3 s; try again later"):
             await session.__aenter__()
         with pytest.raises(JournalLockedError, match="what its last opening had it do has not ended"):
             await session.__aenter__()
@@ -195,7 +195,7 @@ async def test_a_compaction_that_hangs_is_given_up(anyio_backend, short):
     async with Session.open(State, journal=journal) as session:
         await session.dispatch(Added(1))
         with going_on(journal):
-            with pytest.raises(JournalError, match=r"not answered within 0\.1 s; it may still write"):
+            with pytest.raises(JournalError, match=r"not answered within 0\.3 s; it may still write"):
                 await session.compact()
             for use in (lambda: session.dispatch(Added(3)), session.compact):
                 with pytest.raises(JournalError, match="open the session anew"):
