@@ -97,10 +97,11 @@ class Batches:
     async def _watch(self, overslept: float) -> float:
         if self._call is None:
             return math.inf
-        patience = self._asked_at + self._timeout
-        if self._now() >= patience:
-            await self._link.abandon()
-        return patience
+        now, patience = self._now(), self._asked_at + self._timeout
+        if now < patience:
+            return patience
+        await self._link.abandon()
+        return now + self._timeout / 10  # where it was about to be made
 
     def instant(self, micros: int) -> float:
         """An instant of the server's on this process's clock, or a little sooner: by when the last answer was asked for."""

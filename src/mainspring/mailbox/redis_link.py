@@ -79,7 +79,7 @@ class Gate:
 class Link:
     """Calls the functions. What of it is lost with the connection raises; only what the server refused is tried again.
 
-    One call is out at a time. Connecting has the timeout; how long an answer may take is its caller's to say: see
+    One call is out at a time. To connect, it has the timeout; how long an answer may take is its caller's to say: see
     :meth:`abandon`.
     """
 
@@ -143,10 +143,11 @@ class Link:
             self._busy = False
 
     async def _call(self) -> list[Any]:
+        began = self._now()
         for attempt in range(1, TRIES + 1):
             wire = self._wire
             if wire is None or self._now() - wire.used_at > IDLE:
-                with anyio.fail_after(self._timeout):
+                with anyio.fail_after(began + self._timeout - self._now()):
                     wire = await self.connect()
             try:
                 if not self._awaiting:
@@ -166,7 +167,7 @@ class Link:
 
     async def abandon(self) -> None:
         """The answer to the call that is out has taken too long: hang up, which ends it."""
-        if self._busy or self._awaiting:
+        if self._wire is not None and (self._busy or self._awaiting):
             self._abandoned = True
             await self._hang_up()
 
