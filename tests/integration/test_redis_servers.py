@@ -108,6 +108,31 @@ async def test_a_silent_server_ends_a_call_at_its_timeout(server, anyio_backend)
             await mailbox.send("y")
 
 
+async def test_a_call_whose_caller_was_cancelled_is_waited_for_and_no_longer_than_its_timeout(server, anyio_backend):
+    """Its answer is not taken for that to another call; a claim is taken back; the connection stays."""
+    with place(server.url) as here:
+        async with here.mailbox(timeout=1.0) as mailbox:
+            await mailbox.send("claimed")
+            wire = mailbox._link._wire
+            for call in (lambda: mailbox.send("sent"), mailbox.receive):
+                server.send_signal(signal.SIGSTOP)
+                with anyio.move_on_after(0.1):
+                    await call()
+                server.send_signal(signal.SIGCONT)
+                await mailbox.counts()
+            assert mailbox._link._wire is wire
+            (message,) = await mailbox.receive()
+            assert (message.body, message.delivery_count) == ("claimed", 1)
+            await message.acknowledge()
+            server.send_signal(signal.SIGSTOP)
+            with anyio.move_on_after(0.1):
+                await mailbox.send("nobody knows")
+            with anyio.fail_after(5), pytest.raises(MailboxConnectionError):
+                await mailbox.send("behind it")
+            server.send_signal(signal.SIGCONT)
+            assert "sent" in [message.body for message in await mailbox.receive(max_messages=9, wait_time_seconds=5)]
+
+
 async def test_a_server_that_is_not_there_is_a_connection_error(anyio_backend):
     port = free_port()
     with pytest.raises(MailboxConnectionError, match=str(port)):
