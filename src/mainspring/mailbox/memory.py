@@ -51,7 +51,7 @@ class InMemoryMailbox(Mailbox[T, R]):
     counts as expired. Used from another event loop while its own lives, it raises :class:`ConfigError`.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities()
+    capabilities: ClassVar[Capabilities] = Capabilities(joined_acks=True)
     works_unopened: ClassVar[bool] = True
 
     def __init__(
