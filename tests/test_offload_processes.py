@@ -39,7 +39,7 @@ async def ended(pid: int) -> None:
 def is_there(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # also if it ends between the opening and the reading
         return False
 
 

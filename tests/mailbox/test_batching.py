@@ -350,10 +350,11 @@ def test_claims_are_first_on_every_backend_that_batches():
     pytest.importorskip("apsw")
     pytest.importorskip("psycopg")
     pytest.importorskip("hiredis")
-    from mainspring.mailbox import postgres_commands, redis_commands, sqlite_commands
+    from mainspring.mailbox import postgres_commands, redis_claims, redis_commands, sqlite_commands
 
+    for claims in (sqlite_commands, redis_claims, postgres_commands):
+        assert claims.Claim.first, claims.__name__
     for commands in (sqlite_commands, redis_commands, postgres_commands):
-        assert commands.Claim.first, commands.__name__
         assert not commands.Acknowledge.first
 
 

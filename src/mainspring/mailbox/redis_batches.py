@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mainspring import clock, entropy
 from mainspring.errors import MailboxConnectionError
 from mainspring.mailbox.redis_calls import calls, keys_of
-from mainspring.mailbox.redis_commands import Claim, Unheard
+from mainspring.mailbox.redis_claims import Claim, Unheard
 from mainspring.mailbox.redis_records import MICRO, claimed_at
 from mainspring.periodic import Periodic
 

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from mainspring.mailbox.redis_commands import (
-    Acknowledge,
-    Claim,
-    Operation,
-    Put,
-    acknowledge,
-    claim_alike,
-    put_alike,
-)
+from mainspring.mailbox.redis_claims import Claim, claim_alike
+from mainspring.mailbox.redis_commands import Acknowledge, Operation, Put, acknowledge, put_alike
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence

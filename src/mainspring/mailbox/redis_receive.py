@@ -10,7 +10,8 @@ from mainspring.errors import MainspringError, ReceiptHandleExpiredError
 from mainspring.mailbox.batching import Batcher
 from mainspring.mailbox.redis_batches import Batches
 from mainspring.mailbox.redis_calls import base_of
-from mainspring.mailbox.redis_commands import Bury, Claim, Leave, Look, Operation, Pass, Unclaim
+from mainspring.mailbox.redis_claims import Claim, Leave, Look, Pass, Unclaim
+from mainspring.mailbox.redis_commands import Bury, Operation
 from mainspring.mailbox.redis_records import UNREADABLE, claimed_at, delivered, micro
 from mainspring.mailbox.redis_wake import Calls, Listener, Waiters
 from mainspring.periodic import Periodic

@@ -18,7 +18,7 @@ import anyio
 from mainspring import entropy
 from mainspring.errors import MailboxConnectionError, MainspringError
 from mainspring.mailbox import waiting
-from mainspring.mailbox.redis_commands import Leave
+from mainspring.mailbox.redis_claims import Leave
 from mainspring.mailbox.redis_link import Gate
 from mainspring.mailbox.redis_records import claimed_at
 from mainspring.mailbox.redis_wire import LOST, parsed, trouble

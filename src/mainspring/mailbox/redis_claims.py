@@ -1,0 +1,141 @@
+"""The operations of a Redis mailbox's receives: to claim, to wait, and to give back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mainspring.mailbox.redis_commands import Operation
+from mainspring.mailbox.redis_records import delivered, micro
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mainspring.mailbox.message import Delivery
+    from mainspring.mailbox.redis_commands import Argument
+
+
+class Unclaim(Operation):
+    """Take claims back as if they had not been made."""
+
+    __slots__ = ("receipts",)
+    owed = True
+
+    def __init__(self, receipts: list[str]) -> None:
+        super().__init__()
+        self.receipts = receipts
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        out += ("unclaim", len(self.receipts), *self.receipts)
+
+
+class Unheard(Operation):
+    """Take back what ``claimant`` claimed after the instant ``known``: the connection broke before it heard of it."""
+
+    __slots__ = ("claimant", "known")
+    owed = True
+
+    def __init__(self, claimant: str, known: int) -> None:
+        super().__init__()
+        self.claimant = claimant
+        self.known = known
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        out += ("unheard", self.claimant, self.known)
+
+
+class Pass(Operation):
+    """This process was woken for nothing: so many others shall look."""
+
+    __slots__ = ("count",)
+    turn = 7
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        out += ("pass", self.count)
+
+
+class Claim(Operation):
+    """Lease what is there; results in deliveries.
+
+    ``claimant`` marks the receipts. ``waits``: it is put on the list of waiters where nothing is there; with ``others``,
+    more of its receives wait, whatever is there.
+    """
+
+    __slots__ = ("claimant", "limit", "others", "unreadable", "visibility", "waits")
+    first = True
+    turn = 8
+
+    def __init__(self, limit: int, visibility: float, claimant: str, waits: bool, others: bool) -> None:
+        super().__init__()
+        self.limit = limit
+        self.visibility = visibility
+        self.claimant = claimant
+        self.waits = waits
+        self.others = others
+        self.unreadable: list[Delivery] = []
+
+
+def claim_alike(
+    claims: list[Claim], leased_at: float, waiter: Callable[[int], str], out: list[Argument]
+) -> Callable[[Any], None]:
+    """Write claims of one visibility as one; what takes the result, and shares it out in the order of the calls."""
+    first = claims[0]
+    waiting = [claim for claim in claims if claim.waits]
+    others = len(waiting) > 1 or any(claim.others for claim in waiting)
+    visible = micro(first.visibility)
+    out += ("claim", sum(claim.limit for claim in claims), visible, first.claimant)
+    out += (waiter(visible) if waiting else "", int(others))
+
+    def take(result: Any) -> None:
+        receipts, values, extras = result
+        start = 0
+        few: dict[int, dict[bytes, bytes]] = {}
+        for at in range(0, len(extras), 3):
+            few.setdefault(extras[at], {})[extras[at + 1]] = extras[at + 2]
+        for claim in claims:
+            claim.result = []
+            for number in range(start, min(start + claim.limit, len(receipts))):
+                delivery, readable = delivered(receipts[number], values[number], few.get(number), leased_at)
+                (claim.result if readable else claim.unreadable).append(delivery)
+            start += claim.limit
+
+    return take
+
+
+class Look(Operation):
+    """Let what is due be done, for the receives that wait for it. ``waiter``: who, if any, is to be on the list of waiters."""
+
+    __slots__ = ("waiter",)
+    turn = 9
+
+    def __init__(self, waiter: str) -> None:
+        super().__init__()
+        self.waiter = waiter
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        out += ("look", self.waiter)
+
+
+class Leave(Operation):
+    """Nobody waits as one of ``waiters`` any more: they go, and so does back what was sent to ``name`` after the instant
+    ``known``. ``left`` is told the instant up to which that is so.
+    """
+
+    __slots__ = ("known", "left", "name", "waiters")
+    owed = True
+
+    def __init__(self, name: str, known: int, waiters: list[str], left: Callable[[int], None]) -> None:
+        super().__init__()
+        self.name = name
+        self.known = known
+        self.waiters = waiters
+        self.left = left
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        out += ("leave", self.name, self.known, len(self.waiters), *self.waiters)
+
+    def take(self, result: Any) -> None:
+        self.left(result)
