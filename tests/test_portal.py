@@ -749,7 +749,7 @@ def test_a_signal_handler_may_stop_it_wherever_it_interrupts_a_start_or_a_stop(m
     def each_line():
         nonlocal thread
         for line in range(1000):
-            thread = make(stop_timeout=20)
+            thread = make(stop_timeout=90)
             if begun:
                 thread.start()
             answers.clear()
@@ -763,7 +763,7 @@ def test_a_signal_handler_may_stop_it_wherever_it_interrupts_a_start_or_a_stop(m
             assert answers == [True]
 
     thread, answers = None, []
-    in_thread(each_line, 18)
+    in_thread(each_line, 80)
 
 
 def test_a_signal_handler_that_starts_what_is_being_started_is_told_or_finds_it_running(make):
