@@ -135,10 +135,12 @@ class RedisMailbox(Mailbox[T, R]):
         try:
             await receiving.batches.execute([do.Open()])
             await link.ask(warn, self.name, self._server.address)
+            scope.start_soon(receiving.listener.watch.run, name=f"mailbox {self.name} silence")
             await scope.start(receiving.listener.run, name=f"mailbox {self.name} listener")
         except BaseException:
             await link.close()
             raise
+        scope.start_soon(receiving.waiters.alarm.run, name=f"mailbox {self.name} deadlines")
         scope.start_soon(receiving.sweeper.run, name=f"mailbox {self.name} due times")
         scope.start_soon(self._batcher.run, name=f"mailbox {self.name} batches", stop=self._batcher.stop)
 

@@ -88,6 +88,14 @@ def calls(
     The callers of one batch do not know of each other, so any order is right; this one serves all best.
     """
     call = Call(name, keys)
+    if len(commands) == 1 and type(commands[0]) not in {
+        Acknowledge,
+        Claim,
+    }:  # what comes one by one costs its caller least
+        commands[0].write(call.arguments, call.number)
+        call.add(commands[0].take, commands)
+        yield call
+        return
     for write in _writers(commands, leased_at, waiter):
         if call.full:
             yield call
@@ -99,9 +107,6 @@ def calls(
 def _writers(
     commands: list[Operation], leased_at: float, waiter: Callable[[int], str]
 ) -> Iterator[Callable[[Call], None]]:
-    if len(commands) == 1 and type(commands[0]) not in {Acknowledge, Claim}:
-        yield _single(commands[0])  # what most calls consist of where messages come one by one
-        return
     turns: dict[int, list[Operation]] = {}
     for command in commands:
         turns.setdefault(command.turn, []).append(command)

@@ -11,17 +11,21 @@ back once its name is off the list.
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import anyio
 
 from mainspring import entropy
+from mainspring.clock import loop_clock
 from mainspring.errors import MailboxConnectionError, MainspringError
 from mainspring.mailbox import waiting
 from mainspring.mailbox.redis_claims import Leave
 from mainspring.mailbox.redis_link import Gate
 from mainspring.mailbox.redis_records import claimed_at
 from mainspring.mailbox.redis_wire import LOST, parsed, trouble
+from mainspring.periodic import Periodic
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,16 +45,20 @@ SILENCE: Final = 10.0
 class Waiters(waiting.Waiters):
     """The receives of one mailbox object that wait. Those that nobody here can take are called for elsewhere.
 
-    ``active`` counts them from their first look on.
+    ``active`` counts them from their first look on. ``alarm`` ends their waits in time, as long as it runs: one timer for all
+    of them, as a scope for each would cost more than to hand it its message.
     """
 
-    __slots__ = ("_given", "_pass_on", "_wanted", "active")
+    __slots__ = ("_given", "_now", "_pass_on", "_until", "_wanted", "active", "alarm")
 
     def __init__(self, pass_on: Callable[[int], None]) -> None:
         super().__init__()
         self.active = 0
+        self.alarm = Periodic(self._end_waits)
         self._pass_on = pass_on
+        self._now = loop_clock()
         self._wanted: dict[anyio.Event, int] = {}  # for how long the parked ones want their leases
+        self._until: dict[anyio.Event, float] = {}  # how long they wait
         self._given: dict[anyio.Event, Delivery] = {}
 
     @property
@@ -67,17 +75,28 @@ class Waiters(waiting.Waiters):
         """
         event = anyio.Event()
         self._wanted[event] = visible
+        self._until[event] = deadline
+        self.alarm.wake_by(deadline)
         try:
-            await self._park(event, seen, deadline)
+            await self._park(event, seen)
         except BaseException:
             if event in self._given:
                 refuse(self._given.pop(event))
-            elif event.is_set():
+            elif event.is_set() and event in self._until:
                 self.forsake()
             raise
         finally:
             del self._wanted[event]
+            self._until.pop(event, None)
         return self._given.pop(event, None)
+
+    async def _end_waits(self, overslept: float) -> float:
+        now = self._now()
+        for event in [event for event in self._line if self._until[event] <= now]:
+            self._line.remove(event)
+            del self._until[event]
+            event.set()
+        return min((self._until[event] for event in self._line), default=math.inf)
 
     def give(self, delivery: Delivery, visible: int) -> bool:
         """Let the one have it that has waited longest for a lease of so many microseconds; whether there is one."""
@@ -121,12 +140,20 @@ class Calls(NamedTuple):
 
 
 class Listener:
-    """The connection on which the server calls. It comes back by itself; meanwhile ``live`` is False."""
+    """The connection on which the server calls. It comes back by itself; meanwhile ``live`` is False.
+
+    ``watch`` asks, as long as it runs, whether the server is still there where it has been silent.
+    """
 
     def __init__(
         self, directory: Directory, base: bytes, link: Link, waiters: Waiters, calls: Calls, timeout: float
     ) -> None:
         self.live = False
+        self.watch = Periodic(self._watch)
+        self._now = loop_clock()
+        self._wire: Wire | None = None
+        self._heard_at = 0.0
+        self._asked_at: float | None = None  # whether the server was still there
         self._directory = directory
         self._base = base
         self._link = link
@@ -160,6 +187,8 @@ class Listener:
                 self._waiters.wake_all()  # what came meanwhile has called nobody here
                 with anyio.CancelScope() as self._scope:
                     await self._listen(wire)
+                if self._asked_at is not None:
+                    raise MailboxConnectionError("the Redis server has fallen silent")
                 self._gate.failed()
             except (*LOST, MainspringError) as error:
                 if not started:
@@ -169,7 +198,7 @@ class Listener:
                 self._gate.failed()
                 await self._link.suspect()
             finally:
-                self.live = False
+                self.live, self._wire = False, None
                 if wire is not None:
                     with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
                         await wire.close()
@@ -205,23 +234,31 @@ class Listener:
             await wire.call("SSUBSCRIBE", self._base + channel.encode())
 
     async def _listen(self, wire: Wire) -> None:
-        asked = False
+        self._wire, self._heard_at, self._asked_at = wire, self._now(), None
+        self.watch.wake_by(self._heard_at + SILENCE)
         while True:
-            message: Any = None
-            with anyio.move_on_after(self._timeout if asked else SILENCE):
-                message = await wire.read()
-            if message is None:
-                if asked:
-                    raise MailboxConnectionError("the Redis server has fallen silent")
-                asked = True
-                with anyio.fail_after(self._timeout):
-                    await wire.send(("PING",))
-                continue
-            asked = False
+            message: Any = await wire.read()
+            self._heard_at, self._asked_at = self._now(), None
             if message[0] == b"smessage":
                 self._hear(message[2])
             elif message[0] == b"sunsubscribe":
                 raise MailboxConnectionError("the mailbox has moved to another node")
+
+    async def _watch(self, overslept: float) -> float:
+        wire, now = self._wire, self._now()
+        if wire is None:
+            return math.inf
+        if self._asked_at is not None:
+            if now >= self._asked_at + self._timeout:
+                self._scope.cancel()
+                return math.inf
+            return self._asked_at + self._timeout
+        if now < self._heard_at + SILENCE:
+            return self._heard_at + SILENCE
+        self._asked_at = now
+        with anyio.move_on_after(self._timeout), suppress(*LOST):  # what is wrong with the connection, reading tells
+            await wire.send(("PING",))
+        return now + self._timeout
 
     def _hear(self, said: bytes) -> None:
         kind, what = said[:1], said[1:]

@@ -60,18 +60,18 @@ class Waiters:
         """
         event = anyio.Event()
         try:
-            await self._park(event, seen, deadline)
+            with anyio.CancelScope(deadline=deadline):
+                await self._park(event, seen)
         except BaseException:
             if event.is_set():
                 self.forsake()
             raise
 
-    async def _park(self, event: anyio.Event, seen: int, deadline: float) -> None:
+    async def _park(self, event: anyio.Event, seen: int) -> None:
         self._line.append(event)
         try:
             if self.signals == seen:
-                with anyio.CancelScope(deadline=deadline):
-                    await event.wait()
+                await event.wait()
         finally:
             if not event.is_set():
                 self._line.remove(event)
