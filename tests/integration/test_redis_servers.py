@@ -108,6 +108,37 @@ async def test_a_silent_server_ends_a_call_at_its_timeout(server, anyio_backend)
             await mailbox.send("y")
 
 
+async def test_a_listener_to_whom_nobody_speaks_asks_whether_the_server_is_there(server, monkeypatch, anyio_backend):
+    """One that answers is kept; one that does not is left, and listened to again once it is back."""
+    monkeypatch.setattr("mainspring.mailbox.redis_wake.SILENCE", 0.1)
+    with place(server.url) as here:
+        async with here.mailbox(timeout=0.5) as mailbox, here.mailbox() as sender:
+            listener = mailbox._receiving.listener
+            name = listener._name
+            await anyio.sleep(0.5)
+            assert listener.live
+            assert listener._name == name, "the connection is the same"
+            server.send_signal(signal.SIGSTOP)
+            with anyio.fail_after(10):
+                while listener.live:
+                    await anyio.sleep(0.01)
+            server.send_signal(signal.SIGCONT)
+            with anyio.fail_after(10):
+                while not listener.live:
+                    await anyio.sleep(0.01)
+            got: list = []
+
+            async def receive() -> None:
+                got.extend(await mailbox.receive(wait_time_seconds=10))
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(receive)
+                while not mailbox._waiters.parked:
+                    await anyio.sleep(0.01)
+                await sender.send("x")
+            assert [message.body for message in got] == ["x"]
+
+
 async def test_a_call_whose_caller_was_cancelled_is_waited_for_and_no_longer_than_its_timeout(server, anyio_backend):
     """Its answer is not taken for that to another call; a claim is taken back; the connection stays."""
     with place(server.url) as here:
