@@ -101,6 +101,15 @@ async def test_who_waits_hears_of_a_close(ends, way):
     await stream.aclose()
 
 
+async def test_a_connection_that_is_closed_by_the_time_it_is_made_is_broken(anyio_backend):
+    """The event loop may have heard of it, and have no socket any more."""
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener:
+        stream = await anyio.connect_tcp("127.0.0.1", listener.extra(SocketAttribute.local_port))
+    await stream.aclose()
+    with pytest.raises(anyio.BrokenResourceError):
+        DirectStream(stream)
+
+
 async def test_a_broken_connection_is_named_so(ends):
     stream, other = ends
     raw = other.extra(SocketAttribute.raw_socket)
@@ -109,7 +118,11 @@ async def test_a_broken_connection_is_named_so(ends):
     await anyio.aclose_forcefully(other)
     with pytest.raises((anyio.BrokenResourceError, anyio.EndOfStream)):
         await stream.receive()
-    with pytest.raises(anyio.BrokenResourceError):
+
+    async def write() -> None:
         while True:
             await stream.send(b"x" * 1_000)
             await anyio.sleep(0.001)
+
+    with pytest.raises(anyio.BrokenResourceError):
+        await write()

@@ -22,14 +22,22 @@ if TYPE_CHECKING:
 class DirectStream(ByteStream):
     """The connection of ``stream``, on which nothing has been read yet, and which nobody else uses any more.
 
+    Raises :class:`anyio.BrokenResourceError` where the peer has hung up already.
+
     Unlike anyio's streams it does not yield where it need not: a write that the socket takes whole returns at once. Cancelled
     in a write, the peer may have part of it; cancelled in a read, nothing is lost.
     """
 
     def __init__(self, stream: SocketStream) -> None:
         self._stream = stream
-        known = stream.extra(SocketAttribute.raw_socket)  # noqa: S610 - not Django's
-        self._socket = socket.fromfd(known.fileno(), known.family, known.type)
+        try:
+            known = stream.extra(SocketAttribute.raw_socket)  # noqa: S610 - not Django's
+            self._socket = socket.fromfd(known.fileno(), known.family, known.type)
+        except (
+            AttributeError,
+            OSError,
+        ) as error:  # the event loop has closed it: uvloop has no socket then, asyncio no number
+            raise anyio.BrokenResourceError from error
         self._socket.setblocking(False)
 
     @property

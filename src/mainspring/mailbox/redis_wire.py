@@ -108,9 +108,10 @@ async def connect(server: Server, host: Host, *, sentinel: bool = False) -> Wire
 
     Raises what :data:`LOST` names, and :class:`ServerError`; :class:`ConfigError` where the server is too old.
     """
-    stream = DirectStream(await anyio.connect_tcp(host[0], host[1]))
-    wire = Wire(stream, host)
+    tcp = await anyio.connect_tcp(host[0], host[1])
+    wire = Wire(tcp, host)
     try:
+        wire._stream = stream = DirectStream(tcp)  # noqa: SLF001 - its own
         if server.tls is not None:
             wire._stream = await _encrypted(stream, host, server.tls)  # noqa: SLF001 - its own
         await _greet(wire, server, sentinel)
