@@ -341,7 +341,7 @@ class Worker:
 
     async def _acknowledge(self, scope: anyio.CancelScope) -> None:
         """Acknowledge what is done by now; then a new turn begins."""
-        if self._ends.done:
+        while self._ends.done:  # those too that came meanwhile: whoever brought them may have found nobody to rouse
             if self._backlog and not self._roused:
                 self._rouse()
             await self._ends.acknowledge(scope)

@@ -7,6 +7,7 @@ a second descriptor, and leaves the waiting to anyio.
 
 from __future__ import annotations
 
+import errno
 import socket
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +34,10 @@ class DirectStream(ByteStream):
         try:
             known = stream.extra(SocketAttribute.raw_socket)  # noqa: S610 - not Django's
             self._socket = socket.fromfd(known.fileno(), known.family, known.type)
-        except (
-            AttributeError,
-            OSError,
-        ) as error:  # the event loop has closed it: uvloop has no socket then, asyncio no number
-            raise anyio.BrokenResourceError from error
+        except (AttributeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno != errno.EBADF:
+                raise
+            raise anyio.BrokenResourceError from error  # closed already: uvloop has no socket then, asyncio no descriptor
         self._socket.setblocking(False)
 
     @property

@@ -131,16 +131,15 @@ class RedisMailbox(Mailbox[T, R]):
         )
         self._batcher, self._waiters = receiving.batcher, receiving.waiters
         self._beside: Beside = Beside(self._directory, self._timeout)
-        scope.start_soon(receiving.batches.watch.run, name=f"mailbox {self.name} answers")
+        scope.start_soon(receiving.keep_time, name=f"mailbox {self.name} timers")
         try:
             await receiving.batches.execute([do.Open()])
             await link.ask(warn, self.name, self._server.address)
-            scope.start_soon(receiving.listener.watch.run, name=f"mailbox {self.name} silence")
             await scope.start(receiving.listener.run, name=f"mailbox {self.name} listener")
         except BaseException:
             await link.close()
+            receiving.end()
             raise
-        scope.start_soon(receiving.waiters.alarm.run, name=f"mailbox {self.name} deadlines")
         scope.start_soon(receiving.sweeper.run, name=f"mailbox {self.name} due times")
         scope.start_soon(self._batcher.run, name=f"mailbox {self.name} batches", stop=self._batcher.stop)
 
@@ -154,11 +153,12 @@ class RedisMailbox(Mailbox[T, R]):
         assert link is not None
         try:
             if link.connected:
-                self._receiving.listener.leave()
+                self._receiving.listener.leave(for_good=True)
             await self._batcher.close()
         finally:
             await link.close()
             await self._beside.close()
+            self._receiving.end()
 
     def _wake_all(self) -> None:
         if self._link is not None:

@@ -72,7 +72,7 @@ class Batches:
                     self.watch.wake_by(self._asked_at + self._timeout)
                 self._take(call, await ask(call.keys, call.arguments))
                 self._call, ask = None, self._link.call
-        except MailboxConnectionError:
+        except Exception:
             self._owe()
             raise
 

@@ -106,36 +106,43 @@ def claim_alike(
 
 
 class Look(Operation):
-    """Let what is due be done, for the receives that wait for it. ``waiter``: who, if any, is to be on the list of waiters."""
+    """Let what is due be done, for the receives that wait for it. ``waiter``: says as it leaves who, if any, is to be on the
+    list of waiters.
+    """
 
     __slots__ = ("waiter",)
     turn = 9
 
-    def __init__(self, waiter: str) -> None:
+    def __init__(self, waiter: Callable[[], str]) -> None:
         super().__init__()
         self.waiter = waiter
 
     def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
-        out += ("look", self.waiter)
+        out += ("look", self.waiter())
 
 
 class Leave(Operation):
-    """Nobody waits as one of ``waiters`` any more: they go, and so does back what was sent to ``name`` after the instant
-    ``known``. ``left`` is told the instant up to which that is so.
+    """Nobody waits as one of ``waiters`` any more: they go, and so does back what was sent to ``name`` after ``heard``.
+
+    ``heard`` is when the last message was claimed that came there; ``left`` is told that of the last one that has gone back.
+    ``for_good``: nobody listens there any more.
     """
 
-    __slots__ = ("known", "left", "name", "waiters")
+    __slots__ = ("for_good", "heard", "left", "name", "waiters")
     owed = True
 
-    def __init__(self, name: str, known: int, waiters: list[str], left: Callable[[int], None]) -> None:
+    def __init__(
+        self, name: str, heard: int, waiters: list[str], left: Callable[[str, int], None], *, for_good: bool
+    ) -> None:
         super().__init__()
         self.name = name
-        self.known = known
+        self.heard = heard
         self.waiters = waiters
         self.left = left
+        self.for_good = for_good
 
     def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
-        out += ("leave", self.name, self.known, len(self.waiters), *self.waiters)
+        out += ("leave", self.name, self.heard, int(self.for_good), len(self.waiters), *self.waiters)
 
     def take(self, result: Any) -> None:
-        self.left(result)
+        self.left(self.name, result)

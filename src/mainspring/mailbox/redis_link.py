@@ -103,6 +103,11 @@ class Link:
         return self._wire is not None
 
     @property
+    def host(self) -> Host | None:
+        """Where it is connected."""
+        return None if self._wire is None else self._wire.host
+
+    @property
     def awaiting(self) -> bool:
         """Whether a call is out whose answer has not been read: :meth:`resume` reads it, and the next call hangs up first."""
         return self._awaiting
@@ -146,7 +151,10 @@ class Link:
         began = self._now()
         for attempt in range(1, TRIES + 1):
             wire = self._wire
-            if wire is None or self._now() - wire.used_at > IDLE:
+            if self._awaiting:
+                if wire is None:  # hung up on meanwhile
+                    raise anyio.ClosedResourceError
+            elif wire is None or self._now() - wire.used_at > IDLE:
                 with anyio.fail_after(began + self._timeout - self._now()):
                     wire = await self.connect()
             try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+import anyio
+
 from mainspring import clock
 from mainspring.errors import MainspringError, ReceiptHandleExpiredError
 from mainspring.mailbox.batching import Batcher
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from mainspring.mailbox.redis_server import Directory
 
 LOOK_AGAIN: Final = 5.0
-"""Seconds after which a waiting process looks for itself: a call may have gone to a process that was just stopped."""
+"""Seconds after which a waiting process looks for itself: a call may have gone to a process that was just stopped. A message
+that was sent along is that process's until its lease ends."""
 
 
 class Receiving:
@@ -52,6 +55,7 @@ class Receiving:
             self.batches.execute, undo=self._undo, resume=self.batches.resume, name=f"mailbox {name!r}"
         )
         self.sweeper = Periodic(self._look)
+        self._shield = anyio.CancelScope(shield=True)
         self._link = link
         self._usable = usable
         self._now = clock.loop_clock()
@@ -74,7 +78,7 @@ class Receiving:
                 try:
                     found = await self._claim_once(limit, visibility, waits=True)
                 finally:
-                    if not found:
+                    if not found or waiters.active > 1:
                         self.listener.listed(visible)
                 turn = False
                 if found or not self._usable():
@@ -133,23 +137,19 @@ class Receiving:
 
     # ------------------------------------------------------------------------------------------------ while they wait
 
-    def _given(self, strings: list[bytes]) -> bool:
-        """A message was claimed for a receive that waits here; whether one has it now."""
+    def _given(self, strings: list[bytes]) -> None:
+        """A message was claimed for a receive that waits here: one has it now, or it goes back."""
         visible, token, value, *few = strings
         leased_at = self.batches.instant(claimed_at(token.decode()))
         more = dict(zip(few[::2], few[1::2], strict=True)) if few else None
         delivery, readable = delivered(token, value, more, leased_at)
-        if not self._usable():
-            return False  # leaving takes it back
-        taken = readable and self.waiters.give(delivery, int(visible))
         if not readable:
             self.batcher.post(Bury(delivery, UNREADABLE))
-        elif not taken:
+        elif not self._usable() or not self.waiters.give(delivery, int(visible)):
             self._refuse(delivery)
         self.waiters.signals += 1  # this process is off the list: who is about to wait looks again,
         if self.waiters.parked:  # and for those that wait it is put on it again
-            self.batcher.post(self._look_of_waiters())
-        return taken
+            self.batcher.post(Look(self._waiter))
 
     def _due_in(self, seconds: float) -> None:
         if self.waiters.active:
@@ -161,7 +161,7 @@ class Receiving:
             return float("inf")
         again = self._now() + LOOK_AGAIN
         try:
-            await self.batcher.call(self._look_of_waiters())
+            await self.batcher.call(Look(self._waiter))
         except MainspringError:
             self.waiters.wake_all()  # they look for themselves, and hear what is wrong
         else:
@@ -169,10 +169,22 @@ class Receiving:
                 self.waiters.wake_all()
         return again
 
-    def _look_of_waiters(self) -> Look:
-        """A look as those who wait here; of several kinds, as the one that has waited longest."""
+    def _waiter(self) -> str:
+        """As whom this process is on the list for those who wait here: for the one that has waited longest."""
         wanted = self.waiters.wanted
         if wanted is None:
-            return Look("")
+            return ""
         self.listener.listed(wanted)
-        return Look(self.listener.waiter(wanted))
+        return self.listener.waiter(wanted)
+
+    async def keep_time(self) -> None:
+        """Run the timers until :meth:`end`, also where all around is cancelled: who cleans up under a shield has waits, too."""
+        with self._shield:
+            async with anyio.create_task_group() as timers:
+                timers.start_soon(self.batches.watch.run)
+                timers.start_soon(self.waiters.alarm.run)
+                timers.start_soon(self.listener.watch.run)
+
+    def end(self) -> None:
+        """End the timers: there is nothing more to wait for."""
+        self._shield.cancel()

@@ -130,12 +130,12 @@ class Waiters(waiting.Waiters):
 class Calls(NamedTuple):
     """Who is told what a listener hears.
 
-    ``given`` is told of a message that was claimed for a receive here, and says whether one has it. ``leave`` has that done.
+    ``given`` is told of a message that was claimed for a receive here. ``leave`` has that done.
     """
 
     due: Callable[[float], None]
     cancelled: Callable[[list[str]], None]
-    given: Callable[[list[bytes]], bool]
+    given: Callable[[list[bytes]], None]
     leave: Callable[[Leave], None]
 
 
@@ -162,8 +162,9 @@ class Listener:
         self._timeout = timeout
         self._name = ""
         self._listed: set[str] = set()  # as whom it may be on the list
-        self._taken = 0  # when the last message was claimed that came on this connection, and was taken
-        self._left = 0  # up to when what was claimed for it and not taken has gone back
+        self._was_listed = False  # since the connection was made
+        self._heard = 0  # when the last message was claimed that came on this connection
+        self._left = 0  # when the last one was claimed that has gone back before it came
         self._gate = Gate()
         self._host: Host | None = None
         self._scope = anyio.CancelScope()
@@ -181,6 +182,7 @@ class Listener:
                     await self._subscribe(wire)
                 self._gate.succeeded()
                 self.live, self._host = True, wire.host
+                self._follow(self._link.host)
                 if not started:
                     started = True
                     task_status.started()
@@ -202,7 +204,7 @@ class Listener:
                 if wire is not None:
                     with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
                         await wire.close()
-            self.leave()
+            self.leave(for_good=True)
             self._waiters.wake_all()  # they look for themselves whether the server is there
 
     def waiter(self, visible: int) -> str:
@@ -210,26 +212,33 @@ class Listener:
         return f"{self._name}.{visible}" if self.live else ""
 
     def listed(self, visible: int) -> None:
-        """A receive here is on the list now, if anybody can call it."""
+        """A receive here may be on the list now, if anybody can call it."""
         if self.live:
             self._listed.add(self.waiter(visible))
+            self._was_listed = True
 
-    def leave(self) -> None:
-        """Have this process taken off the list, where it may be on it, and what was claimed for it and not taken given back."""
-        if self._listed:
-            self._calls.leave(Leave(self._name, self._taken, sorted(self._listed), self._has_left))
+    def leave(self, *, for_good: bool = False) -> None:
+        """Have this process taken off the list, where it may be on it, and given back what was claimed for it and not heard.
+
+        ``for_good``: nothing more is heard on this connection.
+        """
+        if self._listed or (for_good and self._was_listed):
+            leave = Leave(self._name, self._heard, sorted(self._listed), self._has_left, for_good=for_good)
+            self._calls.leave(leave)
             self._listed.clear()
+            self._was_listed = not for_good
 
-    def _has_left(self, when: int) -> None:
-        self._left = when
+    def _has_left(self, name: str, when: int) -> None:
+        if name == self._name:
+            self._left = max(self._left, when)
 
-    def _follow(self, host: Host) -> None:
+    def _follow(self, host: Host | None) -> None:
         """Calls go to ``host`` now: where that is another server than this connection's, it calls nobody here."""
-        if self._host not in {None, host}:
+        if None not in {host, self._host} and host != self._host:
             self._scope.cancel()
 
     async def _subscribe(self, wire: Wire) -> None:
-        self._name, self._taken = entropy.token(96), 0
+        self._name, self._heard, self._left = entropy.token(96), 0, 0
         for channel in ("all", self._name):  # one by one: a cluster takes only channels of one slot, which these are
             await wire.call("SSUBSCRIBE", self._base + channel.encode())
 
@@ -277,5 +286,6 @@ class Listener:
         """It was claimed for a receive here, which is off the list by that."""
         self._listed.discard(f"{self._name}.{int(strings[0])}")
         when = claimed_at(strings[1].decode())
-        if when > self._left and self._calls.given(strings):
-            self._taken = when
+        self._heard = max(self._heard, when)
+        if when > self._left:
+            self._calls.given(strings)

@@ -231,7 +231,6 @@ local function unclaim_unheard(box, claimant, known)
     end
   end)
   unclaim(box, unheard)
-  return #unheard
 end
 
 local function give_back(box, receipt, delay, charged, front, history)

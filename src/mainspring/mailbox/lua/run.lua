@@ -80,7 +80,7 @@ local operations = {
   end,
   claim = function()
     local limit, visible, claimant = next_number(), next_number(), next_argument()
-    local waiter, others = next_argument(), next_argument() == '1'
+    local waiter, more_wait = next_argument(), next_argument() == '1'
     sweep(box)
     local found = lease(box, limit, visible, claimant)
     local got = #found[1]
@@ -89,7 +89,7 @@ local operations = {
       asked = true
       box.told = waiter
     end
-    if waiter ~= '' and (got == 0 or others) then
+    if waiter ~= '' and (got == 0 or more_wait) then
       redis.call('ZADD', box.waiters, 'NX', now, waiter)
       if got == limit then -- what came while it was not on the list has called nobody
         box.gained = math.max(box.gained, redis.call('ZCARD', box.ready))
@@ -141,20 +141,28 @@ local operations = {
   end,
   unheard = function()
     local claimant = next_argument()
-    return unclaim_unheard(box, claimant, next_number())
+    unclaim_unheard(box, claimant, next_number())
+    return 1
   end,
   pass = function() -- woken for nothing: somebody else shall look
     box.gained = box.gained + next_number()
     return 1
   end,
   leave = function()
-    local name, known = next_argument(), next_number()
+    local name, heard, for_good = next_argument(), next_number(), next_argument() == '1'
     local waiters = next_list()
-    if #waiters > 0 and redis.call('ZREM', box.waiters, unpack(waiters)) < #waiters then
-      unclaim_unheard(box, name, known)
-      box.gained = math.max(box.gained, redis.call('ZCARD', box.ready)) -- it may have been called for that, too
+    local were_there = #waiters == 0 or redis.call('ZREM', box.waiters, unpack(waiters)) == #waiters
+    local last = tonumber(redis.call('HGET', box.state, 'g' .. name) or nil) or 0
+    if last > heard then
+      unclaim_unheard(box, name, heard)
     end
-    return box.tick
+    if for_good then
+      redis.call('HDEL', box.state, 'g' .. name)
+    end
+    if for_good or not were_there then -- it may have been called for what others now have to be called for
+      box.gained = math.max(box.gained, redis.call('ZCARD', box.ready))
+    end
+    return last
   end,
   look = function() -- by one who waits: also for what was meant for a process that was stopped just as it was woken
     local waiter = next_argument()
@@ -227,6 +235,7 @@ end
 
 -- Claim a message for a process that waits, and send it there: it need not come and ask. Whether it was received.
 local function hand(of, name, visible)
+  local gained, dated = of.gained, of.dated
   local receipts, values, extras = unpack(lease(of, 1, tonumber(visible), name))
   if not receipts[1] then
     return false
@@ -237,12 +246,15 @@ local function hand(of, name, visible)
     strings[#strings + 1] = extras[i + 1]
   end
   local said = written(strings)
-  if string.len(said) <= HANDED and redis.call('SPUBLISH', of.base .. name, 'm' .. said) > 0 then
-    return true
+  if string.len(said) <= HANDED then
+    if redis.call('SPUBLISH', of.base .. name, 'm' .. said) > 0 then
+      redis.call('HSET', of.state, 'g' .. name, text(of.tick))
+      return true
+    end
+    redis.call('HDEL', of.state, 'g' .. name) -- nobody listens as that any more
   end
-  local gained = of.gained
   unclaim(of, receipts)
-  of.gained = gained
+  of.gained, of.dated = gained, dated
   return false
 end
 
@@ -254,7 +266,7 @@ local function wake(of)
     return
   end
   local there = redis.call('ZCARD', of.ready)
-  if of.gained == 1 and there > 1 then -- others have waited before: what has expired of them is not to be handed over
+  if of.gained == 1 and (there > 1 or redis.call('ZCARD', of.expiry) > 0) then -- what has expired is not to be handed over
     sweep(of)
     there = redis.call('ZCARD', of.ready)
   end
@@ -283,7 +295,8 @@ local function finish(of)
   if of.gained > 0 then
     wake(of)
   end
-  if of.dated and others_wait(of) and of.dated <= next_due(of) then
+  local due = of.dated and others_wait(of) and next_due(of)
+  if due and of.dated <= due then
     redis.call('SPUBLISH', of.base .. 'all', 'd' .. text(of.dated - now))
   end
   if of.seq ~= of.first_seq or of.tick ~= of.first_tick then

@@ -6,7 +6,8 @@
 --   ready     zset   place .. id -> rank (the negative priority): in the order of delivery
 --   delayed   zset   rank "." id -> when it is due
 --   leases    zset   receipt -> when it ends. A receipt: time of the claim "." rank "." claimant "." place id
---   state     hash   seq: the last place given; tick: the last claim's time, no two are equal; settled: how many are
+--   state     hash   seq: the last place given; tick: the last claim's time, no two are equal; settled: how many are; g and the
+--                    name of a channel: the tick of the last message that was claimed for its listener and sent there
 --   more      hash   what only some messages have, by a letter and the id: b: deliveries, attempts and first claim of one that
 --                    came back; c: checkpoint; h: history; k: dedup key; l: its expiry, which came while it was in flight;
 --                    p: its place, where it is another than the one in its head
@@ -33,8 +34,8 @@ local function text(number)
 end
 
 -- A command with a list of arguments, in portions: a call takes only so many.
-local function bulk(command, key, list, first)
-  for from = first or 1, #list, 2000 do
+local function bulk(command, key, list)
+  for from = 1, #list, 2000 do
     redis.call(command, key, unpack(list, from, math.min(from + 1999, #list)))
   end
 end
