@@ -236,3 +236,128 @@ async def test_a_mailbox_that_closes_keeps_nothing(here, waiting):
             found = waiting.got.pop()[1] or await other.receive(wait_time_seconds=5)
             assert (found[0].delivery_count, found[0].attempt) == (1, 1)
             waiting.got.clear()
+
+
+async def test_where_nothing_is_due_any_more_a_call_is_whole(here, waiting):
+    """A large message is leased and given back in one step while others wait: it had a due time, and has none."""
+    async with here.mailbox() as one, here.mailbox() as two, here.mailbox() as sender:
+        for mailbox in (one, two):
+            await waiting.start(mailbox)
+        await sender.send("x" * 70_000)
+        await waiting.until(1)
+        assert await sender.counts() == Counts(in_flight=1)
+        await waiting.got[0][1][0].nack(delay=600)
+        found = await outcomes(lambda: sender.send("y", delay=600), sender.purge)
+        assert not [error for error in found if isinstance(error, Exception)]
+
+
+async def test_a_process_that_is_on_the_list_again_gives_back_what_it_has_not_heard(here, waiting):
+    """By then its name is on the list, as if nothing had been sent to it."""
+    async with here.mailbox() as mailbox, here.mailbox() as sender:
+        listener = mailbox._receiving.listener
+        hear, late = listener._hear, []
+        listener._hear = late.append
+        first, second = anyio.CancelScope(), anyio.CancelScope()
+        await waiting.start(mailbox, scope=first)
+        await sender.send("x")
+        while not late:
+            await anyio.sleep(0.001)
+        await waiting.start(mailbox, scope=second)
+        assert here.call("ZCARD", here.key("waiters")) == 1
+        first.cancel()
+        second.cancel()
+        await counts(mailbox, Counts(pending=1))
+        listener._hear = hear
+        hear(late[0])
+        (message,) = await mailbox.receive(wait_time_seconds=5)
+        assert (message.delivery_count, message.attempt) == (1, 1)
+
+
+async def test_a_process_on_the_list_again_whose_connection_breaks_gives_back_too(here, waiting):
+    async with here.mailbox() as mailbox, here.mailbox() as sender:
+        listener = mailbox._receiving.listener
+        late: list[bytes] = []
+        hear, listener._hear = listener._hear, late.append
+        await waiting.start(mailbox)
+        await sender.send("x")
+        while not late:
+            await anyio.sleep(0.001)
+        await waiting.start(mailbox)
+        listener._hear = hear
+        await listener._wire.close()
+        await waiting.until(1)
+        (message,) = waiting.got[0][1]
+        assert (message.body, message.delivery_count, message.attempt) == ("x", 1, 1)
+        assert await sender.counts() == Counts(in_flight=1)
+
+
+async def test_a_process_whose_receives_all_had_something_is_on_no_list(here, waiting):
+    async with here.mailbox() as mailbox, here.mailbox() as sender:
+        for _ in range(5):
+            await waiting.start(mailbox)
+        await sender.send_many(range(25))
+        await waiting.until(5)
+        assert await mailbox.counts() is not None
+        assert here.call("ZCARD", here.key("waiters")) == 0
+
+
+async def test_what_has_expired_is_not_handed_over(here, waiting):
+    """It was in somebody's hands when its time came, and is given back."""
+    async with here.mailbox() as mailbox, here.mailbox() as sender:
+        await sender.send("x", expires_in=0.2)
+        (held,) = await sender.receive()
+        await waiting.start(mailbox)
+        mailbox._receiving.sweeper._step = held_up  # it would see to that by itself
+        await anyio.sleep(0.25)
+        await held.release()
+        await counts(sender, Counts(dead=1))
+        assert waiting.got == []
+
+
+async def held_up(overslept: float) -> float:
+    return float("inf")
+
+
+async def test_waits_have_an_end_where_all_around_is_cancelled(here, anyio_backend):
+    """Who cleans up under a shield can wait for messages still."""
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as group, here.mailbox() as mailbox:
+            group.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                assert await mailbox.receive(wait_time_seconds=0.1) == []
+
+
+async def test_an_answer_that_is_owed_is_not_that_to_a_ping(here, monkeypatch, anyio_backend):
+    """A connection that has idled is tried before a call, but not while the answer to one is awaited."""
+    async with here.mailbox() as mailbox:
+        await mailbox.send("x")
+        link = mailbox._link
+        wire = link._wire
+        read, asked = type(wire).read, anyio.Event()
+
+        async def slow(self):
+            asked.set()
+            await anyio.sleep(0.05)
+            return await read(self)
+
+        monkeypatch.setattr(type(wire), "read", slow)
+        async with anyio.create_task_group() as group:
+            group.start_soon(mailbox.receive)
+            await asked.wait()
+            monkeypatch.setattr("mainspring.mailbox.redis_link.IDLE", -1.0)
+            group.cancel_scope.cancel()
+        with anyio.CancelScope(shield=True):
+            monkeypatch.setattr(type(wire), "read", read)
+            (message,) = await mailbox.receive()
+            assert (message.body, message.delivery_count) == ("x", 1)
+            assert await mailbox.counts() == Counts(in_flight=1)
+
+
+async def test_a_call_that_is_given_up_before_it_is_gone_on_with_ends_at_once(here, anyio_backend):
+    async with here.mailbox() as mailbox:
+        mailbox._link._awaiting = True
+        await mailbox._link.abandon()
+        with anyio.fail_after(1), pytest.raises(MailboxConnectionError):
+            await mailbox._link.resume()
+        await mailbox.send("y")
+        assert await mailbox.counts() == Counts(pending=1)
