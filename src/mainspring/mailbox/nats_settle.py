@@ -91,9 +91,10 @@ class Settlements:
                 self._drop(deliveries[number], lease, held)
             except ReceiptHandleExpiredError as error:
                 refused[number] = error
-        for number in leases.keys() - refused.keys():
-            if leases[number].checkpoint:
-                await self.forget_checkpoint(leases[number].record)
+        async with anyio.create_task_group() as tasks:
+            for number in leases.keys() - refused.keys():
+                if leases[number].checkpoint:
+                    tasks.start_soon(self.forget_checkpoint, leases[number].record)
         return refused
 
     def _drop(self, delivery: Delivery, lease: Lease, held: bool) -> None:
@@ -202,5 +203,5 @@ class Settlements:
         store = self._store
         try:
             await store.purge(store.names.checkpoints, store.names.to_checkpoints + token_of(record.message_id))
-        except MailboxConnectionError:
+        except MailboxError:
             return
