@@ -91,5 +91,7 @@ class QuickParser(Parser):
                 hearer(heard)
             except Exception as error:
                 await self.nc._error_cb(error)  # noqa: SLF001 - the driver's own way for errors
-        if self.nc.is_connected:  # else the rest of a message will never come, and what comes next is a new connection's
+        if (
+            self.nc.is_connected
+        ):  # else the rest of a message will never come, and what comes next is a new connection's
             self.buf += data[start:]
