@@ -32,7 +32,8 @@ async def _is_told_within(seconds, call):
     begun = time.monotonic()
     with pytest.raises(MailboxConnectionError, match=f"did not answer within {seconds:g} s"):
         await call()
-    assert seconds <= time.monotonic() - begun < seconds + SLACK
+    # uvloop counts in milliseconds: a timer can end that much early.
+    assert seconds - 0.002 <= time.monotonic() - begun < seconds + SLACK
 
 
 async def test_opening_ends_in_time(mute):

@@ -91,7 +91,5 @@ class QuickParser(Parser):
                 hearer(heard)
             except Exception as error:
                 await self.nc._error_cb(error)  # noqa: SLF001 - the driver's own way for errors
-        if (
-            self.nc.is_connected
-        ):  # else the rest of a message will never come, and what comes next is a new connection's
+        if self.nc.is_connected:  # else the rest never comes: what does is of a new connection
             self.buf += data[start:]
