@@ -590,7 +590,7 @@ async def open_after_a_while(gate):
 
 
 def test_work_holds_a_mock_clock_that_nobody_watches(gate):
-    trio_testing = pytest.importorskip("trio.testing")
+    trio_testing = pytest.importorskip("trio.testing", reason="the extra 'trio' is not installed")
     clock = trio_testing.MockClock(autojump_threshold=0)
 
     async def main():

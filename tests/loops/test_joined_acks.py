@@ -8,9 +8,10 @@ import anyio
 import pytest
 from loop_support import DOWN, quick
 
-from mainspring import MainLoop, ReceiptHandleExpiredError
+from mainspring import InMemoryMailbox, MainLoop, ReceiptHandleExpiredError
 from mainspring.events import MessageFinished, MessageNotAcknowledged, SettlementFailed
 from mainspring.loops import worker
+from mainspring.loops.ends import Ends
 from mainspring.mailbox.hooks import Capabilities
 from support import FaultyMailbox, background, fail, hang, lose_answer, record, settled, slow
 
@@ -232,3 +233,51 @@ async def test_the_end_and_a_pause_leave_nothing_unacknowledged(mailbox, how, vi
         counts = await mailbox.counts()
         assert (counts.settled, counts.in_flight, counts.settled + counts.pending) == (6, 0, 20)
     assert loop.outcomes["acknowledged"] == 6
+
+
+class Refusing(InMemoryMailbox):
+    """Refuses each joint acknowledgement, and claims what is there without giving others a turn."""
+
+    async def _acknowledge_many(self, deliveries: list[Any]) -> dict[int, Exception]:
+        await anyio.lowlevel.checkpoint()
+        return dict.fromkeys(range(len(deliveries)), DOWN)
+
+    async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Any]:
+        store = self._here()
+        found = [*store.queue.claim(max_messages, store.clock(), visibility_timeout)]
+        if found:
+            store.arm()
+            return found
+        return await super()._claim(max_messages, visibility_timeout, wait_time_seconds)
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # where tasks that are woken go on in a known order
+@pytest.mark.parametrize("turns", range(5))
+async def test_what_is_done_does_not_wait_for_the_neighbour(turns, monkeypatch, anyio_backend):
+    """It ends just as the only slot that could acknowledge it is about to look: that has left its message, and is not idle."""
+    monkeypatch.setattr(worker, "TURN", 1_000.0)
+    left, settled_one = Ends._left, anyio.Event()
+
+    def tell(self: Ends, runs: Any, *rest: Any) -> None:
+        left(self, runs, *rest)
+        if any(run.message.body == "first" for run in runs):
+            settled_one.set()
+
+    monkeypatch.setattr(Ends, "_left", tell)
+
+    async def handle(job: str) -> None:
+        if job == "second":
+            await settled_one.wait()
+            for _ in range(turns):
+                await anyio.lowlevel.checkpoint()
+        elif job == "long":
+            await anyio.sleep_forever()
+
+    mailbox = Refusing()
+    async with mailbox, anyio.create_task_group() as group:
+        await mailbox.send_many(["first", "second", "long"])
+        group.start_soon(MainLoop(mailbox, handle, concurrency=2).run)
+        with anyio.fail_after(5):
+            while (await mailbox.counts()).settled < 2:
+                await anyio.sleep(0.01)
+        group.cancel_scope.cancel()

@@ -347,9 +347,9 @@ async def test_the_caller_who_is_first_goes_on_before_the_others(store, anyio_ba
 
 def test_claims_are_first_on_every_backend_that_batches():
     """Else the slots whose acknowledgements travelled with a claim would find nothing, and fall idle at every message."""
-    pytest.importorskip("apsw")
-    pytest.importorskip("psycopg")
-    pytest.importorskip("hiredis")
+    pytest.importorskip("apsw", reason="apsw is not installed")
+    pytest.importorskip("psycopg", reason="the extra 'postgres' is not installed")
+    pytest.importorskip("hiredis", reason="the extra 'redis' is not installed")
     from mainspring.mailbox import postgres_commands, redis_claims, redis_commands, sqlite_commands
 
     for claims in (sqlite_commands, redis_claims, postgres_commands):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-pytest.importorskip("nats")
+pytest.importorskip("nats", reason="the extra 'nats' is not installed")
 
 from nats.errors import ProtocolError
 
@@ -102,6 +102,11 @@ async def test_nothing_of_a_connection_that_is_over_is_kept_for_the_next(anyio_b
     client.is_connected = True
     await parser.parse(b"MSG a 7 1\r\ny\r\n")
     assert client.told == ["'stale connection'", Heard(b"a", b"", b"", b"y")]
+    client.is_connected = False
+    await parser.parse(b"MSG a 7 5\r\nx")
+    client.is_connected = True
+    await parser.parse(b"MSG a 7 1\r\nw\r\n")
+    assert client.told[-1].data == b"w"
     await parser.parse(b"MSG a 7 100\r\n")
     parser.reset()
     await parser.parse(b"MSG a 7 1\r\nz\r\n")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import anyio
 import pytest
 
-pytest.importorskip("nats")
+pytest.importorskip("nats", reason="the extra 'nats' is not installed")
 
 from mainspring.errors import MailboxConnectionError
 from mainspring.mailbox import nats_tidy

@@ -179,7 +179,7 @@ async def test_a_process_is_not_called_for_what_its_own_claim_tells_it(here, nev
         async def receive() -> None:
             got.extend(await waiting.receive(max_messages=10, wait_time_seconds=30))
 
-        waiting._receiving.listener._calls = waiting._receiving.listener._calls._replace(due=told.append)
+        waiting._receiving.listener._told = waiting._receiving.listener._told._replace(due=told.append)
         with anyio.fail_after(10):
             async with anyio.create_task_group() as group:
                 for number in range(2):

@@ -13,7 +13,7 @@ SURFACE = Path(__file__).with_name("surface.py")
 
 @pytest.fixture(scope="module")
 def mypy(pytestconfig: pytest.Config):
-    pytest.importorskip("mypy")
+    pytest.importorskip("mypy", reason="mypy is not installed")
     # Kept from run to run: reading the dependencies' types takes most of the time.
     cache = getattr(pytestconfig, "cache", None)
     kept = cache.mkdir("mypy") if cache is not None else ".mypy_cache"

@@ -15,7 +15,7 @@ from mainspring.mailbox.redis_calls import base_of
 from mainspring.mailbox.redis_claims import Claim, Leave, Look, Pass, Unclaim
 from mainspring.mailbox.redis_commands import Bury, Operation
 from mainspring.mailbox.redis_records import UNREADABLE, claimed_at, delivered, micro
-from mainspring.mailbox.redis_wake import Calls, Listener, Waiters
+from mainspring.mailbox.redis_wake import Listener, Told, Waiters
 from mainspring.periodic import Periodic
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ class Receiving:
         on_cancelled: Callable[[list[str]], None],
     ) -> None:
         self.waiters = Waiters(self._pass_on)
-        calls = Calls(due=self._due_in, cancelled=on_cancelled, given=self._given, leave=self._leave)
-        self.listener = Listener(directory, base_of(name), link, self.waiters, calls, timeout)
+        told = Told(due=self._due_in, cancelled=on_cancelled, given=self._given, leave=self._leave)
+        self.listener = Listener(directory, base_of(name), link, self.waiters, told, timeout)
         self.batches = Batches(name, link, timeout, waiter=self.listener.waiter, due_in=self._due_in)
         self.batcher: Batcher[Operation] = Batcher(
             self.batches.execute, undo=self._undo, resume=self.batches.resume, name=f"mailbox {name!r}"

@@ -127,7 +127,7 @@ class Waiters(waiting.Waiters):
         super().wake_all()
 
 
-class Calls(NamedTuple):
+class Told(NamedTuple):
     """Who is told what a listener hears.
 
     ``given`` is told of a message that was claimed for a receive here. ``leave`` has that done.
@@ -146,7 +146,7 @@ class Listener:
     """
 
     def __init__(
-        self, directory: Directory, base: bytes, link: Link, waiters: Waiters, calls: Calls, timeout: float
+        self, directory: Directory, base: bytes, link: Link, waiters: Waiters, told: Told, timeout: float
     ) -> None:
         self.live = False
         self.watch = Periodic(self._watch)
@@ -158,7 +158,7 @@ class Listener:
         self._base = base
         self._link = link
         self._waiters = waiters
-        self._calls = calls
+        self._told = told
         self._timeout = timeout
         self._name = ""
         self._listed: set[str] = set()  # as whom it may be on the list
@@ -224,7 +224,7 @@ class Listener:
         """
         if self._listed or (for_good and self._was_listed):
             leave = Leave(self._name, self._heard, sorted(self._listed), self._has_left, for_good=for_good)
-            self._calls.leave(leave)
+            self._told.leave(leave)
             self._listed.clear()
             self._was_listed = not for_good
 
@@ -278,9 +278,9 @@ class Listener:
                 self._listed.clear()
             self._waiters.wake(int(what))
         elif kind == b"d":
-            self._calls.due(int(what) / 1e6)
+            self._told.due(int(what) / 1e6)
         elif kind == b"x":
-            self._calls.cancelled([what.decode("utf-8", "replace")])
+            self._told.cancelled([what.decode("utf-8", "replace")])
 
     def _hear_of_message(self, strings: list[bytes]) -> None:
         """It was claimed for a receive here, which is off the list by that."""
@@ -288,4 +288,4 @@ class Listener:
         when = claimed_at(strings[1].decode())
         self._heard = max(self._heard, when)
         if when > self._left:
-            self._calls.given(strings)
+            self._told.given(strings)
