@@ -200,18 +200,11 @@ async def test_what_is_done_is_acknowledged_though_the_loop_is_cancelled(mailbox
     assert (counts.settled, counts.pending, counts.in_flight) == (1, 1, 0)
 
 
-async def test_a_cancelled_loop_cuts_off_what_it_waits_for(mailbox, virtual_clock):
-    mailbox.always("join", hang)
-    loop = MainLoop(mailbox, quick, concurrency=3)
-    await mailbox.send_many(range(3))
-    with anyio.move_on_after(5):
-        await loop.run()
-    assert loop.outcomes == {"lost": 3}
-
-
-async def test_a_cancelled_loop_cuts_off_those_that_a_failed_call_had(mailbox, virtual_clock):
-    mailbox.always("join", fail(DOWN))
-    mailbox.always("settle", hang)
+@pytest.mark.parametrize("trouble", [{"join": hang}, {"join": fail(DOWN), "settle": hang}])
+async def test_a_cancelled_loop_cuts_off_what_it_waits_for(mailbox, trouble, virtual_clock):
+    """The call for all of them, or those for each that a failed call had."""
+    for hook, what in trouble.items():
+        mailbox.always(hook, what)
     loop = MainLoop(mailbox, quick, concurrency=3)
     await mailbox.send_many(range(3))
     with anyio.move_on_after(5):

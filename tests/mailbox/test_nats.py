@@ -15,6 +15,7 @@ from mainspring.errors import (
 )
 from mainspring.mailbox.message import Counts, Envelope
 from mainspring.mailbox.nats import NatsMailbox
+from mainspring.mailbox.nats_errors import ApiError
 from mainspring.mailbox.nats_record import Record, token_of
 from mainspring.mailbox.nats_store import Add
 from nats_support import ON_ASYNCIO, several
@@ -127,6 +128,29 @@ async def test_acknowledgements_made_together_whose_answers_were_lost_can_be_tri
         del store.remove_all
         await messages[1].acknowledge()
         assert await box.acknowledge_many(messages[2:]) == {}
+        assert await box.counts() == Counts(settled=3)
+
+
+async def test_a_checkpoint_that_cannot_be_dropped_hinders_no_acknowledgement(here):
+    """Whatever the server says; and those of a joint acknowledgement do not wait for one another."""
+    async with here.box() as box:
+        await box.send_many(range(3))
+        messages = await several(box, 3)
+        for message in messages:
+            await message.save_checkpoint(b"1")
+        out, most = 0, 0
+
+        async def refuse(stream, subject):
+            nonlocal out, most
+            out += 1
+            most = max(most, out)
+            await anyio.sleep(0.01)
+            out -= 1
+            raise ApiError(10_008, "temporarily unavailable")
+
+        box._store.purge = refuse
+        assert await box.acknowledge_many(messages) == {}
+        assert most == 3
         assert await box.counts() == Counts(settled=3)
 
 
