@@ -18,7 +18,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from common import Row, report
+from common import HERE, Row, report
+
+sys.path.append(str(HERE.parent / "tests"))
+
+from ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -78,9 +82,7 @@ def _own(kind: Kind) -> Iterator[str | None]:
         report(Row(missing, "-", "-", None, None))
         yield None
         return
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as home:
         command = [binary, *kind.arguments(str(port), home)]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

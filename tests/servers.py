@@ -22,6 +22,7 @@ import pytest
 
 from mainspring import process
 from mainspring.mailbox import redis_server
+from ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -74,13 +75,6 @@ def first_words(port: int, said: bytes = b"") -> bytes:
             heard += more
         return heard
     return b""
-
-
-def free_port() -> int:
-    """A port that nobody listens on just now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import ports
 import servers
 
 if TYPE_CHECKING:
@@ -120,4 +121,4 @@ def test_a_server_of_the_machine_that_cannot_be_used_is_passed_by(
 
 
 def test_where_nobody_listens_nobody_says_anything() -> None:
-    assert servers.first_words(servers.free_port(), b"PING\r\n") == b""
+    assert servers.first_words(ports.free_port(), b"PING\r\n") == b""

@@ -10,7 +10,7 @@ import pytest
 from anyio.abc import SocketAttribute
 from chaos_proxy import Proxy
 
-from servers import free_port
+from ports import free_port
 
 pytestmark = pytest.mark.anyio
 GONE = (anyio.EndOfStream, anyio.BrokenResourceError)

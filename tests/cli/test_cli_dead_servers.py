@@ -14,9 +14,9 @@ from mainspring import open_mailbox
 from mainspring.cli.app import call
 from mainspring.mailbox.nats_names import encoded
 from nats_support import found
+from ports import free_port
 from postgres_support import drop_schema, new_schema
 from redis_support import Place
-from servers import free_port
 from stores import SERVERS
 
 if TYPE_CHECKING:

@@ -7,8 +7,9 @@ import signal
 from textwrap import dedent
 from typing import TYPE_CHECKING
 
-import pytest
 from cli_helpers import Command, alive, only_line, run, started, wait_until_gone
+
+from ports import neighbours
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -170,18 +171,14 @@ def test_a_worker_that_cannot_stop_is_killed_when_its_time_is_over(tmp_path: Pat
 
 
 def test_each_worker_has_a_health_port_of_its_own(tmp_path: Path) -> None:
-    import socket
     import urllib.request
 
     write(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    if port > 65_000:
-        pytest.skip("the system gave a port with no neighbour above")
-    with started("run", "app:group", "--processes", "2", "--health-port", str(port), cwd=tmp_path) as command:
+    first, second = neighbours(2)
+    with started("run", "app:group", "--processes", "2", "--health-port", str(first), cwd=tmp_path) as command:
         found = {command.expect(r"health server at http://127\.0\.0\.1:(\d+)").group(1) for _ in range(2)}
-        assert found == {str(port), str(port + 1)}
-        with urllib.request.urlopen(f"http://127.0.0.1:{port + 1}/health/live", timeout=20) as answer:
+        assert found == {str(first), str(second)}
+        with urllib.request.urlopen(f"http://127.0.0.1:{second}/health/live", timeout=20) as answer:
             assert answer.status == 200
         command.send(signal.SIGTERM)
         assert command.wait() == 0

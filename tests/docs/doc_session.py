@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from doc_blocks import Block, pattern_of, steps_of
+
+from ports import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -208,13 +209,7 @@ class Session:
 
     def with_free_ports(self, text: str) -> str:
         """The page's ports may be taken here: each gets a free one, the same through the whole page."""
-        return PORT.sub(lambda found: self._ports.setdefault(found[0], _free_port()), text)
-
-
-def _free_port() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return str(sock.getsockname()[1])
+        return PORT.sub(lambda found: self._ports.setdefault(found[0], str(free_port())), text)
 
 
 def _differs(where: str, expected: tuple[str, ...], found: str) -> str:

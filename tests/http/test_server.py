@@ -27,6 +27,7 @@ from mainspring.errors import ConfigError
 from mainspring.http.app import health_app
 from mainspring.http.server import HealthServer, bind, is_loopback, url
 from mainspring.scope import DaemonScope
+from ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -65,8 +66,8 @@ class Slow:
 
 @asynccontextmanager
 async def serving(app: Any, *, grace: float = AN_HOUR, host: str = "127.0.0.1") -> AsyncIterator[HealthServer]:
-    """The app on a free port; the end of the block stops it, which must not take for ever."""
-    server = HealthServer(app, bind(host, 0), grace=grace)
+    """The app on a port that nobody has afterwards; the end of the block stops it, which must not take for ever."""
+    server = HealthServer(app, bind(host, free_port()), grace=grace)
     with anyio.fail_after(20):
         async with DaemonScope("test", timeout=AN_HOUR) as scope:
             assert await scope.start(server.serve, name="health server", stop=server.stop) == server.url
@@ -196,7 +197,7 @@ async def test_on_trio_too_the_grace_is_the_one_asked_for() -> None:
 @pytest.mark.parametrize("path", ["/stream", "/wait", None])
 async def test_cancelled_it_closes_every_socket(path: str | None, caplog: pytest.LogCaptureFixture) -> None:
     slow = Slow()
-    server = HealthServer(slow.app, bind("127.0.0.1", 0), grace=AN_HOUR)
+    server = HealthServer(slow.app, bind("127.0.0.1", free_port()), grace=AN_HOUR)
     with anyio.fail_after(20):
         async with anyio.create_task_group() as group:
             await group.start(server.serve)
@@ -219,7 +220,7 @@ async def hold(server: HealthServer, path: str | None, *, task_status: TaskStatu
 
 
 async def test_a_stop_before_the_start_is_remembered() -> None:
-    server = HealthServer(health_app(FakeGroup()), bind("127.0.0.1", 0), grace=AN_HOUR)
+    server = HealthServer(health_app(FakeGroup()), bind("127.0.0.1", free_port()), grace=AN_HOUR)
     server.stop()
     with anyio.fail_after(20):
         await server.serve()
@@ -266,7 +267,7 @@ async def test_bytes_that_are_no_request_get_a_400_and_harm_nobody() -> None:
 @pytest.mark.parametrize("anyio_backend", ["trio"])
 async def test_on_trio_a_missing_anycorn_is_a_line_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "anycorn.config", None)
-    server = HealthServer(health_app(FakeGroup()), bind("127.0.0.1", 0))
+    server = HealthServer(health_app(FakeGroup()), bind("127.0.0.1", free_port()))
     with pytest.raises(ConfigError, match=r"pip install 'mainspring\[trio\]'"):
         async with DaemonScope("test") as scope:
             await scope.start(server.serve, stop=server.stop)

@@ -32,7 +32,13 @@ async def handle(job: dict[str, Any], ctx: Context) -> None:
 
 
 jobs = MainLoop(mailbox, handle, name="jobs")
-group = LoopGroup([jobs], shutdown_timeout=2, cancel_grace=1, health_port=0, on_crash=os.environ["ON_CRASH"])
+group = LoopGroup(
+    [jobs],
+    shutdown_timeout=2,
+    cancel_grace=1,
+    health_port=int(os.environ["HEALTH_PORT"]),
+    on_crash=os.environ["ON_CRASH"],
+)
 
 
 def note(event: GroupStateChanged) -> None:

@@ -24,6 +24,7 @@ from mainspring import ConfigError, InMemoryMailbox, LoopGroup, MainLoop
 from mainspring.events import GroupStateChanged
 from mainspring.http.server import bind
 from mainspring.mailbox.sqlite import SQLiteMailbox
+from ports import free_port
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # newer ones would rather have httpx2
@@ -47,7 +48,12 @@ def uvicorn(app, path, *, on_crash="terminate"):
             text=True,
             cwd=HERE,
             pass_fds=[listener.fileno()],
-            env={**os.environ, "MAILBOX": f"sqlite:///{path}?name=jobs", "ON_CRASH": on_crash},
+            env={
+                **os.environ,
+                "MAILBOX": f"sqlite:///{path}?name=jobs",
+                "ON_CRASH": on_crash,
+                "HEALTH_PORT": str(free_port()),
+            },
         )
         process.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     give_up = threading.Timer(LIMIT, process.kill)
@@ -194,7 +200,8 @@ async def test_the_health_server_answers_through_all_phases_and_is_stopped_last(
         await anyio.sleep(600)
 
     mailbox = InMemoryMailbox()
-    group = LoopGroup([MainLoop(mailbox, handle)], health_port=0, drain_delay=0.2, shutdown_timeout=0.2, cancel_grace=1)
+    times = {"drain_delay": 0.2, "shutdown_timeout": 0.2, "cancel_grace": 1}
+    group = LoopGroup([MainLoop(mailbox, handle)], health_port=free_port(), **times)
     phases = []
     group.dispatcher.subscribe(GroupStateChanged, lambda event: phases.append(str(event.new)))
     await mailbox.send(1)

@@ -18,9 +18,10 @@ from mainspring.errors import ConfigError
 from mainspring.mailbox import redis_server
 from mainspring.mailbox.message import Counts
 from mainspring.testing import mailbox_contract
+from ports import free_port
 from redis_support import Place, place
 from restarts import goes_on_after_a_restart
-from servers import PATIENCE, RedisServer, free_port
+from servers import PATIENCE, RedisServer
 
 pytestmark = pytest.mark.anyio
 LOOPS = {

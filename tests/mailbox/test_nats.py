@@ -19,7 +19,7 @@ from mainspring.mailbox.nats_errors import ApiError
 from mainspring.mailbox.nats_record import Record, token_of
 from mainspring.mailbox.nats_store import Add
 from nats_support import ON_ASYNCIO, several
-from servers import free_port
+from ports import free_port
 
 pytestmark = [
     pytest.mark.anyio,

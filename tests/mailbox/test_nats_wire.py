@@ -18,7 +18,8 @@ from mainspring.mailbox import nats_errors, nats_wire
 from mainspring.mailbox.message import Counts
 from mainspring.mailbox.nats import NatsMailbox
 from nats_support import ON_ASYNCIO, place
-from servers import NatsServer, free_port
+from ports import free_port
+from servers import NatsServer
 
 pytestmark = [
     pytest.mark.anyio,
