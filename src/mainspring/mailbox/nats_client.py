@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from nats.aio.client import Client
-from nats.errors import Error, MaxPayloadError
+from nats.errors import Error, MaxPayloadError, ProtocolError
+from nats.protocol.parser import PERMISSIONS_ERR, STALE_CONNECTION
 
+from mainspring.errors import describe
 from mainspring.mailbox.nats_parser import Heard, QuickParser
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from nats.aio.client import Srv
     from nats.aio.subscription import Subscription
 
 
@@ -28,6 +31,9 @@ class StrictClient(Client):
     sends user and password as they are.
 
     And it has a task and a queue for each subscription, which cost more than all else that is done with most messages.
+
+    And where a server stands still, it waits without an end: to write, and to close a connection that is given up, before it
+    makes a new one.
     """
 
     def __init__(self) -> None:
@@ -56,8 +62,13 @@ class StrictClient(Client):
 
     async def hush(self, subscription: Subscription) -> None:
         """Unsubscribe; what comes nevertheless is not heard any more."""
-        self._ps.hearers.pop(b"%d" % subscription._id, None)  # noqa: SLF001
+        self.forget(subscription)
         await subscription.unsubscribe()
+
+    def forget(self, subscription: Subscription) -> None:
+        """Hear no more of it, and do not subscribe to it on the next connection."""
+        self._ps.hearers.pop(b"%d" % subscription._id, None)  # noqa: SLF001
+        self._subs.pop(subscription._id, None)  # noqa: SLF001
 
     async def publish(
         self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
@@ -85,6 +96,73 @@ class StrictClient(Client):
             with suppress(Exception):
                 await self.close()
         self._subs.clear()
+        self._abort()
+
+    # ------------------------------------------------------------------------ the driver's own steps, each with an end
+
+    async def _flush_pending(self, force_flush: bool = False) -> Any:
+        """Have written what is pending; the driver's waits for room to say so, and (``force_flush``) for the end of that.
+
+        ``force_flush``, where too much is pending already: raises ``TimeoutError`` where the server does not take it in time.
+        """
+        flusher, queue = self._flusher_task, self._flush_queue
+        if queue is None or not self.is_connected or flusher is None or flusher.done():
+            return await super()._flush_pending(force_flush)
+        if force_flush:
+            written = flusher.get_loop().create_future()
+            queue.put_nowait(written)
+            with anyio.fail_after(self._flush_timeout):
+                await written
+        elif queue.empty():  # else the next look at it takes this along
+            queue.put_nowait(flusher.get_loop().create_future())
+        return None
+
+    async def _process_pong(self) -> None:
+        """The driver's, but that one whom nobody waits for any more does not end the reading."""
+        if self._pongs and self._pongs[0].done():
+            self._pongs[0] = self._pongs[0].get_loop().create_future()
+        await super()._process_pong()
+
+    async def _process_err(self, err_msg: str) -> None:
+        """What the server refuses; it hangs up then, but for what this user may not do."""
+        if STALE_CONNECTION not in err_msg and PERMISSIONS_ERR not in err_msg:  # those the driver tells by itself
+            await self._error_cb(Error(f"the server said {err_msg or 'an error without words'}"))
+            self._let_go()
+        await super()._process_err(err_msg)
+
+    async def _process_op_err(self, e: Exception) -> None:
+        """The connection is lost."""
+        if not (self.is_closed or self.is_reconnecting):
+            if not isinstance(e, ProtocolError):  # what cannot be read the parser has told, in more words
+                await self._error_cb(e)
+            self._let_go()
+        await super()._process_op_err(e)
+
+    async def _connect_to_server(self, s: Srv) -> None:
+        for task in (self._reading_task, self._ping_interval_task, self._flusher_task):
+            if task is not None:
+                task.cancel()  # of a try that failed late: it would go on with the new connection, beside its own
+        self._let_go()
+        await super()._connect_to_server(s)
+
+    async def _process_connect_init(self) -> None:
+        """The login. Whatever is wrong with it, the driver tries again: other errors than these would end its trying."""
+        try:
+            await super()._process_connect_init()
+        except (OSError, Error, TimeoutError):
+            raise
+        except Exception as error:
+            raise Error(f"what the NATS server said first cannot be read: {describe(error)}") from error
+        if not self.is_connected:
+            raise Error("the NATS server did not answer the login")
+
+    def _let_go(self) -> None:
+        """Let go of the connection at once, and of what was still to be written: whose that is is told that it is lost."""
+        self._pending.clear()
+        self._pending_data_size = 0
+        self._abort()
+
+    def _abort(self) -> None:
         writer = getattr(self._transport, "_io_writer", None)
         if writer is not None:
             writer.transport.abort()

@@ -54,6 +54,10 @@ class Puller:
         taken, self._messages = self._messages, []
         return taken
 
+    def forget(self) -> None:
+        """Be of no more use: the connection is lost."""
+        self._client.forget(self._subscription)
+
     def end(self, error: MailboxError | None = None) -> None:
         """Let the pull under way end now, with what has come so far."""
         if self._ended is not None and not self._ended.done():
@@ -77,6 +81,7 @@ class Puller:
         loop = wire.loop
         self._messages = []
         self._wanted = wanted
+        epoch = wire.epoch
         self._ended = loop.create_future()
         wire.pullers.add(self)
         timer = loop.call_later(lasts + OVERDUE, self._finish, _OVERDUE)
@@ -95,7 +100,10 @@ class Puller:
             wire.pullers.discard(self)
             wire.ease()
         if ended is _DONE:
-            wire.idle.append(self)
+            if epoch == wire.epoch:
+                wire.idle.append(self)
+            else:  # lost just now
+                self.forget()
             return self.take()
         if ended is None or ended is _OVERDUE:
             return come

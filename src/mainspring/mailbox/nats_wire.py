@@ -138,6 +138,8 @@ class Wire:
                     reconnect_time_wait=RECONNECT_WAIT,  # type: ignore[arg-type]
                     max_reconnect_attempts=-1,
                     connect_timeout=self.timeout / len(self._servers),  # type: ignore[arg-type]
+                    flush_timeout=self.timeout,
+                    flusher_queue_size=0,
                     ping_interval=PING_INTERVAL,
                     **self._options,
                 )
@@ -250,7 +252,8 @@ class Wire:
                 future.set_result(_Lost(error))
         for puller in list(self.pullers):
             puller.end(error)
-        self.idle.clear()
+        while self.idle:
+            self.idle.pop().forget()
         self.ease()
 
     @property
@@ -281,15 +284,20 @@ class Wire:
         return await self._finish(token, future)
 
     async def ask_all(self, asks: Sequence[Ask]) -> list[Heard | MailboxError]:
-        """Send messages in one go and wait for all their answers; an error takes the place of a missing one."""
+        """Send messages in one go and wait for all their answers; an error takes the place of a missing one.
+
+        Where the connection does not take one, none behind it is sent.
+        """
         begun: list[tuple[int, Any] | MailboxError] = []
         answers: list[Heard | MailboxError] = []
+        lost: MailboxConnectionError | None = None
         try:
             for ask in asks:
                 try:
-                    begun.append(await self._start(*ask))
+                    begun.append(await self._start(*ask) if lost is None else lost)
                 except MailboxError as error:
                     begun.append(error)
+                    lost = error if isinstance(error, MailboxConnectionError) else None
             for each in begun:
                 if isinstance(each, MailboxError):
                     answers.append(each)
