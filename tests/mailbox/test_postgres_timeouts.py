@@ -5,10 +5,12 @@ from __future__ import annotations
 import socket
 import time
 
+import anyio
 import pytest
 
 from mainspring import MailboxConnectionError
 from mainspring.mailbox.postgres import PostgresMailbox
+from mainspring.mailbox.postgres_connection import Pool
 from postgres_support import gate
 
 pytestmark = pytest.mark.anyio
@@ -40,6 +42,30 @@ async def test_opening_ends_in_time(mute):
     mailbox = PostgresMailbox(f"postgresql://ann@127.0.0.1:{mute}/app", timeout=0.5)
     for call in (mailbox.__aenter__, mailbox.exists, mailbox.migrate_schema):
         await _is_told_within(0.5, call)
+
+
+@pytest.mark.parametrize("table", ["store", "mailboxes"])
+async def test_opening_has_one_end_however_many_steps_it_takes(place, table, monkeypatch):
+    """Connecting that has taken long leaves so much less for what comes after it."""
+    timeout = 4.0
+    connect = Pool.connect
+
+    async def slowly(pool):
+        await anyio.sleep(0.7 * timeout)
+        return await connect(pool)
+
+    async with place.mailbox():
+        pass
+    monkeypatch.setattr(Pool, "connect", slowly)
+    mailbox = place.mailbox(timeout=timeout)
+    async with await place.connect() as other:
+        await other.execute(f"LOCK TABLE {place.schema}.{table}")
+        for call in (mailbox.__aenter__, mailbox.exists):
+            begun = time.monotonic()
+            with pytest.raises(MailboxConnectionError, match=f"did not answer within {timeout:g} s"):
+                await call()
+            assert time.monotonic() - begun < timeout + SLACK
+        await other.rollback()
 
 
 async def test_a_call_ends_in_time_whose_cancellation_is_not_heard_either(place, mute):

@@ -524,6 +524,55 @@ async def test_acknowledged_with_others_one_whose_transaction_was_given_up_holds
         assert (await mailbox.counts()).settled == 2
 
 
+async def test_acknowledged_with_others_many_that_must_wait_wait_together(place):
+    """One that hangs holds up neither those that have nothing to do with it, nor the others that hang."""
+    timeout = 2.0
+    async with place.mailbox(timeout=timeout) as mailbox, await place.connect() as other:
+        await mailbox.send_many(range(8))
+        messages = await mailbox.receive(max_messages=8)
+        held, free = messages[:6], messages[6:]
+        for message in held[3:]:
+            mailbox._transactions.doubt(message.receipt_handle)
+        statement = f"SELECT FROM {place.schema}.messages WHERE id = ANY (%s) FOR UPDATE"
+        await other.execute(statement, ([message.id for message in held],))
+        with suppress(MailboxConnectionError):
+            async with (
+                mailbox.transaction(held[0]),
+                mailbox.transaction(held[1]),
+                mailbox.transaction(held[2]),
+                anyio.create_task_group() as tasks,
+            ):
+                done = []
+
+                async def look():
+                    while (await mailbox.counts()).settled < len(free):
+                        await anyio.sleep(0.01)
+                    done.append("free")
+
+                tasks.start_soon(look)
+                refused = await mailbox.acknowledge_many([held[0], free[0], *held[1:], free[1]])
+                done.append("held")
+        assert done == ["free", "held"]
+        assert sorted(refused) == [0, 2, 3, 4, 5, 6]
+        assert all(isinstance(error, MailboxConnectionError) for error in refused.values())
+        await other.rollback()
+        assert await mailbox.acknowledge_many(held) == {}
+
+
+async def test_a_joint_acknowledgement_in_which_some_wait_ends_in_the_time_of_one(place):
+    timeout = 1.0
+    async with place.mailbox(), place.mailbox(timeout=timeout) as mailbox, await place.connect() as other:
+        await mailbox.send_many(range(6))
+        messages = await mailbox.receive(max_messages=6)
+        for message in messages:
+            mailbox._transactions.doubt(message.receipt_handle)
+        await other.execute(f"LOCK TABLE {place.schema}.messages")
+        began = anyio.current_time()
+        assert len(await mailbox.acknowledge_many(messages)) == 6
+        assert anyio.current_time() - began < 3 * timeout
+        await other.rollback()
+
+
 @pytest.mark.parametrize("early", [False, True])
 async def test_a_handler_whose_acknowledgement_hangs_is_cancelled_when_its_lease_is_lost(place, mailbox, early):
     log = []

@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import anyio
+
 from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.mailbox import postgres_commands as do
 from mainspring.mailbox import postgres_schema as schemas
@@ -155,9 +157,8 @@ class PostgresMailbox(Mailbox[T, R]):
         hub = Hub.shared(self._conninfo, self._schema, self._settings["timeout"], bool(self._settings["listen"]))
         hub.acquire()
         try:
-            self._store = await schemas.prepare(hub.pool, self._schema, self._migrate)
-            hub.forget(self.name)  # it may have been dropped since
-            self._number = await hub.number(self.name) or 0
+            self._store, self._number = await schemas.prepare(hub.pool, self._schema, self._migrate, self.name)
+            hub.remember(self.name, self._number)
         except BaseException:
             await hub.release()
             raise
@@ -282,19 +283,36 @@ class PostgresMailbox(Mailbox[T, R]):
             await self._do(command)
 
     async def _acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
-        """In one call; then those that have to do with a transaction, which may have to wait, each by itself."""
-        apart = {n: one for n, one in enumerate(deliveries) if self._transactions.concern(one.receipt_handle)}
-        together = [number for number in range(len(deliveries)) if number not in apart]
+        """In one call; beside it, each by itself, those that have to do with a transaction and so may have to wait.
+
+        So all of it has the end that one call has, however many wait.
+        """
+        apart = {n for n, one in enumerate(deliveries) if self._transactions.concern(one.receipt_handle)}
+        if not apart:
+            return await self._acknowledge_together(dict(enumerate(deliveries)))
         refused: dict[int, Exception] = {}
-        if together:
-            many = do.AcknowledgeMany([deliveries[number] for number in together])
-            refused = {together[place]: error for place, error in (await self._lanes.work.call(many)).items()}
-        for number, delivery in apart.items():
+
+        async def settle(number: int) -> None:
             try:
-                await self._settle(delivery, ACK)
+                await self._settle(deliveries[number], ACK)
             except Exception as error:
                 refused[number] = error
+
+        async with anyio.create_task_group() as tasks:
+            for number in apart:
+                tasks.start_soon(settle, number)
+            together = {n: one for n, one in enumerate(deliveries) if n not in apart}
+            if together:
+                try:
+                    refused |= await self._acknowledge_together(together)
+                except Exception as error:
+                    refused |= dict.fromkeys(together, error)
         return refused
+
+    async def _acknowledge_together(self, deliveries: dict[int, Delivery]) -> dict[int, Exception]:
+        refused = await self._lanes.work.call(do.AcknowledgeMany(list(deliveries.values())))
+        numbers = list(deliveries)
+        return {numbers[place]: error for place, error in refused.items()}
 
     async def _do(self, command: do.OfDelivery) -> None:
         """With whatever else is to be done; where it may have to wait for a transaction that was given up, by itself."""

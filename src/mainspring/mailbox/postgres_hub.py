@@ -115,14 +115,17 @@ class Hub:
         if known is not None:
             return known
         if make:
-            found = await self.value("mailbox", name)
-        else:
-            rows: list[tuple[Any, ...]] = []
-            statement = f"SELECT id FROM {self.schema}.mailboxes WHERE name = $1"  # noqa: S608 - a checked name
-            await self.pool.run([Call(statement, (name,), rows.extend)])
-            return rows[0][0] if rows else None  # one that somebody else may drop is not remembered
-        self._numbers[name] = int(found)
-        return int(found)
+            found = int(await self.value("mailbox", name))
+            self.remember(name, found)
+            return found
+        rows: list[tuple[Any, ...]] = []
+        statement = f"SELECT id FROM {self.schema}.mailboxes WHERE name = $1"  # noqa: S608 - a checked name
+        await self.pool.run([Call(statement, (name,), rows.extend)])
+        return rows[0][0] if rows else None  # one that somebody else may drop is not remembered
+
+    def remember(self, name: str, number: int) -> None:
+        """The mailbox of that name has that number."""
+        self._numbers[name] = number
 
     def forget(self, name: str) -> None:
         """The mailbox of that name has another number from now on, or none."""

@@ -17,6 +17,7 @@ import psycopg
 from mainspring import entropy
 from mainspring.errors import ConfigError, MailboxConnectionError
 from mainspring.mailbox.postgres_address import SCHEMA
+from mainspring.mailbox.postgres_calls import ask
 from mainspring.mailbox.postgres_connection import explained, one_line
 
 if TYPE_CHECKING:
@@ -72,8 +73,8 @@ async def migrate(connection: AsyncConnection[Any], schema: str) -> tuple[int, i
     return before, SCHEMA_VERSION
 
 
-async def prepare(pool: Pool, schema: str, may_migrate: bool) -> str:
-    """See that the schema is there, of this version and usable; the identity of the store."""
+async def prepare(pool: Pool, schema: str, may_migrate: bool, name: str) -> tuple[str, int]:
+    """See that the schema is there, of this version and usable; the identity of the store, and the number of that mailbox."""
     async with _connected(pool, schema) as connection:
         version = await version_of(connection, schema)
         check_not_newer(version, schema)
@@ -85,7 +86,8 @@ async def prepare(pool: Pool, schema: str, may_migrate: bool) -> str:
                 )
             await migrate(connection, schema)
         await _check_settings(connection)
-        return await store_of(connection, schema)
+        store = await store_of(connection, schema)
+        return store, int((await ask(connection, schema, "mailbox", name))[0][0])
 
 
 async def migrate_at(pool: Pool, schema: str, dry_run: bool) -> tuple[int, int]:
@@ -117,10 +119,14 @@ async def has_mailbox(pool: Pool, schema: str, name: str) -> bool:
 
 @asynccontextmanager
 async def _connected(pool: Pool, schema: str) -> AsyncIterator[AsyncConnection[Any]]:
-    """A connection for work on the schema, and what its errors mean to a user. It has an end, and is not cut short."""
+    """A connection for work on the schema, and what its errors mean to a user.
+
+    With the connecting it has one end, and the work is not cut short by anything else.
+    """
+    until = anyio.current_time() + pool.timeout - pool.leave_off
     async with pool.connection() as connection:
         try:
-            with anyio.fail_after(pool.timeout - pool.leave_off, shield=True):
+            with anyio.fail_after(until - anyio.current_time(), shield=True):
                 yield connection
         except TimeoutError:
             raise MailboxConnectionError(f"PostgreSQL did not answer within {pool.timeout:g} s") from None
