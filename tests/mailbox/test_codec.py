@@ -29,6 +29,10 @@ class Order(BaseModel):
     job: Job
 
 
+class Line(BaseModel):
+    item: str
+
+
 class Row(TypedDict):
     name: str
     size: float
@@ -53,6 +57,7 @@ ORDER = Order(id=UUID(int=5), placed=datetime(2024, 1, 2, tzinfo=UTC), job=Job(1
         (type(None), None),
         (Job, Job(3, ["x"])),
         (Order, ORDER),
+        (list[Line], [Line(item="lamp")]),
         (Row, {"name": "n", "size": 2.0}),
         (Sheet, {"rows": [{"name": "n", "size": 2.0}]}),
         (list[Row] | int, [{"name": "n", "size": 2.0}]),
@@ -101,6 +106,10 @@ def test_whatever_json_can_say_comes_back_or_is_refused(value: Any) -> None:
         (Sheet, {"title": "t"}, "does not fit Sheet: rows: "),
         (Sheet, {"rows": [], "title": 5}, "does not fit Sheet: title: "),
         (list[int], [1, "2"], r"does not fit list\[int\]: 1: "),
+        (Line, {"item": "lamp"}, "type dict does not fit Line: the body: Input should be an instance of Line"),
+        (Line, Order.model_construct(), "type Order does not fit Line: the body: Input should be an instance of Line"),
+        (list[Line], [{"item": "lamp"}], "list cannot be written as JSON: .*Expected `Line`"),
+        (dict[str, Line], {"a": {"item": "lamp"}}, "dict cannot be written as JSON: .*Expected `Line`"),
     ],
 )
 def test_a_body_of_another_type_is_refused_with_type_and_field(body_type: Any, body: Any, says: str) -> None:

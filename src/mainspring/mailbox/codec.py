@@ -29,10 +29,10 @@ class Codec:
     in pydantic's lax mode, and whatever a type's own validators raise means that it does not fit.
     """
 
-    __slots__ = ("_adapter", "_check", "_dump", "_invalid", "_load", "_plain", "_unserializable", "body_type")
+    __slots__ = ("_adapter", "_check", "_dump", "_invalid", "_load", "_model", "_plain", "_unserializable", "body_type")
 
     def __init__(self, body_type: Any = None) -> None:
-        from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
+        from pydantic import BaseModel, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
         from pydantic_core import PydanticSerializationError
 
         self.body_type: Any = Any if body_type is None else body_type
@@ -51,6 +51,7 @@ class Codec:
         self._invalid = ValidationError
         self._unserializable = (PydanticSerializationError, UnicodeError, ValueError, TypeError, RecursionError)
         self._plain = self.body_type if self.body_type in (str, int, bool) else None
+        self._model = body_type if isinstance(body_type, type) and issubclass(body_type, BaseModel) else None
         # Where nothing can differ from the type, nothing is asked for: "error" costs a microsecond a body.
         checked = self._plain is not None or self.body_type is Any
         self._dump = partial(self._adapter.serializer.to_json, warnings=False if checked else "error")
@@ -62,10 +63,24 @@ class Codec:
 
     def check(self, body: Any) -> None:
         """Raise :class:`SerializationError` unless ``body`` is of the type, as it is."""
-        if type(body) is self._plain or self.body_type is Any:
+        if self._validated(body) is body:
             return
+        try:  # pydantic has made a new object, perhaps of another type: a model, for a dict in a list of them
+            self._adapter.serializer.to_python(body, warnings="error")
+        except self._unserializable as error:
+            raise self._unwritten(body, error) from error
+
+    def _validated(self, body: Any) -> Any:
+        """What pydantic makes of ``body``: itself, where it is an instance of a class."""
+        if type(body) is self._plain or self.body_type is Any:
+            return body
+        if self._model is not None and not isinstance(body, self._model):  # pydantic takes a dict for one
+            raise SerializationError(
+                f"a body of type {type_name(type(body))} does not fit {self.name}: the body: Input should be an instance of"
+                f" {self.name}"
+            )
         try:
-            self._check(body, strict=True)
+            return self._check(body, strict=True)
         except self._invalid as error:
             raise self._error(f"a body of type {type_name(type(body))}", error) from None
         except Exception as error:
@@ -74,14 +89,11 @@ class Codec:
     def encode(self, body: Any) -> bytes:
         """JSON bytes of ``body``; raises :class:`SerializationError` where it is not of the type or is no JSON."""
         if type(body) is not self._plain:
-            self.check(body)
+            self._validated(body)
         try:
             raw = self._dump(body)
         except self._unserializable as error:
-            reason = " ".join(str(error).split())
-            raise SerializationError(
-                f"a body of type {type_name(type(body))} cannot be written as JSON: {reason}"
-            ) from error
+            raise self._unwritten(body, error) from error
         if self._plain is None and is_too_deep(raw):
             raise SerializationError(
                 f"a body of type {type_name(type(body))} cannot be written as JSON: it is nested more than {MAX_DEPTH} deep,"
@@ -113,6 +125,10 @@ class Codec:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         field = ".".join(str(part) for part in first["loc"]) or "the body"
         return SerializationError(f"{what} does not fit {self.name}: {field}: {first['msg']}")
+
+    def _unwritten(self, body: Any, error: Exception) -> SerializationError:
+        reason = " ".join(str(error).removeprefix("Pydantic serializer warnings:").split())
+        return SerializationError(f"a body of type {type_name(type(body))} cannot be written as JSON: {reason}")
 
     def _broken(self, what: str, error: Exception) -> SerializationError:
         """A validator of the user's type raised what no validator should."""
