@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import psutil
 import pytest
 
 from mainspring import process
@@ -231,7 +232,32 @@ class PostgresServer(Program):
             time.sleep(0.02)
 
     def stop(self, number: int = signal.SIGINT) -> None:
+        if number == signal.SIGKILL and self._process is not None:
+            _kill_family(self._process.pid)
         super().stop(number)  # by default a shutdown that does not wait for those who are connected
+
+
+def _kill_family(pid: int) -> None:
+    """Kill a server and its processes: one that is at work would answer for a while, and be in the way of the next server."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # from now on it makes no more
+    family = psutil.Process(pid).children()
+    os.kill(pid, signal.SIGKILL)  # first: it must not clean up after the others
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    until = time.monotonic() + PATIENCE
+    while any(map(runs, family)):
+        if time.monotonic() > until:
+            raise RuntimeError("what was killed still runs")
+        time.sleep(0.005)
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether it is there, and not only to be waited for."""
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def _newest_postgres() -> str | None:

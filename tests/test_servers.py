@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
-from contextlib import contextmanager
+import time
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING
 
+import psutil
+import psycopg
 import pytest
 
 import ports
@@ -122,3 +126,22 @@ def test_a_server_of_the_machine_that_cannot_be_used_is_passed_by(
 
 def test_where_nobody_listens_nobody_says_anything() -> None:
     assert servers.first_words(ports.free_port(), b"PING\r\n") == b""
+
+
+def test_of_a_killed_server_nothing_is_left_that_answers() -> None:
+    with servers.PostgresServer() as server, closing(psycopg.connect(server.url, autocommit=True)) as wire:
+        at_work = psutil.Process(wire.info.backend_pid)
+        wire.pgconn.send_query(b"DO 'BEGIN LOOP END LOOP; END'")  # it looks after nothing else meanwhile
+        with psycopg.connect(server.url, autocommit=True) as other:
+            asked = "SELECT state = 'active' FROM pg_stat_activity WHERE pid = %s"
+            until = time.monotonic() + servers.PATIENCE
+            while other.execute(asked, [at_work.pid]).fetchone() != (True,):
+                assert time.monotonic() < until
+                time.sleep(0.01)
+        try:
+            server.stop(signal.SIGKILL)
+            assert not servers.runs(at_work)
+            server.start()
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                at_work.kill()
