@@ -67,3 +67,12 @@ def test_a_negative_time_is_wrong_use(directory: Path, option: str) -> None:
     ended = run("check", "app:plain", option, "-1", cwd=directory)
     assert ended.returncode == 2
     assert option in only_line(ended.stderr)
+
+
+def test_what_the_package_warns_of_says_who_warns_and_other_warnings_are_left_alone(directory: Path) -> None:
+    source = "import logging"
+    for logger, text in (("mainspring.mailbox", "careful"), ("app", "theirs")):
+        source += f"\nlogging.getLogger({logger!r}).warning({text!r})"
+    (directory / "app.py").write_text(source + SOURCE, encoding="utf-8")
+    ended = run("check", "app:plain", cwd=directory)
+    assert ended.stderr.splitlines() == ["mainspring: careful", "theirs"]

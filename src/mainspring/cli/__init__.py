@@ -19,8 +19,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _take_signals()
     # A process that ends need not look for garbage, which the system frees with it: that was most of the time to leave.
     atexit.register(gc.freeze)
-    from mainspring.cli.app import call
+    import logging
 
+    from mainspring.cli.app import call
+    from mainspring.cli.problems import Remarks
+
+    logging.lastResort = Remarks(logging.lastResort)  # for the verbs that set up no logging of their own
     return call(arguments)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import sysconfig
 from pathlib import Path
@@ -29,6 +30,24 @@ def say(text: str) -> None:
     """
     sys.stderr.write(f"mainspring: {without_secrets(text)}\n")
     sys.stderr.flush()
+
+
+class Remarks(logging.Handler):
+    """What the package warns of while a verb works is a remark of ours too; whatever else, ``before`` goes on to print.
+
+    For ``logging.lastResort``, which prints what nobody has set up logging for, and so without a word of who says it.
+    """
+
+    def __init__(self, before: logging.Handler | None) -> None:
+        super().__init__(logging.WARNING)
+        self._before = before
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        if record.name.partition(".")[0] == "mainspring" and not record.exc_info:
+            say(record.getMessage())
+        elif self._before is not None:
+            self._before.handle(record)
 
 
 def one_line(error: BaseException) -> str:

@@ -180,7 +180,8 @@ def _input(file: str | None) -> IO[bytes]:
 def _open(url: str) -> Mailbox[Any, Any]:
     if url.startswith("memory:"):
         raise Problem(
-            "a memory:// mailbox lives and ends with one process, nobody would receive it; send to a sqlite:/// one"
+            "a memory:// mailbox lives and ends with one process, nobody would receive it; send to one that processes"
+            " share, as in sqlite:///jobs.db?name=jobs"
         )
     return open_mailbox(url)
 
