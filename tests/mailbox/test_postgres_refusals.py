@@ -12,7 +12,7 @@ import pytest
 from mainspring.cli.app import call
 from mainspring.errors import ConfigError, InvalidParameterError, MailboxConnectionError
 from mainspring.mailbox.postgres import PostgresMailbox
-from mainspring.mailbox.postgres_connection import Pool
+from mainspring.mailbox.postgres_connection import Pool, refusal_code
 
 pytestmark = pytest.mark.anyio
 
@@ -23,13 +23,14 @@ def anyio_backend():
 
 
 @asynccontextmanager
-async def refusing(text):
-    """The port of a server that refuses everybody with those words."""
+async def refusing(text, code=None):
+    """The port of a server that refuses everybody with those words, and that SQLSTATE."""
+    said = [(b"S", b"FATAL"), (b"V", b"FATAL")] + ([(b"C", code.encode())] if code else []) + [(b"M", text.encode())]
 
     async def serve(stream):
         async with stream:
             await stream.receive()
-            fields = b"".join(kind + value + b"\0" for kind, value in ((b"S", b"FATAL"), (b"M", text.encode()))) + b"\0"
+            fields = b"".join(kind + value + b"\0" for kind, value in said) + b"\0"
             await stream.send(b"E" + struct.pack("!i", len(fields) + 4) + fields)
 
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as tasks:
@@ -64,6 +65,30 @@ async def test_a_refusal_that_may_pass_is_none(text, anyio_backend):
     async with refusing(text) as port:
         with pytest.raises(MailboxConnectionError, match=text):
             await PostgresMailbox(f"postgresql://app@127.0.0.1:{port}/app?sslmode=disable").__aenter__()
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "lasting"),
+    [
+        ("28P01", "Passwort-Authentifizierung für Benutzer »app« fehlgeschlagen", "check the user, the password"),
+        ("28000", 'le rôle « app » n\'existe pas, C "53300"', "check the user, the password"),
+        ("3D000", 'データベース"app"は存在しません', "check the user, the password"),
+        ("42704", "unbekannter Konfigurationsparameter »x«", "correct the parameters of the URL"),
+        ("53300", "tut mir leid, schon zu viele Verbindungen", None),
+        ("57P03", "das Datenbanksystem startet", None),
+    ],
+)
+async def test_a_refusal_in_any_language_is_told_by_its_code(code, text, lasting, anyio_backend):
+    async with refusing(text, code) as port:
+        with pytest.raises(ConfigError if lasting else MailboxConnectionError, match=lasting) as told:
+            await PostgresMailbox(f"postgresql://app:secret@127.0.0.1:{port}/app?sslmode=disable").__aenter__()
+        assert text in str(told.value)
+        assert "secret" not in str(told.value)
+
+
+async def test_the_code_of_a_real_servers_refusal(place, anyio_backend):
+    for changed, code in (({"dbname": "no_such_database"}, "3D000"), ({"user": "no_such_role"}, "28000"), ({}, None)):
+        assert await refusal_code(psycopg.conninfo.make_conninfo(place.url, **changed)) == code
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import select
 import sys
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import psycopg
-from psycopg.pq import TransactionStatus
+from psycopg.conninfo import make_conninfo
+from psycopg.pq import PGconn, PollingStatus, TransactionStatus
 from psycopg.rows import tuple_row
 from psycopg.waiting import wait_async
 
@@ -37,19 +39,22 @@ _MIGRATE = (
     psycopg.errors.InvalidSchemaName,
     psycopg.errors.UndefinedColumn,
 )
-# A connection that fails has no code of its error, so it goes by the words, which are English where the server's are; another
-# server's refusal is taken for one that may pass.
+_LOGIN = "check the user, the password and the database of the URL"
+_PARAMETERS = "correct the parameters of the URL"
 _LASTING = (
-    (
-        r"bad value for|invalid .*(value|number)|could not match|unrecognized configuration parameter",
-        "correct the parameters of the URL",
-    ),
+    (r"bad value for|invalid .*(value|number)|could not match|unrecognized configuration parameter", _PARAMETERS),
     (r"does not support SSL|certificate|private key", "check the sslmode and the certificates that the URL names"),
     (
         r"authentication failed|no password|does not exist|no such (user|database)|pg_hba|not permitted|permission denied",
-        "check the user, the password and the database of the URL",
+        _LOGIN,
     ),
 )
+"""What to do about a connection that fails for good, by the words of libpq, poolers and servers that speak English."""
+_LASTING_CODES = {
+    **dict.fromkeys(("28000", "28P01", "3D000", "42501"), _LOGIN),
+    **dict.fromkeys(("22023", "42704"), _PARAMETERS),
+}
+"""The same by the code of a server's refusal, in whatever language it speaks. Any other may pass."""
 
 
 class Connection(psycopg.AsyncConnection[Any]):
@@ -108,6 +113,7 @@ class Pool:
         Raises :class:`MailboxConnectionError`; :class:`ConfigError` for a refusal that no later try would escape, as of a
         wrong password, unless there was a connection before: from then on it may be somebody's passing mistake.
         """
+        until = anyio.current_time() + self.timeout
         try:
             with anyio.fail_after(self.timeout):
                 # Nothing is prepared: behind a connection pooler the next transaction may meet another server process.
@@ -115,7 +121,7 @@ class Pool:
         except TimeoutError:
             raise MailboxConnectionError(f"PostgreSQL did not answer within {self.timeout:g} s") from None
         except (psycopg.Error, OSError) as error:
-            remedy = None if self._welcome else _remedy(str(error))
+            remedy = None if self._welcome else _remedy(str(error)) or await self._remedy_by_code(error, until)
             if remedy is not None:
                 raise ConfigError(f"PostgreSQL refuses the connection: {one_line(error)}; {remedy}") from error
             raise MailboxConnectionError(f"PostgreSQL cannot be reached: {one_line(error)}") from error
@@ -127,6 +133,17 @@ class Pool:
         self.opened += 1
         self._welcome = True
         return connection
+
+    async def _remedy_by_code(self, error: Exception, until: float) -> str | None:
+        """What a server's refusal of unknown words calls for; None where it may pass, or cannot be told in time."""
+        refused = getattr(error, "pgconn", None)
+        if refused is None:
+            return None
+        where = {key: text.decode() for key in ("host", "hostaddr", "port") if (text := getattr(refused, key))}
+        code = None
+        with suppress(psycopg.Error, OSError), anyio.CancelScope(deadline=until):
+            code = await refusal_code(make_conninfo(self.conninfo, **where))
+        return _LASTING_CODES.get(code or "")
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
@@ -224,6 +241,30 @@ class _ConflictError(MailboxConnectionError):
 
 class HeldUpError(MailboxConnectionError):
     """Another transaction was in the way for longer than the lock_timeout; nothing was done."""
+
+
+async def refusal_code(conninfo: str) -> str | None:
+    """The SQLSTATE with which a server refuses a connection; None where it does not, or this libpq does not tell.
+
+    The driver keeps only the words. So this knocks once more, and reads libpq's trace of what is said then.
+    """
+    if not hasattr(os, "memfd_create"):
+        return None
+    knocking = PGconn.connect_start(conninfo.encode())
+    try:
+        with os.fdopen(os.memfd_create("trace"), "rb") as trace:
+            knocking.trace(trace.fileno())
+            while (wait := _WAITS.get(PollingStatus(knocking.connect_poll()))) is not None:
+                await wait(knocking.socket)
+            knocking.untrace()
+            trace.seek(0)
+            told = re.search(rb"\tErrorResponse\t.*? C \"(\w{5})\"", trace.read())
+    finally:
+        knocking.finish()
+    return told[1].decode() if told else None
+
+
+_WAITS = {PollingStatus.READING: anyio.wait_readable, PollingStatus.WRITING: anyio.wait_writable}
 
 
 def _remedy(text: str) -> str | None:
