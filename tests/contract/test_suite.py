@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from contract.backends import memory
 from mainspring import Capabilities, ConfigError, InMemoryMailbox
+from mainspring.mailbox.message import Cancelled, CancelOutcome
 from mainspring.testing import mailbox_contract, run_virtual
 from mainspring.testing.mailbox_contract.harness import Harness, behaviour
 
@@ -182,3 +184,46 @@ def test_the_harness_tells_late_from_in_time() -> None:
                 await anyio.sleep(5)
 
     run_virtual(main)
+
+
+class Stands(InMemoryMailbox[Any, Any]):
+    """Cancels as late as told, and says then what it is told to say, if anything."""
+
+    def __init__(self, name: str, late: list[float], says: Cancelled | None) -> None:
+        super().__init__(name)
+        self._late = late
+        self._says = says
+
+    async def _cancel(self, message_id: str) -> Cancelled:
+        await anyio.sleep(self._late.pop(0))
+        done = await super()._cancel(message_id)
+        return self._says or done
+
+
+@pytest.mark.parametrize(
+    ("lease", "late", "says", "told"),
+    [
+        (0.5, [0.6, 0.0], None, None),
+        (
+            0.1,
+            [1.0, 1.0, 1.0],
+            None,
+            r"was to be done within 0\.9 s took 1\S* s, and then: .*, with the longest times too",
+        ),
+        (30.0, [0.0], Cancelled(CancelOutcome.REMOVED), r"^outcome: .*REMOVED.*, not .*CANCELLED"),
+    ],
+    ids=["late once", "always late", "wrong in time"],
+)
+def test_in_real_time_what_came_too_late_is_tried_again_and_what_is_wrong_is_not(
+    lease: float, late: list[float], says: Cancelled | None, told: str | None
+) -> None:
+    async def main() -> mailbox_contract.Report:
+        backend = mailbox_contract.Backend(lambda name, **_: Stands(name, late, says), short_lease=lease)
+        return await mailbox_contract.run(backend, only=[name])
+
+    name = "a_message_in_flight_can_be_cancelled"
+    report = anyio.run(main)
+    assert not late
+    assert report.ok is (told is None)
+    if told is not None:
+        assert re.search(told, str(report.failed[name])), report.failed[name]

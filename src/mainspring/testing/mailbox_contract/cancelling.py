@@ -23,8 +23,9 @@ async def a_pending_message_can_be_cancelled(h: Harness) -> None:
 async def a_delayed_message_can_be_cancelled(h: Harness) -> None:
     """cancel() of a delayed message removes it: it does not come when its delay is over."""
     async with h.open() as box:
-        sent = await box.send("x", delay=h.short)
-        equal(await box.cancel(sent), CancelOutcome.REMOVED, "outcome")
+        with h.within(h.short):
+            sent = await box.send("x", delay=h.short)
+            equal(await box.cancel(sent), CancelOutcome.REMOVED, "outcome")
         await h.counts(box, settled=1)
         await h.pass_time(h.short)
         await h.none(box, "it was cancelled")
@@ -49,8 +50,9 @@ async def a_returned_message_can_be_cancelled(h: Harness) -> None:
 async def a_cancelled_message_does_not_expire(h: Harness) -> None:
     """A message with an expires_in that was cancelled does not become a dead letter when that is over."""
     async with h.open() as box:
-        sent = await box.send("x", expires_in=h.short)
-        equal(await box.cancel(sent), CancelOutcome.REMOVED, "outcome")
+        with h.within(h.short):
+            sent = await box.send("x", expires_in=h.short)
+            equal(await box.cancel(sent), CancelOutcome.REMOVED, "outcome")
         await h.pass_time(h.short)
         await h.counts(box, settled=1)
         equal(await box.dead_letters(), [], "dead letters")
@@ -61,8 +63,9 @@ async def a_message_in_flight_can_be_cancelled(h: Harness) -> None:
     """cancel() of a message in flight revokes its lease: its holder is refused, and it never comes again."""
     async with h.open() as box:
         sent = await box.send("x")
-        message = await h.one(box, lease=h.short)
-        equal(await box.cancel(sent), CancelOutcome.CANCELLED, "outcome")
+        with h.within(h.short):
+            message = await h.one(box, lease=h.short)
+            equal(await box.cancel(sent), CancelOutcome.CANCELLED, "outcome")
         await h.counts(box, settled=1)
         for what, call in (
             ("extend_visibility", message.extend_visibility(600)),

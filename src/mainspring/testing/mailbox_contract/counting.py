@@ -46,8 +46,9 @@ async def counts_see_what_time_alone_has_done(h: Harness) -> None:
     """The end of a lease shows in counts() without anybody having received."""
     async with h.open() as box:
         await box.send_many(["a", "b"])
-        await h.one(box, lease=h.short)
-        await h.counts(box, pending=1, in_flight=1)
+        with h.within(h.short):
+            await h.one(box, lease=h.short)
+            await h.counts(box, pending=1, in_flight=1)
         await h.pass_time(h.short)
         await h.counts(box, pending=2)
 
@@ -57,9 +58,10 @@ async def the_end_of_a_lease_shows_to_everybody(h: Harness) -> None:
     """Who held nothing sees in counts() that another's lease has ended, and that what has expired by then is dead."""
     async with h.open() as holder, h.open() as other:
         await holder.send("back")
-        await holder.send("expired", expires_in=h.short + 1.0)
-        equal(len(await h.all(holder, lease=h.short + 1.5)), 2, "messages received")
-        await h.counts(other, in_flight=2)
+        with h.within(h.short + 1.0):
+            await holder.send("expired", expires_in=h.short + 1.0)
+            equal(len(await h.all(holder, lease=h.short + 1.5)), 2, "messages received")
+            await h.counts(other, in_flight=2)
         await h.pass_time(h.short + 1.5)
         await h.counts(other, pending=1, dead=1)
 

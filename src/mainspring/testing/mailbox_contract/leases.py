@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import anyio
+
 from mainspring import clock
 from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.testing.mailbox_contract.harness import Harness, behaviour, check, equal, raises
@@ -29,8 +31,9 @@ async def an_expired_lease_charges_and_delivers_again(h: Harness) -> None:
     """When its lease runs out, a message is pending again: the next delivery counts as one more attempt."""
     async with h.open() as box:
         await box.send("x")
-        await h.one(box, lease=h.short)
-        await h.counts(box, in_flight=1)
+        with h.within(h.short):
+            await h.one(box, lease=h.short)
+            await h.counts(box, in_flight=1)
         await h.pass_time(h.short)
         await h.counts(box, pending=1)
         second = await h.one(box, lease=h.short)
@@ -45,14 +48,15 @@ async def a_lease_ends_at_its_instant(h: Harness) -> None:
     """Up to its last moment a lease holds; from the instant of its end on it does not, whether a reaper ran or not."""
     async with h.open() as box:
         await box.send_many(["in time", "too late"])
-        early, late = await box.receive(max_messages=2, visibility_timeout=h.short)
         virtual = clock.virtual_clock()
-        if virtual is not None:  # jumped, not slept: no other task has run when the calls are made
-            virtual.jump(h.short - h.slack - 0.001)
+        with h.within(h.short):
+            early, late = await box.receive(max_messages=2, visibility_timeout=h.short)
+            if virtual is not None:  # jumped, not slept: no other task has run when the calls are made
+                virtual.jump(h.short - h.slack - 0.001)
             await early.acknowledge()
+        if virtual is not None:
             virtual.jump(0.001 + 2 * h.slack)
         else:
-            await early.acknowledge()
             await h.pass_time(h.short)
         with raises(ReceiptHandleExpiredError, "an acknowledgement at the end of the lease"):
             await late.acknowledge()
@@ -76,17 +80,20 @@ async def a_lease_of_no_length_is_over_at_once(h: Harness) -> None:
 @behaviour()
 async def extend_lengthens_a_lease_from_now(h: Harness) -> None:
     """After extend_visibility(s) the lease lasts s seconds from that moment."""
-    first = h.short if h.virtual else 2.0
+    first = h.ample(2.0)
     async with h.open() as box:
         await box.send("x")
-        message = await h.one(box, lease=first)
-        if h.virtual:
-            await h.spend(first / 2)
-        await message.extend_visibility(2 * first)
-        await h.spend(first + first / 2)
-        await h.none(box, "the lease was extended")
-        await message.extend_visibility(first)
-        await message.acknowledge()
+        with h.within(first):
+            message = await h.one(box, lease=first)
+            if h.virtual:
+                await h.spend(first / 2)
+            extended = anyio.current_time()
+            await message.extend_visibility(2 * first)
+        with h.within(2 * first, extended):
+            await h.spend(first + first / 2)
+            await h.none(box, "the lease was extended")
+            await message.extend_visibility(first)
+            await message.acknowledge()
         await h.counts(box, settled=1)
 
 
@@ -108,26 +115,32 @@ async def extend_never_shortens(h: Harness) -> None:
 @behaviour()
 async def a_lease_can_be_kept_for_ever(h: Harness) -> None:
     """Extended again and again, a lease lasts; the message is delivered once."""
-    lease = h.short if h.virtual else max(1.0, 2 * h.short) + 3 * h.backend.lateness
+    lease = h.short if h.virtual else max(h.ample(1.0), 2 * h.short) + 3 * h.backend.lateness
     async with h.open() as box:
         await box.send("x")
+        extended = anyio.current_time()
         message = await h.one(box, lease=lease)
         for _ in range(6):
-            await h.spend(lease / 3)
-            await message.extend_visibility(lease)
-        await h.none(box, "the lease was renewed in time")
-        await message.acknowledge()
+            with h.within(lease, extended):
+                await h.spend(lease / 3)
+                extended = anyio.current_time()
+                await message.extend_visibility(lease)
+        with h.within(lease, extended):
+            await h.none(box, "the lease was renewed in time")
+            await message.acknowledge()
         await h.counts(box, settled=1)
 
 
 @behaviour()
 async def leases_are_each_messages_own(h: Harness) -> None:
     """The messages of one batch expire, are extended and settled each by itself."""
+    lease = h.ample(1.0)
     async with h.open() as box:
         await box.send_many(["kept", "lost"])
-        kept, _lost = await box.receive(max_messages=2, visibility_timeout=h.short if h.virtual else 1.0)
-        await kept.extend_visibility(600)
-        await h.pass_time(h.short if h.virtual else 1.0)
+        with h.within(lease):
+            kept, _lost = await box.receive(max_messages=2, visibility_timeout=lease)
+            await kept.extend_visibility(600)
+        await h.pass_time(lease)
         equal((await h.one(box)).body, "lost", "what came back")
         await kept.acknowledge()
         await h.counts(box, in_flight=1, settled=1)

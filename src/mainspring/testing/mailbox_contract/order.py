@@ -63,8 +63,10 @@ async def a_nacks_delay_ends_at_the_tail(h: Harness) -> None:
     """After nack(delay=s) a message is invisible for s seconds, then behind those that wait."""
     async with h.open() as box:
         await box.send_many(["a", "b"])
-        await (await h.one(box)).nack(delay=h.short)
-        await h.counts(box, delayed=1, pending=1)
+        first = await h.one(box)
+        with h.within(h.short):
+            await first.nack(delay=h.short)
+            await h.counts(box, delayed=1, pending=1)
         await h.pass_time(h.short)
         await h.counts(box, pending=2)
         equal(texts(await h.all(box)), ["b", "a"], "the order after the delay")

@@ -169,9 +169,10 @@ async def headers_arrive_unchanged(h: Harness) -> None:
 async def a_delayed_message_stays_hidden_until_its_time(h: Harness) -> None:
     """A delayed message counts as delayed and nobody receives it; when the delay ends, it is pending."""
     async with h.open() as box:
-        await box.send("later", delay=h.short)
-        await box.send("now")
-        await h.counts(box, delayed=1, pending=1)
+        with h.within(h.short):
+            await box.send("later", delay=h.short)
+            await box.send("now")
+            await h.counts(box, delayed=1, pending=1)
         if h.virtual:
             equal(texts(await h.all(box)), ["now"], "what can be received before the delay ends")
             await h.counts(box, delayed=1, in_flight=1)
@@ -265,8 +266,9 @@ async def an_expired_message_died_at_its_expiry(h: Harness) -> None:
 async def what_somebody_works_on_does_not_expire(h: Harness) -> None:
     """A message in flight outlives its expires_in and can be acknowledged; given back after it, it is dead."""
     async with h.open() as box:
-        await box.send_many(["done", "back", "released", "later"], expires_in=h.short + 1.0)
-        done, back, released, later = await h.all(box)
+        with h.within(h.short + 1.0):
+            await box.send_many(["done", "back", "released", "later"], expires_in=h.short + 1.0)
+            done, back, released, later = await h.all(box)
         await h.pass_time(h.short + 1.0)
         await h.counts(box, in_flight=4)
         await done.acknowledge()

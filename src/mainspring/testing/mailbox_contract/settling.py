@@ -9,13 +9,15 @@ from mainspring.testing.mailbox_contract.harness import Harness, behaviour, chec
 @behaviour()
 async def an_acknowledged_message_is_gone(h: Harness) -> None:
     """acknowledge() settles: the message never comes again, also not after its lease would have ended."""
+    lease = h.ample(1.0)
     async with h.open() as box:
         await box.send("x")
-        message = await h.one(box, lease=h.short if h.virtual else 1.0)
-        await message.acknowledge()
+        with h.within(lease):
+            message = await h.one(box, lease=lease)
+            await message.acknowledge()
         check(message.is_settled, "is_settled is not set")
         await h.counts(box, settled=1)
-        await h.pass_time(h.short)
+        await h.pass_time(lease)
         await h.none(box, "it was acknowledged")
         await h.counts(box, settled=1)
 
@@ -94,8 +96,10 @@ async def a_delayed_nack_charges_as_told(h: Harness) -> None:
     """nack(delay=s) charges like one without a delay, and counts as delayed."""
     async with h.open() as box:
         await box.send("x")
-        await (await h.one(box)).nack(delay=h.short)
-        await h.counts(box, delayed=1)
+        message = await h.one(box)
+        with h.within(h.short):
+            await message.nack(delay=h.short)
+            await h.counts(box, delayed=1)
         await h.pass_time(h.short)
         message = await h.one(box)
         equal((message.delivery_count, message.attempt), (2, 2), "counts after a charged one")
@@ -147,10 +151,11 @@ async def attempts_add_up_over_every_kind_of_return(h: Harness) -> None:
 @behaviour()
 async def a_return_ends_the_old_lease(h: Harness) -> None:
     """A message given back and received again has a lease of its own: the end of the first one changes nothing."""
-    lease = h.short if h.virtual else 1.0
+    lease = h.ample(1.0)
     async with h.open() as box:
         await box.send("x")
-        await (await h.one(box, lease=lease)).nack()
+        with h.within(lease):
+            await (await h.one(box, lease=lease)).nack()
         again = await h.one(box, lease=600)
         await h.pass_time(lease)
         await h.none(box, "the second lease still runs")
