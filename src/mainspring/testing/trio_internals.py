@@ -32,7 +32,7 @@ def require_trio() -> None:
     try:
         import_module("trio.testing")
     except ImportError as error:
-        raise ConfigError("virtual time needs trio: pip install 'mainspring[trio]'") from error
+        raise ConfigError("virtual time needs trio: pip install 'mainspring[test]'") from error
 
 
 @contextmanager
