@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import anyio
@@ -207,6 +208,54 @@ async def test_a_task_that_exits_does_not_end_the_process(error):
             scope.start_soon(leaves, name="worker")
             await anyio.sleep_forever()
     assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("how", ["its task", "what it waits for"])
+async def test_a_task_that_is_cancelled_natively_is_an_error(how, anyio_backend_name):
+    """A task group would end without a word, and the other tasks with it."""
+    if anyio_backend_name == "trio":
+        return  # it has no cancellation but that of scopes
+
+    async def one() -> None:
+        future = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_soon((asyncio.current_task() if how == "its task" else future).cancel)
+        await future
+
+    with pytest.raises(TaskExitError, match="one was cancelled by itself"):
+        async with DaemonScope() as scope:
+            scope.start_soon(forever)
+            scope.start_soon(one, name="one")
+            await anyio.sleep_forever()
+
+
+async def test_a_task_that_is_cancelled_natively_too_is_none(anyio_backend_name):
+    if anyio_backend_name == "trio":
+        return
+    tasks: list[asyncio.Task[object] | None] = []
+
+    async def task() -> None:
+        tasks.append(asyncio.current_task())
+        await anyio.sleep_forever()
+
+    async with DaemonScope() as scope:
+        daemon = scope.start_soon(task)
+        await anyio.wait_all_tasks_blocked()
+        daemon.cancel()
+        tasks[0].cancel()
+        await anyio.wait_all_tasks_blocked()
+        assert daemon.done
+
+    async def run() -> None:
+        async with DaemonScope() as scope:
+            scope.start_soon(task)
+            await anyio.sleep_forever()
+
+    tasks[:] = [asyncio.ensure_future(run())]
+    await anyio.wait_all_tasks_blocked()
+    for one in tasks:  # as an event loop that ends does
+        one.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await tasks[0]
 
 
 async def test_a_cancelled_scope_cancels_every_task():

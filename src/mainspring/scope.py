@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
@@ -59,6 +61,13 @@ class Daemon:
         except (SystemExit, KeyboardInterrupt) as error:
             self.error = TaskExitError(f"{self.name} raised {error!r}; to end the program, call its group's shutdown()")
             raise self.error from error
+        except anyio.get_cancelled_exc_class() as error:
+            self.error = error
+            if not await nobody_asked():
+                raise
+            if not self._scope.cancel_called:  # else it was to end anyway
+                self.error = TaskExitError(f"{self.name} was cancelled by itself, and not by the scope that it runs in")
+                raise self.error from error
         except BaseException as error:
             self.error = error
             raise
@@ -216,6 +225,50 @@ class DaemonScope:
         if self._group is None:
             raise RuntimeError(f"DaemonScope {self.name!r} is not open; use `async with`")
         return self._group
+
+
+async def nobody_asked() -> bool:
+    """Whether no cancel scope has asked for the cancellation that was just caught; asyncio's count of it is set back then.
+
+    On asyncio a task can be cancelled natively, and a future that was cancelled ends whoever awaits it in the same way. A task
+    group takes a task that has ended so for one of those that it cancelled itself: it cancels the others, and says nothing.
+    An event loop that ends cancels all its tasks natively at once; then whoever owns the scopes was asked, and passes it on.
+    """
+    if anyio.current_effective_deadline() > -math.inf:
+        with suppress(anyio.get_cancelled_exc_class()):  # one that is pending cannot be taken back before Python 3.13
+            await anyio.lowlevel.checkpoint()
+    if anyio.current_effective_deadline() == -math.inf:
+        return False
+    return async_library() == "trio" or _forget_native_cancels()
+
+
+def _forget_native_cancels() -> bool:
+    """Set this task's count of native cancellations back, unless a task around it is being cancelled, too."""
+    import asyncio
+
+    task = asyncio.current_task()
+    assert task is not None
+    tasks = {id(one): one for one in asyncio.all_tasks()}
+    parents = {info.id: info.parent_id for info in anyio.get_running_tasks()}
+    owner = parents[id(task)]
+    while owner in tasks:
+        if tasks[owner].cancelling():
+            return False
+        owner = parents[owner]
+    while task.cancelling():
+        task.uncancel()
+    return True
+
+
+def native_cancels() -> Callable[[], int]:
+    """A function that says how many native cancellations of this task are counted; on trio, which has none, 0."""
+    if async_library() == "trio":
+        return int
+    import asyncio
+
+    task = asyncio.current_task()
+    assert task is not None
+    return task.cancelling
 
 
 def lone_error(error: BaseException) -> BaseException:

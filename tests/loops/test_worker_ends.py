@@ -12,7 +12,7 @@ from loop_support import quick, sleeping
 from mainspring import Context, InMemoryMailbox, MainLoop, Retry
 from mainspring.errors import MailboxClosedError
 from mainspring.events import SettlementFailed
-from support import FaultyMailbox, background, fail, hang, record, settled
+from support import FaultyMailbox, background, fail, hang, record, settled, work
 
 pytestmark = pytest.mark.anyio
 
@@ -75,6 +75,30 @@ async def test_a_native_cancellation_of_the_run_gives_its_messages_back(anyio_ba
         await task
     assert loop.outcomes == {"released": 3}
     assert (await mailbox.counts()).pending == 3
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_an_answer_that_comes_as_it_is_given_up_costs_the_next_message_nothing(waits):
+    """The slot's scope is used up then: no handler may begin in it, and nobody who waits in it may be thought to come."""
+
+    async def just_in_time(hook):
+        await hook()
+        loop.runs[0].give_up_settling()
+
+    mailbox = FaultyMailbox()
+    mailbox.next("settle", just_in_time, work, just_in_time)
+    loop = MainLoop(mailbox, one_turn, wait_time_seconds=600)
+    await mailbox.send_many([1] if waits else [1, 2])
+    async with background(loop):
+        await anyio.sleep(0.01)
+        await mailbox.send(3)
+        await mailbox.send(4)
+        await settled(mailbox, within=5)
+    assert loop.outcomes == {"acknowledged": 3 if waits else 4}
+
+
+async def one_turn(job: int) -> None:
+    await anyio.lowlevel.checkpoint()
 
 
 async def test_abort_ends_a_settlement_that_hangs(virtual_clock):

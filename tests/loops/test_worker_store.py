@@ -231,7 +231,7 @@ async def test_a_settlement_that_hangs_gives_its_slot_back(virtual_clock, policy
         await anyio.sleep(32)  # 30 s, and at most as much again until somebody looks
         assert loop.in_flight == 0
         assert [(event.outcome, event.error) for event in failed] == [
-            ("acknowledged", "the mailbox did not answer in time, or the loop was cancelled")
+            ("acknowledged", "the mailbox did not answer in time, or the loop or its task was cancelled")
         ]
         assert loop.outcomes == {"lost": 1}
         mailbox.always("extend", slow(0))

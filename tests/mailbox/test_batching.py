@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import anyio
 import pytest
 
@@ -321,6 +323,60 @@ async def test_the_runner_outlives_a_cancelled_scope_for_those_who_clean_up(stor
                     results.append(await made.batcher.call(Add(1)))
                     await made.batcher.close()
     assert results == [2]
+
+
+async def test_the_runner_outlives_a_native_cancellation_of_its_task(store, anyio_backend_name):
+    if anyio_backend_name == "trio":
+        return  # it has no cancellation but that of scopes
+    (runner,) = [task for task in asyncio.all_tasks() if task.get_name() == "runner"]
+    results: list[object] = []
+
+    async def call(number: int) -> None:
+        try:
+            results.append(await store.batcher.call(Add(number)))
+        except MailboxConnectionError as error:
+            results.append(error)
+
+    await anyio.wait_all_tasks_blocked()
+    for _ in range(2):
+        runner.cancel()
+        runner.cancel()
+        await asyncio.sleep(0)
+    async with anyio.create_task_group() as tasks:
+        for number in range(3):  # several, so that the runner executes them
+            tasks.start_soon(call, number)
+        await store.out.wait()
+        await asyncio.sleep(0)
+        runner.cancel()
+        await anyio.wait_all_tasks_blocked()
+        store.gate.set()
+    if store.batcher._resume is None:
+        assert [type(result) for result in results[-2:]] == [MailboxConnectionError] * 2
+    else:
+        assert sorted(results) == [1, 2, 3]
+    assert await store.batcher.call(Add(4)) == 5
+    assert not runner.done()
+    assert runner.cancelling() == 0
+
+
+@pytest.mark.parametrize("store", [False], indirect=True)
+async def test_what_the_driver_cancels_itself_is_a_lost_connection(store, anyio_backend_name):
+    if anyio_backend_name == "trio":
+        return
+    store.gate.set()
+    gate = store.gate
+    future = asyncio.get_running_loop().create_future()
+    future.cancel()
+
+    class Broken:
+        async def wait(self) -> None:
+            await future
+
+    store.gate = Broken()
+    with pytest.raises(MailboxConnectionError, match="nobody asked for"):
+        await store.batcher.call(Add(1))
+    store.gate = gate
+    assert await store.batcher.call(Add(2)) == 3
 
 
 @pytest.mark.parametrize("store", [False], indirect=True)

@@ -28,8 +28,7 @@ from mainspring.loops.outcome import (
 from mainspring.loops.run import Clocks, Phase
 from mainspring.mailbox.message import Ack, Dead, Return
 from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
-from mainspring.process import async_library
-from mainspring.scope import lone_error
+from mainspring.scope import lone_error, nobody_asked
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -121,7 +120,7 @@ class Attempts:
             result = await run.coroutine
             return self._succeeded(run, result)
         except anyio.get_cancelled_exc_class() as error:
-            return self._cancelled(run, scope, error)
+            return await self._cancelled(run, scope, error)
         except Exception as error:
             return self._failed(run, scope, error)
         except BaseException as error:
@@ -212,18 +211,14 @@ class Attempts:
             return _with_history(decision, message.history_with(lone_error(error)))
         return decision
 
-    def _cancelled(self, run: Run, scope: anyio.CancelScope, error: BaseException) -> Decision:
-        if scope.cancel_called:
-            run.decision = self._failed(run, scope, error)
-            raise error
-        if anyio.current_effective_deadline() == -math.inf:
-            run.decision = RELEASED
-            raise error
-        # The loop is not being cancelled: the handler raised it by itself (a cancelled future, say), or cancelled its task.
-        _forget_native_cancels()
-        own = TaskExitError("the handler raised a cancellation that nobody asked for; catch it where it arises")
-        own.__cause__ = error
-        return self._failed(run, scope, own)
+    async def _cancelled(self, run: Run, scope: anyio.CancelScope, error: BaseException) -> Decision:
+        if not scope.cancel_called and await nobody_asked():
+            # The handler raised it by itself (a cancelled future, say), or somebody cancelled its task.
+            own = TaskExitError("the handler raised a cancellation that nobody asked for; catch it where it arises")
+            own.__cause__ = error
+            return self._failed(run, scope, own)
+        run.decision = self._failed(run, scope, error) if scope.cancel_called else RELEASED
+        raise error
 
 
 def _with_history(decision: Decision, history: str | None) -> Decision:
@@ -236,14 +231,3 @@ def _with_history(decision: Decision, history: str | None) -> Decision:
 def _makes_way(run: Run, error: BaseException) -> bool:
     """Whether a handler gives its message back for a shutdown: to the front then, as if it had been cancelled for it."""
     return isinstance(error, Retry) and not error.charge and not error.delay and run.shutting_down.is_set()
-
-
-def _forget_native_cancels() -> None:
-    """Undo ``cancel()`` calls on this asyncio task that no anyio scope knows of: the slot goes on with the next message."""
-    if async_library() != "asyncio":
-        return
-    import asyncio
-
-    task = asyncio.current_task()
-    while task is not None and task.cancelling():
-        task.uncancel()

@@ -9,6 +9,7 @@ import anyio
 from mainspring.events import MessageFinished, MessageNotAcknowledged
 from mainspring.loops.outcome import DONE, LOST, RELEASED, Decision, Outcome
 from mainspring.loops.run import Phase
+from mainspring.scope import nobody_asked
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection
@@ -65,9 +66,16 @@ class Ends:
         try:
             async with anyio.create_task_group() as tasks:
                 for run in runs:
-                    tasks.start_soon(self._settle, run, DONE, now)
+                    tasks.start_soon(self._settle_alone, run, now)
         finally:  # a task that is cancelled before it begins does nothing
             self._cut_off([run for run in runs if run.phase is not Phase.DONE], DONE, now)
+
+    async def _settle_alone(self, run: Run, now: float) -> None:
+        try:
+            await self._settle(run, DONE, now)
+        except anyio.get_cancelled_exc_class():
+            if not await nobody_asked():  # else the others go on
+                raise
 
     def finish(self, run: Run, decision: Decision) -> Awaitable[None]:
         """Write the outcome, count it, and free the place."""

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import anyio
 
 from mainspring import entropy
-from mainspring.errors import ReceiptHandleExpiredError, describe
+from mainspring.errors import ReceiptHandleExpiredError, TaskExitError, describe
 from mainspring.events import LeaseLost, LeaseRenewalFailed, LeaseRenewalRecovered
 from mainspring.loops.outcome import Cause
 from mainspring.loops.run import Phase
 from mainspring.periodic import Periodic
 from mainspring.policies import backoff
+from mainspring.scope import nobody_asked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -60,6 +61,8 @@ class LeaseKeeper:
         try:
             async with anyio.create_task_group() as self._tasks:
                 await self._timer.run()
+            # The timer runs until cancelled: a task of the group was, and has ended it.
+            raise TaskExitError("the renewal of leases was cancelled by itself, and not by the loop")
         finally:
             if stop_hearing is not None:
                 stop_hearing()
@@ -151,10 +154,12 @@ class LeaseKeeper:
                 else:
                     self._lose(run)
                 return
-            except Exception as error:  # whatever it is, the handlers go on as long as their leases do
-                failures += 1
-                self._retrying.add(run)
-                await self._back_off(run, error, failures)
+            except anyio.get_cancelled_exc_class():
+                if not await nobody_asked():
+                    raise
+                error: Exception = TaskExitError("a cancellation that nobody asked for")
+            except Exception as failed:  # whatever it is, the handlers go on as long as their leases do
+                error = failed
             else:
                 run.renewed_at = began
                 run.trusted_until = max(run.trusted_until, began + self._visibility)
@@ -162,6 +167,9 @@ class LeaseKeeper:
                 self._timer.wake_by(run.renew_at)
                 self._answers(again=failures > 0)
                 return
+            failures += 1
+            self._retrying.add(run)
+            await self._back_off(run, error, failures)
 
     async def _back_off(self, run: Run, error: Exception, failures: int) -> None:
         """Wait before the next try, well inside what is left of the lease."""

@@ -92,7 +92,7 @@ class Settler:
 
     def cut_off(self, run: Run, decision: Decision) -> None:
         """Say that a settlement was given up half-way: it may or may not have been written."""
-        error = "the mailbox did not answer in time, or the loop was cancelled"
+        error = "the mailbox did not answer in time, or the loop or its task was cancelled"
         self._dispatcher.dispatch(SettlementFailed(self._name, run.message_id, decision.outcome, error))
 
     async def acknowledge(self, messages: list[Message[Any, Any]]) -> Collection[int]:

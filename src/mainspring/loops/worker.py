@@ -17,7 +17,7 @@ import anyio
 
 from mainspring import entropy
 from mainspring.clock import loop_clock, thread_clock
-from mainspring.errors import MainspringError, describe
+from mainspring.errors import MainspringError, TaskExitError, describe
 from mainspring.events import (
     Dispatcher,
     ReceiveFailed,
@@ -33,7 +33,7 @@ from mainspring.loops.places import Places
 from mainspring.loops.run import Run
 from mainspring.loops.settle import Settler, bounded
 from mainspring.policies import backoff
-from mainspring.scope import DaemonScope, first_error
+from mainspring.scope import DaemonScope, first_error, native_cancels, nobody_asked
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -158,6 +158,8 @@ class Worker:
             # Leaving the scope stops the renewal, as the last thing.
         if crash is not None:
             raise crash
+        if self._slots.cancel_scope.cancel_called:  # by a task that was cancelled before it had begun
+            raise TaskExitError("a slot was cancelled by itself, and not by the loop")
 
     async def _receive_until_held(self, max_iterations: int | None) -> None:
         """Receive until told to stop or to pause; raises what made that impossible.
@@ -174,6 +176,8 @@ class Worker:
                     tasks.start_soon(self._receiver, max_iterations)
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
+        if tasks.cancel_scope.cancel_called:  # which one of the two has done by ending so
+            raise TaskExitError("receiving was cancelled by itself, and not by the loop")
 
     async def _receiver(self, max_iterations: int | None) -> None:
         failures = 0
@@ -193,6 +197,11 @@ class Worker:
                     raise
                 failures += 1
                 await self._pause_after(error, failures)
+            except anyio.get_cancelled_exc_class():
+                if not await nobody_asked():
+                    raise
+                failures += 1
+                await self._pause_after(TaskExitError("a cancellation that nobody asked for"), failures)
             else:
                 if failures:
                     if self.receiving_failed is not None:  # else the other receiver has told
@@ -278,28 +287,39 @@ class Worker:
         token = _inside.set(self)
         self._roused -= 1
         run: Run | None = None
+        cancelling = native_cancels()
         try:
             while True:
-                with anyio.CancelScope() as scope:
-                    run = await self._await_run(scope)
-                    while run is not None:
-                        run.scope = scope
-                        decision = await self._attempts.make(run, scope) if self.intake.open else RELEASED
-                        if scope.cancel_called:
-                            run.decision = decision
-                            break
-                        goes_on = self._joined and self._backlog and self._real_clock() < self._turn_ends
-                        if decision is DONE and (goes_on or self._ends.done) and not run.message.is_settled:
-                            self._ends.done.append(run)
-                            run = None
-                            if not goes_on:
-                                await self._acknowledge(scope)
-                        else:
-                            await self._ends.finish(run, decision)
-                        run = self._take(0 if self._roused else 1) or await self._await_run(scope)
-                if not scope.cancel_called:
-                    return
-                # The scope is used up: what it cancelled is settled outside of it.
+                try:
+                    with anyio.CancelScope() as scope:
+                        run = await self._await_run(scope)
+                        while run is not None:
+                            run.scope = scope
+                            decision = await self._attempts.make(run, scope) if self.intake.open else RELEASED
+                            if cancelling():  # else what is settled next would be cut off by it, neighbours and all
+                                run.decision = decision
+                                if not await nobody_asked():
+                                    await anyio.lowlevel.checkpoint()  # raises
+                            if scope.cancel_called:
+                                run.decision = decision
+                                break
+                            goes_on = self._joined and self._backlog and self._real_clock() < self._turn_ends
+                            if decision is DONE and (goes_on or self._ends.done) and not run.message.is_settled:
+                                self._ends.done.append(run)
+                                run = None
+                                if not goes_on:
+                                    await self._acknowledge(scope)
+                            else:
+                                await self._ends.finish(run, decision)
+                            if scope.cancel_called:  # just as the mailbox answered
+                                break
+                            run = self._take(0 if self._roused else 1) or await self._await_run(scope)
+                    if not scope.cancel_called:
+                        return
+                except anyio.get_cancelled_exc_class():
+                    if not await nobody_asked():
+                        raise
+                # The scope is used up, or somebody has cancelled this task: what was cancelled is settled outside of it.
                 if run is not None:
                     with bounded(shield=False):
                         await self._ends.finish_late(run)
@@ -315,7 +335,7 @@ class Worker:
             _inside.reset(token)
 
     async def _await_run(self, scope: anyio.CancelScope) -> Run | None:
-        """The next message for a slot that begins or has nothing to do, or None at the end.
+        """The next message for a slot that begins or has nothing to do, or None at the end and where the scope is used up.
 
         It rouses two others, so that all get going soon where handlers wait. One that goes on rouses another only where none
         is on its way, so that it serves alone where they never do; it goes on before what is done is acknowledged, for more to
@@ -323,12 +343,19 @@ class Worker:
         """
         while True:
             await self._acknowledge(scope)
+            if scope.cancel_called:  # no handler may begin in it
+                return None
             if (run := self._take(2)) is not None or self._ending:
                 return run
             event = anyio.Event()
             self._idle.append(event)
-            await event.wait()
-            self._roused -= 1
+            try:
+                await event.wait()
+            finally:
+                if event.is_set():
+                    self._roused -= 1
+                else:
+                    self._idle.remove(event)
 
     def _take(self, others: int) -> Run | None:
         """The next message, if there is one; so many other slots are roused where there is something for them to do."""
@@ -341,7 +368,8 @@ class Worker:
 
     async def _acknowledge(self, scope: anyio.CancelScope) -> None:
         """Acknowledge what is done by now; then a new turn begins."""
-        while self._ends.done:  # those too that came meanwhile: whoever brought them may have found nobody to rouse
+        while self._ends.done and not scope.cancel_called:
+            # Those too that came meanwhile: whoever brought them may have found nobody to rouse.
             if self._backlog and not self._roused:
                 self._rouse()
             await self._ends.acknowledge(scope)

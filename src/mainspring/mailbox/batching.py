@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import anyio
 
-from mainspring.errors import MailboxClosedError, copied
+from mainspring.errors import MailboxClosedError, MailboxConnectionError, copied
 from mainspring.mailbox.limits import CLOSE_TIMEOUT
+from mainspring.scope import native_cancels, nobody_asked
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -155,11 +156,13 @@ class Batcher(Generic[C]):
         """Execute batch after batch until :meth:`stop` or :meth:`close`.
 
         The runner outlives a cancellation of the scope it is in: those who clean up under a shield still need it. Its end
-        is a close, which every mailbox reaches on its way out, and which has a deadline.
+        is a close, which every mailbox reaches on its way out, and which has a deadline. It outlives one of asyncio's own as
+        well, of its task or of what ``execute`` waits for; the commands that were out then fail as with a lost connection.
         """
         try:
             with self._shield:
-                await self._run()
+                while not await self._has_ended():
+                    pass
         finally:
             self._closing = True
             _refuse(self._next.commands, MailboxClosedError(f"{self._name} was closed before the operation began"))
@@ -180,6 +183,16 @@ class Batcher(Generic[C]):
             self._closing = True
             self._shield.deadline = anyio.current_time() + CLOSE_TIMEOUT
         self._wake.set()
+
+    async def _has_ended(self) -> bool:
+        """Run to the end; False where a cancellation came in between that nobody asked for."""
+        try:
+            await self._run()
+        except anyio.get_cancelled_exc_class():
+            if not await nobody_asked():
+                raise
+            return False
+        return True
 
     async def _run(self) -> None:
         while True:
@@ -218,12 +231,29 @@ class Batcher(Generic[C]):
     async def _send(self, commands: list[C], execute: Callable[[list[C]], Awaitable[None]]) -> None:
         self._running = True
         try:
-            await self._perform(commands, execute)
+            while not await self._has_performed(commands, execute):
+                execute = self._go_on
         except BaseException:
             _refuse(commands, MailboxClosedError(f"{self._name} was closed while the operation was out"))
             raise
         finally:
             self._running = False
+
+    async def _has_performed(self, commands: list[C], execute: Callable[[list[C]], Awaitable[None]]) -> bool:
+        """Whether that is over; False where it was cancelled, which nobody asked for, and can be resumed."""
+        cancelling = native_cancels()
+        try:
+            await self._perform(commands, execute)
+        except anyio.get_cancelled_exc_class():
+            this_task = cancelling() > 0  # else it is something that `execute` waits for
+            if not await nobody_asked():
+                raise
+            if this_task and self._resume is not None:
+                return False
+            _refuse(
+                commands, MailboxConnectionError(f"{self._name}: a cancellation that nobody asked for ended the call")
+            )
+        return True
 
     async def _perform(self, commands: list[C], execute: Callable[[list[C]], Awaitable[None]]) -> None:
         self.batches += 1
