@@ -442,6 +442,67 @@ async def test_what_the_mailbox_does_in_a_transaction_has_an_end(place, mailbox,
         assert not message.is_settled
 
 
+@pytest.mark.parametrize("limit", ["statement_timeout", "lock_timeout"])
+@pytest.mark.parametrize("by_hand", [False, True])
+async def test_a_settlement_that_the_server_breaks_off_is_named(place, mailbox, limit, by_hand):
+    """It is the mailbox's own statement: its error is none of the driver's, and says that another try can help."""
+    await mailbox.send("x")
+    (message,) = await mailbox.receive()
+    async with await place.connect() as other:
+        await other.execute(f"SELECT FROM {place.schema}.messages FOR UPDATE")
+        with pytest.raises(MailboxConnectionError, match=f"due to {limit.replace('_', ' ')}"):  # noqa: PT012
+            async with mailbox.transaction(message) as connection:
+                await connection.execute(f"SET LOCAL {limit} = 50")
+                if by_hand:
+                    await message.nack()
+        await other.rollback()
+    assert not message.is_settled
+    await message.acknowledge()
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("deadlock_detected", MailboxConnectionError),
+        ("query_canceled", MailboxConnectionError),
+        ("unique_violation", psycopg.errors.UniqueViolation),
+    ],
+)
+async def test_a_commit_that_the_server_breaks_off_is_named_and_what_a_constraint_says_stays(
+    place, mailbox, code, kind
+):
+    place.execute(
+        "CREATE FUNCTION SCHEMA.late() RETURNS trigger LANGUAGE plpgsql AS"
+        f" $$ BEGIN RAISE EXCEPTION 'late' USING ERRCODE = '{code}'; END $$"
+    )
+    place.execute(
+        "CREATE CONSTRAINT TRIGGER late AFTER INSERT ON SCHEMA.effects DEFERRABLE INITIALLY DEFERRED FOR EACH ROW"
+        " EXECUTE FUNCTION SCHEMA.late()"
+    )
+    await mailbox.send("x")
+    (message,) = await mailbox.receive()
+    with pytest.raises(kind, match="late"):
+        async with mailbox.transaction(message) as connection:
+            await connection.execute(insert(place), ("x",))
+    await message.acknowledge()
+    assert effects(place) == []
+
+
+async def test_a_connection_that_the_server_ends_is_a_lost_one_whatever_for(place, mailbox):
+    """Also where the code of that is none of the driver's operational errors."""
+    async with place.mailbox(capacity=5) as bounded:
+        place.execute(
+            "CREATE FUNCTION SCHEMA.ended() RETURNS trigger LANGUAGE plpgsql AS"
+            " $$ BEGIN RAISE EXCEPTION 'ended' USING ERRCODE = '25P03'; END $$"
+        )
+        place.execute(
+            "CREATE TRIGGER ended BEFORE INSERT ON SCHEMA.messages FOR EACH ROW EXECUTE FUNCTION SCHEMA.ended()"
+        )
+        for sender in (mailbox, bounded):
+            with pytest.raises(MailboxConnectionError, match="ended"):
+                await sender.send("x")
+
+
 async def test_a_cancelled_send_within_a_capacity_ends_at_once(place):
     async with gate(place.url) as (url, way), place.mailbox(url=url, listen=False, capacity=2, timeout=5) as through:
         await through.send("x")

@@ -32,7 +32,14 @@ KEPT = 4
 TRIES = 4
 """How often a batch is tried that the server broke off because of another transaction (a deadlock)."""
 _AGAIN = (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure)
-_AWAY = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.ReadOnlySqlTransaction)
+_AWAY = (
+    psycopg.OperationalError,
+    psycopg.InterfaceError,
+    psycopg.errors.ReadOnlySqlTransaction,
+    psycopg.errors.IdleInTransactionSessionTimeout,
+)
+_ENDED = ("FATAL", "PANIC")
+"""How severe it is when the server ends a connection, whatever for."""
 _MIGRATE = (
     psycopg.errors.UndefinedTable,
     psycopg.errors.UndefinedFunction,
@@ -318,7 +325,7 @@ def explained(error: psycopg.Error) -> Exception:
         )
     if isinstance(error, psycopg.errors.InsufficientPrivilege):
         return ConfigError(f"the database refuses: {one_line(error)}; grant its role the right")
-    if isinstance(error, _AWAY):
+    if isinstance(error, _AWAY) or error.diag.severity_nonlocalized in _ENDED:
         return MailboxConnectionError(f"PostgreSQL: {one_line(error)}")
     return error
 

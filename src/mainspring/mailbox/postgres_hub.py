@@ -16,7 +16,7 @@ from mainspring import entropy, process
 from mainspring.errors import MailboxError
 from mainspring.mailbox import waiting
 from mainspring.mailbox.postgres_calls import Call
-from mainspring.mailbox.postgres_connection import Pool
+from mainspring.mailbox.postgres_connection import Pool, one_line
 from mainspring.mailbox.postgres_upkeep import Upkeep
 from mainspring.mailbox.postgres_view import View
 from mainspring.policies import backoff
@@ -138,7 +138,7 @@ class Hub:
         try:
             await self.pool.run([Call(f"SELECT * FROM {self.schema}.{function}({marks})", values, rows.extend)])  # noqa: S608
         except psycopg.Error as error:
-            raise MailboxError(f"PostgreSQL refused {function}: {error}") from error
+            raise MailboxError(f"PostgreSQL refused {function}: {one_line(error)}") from error
         return rows
 
     async def value(self, function: str, *values: Any) -> Any:

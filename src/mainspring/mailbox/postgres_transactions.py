@@ -145,9 +145,14 @@ class Joined:
         """Settle in the transaction; raises what the command says, and where the block has ended the transaction."""
         self.check(TransactionStatus.IDLE, TransactionStatus.INERROR)
         self.sent = True
-        with step(self.connection, self._timeout, "to the settlement in the transaction, which is given up"):
-            for each in calls.build([command]):
-                each.finish(await make(self.connection, each))
+        try:
+            with step(self.connection, self._timeout, "to the settlement in the transaction, which is given up"):
+                for each in calls.build([command]):
+                    each.finish(await make(self.connection, each))
+        except psycopg.Error as error:
+            if self.connection.closed:  # which whoever opened it tells
+                raise
+            raise told(error) from error
         if command.error is not None:
             self.sent = False
             raise command.error
@@ -177,8 +182,11 @@ class Joined:
 async def _transaction(connection: psycopg.AsyncConnection[Any], timeout: float) -> AsyncIterator[None]:
     """The driver's transaction, of which BEGIN, COMMIT and ROLLBACK have an end; what stands in the block has none."""
     transaction = connection.transaction()
-    with step(connection, timeout, "to BEGIN"):
-        await transaction.__aenter__()
+    try:
+        with step(connection, timeout, "to BEGIN"):
+            await transaction.__aenter__()
+    except psycopg.Error as error:
+        raise told(error) from error
     try:
         yield
     except Exception as error:
@@ -191,7 +199,10 @@ async def _transaction(connection: psycopg.AsyncConnection[Any], timeout: float)
             await transaction.__aexit__(None, None, None)
     except psycopg.Error as error:
         if not connection.closed:
-            raise
+            refused = told(error)
+            if isinstance(refused, MailboxConnectionError):
+                raise refused from error
+            raise  # a constraint that is looked at only now: the handler's own affair
         raise MailboxConnectionError(
             f"the transaction was lost in its COMMIT, {UNCERTAIN}: {one_line(error)}"
         ) from error
