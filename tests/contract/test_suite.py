@@ -13,7 +13,7 @@ import pytest
 
 from contract.backends import memory
 from mainspring import Capabilities, ConfigError, InMemoryMailbox
-from mainspring.mailbox.message import Cancelled, CancelOutcome
+from mainspring.mailbox.message import Cancelled, CancelOutcome, Envelope
 from mainspring.testing import mailbox_contract, run_virtual
 from mainspring.testing.mailbox_contract.harness import Harness, behaviour
 
@@ -227,3 +227,27 @@ def test_in_real_time_what_came_too_late_is_tried_again_and_what_is_wrong_is_not
     assert report.ok is (told is None)
     if told is not None:
         assert re.search(told, str(report.failed[name])), report.failed[name]
+
+
+class SendsLate(InMemoryMailbox[Any, Any]):
+    """Takes so long to send as told."""
+
+    def __init__(self, name: str, late: list[float]) -> None:
+        super().__init__(name)
+        self._late = late
+
+    async def _put(self, envelopes: list[Envelope]) -> list[str]:
+        await anyio.sleep(self._late.pop(0))
+        return await super()._put(envelopes)
+
+
+def test_in_real_time_a_request_that_was_not_sent_in_its_time_is_tried_again() -> None:
+    late = [2.2, 0.0]
+
+    async def main() -> mailbox_contract.Report:
+        backend = mailbox_contract.Backend(lambda name, **_: SendsLate(name, late))
+        return await mailbox_contract.run(backend, only=["a_request_nobody_waits_for_is_withdrawn"])
+
+    report = anyio.run(main)
+    assert not late
+    assert report.ok, str(report)
