@@ -44,7 +44,7 @@ async def test_after_a_connection_it_may_pass(redis_url, anyio_backend):
     server = parse_server(redis_url, {})
     link = Link(Directory(server, b"{ms:jobs}:"), 5)
     await link.connect()
-    await link.close()
+    await link._drop()
     link._directory = Directory(replace(server, db=99_999), b"{ms:jobs}:")
     with pytest.raises(MailboxConnectionError, match="has no database"):
         await link.connect()

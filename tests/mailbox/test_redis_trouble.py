@@ -239,7 +239,7 @@ async def test_the_limit_is_that_of_the_server_of_now(own, narrow, anyio_backend
         own.call("CONFIG", "SET", "proto-max-bulk-len", 2 * MIB)
         with pytest.raises(SerializationError):
             await mailbox.send("x" * MIB)
-        await mailbox._link.close()
+        await mailbox._link._drop()
         assert await mailbox.receive() == []
         await mailbox.send("x" * MIB)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mainspring import clock, entropy
 from mainspring.errors import MailboxConnectionError
 from mainspring.mailbox.redis_calls import calls, keys_of
-from mainspring.mailbox.redis_claims import Claim, Unheard
+from mainspring.mailbox.redis_claims import Claim, Unheard, joined
 from mainspring.mailbox.redis_records import MICRO, claimed_at
 from mainspring.periodic import Periodic
 
@@ -72,6 +72,7 @@ class Batches:
                     self.watch.wake_by(self._asked_at + self._timeout)
                 self._take(call, await ask(call.keys, call.arguments))
                 self._call, ask = None, self._link.call
+            self._commands = []  # they may be large, and the next ones may be long in coming
         except Exception:
             self._owe()
             raise
@@ -89,10 +90,11 @@ class Batches:
     def _owe(self) -> None:
         """A call has failed: what is to be done all the same goes with the next, and what takes back its claims."""
         self._call = None
-        self._owed = [command for command in self._commands if command.owed and not command.done]
+        self._owed = joined([command for command in self._commands if command.owed and not command.done])
         unheard = any(type(command) is Claim and not command.done for command in self._commands)
         if unheard and not any(type(command) is Unheard for command in self._owed):
             self._owed.append(Unheard(self.claimant, self._heard))
+        self._commands, self._calls = [], iter(())
 
     async def _watch(self, overslept: float) -> float:
         if self._call is None:

@@ -146,3 +146,27 @@ class Leave(Operation):
 
     def take(self, result: Any) -> None:
         self.left(self.name, result)
+
+
+def joined(owed: list[Operation]) -> list[Operation]:
+    """What is owed, without what one of them says for several: where calls fail for long, each receive that ends leaves.
+
+    Until a listener has left, no receive waits to be sent something there. So what came after the first one left goes back.
+    """
+    others: list[Operation] = []
+    leaves: dict[str, Leave] = {}
+    for command in owed:
+        if type(command) is not Leave:
+            others.append(command)
+        elif command.name not in leaves:
+            leaves[command.name] = command
+        else:
+            one = leaves[command.name]
+            leaves[command.name] = Leave(
+                one.name,
+                min(one.heard, command.heard),
+                sorted({*one.waiters, *command.waiters}),
+                one.left,
+                for_good=one.for_good or command.for_good,
+            )
+    return [*others, *leaves.values()]

@@ -94,6 +94,8 @@ class Link:
         self._command: tuple[Any, ...] = ()
         self._awaiting = False
         self._abandoned = False
+        self._ended = False
+        self._connecting = anyio.CancelScope()
         self._welcome = False
         self.on_connect: Callable[[Host], None] | None = None
 
@@ -119,7 +121,7 @@ class Link:
             an :meth:`abandon` it may have done what it was asked.
         """
         if self._awaiting:
-            await self.close()
+            await self._drop()
         self._command = (b"FCALL", self._function, len(keys), *keys, *arguments)
         return await self.resume()
 
@@ -130,7 +132,7 @@ class Link:
             return await self._call()
         except LOST as error:
             late = self._abandoned or isinstance(error, TimeoutError)
-            await self.close()
+            await self._drop()
             if late:
                 raise MailboxConnectionError(
                     f"the Redis server at {self._place} did not answer within {self._timeout:g} s"
@@ -138,14 +140,16 @@ class Link:
             raise MailboxConnectionError(f"the Redis server at {self._place}: {trouble(error)}") from error
         except ServerError as error:
             if error.is_last:
-                await self.close()
+                await self._drop()
             raise
         except BaseException:
             if not self._awaiting:
-                await self.close()
+                await self._drop()
             raise
         finally:
             self._busy = False
+            if not self._awaiting:
+                self._command = ()  # it may be large, and the next one may be long in coming
 
     async def _call(self) -> list[Any]:
         began = self._now()
@@ -155,8 +159,7 @@ class Link:
                 if wire is None:  # hung up on meanwhile
                     raise anyio.ClosedResourceError
             elif wire is None or self._now() - wire.used_at > IDLE:
-                with anyio.fail_after(began + self._timeout - self._now()):
-                    wire = await self.connect()
+                wire = await self._connect_by(began + self._timeout)
             try:
                 if not self._awaiting:
                     await wire.send(self._command)
@@ -173,6 +176,14 @@ class Link:
             return result
         raise AssertionError
 
+    async def _connect_by(self, deadline: float) -> Wire:
+        wire: Wire | None = None
+        with anyio.CancelScope(deadline=deadline) as self._connecting:
+            wire = await self.connect()
+        if wire is None:
+            raise anyio.ClosedResourceError if self._ended else TimeoutError
+        return wire
+
     async def abandon(self) -> None:
         """The answer to the call that is out has taken too long: hang up, which ends it."""
         if self._wire is not None and (self._busy or self._awaiting):
@@ -186,7 +197,7 @@ class Link:
         elif error.code == "OOM":
             self._command = (b"FCALL", self._function + b"_full", *self._command[2:])
         elif error.code in _ELSEWHERE:
-            await self.close()
+            await self._drop()
             self._gate.failed()
         elif error.code in {"LOADING", "TRYAGAIN", "BUSY"}:
             await anyio.sleep(RECONNECT_INITIAL)
@@ -202,7 +213,7 @@ class Link:
                     f"the Redis server at {self._place} has no memory left for this version's functions: raise maxmemory"
                 ) from error
             if "already exists" not in error.detail:  # else another process was quicker
-                raise
+                await self._after(wire, error)
 
     async def connect(self) -> Wire:
         """The connection, made where there is none or where the one there is does not answer any more."""
@@ -210,9 +221,11 @@ class Link:
             try:
                 await self._wire.call("PING")
             except LOST:
-                await self.close()
+                await self._drop()
             else:
                 return self._wire
+        if self._ended:
+            raise anyio.ClosedResourceError
         while True:
             await self._gate.wait()
             try:
@@ -237,6 +250,9 @@ class Link:
         self._welcome = True  # from now on a refusal may be somebody's passing mistake
         wire.used_at = self._now()
         self._wire = wire
+        if self._ended:  # just then
+            await self._hang_up()
+            raise anyio.ClosedResourceError
         if self.on_connect is not None:
             self.on_connect(wire.host)
         return wire
@@ -251,15 +267,21 @@ class Link:
             await what(await self.connect(), *arguments)
             told = True
         if not told:
-            await self.close()
+            await self._drop()
 
     async def suspect(self) -> None:
         """The server seems to have gone: do not trust the connection, unless a call is out, which will see for itself."""
         if not (self._busy or self._awaiting):
-            await self.close()
+            await self._drop()
 
     async def close(self) -> None:
-        """Hang up."""
+        """Hang up, and connect no more; a call that is out, or connects still, ends."""
+        self._ended = True
+        self._connecting.cancel()
+        await self._drop()
+
+    async def _drop(self) -> None:
+        """Hang up, to connect anew."""
         self._awaiting = self._abandoned = False
         await self._hang_up()
 

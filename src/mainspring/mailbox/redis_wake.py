@@ -22,7 +22,7 @@ from mainspring.clock import loop_clock
 from mainspring.errors import MailboxConnectionError, MainspringError
 from mainspring.mailbox import waiting
 from mainspring.mailbox.redis_claims import Leave
-from mainspring.mailbox.redis_link import Gate
+from mainspring.mailbox.redis_link import RECONNECT_MAXIMUM, Gate
 from mainspring.mailbox.redis_records import claimed_at
 from mainspring.mailbox.redis_wire import LOST, parsed, trouble
 from mainspring.periodic import Periodic
@@ -152,6 +152,7 @@ class Listener:
         self.watch = Periodic(self._watch)
         self._now = loop_clock()
         self._wire: Wire | None = None
+        self._live_since = 0.0
         self._heard_at = 0.0
         self._asked_at: float | None = None  # whether the server was still there
         self._directory = directory
@@ -180,24 +181,23 @@ class Listener:
                 with anyio.fail_after(self._timeout):
                     wire = await self._directory.connect()
                     await self._subscribe(wire)
-                self._gate.succeeded()
-                self.live, self._host = True, wire.host
-                self._follow(self._link.host)
+                self.live, self._host, self._live_since = True, wire.host, self._now()
+                await self._meet()
                 if not started:
                     started = True
                     task_status.started()
                 self._waiters.wake_all()  # what came meanwhile has called nobody here
-                with anyio.CancelScope() as self._scope:
+                with self._scope:
                     await self._listen(wire)
                 if self._asked_at is not None:
                     raise MailboxConnectionError("the Redis server has fallen silent")
-                self._gate.failed()
+                self._failed()
             except (*LOST, MainspringError) as error:
                 if not started:
                     if isinstance(error, MainspringError):
                         raise
                     raise MailboxConnectionError(f"the Redis server: {trouble(error)}") from error
-                self._gate.failed()
+                self._failed()
                 await self._link.suspect()
             finally:
                 self.live, self._wire = False, None
@@ -208,14 +208,19 @@ class Listener:
             self._waiters.wake_all()  # they look for themselves whether the server is there
 
     def waiter(self, visible: int) -> str:
-        """As whom a receive is on the list that wants a lease of so many microseconds; "" where nobody could call it."""
-        return f"{self._name}.{visible}" if self.live else ""
+        """As whom a receive is on the list that wants a lease of so many microseconds; "" where nobody could call it.
+
+        Whoever asks is about to have it written there, whatever becomes of that call.
+        """
+        if not self.live:
+            return ""
+        self._was_listed = True
+        return f"{self._name}.{visible}"
 
     def listed(self, visible: int) -> None:
         """A receive here may be on the list now, if anybody can call it."""
         if self.live:
             self._listed.add(self.waiter(visible))
-            self._was_listed = True
 
     def leave(self, *, for_good: bool = False) -> None:
         """Have this process taken off the list, where it may be on it, and given back what was claimed for it and not heard.
@@ -231,6 +236,19 @@ class Listener:
     def _has_left(self, name: str, when: int) -> None:
         if name == self._name:
             self._left = max(self._left, when)
+
+    async def _meet(self) -> None:
+        """Where calls go to another server than this one, which was found later, they are to come here; or both look again."""
+        self._scope = anyio.CancelScope()
+        if self._link.host not in {None, self._host}:
+            await self._link.suspect()
+            self._follow(self._link.host)
+
+    def _failed(self) -> None:
+        """Connections that break as soon as they are made become rarer."""
+        if self.live and self._now() - self._live_since >= RECONNECT_MAXIMUM:
+            self._gate.succeeded()
+        self._gate.failed()
 
     def _follow(self, host: Host | None) -> None:
         """Calls go to ``host`` now: where that is another server than this connection's, it calls nobody here."""
@@ -249,7 +267,10 @@ class Listener:
             message: Any = await wire.read()
             self._heard_at, self._asked_at = self._now(), None
             if message[0] == b"smessage":
-                self._hear(message[2])
+                try:
+                    self._hear(message[2])
+                except (ValueError, TypeError, IndexError, AttributeError) as error:
+                    raise MailboxConnectionError("somebody else speaks on the mailbox's channels") from error
             elif message[0] == b"sunsubscribe":
                 raise MailboxConnectionError("the mailbox has moved to another node")
 

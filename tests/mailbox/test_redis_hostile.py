@@ -1,0 +1,282 @@
+"""What a hostile review of the Redis mailbox broke: connections that end at bad moments, and what piles up meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from contextlib import suppress
+
+import anyio
+import pytest
+from test_redis_handed import Waiting
+
+from mainspring import MailboxConnectionError
+from mainspring.mailbox import batching, redis_receive, redis_wake
+from mainspring.mailbox.message import Counts
+from mainspring.mailbox.redis_link import Link
+from mainspring.mailbox.redis_server import Directory
+from mainspring.mailbox.redis_url import parse_server
+from mainspring.mailbox.redis_wire import ServerError
+from redis_support import place
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def here(redis_url, monkeypatch):
+    monkeypatch.setattr(redis_receive, "LOOK_AGAIN", 3_600.0)  # only what is sent to it wakes a process
+    with place(redis_url) as made:
+        yield made
+
+
+@pytest.fixture
+async def waiting(anyio_backend):
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as group:
+            yield Waiting(group)
+            group.cancel_scope.cancel()
+
+
+async def soon(holds):
+    """Wait until ``holds()``."""
+    with anyio.fail_after(5):
+        while not holds():
+            await anyio.sleep(0.002)
+
+
+# ------------------------------------------------------------------------------------------ what is sent and not heard
+
+
+class Kept:
+    """A stream whose end the other side does not notice."""
+
+    def __init__(self, stream) -> None:
+        self.receive, self.send, self.extra = stream.receive, stream.send, stream.extra
+
+    async def aclose(self) -> None:
+        pass
+
+
+async def test_what_is_sent_to_a_name_that_a_claim_wrote_on_the_list_as_its_connection_broke_goes_back(here, waiting):
+    """The server has not noticed, and sends there; the process has not heard of that claim, nor of one before it."""
+    async with here.mailbox() as mailbox, here.mailbox() as sender:
+        listener, call = mailbox._receiving.listener, mailbox._link.call
+        asked, go_on, connect = anyio.Event(), anyio.Event(), mailbox._directory.connect
+
+        async def slow(*arguments):
+            mailbox._link.call = call
+            result = await call(*arguments)
+            asked.set()
+            await go_on.wait()
+            return result
+
+        async def held_up():
+            mailbox._directory.connect = connect
+            await go_on.wait()
+            return await connect()
+
+        mailbox._link.call, mailbox._directory.connect = slow, held_up
+        wire = listener._wire
+        stream, wire._stream = wire._stream, Kept(wire._stream)
+        waiting._group.start_soon(waiting.start, mailbox)
+        await asked.wait()
+        listener._scope.cancel()
+        await soon(lambda: not listener.live)
+        await sender.send("x")
+        assert await sender.counts() == Counts(in_flight=1)
+        go_on.set()
+        await waiting.until(1)
+        (message,) = waiting.got[0][1]
+        assert (message.body, message.delivery_count, message.attempt) == ("x", 1, 1)
+        await stream.aclose()
+
+
+# ------------------------------------------------------------------------------------------------ what nobody can read
+
+
+@pytest.mark.parametrize("said", ["dsoon", "w", "m*1\r\n$1\r\n1\r\n", "m*3\r\n$1\r\n1\r\n", "m:5\r\n", "m", ""])
+async def test_what_nobody_can_read_is_no_end_of_listening(here, waiting, said):
+    async with here.mailbox() as mailbox, here.mailbox() as sender:
+        await waiting.start(mailbox)
+        here.call("SPUBLISH", here.key("all"), said)
+        await anyio.sleep(0.05)
+        await soon(lambda: mailbox._receiving.listener.live)
+        await sender.send("x")
+        await waiting.until(1)
+        assert waiting.got[0][1][0].body == "x"
+
+
+# ----------------------------------------------------------------------------------------------------- other servers
+
+
+async def test_a_listener_that_finds_another_server_than_the_calls_brings_them_along(here, waiting):
+    """They had connected before the mailbox moved; where they are, nobody who listens here is called."""
+    async with here.mailbox() as mailbox, here.mailbox() as sender:
+        link, listener = mailbox._link, mailbox._receiving.listener
+        link._wire.host = ("elsewhere", 6379)
+        listener._scope.cancel()
+        await soon(lambda: not listener.live)
+        await soon(lambda: listener.live)
+        await waiting.start(mailbox)
+        assert link.host == listener._host
+        await sender.send("x")
+        await waiting.until(1)
+
+
+async def test_a_listener_whose_calls_stay_elsewhere_looks_again(here, waiting):
+    """It had found the old server, and they the new one, while it connected."""
+    async with here.mailbox() as mailbox:
+        link, listener, connect, hosts = mailbox._link, mailbox._receiving.listener, mailbox._directory.connect, []
+
+        async def found():
+            wire = await connect()
+            if not hosts:
+                wire.host = ("elsewhere", 6379)
+            hosts.append(wire.host)
+            return wire
+
+        mailbox._directory.connect, link._busy = found, True
+        listener._scope.cancel()
+        await soon(lambda: len(hosts) > 1 and listener.live)
+        link._busy = False
+        assert listener._host == link.host
+
+
+async def test_connections_that_break_as_soon_as_they_are_made_become_rarer(here, monkeypatch, anyio_backend):
+    failures: list[int] = []
+
+    def no_pause(failed, **_):
+        failures.append(failed)
+        return 0.0
+
+    monkeypatch.setattr("mainspring.mailbox.redis_link.backoff", no_pause)
+    async with here.mailbox() as mailbox:
+        listener = mailbox._receiving.listener
+
+        async def break_it():
+            name = listener._name
+            await soon(lambda: listener.live)
+            listener._scope.cancel()
+            await soon(lambda: listener._name != name and listener.live)
+
+        for _ in range(4):
+            await break_it()
+        assert failures == [1, 2, 3, 4]
+        monkeypatch.setattr(redis_wake, "RECONNECT_MAXIMUM", 0.0)  # one that has lasted
+        await break_it()
+        assert failures[-1] == 1
+
+
+async def test_a_server_that_takes_no_functions_as_it_is_no_primary_is_left(here, monkeypatch, anyio_backend):
+    """It was one as the connection was made."""
+    link = Link(Directory(parse_server(here.url, {}), b"x"), 5)
+    wire = await link.connect()
+    call = type(wire).call
+
+    async def demoted(self, *command):
+        if command[0] == "FUNCTION":
+            monkeypatch.setattr(type(wire), "call", call)
+            raise ServerError("READONLY You can't write against a read only replica.")
+        return await call(self, *command)
+
+    monkeypatch.setattr(type(wire), "call", demoted)
+    await link._load(wire)
+    assert not link.connected
+    await link.close()
+
+
+# --------------------------------------------------------------------------------------------------- what is at an end
+
+
+async def test_a_call_that_connects_as_its_mailbox_closes_ends_with_it(here, monkeypatch, anyio_backend):
+    """Its patience is longer than that of the close: it would connect behind it, and nobody would hang up."""
+    monkeypatch.setattr(batching, "CLOSE_TIMEOUT", 0.1)
+    ends: list[object] = []
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as group:
+            async with here.mailbox(timeout=600) as mailbox:
+                connect, asked, go_on = mailbox._directory.connect, anyio.Event(), anyio.Event()
+
+                async def slow():
+                    asked.set()
+                    await go_on.wait()
+                    return await connect()
+
+                async def send() -> None:
+                    try:
+                        ends.append(await mailbox.send("x"))
+                    except MailboxConnectionError as error:
+                        ends.append(error)
+
+                mailbox._directory.connect = slow
+                await mailbox._link._drop()
+                group.start_soon(send)
+                await asked.wait()
+            await soon(lambda: ends)
+            go_on.set()
+        assert isinstance(ends[0], MailboxConnectionError)
+        assert not mailbox._link.connected
+
+
+async def test_a_link_that_was_closed_connects_no_more(here, anyio_backend):
+    """Also one whose connection is there as it is closed."""
+    link = Link(Directory(parse_server(here.url, {}), b"x"), 5)
+    connect = link._directory.connect
+
+    async def closed_just_then():
+        wire = await connect()
+        await link.close()
+        return wire
+
+    link._directory.connect = closed_just_then
+    for _ in range(2):
+        with pytest.raises(MailboxConnectionError):
+            await link.call((), ())
+        assert not link.connected
+
+
+# ------------------------------------------------------------------------------------------------- what does not pile up
+
+
+async def test_where_calls_fail_for_long_little_is_owed(here, anyio_backend):
+    """Each receive that ends may have been on the list."""
+    async with here.mailbox() as mailbox, here.mailbox() as other:
+        call = mailbox._link.call
+
+        async def refused(*_):
+            raise MailboxConnectionError("the Redis server says: NOREPLICAS")
+
+        mailbox._link.call = refused
+        for number in range(40):
+            with pytest.raises(MailboxConnectionError):
+                await mailbox.receive(wait_time_seconds=1, visibility_timeout=30 + number % 3)
+        assert len(mailbox._receiving.batches._owed) <= 3
+        mailbox._link.call = call
+        assert await mailbox.receive(wait_time_seconds=0.01) == []
+        await mailbox.counts()
+        assert here.call("ZCARD", here.key("waiters")) == 0
+        await other.send("x")
+        assert await mailbox.counts() == Counts(pending=1)
+
+
+async def test_what_was_sent_is_not_kept(here, anyio_backend):
+    """Neither what has been taken, nor what has not."""
+
+    async def send_much(mailbox) -> None:
+        with suppress(MailboxConnectionError):
+            await mailbox.send_many(["x" * 1_000_000 for _ in range(10)])
+
+    async with here.mailbox() as mailbox:
+        await mailbox.send("x")
+        tracemalloc.start()
+        try:
+            for broken in (False, True):
+                if broken:
+                    await mailbox._link._wire.close()
+                await send_much(mailbox)
+                await anyio.sleep(0)  # the event loop keeps what it told a task last
+                gc.collect()
+                assert tracemalloc.get_traced_memory()[0] < 5_000_000
+        finally:
+            tracemalloc.stop()
+        assert await mailbox.counts() == Counts(pending=11)
