@@ -20,6 +20,7 @@ from mainspring.errors import (
     RequestCancelledError,
     RequestFailedError,
     RequestTimeoutError,
+    SerializationError,
 )
 from mainspring.mailbox.dead_letters import REPLY_ERRORS
 from mainspring.mailbox.hooks import TRANSIENT
@@ -224,8 +225,9 @@ class Requester:
         else:
             try:
                 pending._end(message.body)  # noqa: SLF001 - one module
-            except MainspringError as error:
-                pending._end(None, error)  # noqa: SLF001 - one module
+            except SerializationError as error:
+                unread = SerializationError(f"the reply to request {request_id} cannot be read: {error}")
+                pending._end(None, unread)  # noqa: SLF001 - one module
 
 
 def _failed(message_id: str, error: str, error_type: str) -> MainspringError:
