@@ -113,10 +113,9 @@ async def test_a_listener_that_finds_another_server_than_the_calls_brings_them_a
     """They had connected before the mailbox moved; where they are, nobody who listens here is called."""
     async with here.mailbox() as mailbox, here.mailbox() as sender:
         link, listener = mailbox._link, mailbox._receiving.listener
-        link._wire.host = ("elsewhere", 6379)
+        link._wire.host, name = ("elsewhere", 6379), listener._name
         listener._scope.cancel()
-        await soon(lambda: not listener.live)
-        await soon(lambda: listener.live)
+        await soon(lambda: listener._name != name and listener.live)
         await waiting.start(mailbox)
         assert link.host == listener._host
         await sender.send("x")
