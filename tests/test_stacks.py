@@ -17,6 +17,8 @@ import pytest
 from anyio import wait_all_tasks_blocked
 from anyio.lowlevel import checkpoint
 
+from mainspring.errors import SerializationError
+from mainspring.mailbox.codec import Codec
 from mainspring.scope import DaemonScope
 from mainspring.stacks import all_stacks, in_debugger, where, where_raised, where_thread
 
@@ -282,6 +284,16 @@ def test_an_error_out_of_a_library_is_named_by_the_users_line(library):
         with pytest.raises((LookupError, ValueError, ImportError)) as caught:
             fail()
         assert f"{__file__}:" in where_raised(caught.value)
+
+
+def test_an_error_of_this_package_names_no_line_of_it():
+    """What it says is about the user's data; where in the package that was found out helps nobody."""
+    with pytest.raises(SerializationError) as caught:
+        Codec(int).encode("five")
+    assert "Codec(int).encode" in where_raised(caught.value)
+    inside = caught.value.__traceback__.tb_next
+    assert where_raised(caught.value.with_traceback(inside)) == ""
+    assert "codec.py:" in where_raised(TypeError("a mistake of ours").with_traceback(inside))
 
 
 async def test_a_thread_in_a_library_is_named_by_the_users_line(library):

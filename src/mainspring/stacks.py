@@ -54,14 +54,19 @@ def where_thread(thread_id: int) -> str:
 
 
 def where_raised(error: BaseException) -> str:
-    """The line, chosen as in :func:`where`, from which an error came; an empty string where it was never raised."""
+    """The line, chosen as in :func:`where`, from which an error came; an empty string where it was never raised.
+
+    And where it is one of this package's that passed no other lines: its text says what is to be known.
+    """
     chosen: tuple[FrameType, int] | None = None
     step = error.__traceback__
     while step is not None:
         if chosen is None or _rank(step.tb_frame) >= _rank(chosen[0]):
             chosen = (step.tb_frame, step.tb_lineno)
         step = step.tb_next
-    return describe(*chosen) if chosen is not None else ""
+    if chosen is None or (_rank(chosen[0]) == 1 and type(error).__module__.partition(".")[0] == _OWN):
+        return ""
+    return describe(*chosen)
 
 
 def beneath(trace: TracebackType | None, module: str) -> TracebackType | None:
