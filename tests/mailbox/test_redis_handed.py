@@ -361,3 +361,40 @@ async def test_a_call_that_is_given_up_before_it_is_gone_on_with_ends_at_once(he
             await mailbox._link.resume()
         await mailbox.send("y")
         assert await mailbox.counts() == Counts(pending=1)
+
+
+async def test_a_new_one_is_not_handed_over_before_those_that_wait(here, waiting):
+    """Some may be pending for which the process on the list was just called, or that nobody could be called for."""
+    async with here.mailbox() as mailbox, here.mailbox() as sender:
+        await waiting.start(mailbox)
+        (who,) = here.call("ZRANGE", here.key("waiters"), 0, -1)
+        here.call("DEL", here.key("waiters"))  # so that nobody is called for the first
+        await sender.send("first")
+        here.call("ZADD", here.key("waiters"), 1, who)
+        await sender.send("second")
+        await waiting.until(1)
+        assert [message.body for message in waiting.got[0][1]] == ["first"]
+
+
+async def test_a_new_one_is_handed_over_with_its_key_and_its_expiry(here, waiting):
+    async with here.mailbox() as mailbox, here.mailbox() as sender:
+        await waiting.start(mailbox)
+        sent = await sender.send("x", dedup_key="once", expires_in=3_600, priority=-2)
+        await waiting.until(1)
+        assert await sender.send("y", dedup_key="once") == sent
+        ((message,),) = [found for _, found in waiting.got]
+        assert await mailbox.counts() == Counts(in_flight=1)
+        await message.acknowledge()
+        assert await sender.send("y", dedup_key="once") != sent
+        assert here.call("ZCARD", here.key("expiry")) == 0
+
+
+async def test_a_reply_is_handed_over(here, waiting):
+    async with here.mailbox() as mailbox, here.mailbox("replies") as replies:
+        await mailbox.send("x", reply_to=replies)
+        (message,) = await mailbox.receive()
+        await waiting.start(replies)
+        await message.reply("done")
+        await waiting.until(1)
+        assert [reply.body for reply in waiting.got[0][1]] == ["done"]
+        assert await replies.counts() == Counts(in_flight=1)

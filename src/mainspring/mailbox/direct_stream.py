@@ -1,8 +1,7 @@
-"""A TCP stream that writes at once and reads as soon as something has come.
+"""A TCP stream that writes at once.
 
-anyio's own stream gives the event loop a turn before each write, and switches reading on and off around each read: for a
-call of a few hundred bytes that is as much again as the call costs. This one shares the connection that anyio made, under
-a second descriptor, and leaves the waiting to anyio.
+anyio's own stream gives the event loop a turn before each write, which a call of a few hundred bytes need not wait for. This
+one writes to the connection that anyio made under a second descriptor, and reads as anyio does.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DirectStream(ByteStream):
-    """The connection of ``stream``, on which nothing has been read yet, and which nobody else uses any more.
+    """The connection of ``stream``, which nobody else uses any more.
 
     Raises :class:`anyio.BrokenResourceError` where the peer has hung up already.
 
@@ -64,17 +63,7 @@ class DirectStream(ByteStream):
 
     async def receive(self, max_bytes: int = 65_536) -> bytes:
         """What has come, or comes next; :class:`anyio.EndOfStream` at the end."""
-        while True:
-            await anyio.wait_readable(self._check())
-            try:
-                data = self._socket.recv(max_bytes)
-            except (BlockingIOError, InterruptedError):
-                continue
-            except OSError as error:
-                raise self._broken() from error
-            if not data:
-                raise anyio.EndOfStream
-            return data
+        return await self._stream.receive(max_bytes)
 
     async def send_eof(self) -> None:
         """Write no more."""

@@ -88,7 +88,7 @@ local function put(box, from, count, rank, delay, expires, keyed, anyway)
   if delay > 0 then
     bulk('ZADD', box.delayed, spots)
     due_at(box, now + delay)
-  else
+  elseif last ~= 2 or not hand_new(box, spots[2], rank, values[2]) then
     bulk('ZADD', box.ready, spots)
     box.gained = box.gained + last / 2
   end

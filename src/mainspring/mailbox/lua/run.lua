@@ -90,7 +90,7 @@ local operations = {
       box.told = waiter
     end
     if waiter ~= '' and (got == 0 or more_wait) then
-      redis.call('ZADD', box.waiters, 'NX', now, waiter)
+      list_waiter(box, waiter)
       if got == limit then -- what came while it was not on the list has called nobody
         box.gained = math.max(box.gained, redis.call('ZCARD', box.ready))
       end
@@ -170,7 +170,7 @@ local operations = {
     sweep(box)
     if waiter ~= '' then -- the server may have lost the list, as it may have lost all
       exist(box)
-      redis.call('ZADD', box.waiters, 'NX', now, waiter)
+      list_waiter(box, waiter)
     end
     if redis.call('ZCARD', box.ready) > 0 then
       box.gained = box.gained + 1
@@ -222,36 +222,15 @@ local operations = {
   end,
 }
 
--- Strings as the protocol writes a list of them, so that its parser reads them.
-local function written(strings)
-  local lines = { '*' .. #strings }
-  for _, one in ipairs(strings) do
-    lines[#lines + 1] = '$' .. string.len(one)
-    lines[#lines + 1] = one
-  end
-  lines[#lines + 1] = ''
-  return table.concat(lines, '\r\n')
-end
-
--- Claim a message for a process that waits, and send it there: it need not come and ask. Whether it was received.
-local function hand(of, name, visible)
+-- Hand over the message that is first in turn. Whether that was possible.
+local function hand_first(of, name, visible)
   local gained, dated = of.gained, of.dated
   local receipts, values, extras = unpack(lease(of, 1, tonumber(visible), name))
   if not receipts[1] then
     return false
   end
-  local strings = { visible, receipts[1], values[1] }
-  for i = 2, #extras, 3 do
-    strings[#strings + 1] = extras[i]
-    strings[#strings + 1] = extras[i + 1]
-  end
-  local said = written(strings)
-  if string.len(said) <= HANDED then
-    if redis.call('SPUBLISH', of.base .. name, 'm' .. said) > 0 then
-      redis.call('HSET', of.state, 'g' .. name, text(of.tick))
-      return true
-    end
-    redis.call('HDEL', of.state, 'g' .. name) -- nobody listens as that any more
+  if hand(of, name, visible, receipts[1], values[1], extras) then
+    return true
   end
   unclaim(of, receipts)
   of.gained, of.dated = gained, dated
@@ -261,8 +240,8 @@ end
 -- Let as many waiting processes look as there are new messages; a message that comes alone is handed to the first. One that
 -- is gone hears nothing, and the next is asked.
 local function wake(of)
-  local waiter = redis.call('ZPOPMIN', of.waiters)
-  if not waiter[1] then
+  local who, name, visible = next_waiter(of)
+  if not who then
     return
   end
   local there = redis.call('ZCARD', of.ready)
@@ -272,15 +251,16 @@ local function wake(of)
   end
   local wanted, alone = math.min(of.gained, there), of.gained == 1
   if wanted == 0 then
-    redis.call('ZADD', of.waiters, waiter[2], waiter[1])
+    redis.call('ZADD', of.waiters, who[2], who[1])
   end
-  while wanted > 0 and waiter[1] do
-    local name, visible = string.match(waiter[1], '^(%w+)%.(%d+)$')
-    if name and (alone and hand(of, name, visible) or redis.call('SPUBLISH', of.base .. name, 'w' .. of.gained) > 0) then
+  while wanted > 0 and who do
+    if
+      name and (alone and hand_first(of, name, visible) or redis.call('SPUBLISH', of.base .. name, 'w' .. of.gained) > 0)
+    then
       wanted = wanted - 1
     end
     if wanted > 0 then
-      waiter = redis.call('ZPOPMIN', of.waiters)
+      who, name, visible = next_waiter(of)
     end
   end
 end
@@ -292,7 +272,7 @@ local function others_wait(of)
 end
 
 local function finish(of)
-  if of.gained > 0 then
+  if of.gained > 0 and not of.nobody then
     wake(of)
   end
   local due = of.dated and others_wait(of) and next_due(of)
@@ -300,7 +280,7 @@ local function finish(of)
     redis.call('SPUBLISH', of.base .. 'all', 'd' .. text(of.dated - now))
   end
   if of.seq ~= of.first_seq or of.tick ~= of.first_tick then
-    redis.call('HSET', of.state, 'seq', text(of.seq), 'tick', text(of.tick))
+    redis.call('HSET', of.state, 'seq', text(of.seq), 'tick', text(of.tick), unpack(of.handed))
   end
   if of.settled > 0 then
     redis.call('HINCRBY', of.state, 'settled', of.settled)

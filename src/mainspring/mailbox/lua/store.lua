@@ -1,6 +1,6 @@
 -- The keys of a mailbox, and what every operation stands on. The files of this directory are joined into one library of
--- functions, in the order store, due, messages, dead, run; a call performs a whole batch of operations on one mailbox, and
--- nothing of it happens halfway. All instants are the server's, in microseconds.
+-- functions, in the order store, due, handing, messages, dead, run; a call performs a whole batch of operations on one mailbox,
+-- and nothing of it happens halfway. All instants are the server's, in microseconds.
 --
 --   messages  hash   id -> head and body. The head: place (16 digits) "|" time of sending "|" rank "|"
 --   ready     zset   place .. id -> rank (the negative priority): in the order of delivery
@@ -57,7 +57,7 @@ end
 -- The mailbox whose keys begin behind KEYS[behind].
 local function box_of(behind)
   local box = {
-    behind = behind, gained = 0, settled = 0,
+    behind = behind, gained = 0, settled = 0, handed = {},
     messages = KEYS[behind + 1], ready = KEYS[behind + 2], delayed = KEYS[behind + 3], leases = KEYS[behind + 4],
     state = KEYS[behind + 5], more = KEYS[behind + 6], keyed = KEYS[behind + 7], expiry = KEYS[behind + 8],
     dead = KEYS[behind + 9], deaths = KEYS[behind + 10], epitaph = KEYS[behind + 11], waiters = KEYS[behind + 12],

@@ -1,0 +1,71 @@
+-- How a message that comes alone gets to who waits: it is claimed for the one that has waited longest, and sent to it in the
+-- same step, so that it need not come and ask.
+
+-- Strings as the protocol writes a list of them, so that its parser reads them.
+local function written(strings)
+  local lines = { '*' .. #strings }
+  for _, one in ipairs(strings) do
+    lines[#lines + 1] = '$' .. string.len(one)
+    lines[#lines + 1] = one
+  end
+  lines[#lines + 1] = ''
+  return table.concat(lines, '\r\n')
+end
+
+-- Put one that waits on the list, if it is not there. `nobody`: the list was found empty in this call.
+local function list_waiter(box, waiter)
+  redis.call('ZADD', box.waiters, 'NX', now, waiter)
+  box.nobody = false
+end
+
+-- Take the one that has waited longest off the list: what the list has of it, the name of its channel, and how long a lease
+-- it wants; nil: nobody waits.
+local function next_waiter(box)
+  local popped = redis.call('ZPOPMIN', box.waiters)
+  if not popped[1] then
+    box.nobody = true
+    return nil
+  end
+  return popped, string.match(popped[1], '^(%w+)%.(%d+)$')
+end
+
+-- Send a message to the one that it has been claimed for. Whether it was received.
+local function hand(box, name, visible, receipt, value, extras)
+  local strings = { visible, receipt, value }
+  for i = 2, #extras, 3 do
+    strings[#strings + 1] = extras[i]
+    strings[#strings + 1] = extras[i + 1]
+  end
+  local said = written(strings)
+  if string.len(said) > HANDED then
+    return false
+  end
+  if redis.call('SPUBLISH', box.base .. name, 'm' .. said) == 0 then
+    redis.call('HDEL', box.state, 'g' .. name) -- nobody listens as that any more
+    return false
+  end
+  local last = #box.handed
+  box.handed[last + 1], box.handed[last + 2] = 'g' .. name, text(box.tick)
+  return true
+end
+
+-- Hand a new message over that has not waited, where none waits before it. If that is not possible, nothing has changed.
+local function hand_new(box, spot, rank, value)
+  local who, name, visible = next_waiter(box)
+  if not who then
+    return false
+  end
+  if name and redis.call('ZCARD', box.ready) == 0 then
+    local tick = box.tick
+    box.tick = math.max(tick + 1, now)
+    local receipt = text(box.tick) .. '.' .. rank .. '.' .. name .. '.' .. spot
+    if hand(box, name, visible, receipt, value, {}) then
+      redis.call('ZADD', box.leases, text(now + visible), receipt)
+      due_at(box, now + visible)
+      return true
+    end
+    box.tick = tick
+  end
+  redis.call('ZADD', box.waiters, who[2], who[1])
+  return false
+end
