@@ -220,6 +220,8 @@ class Worker:
         else:
             await self._capacity.receive(free, wait, self._poll, self._admit)
         self._heartbeat.beat()
+        if len(self._backlog) == 1:  # it came alone: its handler begins before the next claim is prepared
+            await anyio.lowlevel.checkpoint()
 
     async def _poll(self, free: int, wait: float) -> list[Message[Any, Any]]:
         return await self._mailbox.receive(
