@@ -20,8 +20,10 @@ from mainspring.errors import (
     InvalidParameterError,
     MailboxClosedError,
     MailboxError,
+    MessageSettledError,
     ReplyNotAvailableError,
     SerializationError,
+    copied,
 )
 from mainspring.mailbox.codec import NotJsonError
 from mainspring.mailbox.hooks import Capabilities
@@ -223,8 +225,9 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         """Acknowledge messages of this mailbox together: in one step, where the backend can do that.
 
         Returns those that were refused, by their number, with what :meth:`Message.acknowledge` would have raised; all others
-        are done. Raises what hits them all; then none is settled, as far as is known. A call that is cancelled may or may not
-        have taken effect.
+        are done. A message that is named twice is acknowledged once, and the second is refused with
+        :class:`MessageSettledError`, or as the first was. Raises what hits them all; then none is settled, as far as is known.
+        A call that is cancelled may or may not have taken effect.
 
         :raises MessageSettledError: one of them is settled already; nothing was done.
         :raises MailboxClosedError: the mailbox is not open; nothing was done.
@@ -233,20 +236,21 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         self._check_open()
         for message in messages:
             message._check_unsettled()  # noqa: SLF001 - Message is this port's own, as below
-        for message in messages:
+        once = list(dict.fromkeys(messages))
+        for message in once:
             message._settled, message._settling = ACK, True  # noqa: SLF001
         try:
-            refused = await self._acknowledge_many([message._delivery for message in messages])  # noqa: SLF001
+            refused = await self._acknowledge_many([message._delivery for message in once]) if once else {}  # noqa: SLF001
         except Exception:
-            for message in messages:
+            for message in once:
                 message._settled = None  # noqa: SLF001
             raise
         finally:
-            for message in messages:
+            for message in once:
                 message._settling = False  # noqa: SLF001
         for number in refused:
-            messages[number]._settled = None  # noqa: SLF001
-        return refused
+            once[number]._settled = None  # noqa: SLF001
+        return refused if len(once) == len(messages) else _with_repeats(messages, once, refused)
 
     async def _settle_dead(self, delivery: Delivery, dead: Dead) -> None:
         """Bury it, and tell its requester, if that can be told: the news may be lost, the message may not."""
@@ -374,3 +378,21 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
             raise ConfigError(
                 f"mailbox {self.name!r}: {type(self).__name__} runs on {supported} only, not on {library}"
             )
+
+
+def _with_repeats(
+    messages: Sequence[Message[Any, Any]], once: list[Message[Any, Any]], refused: dict[int, Exception]
+) -> dict[int, Exception]:
+    """What was refused ``once`` each, by the numbers of ``messages``, of which some are there again."""
+    first = {message: number for number, message in reversed(list(enumerate(messages)))}
+    errors = {once[number]: error for number, error in refused.items()}
+    found: dict[int, Exception] = {}
+    for number, message in enumerate(messages):
+        try:
+            if message in errors:
+                found[number] = copied(errors[message])
+            elif first[message] != number:
+                message._check_unsettled()  # noqa: SLF001 - Message is this port's own
+        except MessageSettledError as error:
+            found[number] = error
+    return found

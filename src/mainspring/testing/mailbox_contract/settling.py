@@ -52,6 +52,24 @@ async def messages_are_acknowledged_in_one_call(h: Harness) -> None:
 
 
 @behaviour()
+async def a_message_that_is_named_twice_is_acknowledged_once(h: Harness) -> None:
+    """acknowledge_many() refuses what it is given again with MessageSettledError, or as it refused it the first time."""
+    async with h.open() as box:
+        await box.send_many(["a", "b", "c"])
+        late = await h.one(box, lease=h.short)
+        b, c = await h.all(box)
+        await h.pass_time(h.short)
+        refused = await box.acknowledge_many([b, late, b, c, late])
+        kinds = {number: type(error) for number, error in sorted(refused.items())}
+        expired, settled = ReceiptHandleExpiredError, MessageSettledError
+        equal(kinds, {1: expired, 2: settled, 4: expired}, "what was refused")
+        equal([message.is_settled for message in (b, late, c)], [True, False, True], "is_settled")
+        equal(await box.acknowledge_many([]), {}, "what was refused of none")
+        await (await h.one(box)).release()
+        await h.counts(box, pending=1, settled=2)
+
+
+@behaviour()
 async def a_settled_message_is_not_acknowledged_with_others(h: Harness) -> None:
     """acknowledge_many() of messages of which one is settled already raises MessageSettledError, and settles none."""
     async with h.open() as box:
