@@ -243,11 +243,16 @@ async def nobody_asked() -> bool:
 
 
 def _forget_native_cancels() -> bool:
-    """Set this task's count of native cancellations back, unless a task around it is being cancelled, too."""
+    """Set this task's count of native cancellations back, unless a task around it is being cancelled, too.
+
+    Where it has none, it got a future's. A task around it has some too while a scope inside that, as a receive's, is cancelled.
+    """
     import asyncio
 
     task = asyncio.current_task()
     assert task is not None
+    if not task.cancelling():
+        return True
     tasks = {id(one): one for one in asyncio.all_tasks()}
     parents = {info.id: info.parent_id for info in anyio.get_running_tasks()}
     owner = parents[id(task)]

@@ -15,7 +15,14 @@ import pytest
 from loop_support import EXACT, quick
 
 from mainspring import DeadLetterPolicy, InMemoryMailbox, MainLoop, TaskExitError
-from mainspring.events import LeaseLost, LeaseRenewalFailed, MessageNotAcknowledged, ReceiveFailed, SettlementFailed
+from mainspring.events import (
+    LeaseLost,
+    LeaseRenewalFailed,
+    MessageFinished,
+    MessageNotAcknowledged,
+    ReceiveFailed,
+    SettlementFailed,
+)
 from mainspring.mailbox.hooks import Capabilities
 from mainspring.mailbox.message import ACK
 from support import FaultyMailbox, background, record, settled, slow
@@ -201,13 +208,42 @@ async def test_a_receiver_that_is_cancelled_receives_again(mailbox):
     assert loop.outcomes == {"acknowledged": 3}
 
 
+async def test_a_handler_that_ends_with_a_cancellation_while_a_receive_is_being_cancelled_has_failed():
+    """The task around its own is then being cancelled too, as it seems."""
+    mailbox = FaultyMailbox()
+    begun, leaving, ended = anyio.Event(), anyio.Event(), anyio.Event()
+
+    async def lingering(hook: Any) -> Any:
+        try:
+            await hook()
+        finally:
+            leaving.set()
+            with anyio.CancelScope(shield=True):
+                await ended.wait()
+
+    async def handle(job: int) -> None:
+        mailbox.always("claim", lingering)
+        begun.set()
+        await leaving.wait()
+        await own_cancel(None)
+
+    loop = MainLoop(mailbox, handle, concurrency=2)
+    loop.dispatcher.subscribe(MessageFinished, lambda _: ended.set())
+    await mailbox.send(1)
+    async with background(loop):
+        await begun.wait()
+        await anyio.wait_all_tasks_blocked()
+    assert loop.outcomes == {"retried": 1}
+
+
 async def test_a_renewal_that_cancels_itself_has_failed_and_is_tried_again():
     async def handle(job: int) -> None:
-        await anyio.sleep(2)
+        while len(mailbox.times("extend")) < 2:
+            await anyio.sleep(0.05)
 
     mailbox = FaultyMailbox()
     mailbox.next("extend", own_cancel)
-    loop = MainLoop(mailbox, handle, visibility_timeout=1)
+    loop = MainLoop(mailbox, handle, visibility_timeout=6)
     failed, lost = record(loop, LeaseRenewalFailed), record(loop, LeaseLost)
     await mailbox.send(1)
     async with background(loop):
