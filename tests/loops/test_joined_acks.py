@@ -13,7 +13,7 @@ from mainspring.events import MessageFinished, MessageNotAcknowledged, Settlemen
 from mainspring.loops import worker
 from mainspring.loops.ends import Ends
 from mainspring.mailbox.hooks import Capabilities
-from support import FaultyMailbox, background, fail, hang, lose_answer, record, settled, slow
+from support import FaultyMailbox, background, fail, hang, lose_answer, record, settled, slow, work
 
 pytestmark = pytest.mark.anyio
 
@@ -148,6 +148,22 @@ async def test_what_a_failed_call_had_is_settled_one_by_one(mailbox, trouble, vi
         assert loop.in_flight == 0
     assert sum(loop.outcomes.values()) == 10
     assert (await mailbox.counts()).settled == 10
+
+
+async def test_a_call_that_always_fails_is_told_once_until_it_works(mailbox, caplog, virtual_clock):
+    loop = MainLoop(mailbox, quick, concurrency=10)
+    async with background(loop):
+        for trouble in (fail(ValueError("no such command")), work, fail(DOWN)):
+            mailbox.always("join", trouble)
+            for _ in range(3):
+                await mailbox.send_many(range(10))
+                await settled(mailbox)
+    assert loop.outcomes == {"acknowledged": 90}
+    told = [record.getMessage() for record in caplog.records if "together" in record.getMessage()]
+    assert len(told) == 2
+    assert "no such command" in told[0]
+    assert "in act: raise error" in told[0]
+    assert "the store is away" in told[1]
 
 
 async def test_those_of_a_failed_call_are_tried_again_beside_each_other(mailbox, virtual_clock):

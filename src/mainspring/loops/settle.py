@@ -68,6 +68,7 @@ class Settler:
         self._mailbox = mailbox
         self._dispatcher = dispatcher
         self._judge = judge
+        self._joins = True
 
     def tell(self, kind: type[MessageFinished], run: Run, decision: Decision, now: float) -> None:
         """Dispatch how a delivery ended."""
@@ -98,9 +99,15 @@ class Settler:
     async def acknowledge(self, messages: list[Message[Any, Any]]) -> Collection[int]:
         """Acknowledge them together; the numbers of those that are not, and are to be settled each by itself."""
         try:
-            return await self._mailbox.acknowledge_many(messages)
-        except Exception:
+            refused = await self._mailbox.acknowledge_many(messages)
+        except Exception as error:
+            if self._joins:  # once, until it works again: what else fails tells of itself
+                text = "%s: %d messages could not be acknowledged together, and so each is by itself: %s%s"
+                _log.warning(text, self._name, len(messages), describe(error), _where(error))
+            self._joins = False
             return range(len(messages))
+        self._joins = True
+        return refused
 
     async def settle_again(self, run: Run, decision: Decision, error: Exception) -> Decision:
         """What becomes of a delivery whose settlement failed with ``error``: it is written yet, as ``decision`` says, or lost.
