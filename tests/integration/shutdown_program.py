@@ -18,7 +18,7 @@ import anyio
 from anyio import from_thread
 
 from mainspring import Context, LoopGroup, MainLoop, RetryPolicy
-from mainspring.events import GroupStateChanged
+from mainspring.events import GroupStateChanged, ShutdownRequested
 from mainspring.mailbox.message import Ack
 from mainspring.mailbox.sqlite import SQLiteMailbox
 
@@ -54,6 +54,8 @@ class SlowOpen(SQLiteMailbox[Any, Any]):
     async def _open(self, scope: Any) -> None:
         say("opening")
         with anyio.CancelScope(shield=True):
+            while HOW == "slow-open" and not asked.is_set():
+                await anyio.sleep(0.01)
             await anyio.sleep(0.3 if HOW == "slow-open" else 600)
         await super()._open(scope)
 
@@ -67,6 +69,7 @@ BOXES = {
     "stuck-open": SlowOpen,
 }
 mailbox = BOXES.get(HOW, SQLiteMailbox)(OPTIONS["path"], name="jobs", synchronous="normal")
+asked = threading.Event()
 entered = {state: threading.Event() for state in ("drain delay", "finish")}
 both = anyio.Event()
 held: set[str] = set()
@@ -184,6 +187,7 @@ def note(event: GroupStateChanged) -> None:
 
 
 group.dispatcher.subscribe(GroupStateChanged, note)
+group.dispatcher.subscribe(ShutdownRequested, lambda _: asked.set())
 report = anyio.run(
     group.run,
     backend="trio" if BACKEND == "trio" else "asyncio",
