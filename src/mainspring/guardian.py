@@ -266,7 +266,7 @@ class _Watcher:
 
     def _leave(self, leaving: _Exit) -> NoReturn:
         self._take_over()
-        last_words(lambda: f"{leaving.explain()}\n{self._stacks()}", self._stream)
+        last_words(lambda: f"mainspring: leaving by force: {leaving.explain()}\n{self._stacks()}", self._stream)
         os._exit(leaving.status)
 
     def _take_over(self) -> None:

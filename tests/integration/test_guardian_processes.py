@@ -147,7 +147,7 @@ def test_a_process_that_must_leave_does_with_its_status(how, guardian):
         status, _, err, _ = end_of(process)
     assert status == 70
     if how != "exit-hanging-explain":
-        assert "because it was told to" in err
+        assert "\nmainspring: leaving by force: because it was told to\n" in err
         assert "MainThread" in err
 
 
