@@ -200,4 +200,4 @@ def test_without_trio_only_its_users_hear_of_it(pytester: pytest.Pytester) -> No
     )
     result = run(pytester)
     result.assert_outcomes(passed=1, errors=1)
-    result.stdout.fnmatch_lines_random(["*pip install 'mainspring[[]trio]'*"])
+    result.stdout.fnmatch_lines_random(["*pip install 'mainspring[[]test]'*"])
