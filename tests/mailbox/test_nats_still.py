@@ -123,6 +123,39 @@ async def test_what_waited_on_a_lost_connection_is_not_waited_for_on_the_next(an
             await anyio.to_thread.run_sync(server.start)
 
 
+async def test_one_who_tries_again_and_again_lets_others_run_those_who_reconnect_too(anyio_backend):
+    with NatsServer() as server:
+        async with NatsMailbox(server.url, name="jobs", timeout=2.0) as box:
+            await box.send_many(range(8))
+            held = await several(box, 8, lease=600)
+            await anyio.to_thread.run_sync(server.stop, signal.SIGKILL)
+            with anyio.fail_after(10):
+                while box._wire.driver.is_connected:
+                    await anyio.sleep(0.01)
+            turns = 0
+
+            async def turn():
+                nonlocal turns
+                while True:
+                    turns += 1
+                    await anyio.sleep(0)
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(turn)
+                for name, call in CALLS.items():
+                    before = turns
+                    for _ in range(20):
+                        try:
+                            refused = await call(box, held)
+                        except MailboxConnectionError:
+                            continue
+                        assert name == "joint acknowledgements"
+                        assert len(refused) == 3
+                    assert turns - before >= 19, name
+                tasks.cancel_scope.cancel()
+            await anyio.to_thread.run_sync(server.start)
+
+
 # -------------------------------------------------------------------------------------- what nobody understands
 
 

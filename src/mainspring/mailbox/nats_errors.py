@@ -6,9 +6,11 @@ import json
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, message_of
+from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, MainspringError, message_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mainspring.mailbox.nats_parser import Heard
 
 
@@ -46,6 +48,20 @@ def refuses_login(error: Exception) -> bool:
     """Whether it is a server's refusal of this user, which the driver raises as text."""
     text = message_of(error).lower()
     return "authorization violation" in text or "authentication" in text
+
+
+def no_connection(name: str, servers: Sequence[str], refusals: Sequence[Exception]) -> MainspringError:
+    """Why none of the servers can be connected to, each of which was tried."""
+    from mainspring.mailbox.nats_client import NoTlsError
+
+    told = "; ".join(dict.fromkeys(map(message_of, refusals)))
+    if any(map(refuses_login, refusals)):
+        told += "; check the user and the password of the URL, its token or its credentials"
+    lasting = all(isinstance(error, NoTlsError) or refuses_login(error) for error in refusals)
+    kind = ConfigError if lasting else MailboxConnectionError
+    error = kind(f"{name}: no connection to a NATS server at {', '.join(servers)}: {told}")
+    error.__cause__ = refusals[-1]
+    return error
 
 
 def check_credentials(path: str) -> None:

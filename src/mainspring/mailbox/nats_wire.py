@@ -10,17 +10,15 @@ import anyio
 from mainspring import entropy
 from mainspring.clock import loop_clock
 from mainspring.errors import (
-    ConfigError,
     MailboxClosedError,
     MailboxConnectionError,
     MailboxError,
     MainspringError,
     SerializationError,
     describe,
-    message_of,
 )
 from mainspring.mailbox.limits import CLOSE_TIMEOUT
-from mainspring.mailbox.nats_errors import parse, refuses_login
+from mainspring.mailbox.nats_errors import no_connection, parse
 from mainspring.mailbox.nats_pull import Puller
 from mainspring.policies import backoff
 from mainspring.process import event_loop
@@ -151,7 +149,7 @@ class Wire:
                     await client.hear(subject, hearer)
                 await client.flush()
             if opening.cancel_called:
-                raise self._refused()
+                raise no_connection(self._name, self._servers, self._refusals)
         except BaseException as error:
             if self._client is client:
                 await self._abandon()
@@ -163,20 +161,6 @@ class Wire:
         if self._client is not client:
             await client.hang_up(CLOSE_TIMEOUT / 2)
             raise MailboxClosedError(f"{self._name} is closed")
-
-    def _refused(self) -> MainspringError:
-        """Why no server can be connected to, of which each was tried."""
-        from mainspring.mailbox.nats_client import NoTlsError
-
-        refusals = self._refusals
-        told = "; ".join(dict.fromkeys(map(message_of, refusals)))
-        if any(map(refuses_login, refusals)):
-            told += "; check the user and the password of the URL, its token or its credentials"
-        lasting = all(isinstance(error, NoTlsError) or refuses_login(error) for error in refusals)
-        kind = ConfigError if lasting else MailboxConnectionError
-        error = kind(f"{self._name}: no connection to a NATS server at {', '.join(self._servers)}: {told}")
-        error.__cause__ = refusals[-1]
-        return error
 
     async def close(self) -> None:
         """Let what is out come back, then disconnect; at most :data:`CLOSE_TIMEOUT` seconds together."""
@@ -271,6 +255,12 @@ class Wire:
             raise self._lost()
         return client
 
+    async def _reached(self) -> StrictClient:
+        """See :attr:`client`; whoever tries again and again to no avail lets others run, who reconnect."""
+        if self._client is None or not self._client.is_connected:
+            await anyio.lowlevel.checkpoint()
+        return self.client
+
     @property
     def max_payload(self) -> int:
         """Bytes of the largest payload that the server takes."""
@@ -318,7 +308,6 @@ class Wire:
         return parse(await self.ask(f"$JS.API.{subject}", payload))
 
     async def _start(self, subject: str, payload: bytes, headers: dict[str, str] | None) -> tuple[int, Any]:
-        _ = self.client  # none: nothing is begun
         self._count += 1
         token = self._count
         future = self.loop.create_future()
@@ -336,7 +325,7 @@ class Wire:
         self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None
     ) -> None:
         """Send a message. Raises :class:`MailboxConnectionError`, whatever the driver or its transport make of it."""
-        client = self.client
+        client = await self._reached()
         try:
             await client.publish(subject, payload, reply, headers)
         except Exception as error:  # also what uvloop says of a connection that was closed just now: a RuntimeError
@@ -381,7 +370,7 @@ class Wire:
         if self.idle:
             return self.idle.pop()
         puller = Puller(self)
-        await puller.open(self.client)
+        await puller.open(await self._reached())
         return puller
 
     def end_pulls(self) -> None:
