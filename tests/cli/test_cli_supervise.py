@@ -116,6 +116,27 @@ def test_no_orphan_stays_that_was_still_importing(tmp_path: Path) -> None:
             wait_until_gone(pid)
 
 
+def test_a_mailbox_that_the_workers_do_not_share_is_warned_of_once(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        """
+        from mainspring import LoopGroup, MainLoop, open_mailbox
+
+        async def handle(job: int) -> None: ...
+
+        boxes = [open_mailbox(url) for url in ("memory://own", "memory://own", "sqlite:///jobs.db?name=shared")]
+        group = LoopGroup([MainLoop(box, handle) for box in boxes])
+        """,
+    )
+    with started("run", "app:group", "--processes", "2", cwd=tmp_path) as command:
+        for _ in range(2):
+            command.expect("mainspring: running")
+        command.send(signal.SIGTERM)
+        assert command.wait() == 0
+        assert command.text.count("not shared") == 1
+        assert "mailbox 'own' is not shared by the worker processes: each has one of its own" in command.text
+
+
 def test_a_wrong_target_is_said_once_and_not_tried_again(tmp_path: Path) -> None:
     ended = run("run", "nowhere:group", "--processes", "3", cwd=tmp_path)
     assert ended.returncode == 2

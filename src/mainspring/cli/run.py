@@ -108,6 +108,8 @@ def _run_group(options: RunOptions, early: CommandSignals, link: ParentLink | No
     group.dispatcher.subscribe(GroupStateChanged, lambda event: seen.add(event.new))
     if link is not None:
         link.tell(stop_within=group.settings.stop_within, directories=loaded_directories())
+        if link.number == 2:  # where there are several, and once for all of them
+            _warn_of_own_mailboxes(group)
     try:
         report: ShutdownReport = anyio.run(
             partial(group.run, install_signals=True), backend=backend, backend_options=backend_options
@@ -123,6 +125,19 @@ def _run_group(options: RunOptions, early: CommandSignals, link: ParentLink | No
     if link is not None:
         link.tell(finished=report.reason not in {signum.name for signum in signal.Signals})
     return report.exit_status
+
+
+def _warn_of_own_mailboxes(group: LoopGroup) -> None:
+    """Say which mailboxes are in memory: what one worker sends there, no other receives."""
+    from mainspring.loops.main import MainLoop
+
+    for name in dict.fromkeys(
+        loop.mailbox.name
+        for loop in group.loops
+        if isinstance(loop, MainLoop) and not loop.mailbox.capabilities.cross_process
+    ):
+        text = "%s: mailbox %r is not shared by the worker processes: each has one of its own"
+        logging.getLogger("mainspring.group").warning(text, group.name, name)
 
 
 def _who(group: LoopGroup, link: ParentLink | None) -> str:
