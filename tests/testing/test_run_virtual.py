@@ -385,4 +385,4 @@ def test_without_trio_the_error_says_what_to_install() -> None:
         "except ConfigError as error:\n    print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "pip install 'mainspring[trio]'" in done.stdout
+    assert "pip install 'mainspring[test]'" in done.stdout
