@@ -47,6 +47,46 @@ async def soon(holds):
 # ------------------------------------------------------------------------------------------ what is sent and not heard
 
 
+async def test_what_was_sent_goes_back_though_the_next_message_found_nobody_there(here, waiting):
+    """Its process is on the list again when its connection breaks, and a message comes before it has noticed."""
+    async with here.mailbox() as mailbox, here.mailbox() as sender:
+        listener, call, noticed = mailbox._receiving.listener, mailbox._link.call, anyio.Event()
+        late: list[bytes] = []
+        hear, listener._hear = listener._hear, late.append
+        await waiting.start(mailbox)
+        await sender.send("x")
+        await soon(lambda: late)
+        await waiting.start(mailbox)
+
+        async def held_up(*arguments):
+            await noticed.wait()
+            return await call(*arguments)
+
+        mailbox._link.call = held_up
+        listener._hear, name = hear, listener._name
+        await listener._wire.close()
+        await soon(lambda: not here.call("PUBSUB", "SHARDNUMSUB", here.key(name))[1])
+        await sender.send("y")
+        mailbox._link.call = call
+        noticed.set()
+        await soon(lambda: sum(len(found) for _, found in waiting.got) == 2)
+        messages = [message for _, found in waiting.got for message in found]
+        assert [message.body for message in messages] == ["x", "y"]
+        assert {(message.delivery_count, message.attempt) for message in messages} == {(1, 1)}
+
+
+async def test_what_was_sent_to_processes_that_died_long_ago_is_forgotten(here, anyio_backend):
+    """No lease lasts longer than twelve hours, so there is nothing any more that could go back."""
+    async with here.mailbox() as mailbox:
+        now = int(here.call("TIME")[0]) * 1_000_000
+        old, new = now - 43_201 * 1_000_000, now - 43_100 * 1_000_000
+        here.call("HSET", here.key("state"), "gOld", old, "gNew", new)
+        async with here.mailbox():
+            assert here.call("HMGET", here.key("state"), "gOld", "gNew") == [None, str(new).encode()]
+        await mailbox.send("x")
+        assert await mailbox.counts() == Counts(pending=1)
+
+
 class Kept:
     """A stream whose end the other side does not notice."""
 
@@ -88,6 +128,35 @@ async def test_what_is_sent_to_a_name_that_a_claim_wrote_on_the_list_as_its_conn
         await waiting.until(1)
         (message,) = waiting.got[0][1]
         assert (message.body, message.delivery_count, message.attempt) == ("x", 1, 1)
+        await stream.aclose()
+
+
+async def test_a_process_that_is_on_the_list_by_a_claim_it_has_not_heard_of_leaves_it(here, waiting):
+    """The server does not notice that its connection broke, and would send there whatever comes."""
+    async with here.mailbox() as mailbox, here.mailbox() as sender:
+        listener, call = mailbox._receiving.listener, mailbox._link.call
+        asked, go_on = anyio.Event(), anyio.Event()
+
+        async def slow(*arguments):
+            mailbox._link.call = call
+            result = await call(*arguments)
+            asked.set()
+            await go_on.wait()
+            return result
+
+        mailbox._link.call, name, wire = slow, listener._name, listener._wire
+        stream, wire._stream = wire._stream, Kept(wire._stream)
+        scope = anyio.CancelScope()
+        waiting._group.start_soon(waiting.start, mailbox, 600, scope)
+        await asked.wait()
+        listener._scope.cancel()
+        await soon(lambda: listener._name != name and listener.live)
+        scope.cancel()
+        go_on.set()
+        await mailbox.counts()
+        assert here.call("ZCARD", here.key("waiters")) == 0
+        await sender.send("x")
+        assert await sender.counts() == Counts(pending=1)
         await stream.aclose()
 
 

@@ -163,7 +163,7 @@ class Listener:
         self._timeout = timeout
         self._name = ""
         self._listed: set[str] = set()  # as whom it may be on the list
-        self._was_listed = False  # since the connection was made
+        self._written: set[str] = set()  # as whom it was to be put there, since the connection was made
         self._heard = 0  # when the last message was claimed that came on this connection
         self._left = 0  # when the last one was claimed that has gone back before it came
         self._gate = Gate()
@@ -214,8 +214,9 @@ class Listener:
         """
         if not self.live:
             return ""
-        self._was_listed = True
-        return f"{self._name}.{visible}"
+        waiter = f"{self._name}.{visible}"
+        self._written.add(waiter)
+        return waiter
 
     def listed(self, visible: int) -> None:
         """A receive here may be on the list now, if anybody can call it."""
@@ -227,11 +228,12 @@ class Listener:
 
         ``for_good``: nothing more is heard on this connection.
         """
-        if self._listed or (for_good and self._was_listed):
-            leave = Leave(self._name, self._heard, sorted(self._listed), self._has_left, for_good=for_good)
-            self._told.leave(leave)
+        names = self._written if for_good else self._listed
+        if names:
+            self._told.leave(Leave(self._name, self._heard, sorted(names), self._has_left, for_good=for_good))
             self._listed.clear()
-            self._was_listed = not for_good
+            if for_good:
+                self._written.clear()
 
     def _has_left(self, name: str, when: int) -> None:
         if name == self._name:

@@ -41,8 +41,7 @@ local function hand(box, name, visible, receipt, value, extras)
     return false
   end
   if redis.call('SPUBLISH', box.base .. name, 'm' .. said) == 0 then
-    redis.call('HDEL', box.state, 'g' .. name) -- nobody listens as that any more
-    return false
+    return false -- nobody listens as that any more; what was sent there before is still to go back
   end
   local last = #box.handed
   box.handed[last + 1], box.handed[last + 2] = 'g' .. name, text(box.tick)

@@ -54,6 +54,16 @@ local function answer(wanted)
   put(to, from, 1, rank, 0, 0, false, true) -- what ends frees more than it takes
 end
 
+-- Forget when something was last sent to listeners that have died. Once the longest lease is over, nothing of it goes back.
+local function forget_listeners(of)
+  local known = redis.call('HGETALL', of.state)
+  for i = 1, #known, 2 do
+    if string.sub(known[i], 1, 1) == 'g' and tonumber(known[i + 1]) < now - LONGEST_LEASE then
+      redis.call('HDEL', of.state, known[i])
+    end
+  end
+end
+
 local operations = {
   put = function()
     local count, rank, delay, expires = next_number(), next_argument(), next_number(), next_number()
@@ -105,6 +115,7 @@ local operations = {
   end,
   open = function()
     exist(box)
+    forget_listeners(box)
     return 1
   end,
   answer = function()
@@ -150,8 +161,10 @@ local operations = {
   end,
   leave = function()
     local name, heard, for_good = next_argument(), next_number(), next_argument() == '1'
-    local waiters = next_list()
-    local were_there = #waiters == 0 or redis.call('ZREM', box.waiters, unpack(waiters)) == #waiters
+    local were_there = true
+    for _, waiter in ipairs(next_list()) do
+      were_there = redis.call('ZREM', box.waiters, waiter) == 1 and were_there
+    end
     local last = tonumber(redis.call('HGET', box.state, 'g' .. name) or nil) or 0
     if last > heard then
       unclaim_unheard(box, name, heard)

@@ -23,6 +23,7 @@
 local AT_ONCE = 1000 -- of each kind that is due: the callers of this batch should not wait for thousands
 local KEYS_OF_ONE = 12
 local DAY = 86400000
+local LONGEST_LEASE = 43200000000 -- that a receive can ask for, in microseconds
 local HANDED = 65536 -- bytes that a message sent to who waits may have: a server hangs up on listeners that it owes too much
 
 -- Of the call that is being served.
