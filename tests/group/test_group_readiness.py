@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import anyio
@@ -78,6 +79,24 @@ async def test_checks_pass_fail_and_recover(virtual_clock, timeout):
         await anyio.sleep(1.01)
         assert (await asked(group)).ready
         assert sorted(changes[3:]) == [("plain", None), ("raising", None), ("slow", None)]
+        await group.shutdown()
+
+
+async def test_a_check_that_is_cancelled_by_itself_has_failed_and_the_others_count(anyio_backend_name):
+    if anyio_backend_name == "trio":
+        return  # it has no cancellation but that of scopes
+
+    async def broken():
+        future = asyncio.get_running_loop().create_future()
+        future.cancel()
+        await future
+
+    async def slow():
+        await anyio.sleep(0.05)
+
+    group, _ = one_loop_group(quick, checks={"broken": broken, "slow": slow})
+    async with running(group):
+        assert (await asked(group)).reasons == ("check 'broken': CancelledError",)
         await group.shutdown()
 
 

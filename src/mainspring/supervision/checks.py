@@ -14,6 +14,7 @@ from mainspring.callables import is_async
 from mainspring.clock import real_work
 from mainspring.errors import describe
 from mainspring.events import CheckChanged, Dispatcher
+from mainspring.scope import nobody_asked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -70,8 +71,10 @@ class Checks:
                 error = "it returned False" if answer is False else None
             except _StillOutError:
                 error = late
-            except anyio.get_cancelled_exc_class():
-                raise
+            except anyio.get_cancelled_exc_class() as raised:
+                if not await nobody_asked():
+                    raise
+                error = describe(raised)
             except BaseException as raised:  # it fails, and ends nothing else
                 error = describe(raised)
         if self.results[name] != error:
