@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, MainspringError, message_of
+from nats.errors import MaxPayloadError
+
+from mainspring.errors import (
+    ConfigError,
+    MailboxConnectionError,
+    MailboxError,
+    MainspringError,
+    SerializationError,
+    message_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +31,10 @@ class ApiError(MailboxError):
         super().__init__(f"JetStream refused: {text} (code {code})")
         self.code = code
         self.text = text
+
+
+class NotAllowedError(ConfigError, MailboxError):
+    """The login is good for less than a mailbox needs."""
 
 
 class GoneError(MailboxConnectionError):
@@ -50,6 +64,12 @@ def refuses_login(error: Exception) -> bool:
     return "authorization violation" in text or "authentication" in text
 
 
+def denied(error: Exception) -> str | None:
+    """The subject, in small letters, that this user may not use, where the server says so; other answer it gives none."""
+    found = re.search(r'permissions violation for (?:publish|subscription) to "([^"]+)"', message_of(error).lower())
+    return found[1] if found else None
+
+
 def no_connection(name: str, servers: Sequence[str], refusals: Sequence[Exception]) -> MainspringError:
     """Why none of the servers can be connected to, each of which was tried."""
     from mainspring.mailbox.nats_client import NoTlsError
@@ -62,6 +82,20 @@ def no_connection(name: str, servers: Sequence[str], refusals: Sequence[Exceptio
     error = kind(f"{name}: no connection to a NATS server at {', '.join(servers)}: {told}")
     error.__cause__ = refusals[-1]
     return error
+
+
+def in_words(error: Exception, name: str, servers: Sequence[str], told: str) -> MainspringError:
+    """What the driver raises, in the port's words; ``servers`` are those that were tried, where there was no connection yet."""
+    if isinstance(error, MainspringError):
+        return error
+    if isinstance(error, MaxPayloadError):
+        return SerializationError(f"{name}: the message is larger than the server takes (max_payload)")
+    what = "the connection to the NATS server is lost"
+    if servers:
+        what = f"no connection to a NATS server at {', '.join(servers)}"
+    failure = MailboxConnectionError(f"{name}: {what}: {told}")
+    failure.__cause__ = error
+    return failure
 
 
 def check_credentials(path: str) -> None:

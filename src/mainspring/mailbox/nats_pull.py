@@ -37,6 +37,7 @@ class Puller:
         self._wire = wire
         self._messages: list[Heard] = []
         self._wanted = 0
+        self.source = ""
         self._ended: Any = None
         self._arrived: Callable[[], object] | None = None
 
@@ -81,6 +82,7 @@ class Puller:
         loop = wire.loop
         self._messages = []
         self._wanted = wanted
+        self.source = subject
         epoch = wire.epoch
         self._ended = loop.create_future()
         wire.pullers.add(self)

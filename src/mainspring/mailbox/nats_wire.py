@@ -14,11 +14,10 @@ from mainspring.errors import (
     MailboxConnectionError,
     MailboxError,
     MainspringError,
-    SerializationError,
     describe,
 )
 from mainspring.mailbox.limits import CLOSE_TIMEOUT
-from mainspring.mailbox.nats_errors import no_connection, parse
+from mainspring.mailbox.nats_errors import NotAllowedError, denied, in_words, no_connection, parse
 from mainspring.mailbox.nats_pull import Puller
 from mainspring.policies import backoff
 from mainspring.process import event_loop
@@ -66,7 +65,8 @@ class Wire:
         self.timeout = timeout
         self._name = name
         self._client: StrictClient | None = None
-        self._asked: dict[int, tuple[Any, float]] = {}
+        self._asked: dict[int, tuple[Any, float, str]] = {}
+        self._deaf: NotAllowedError | None = None
         self._count = 0
         self._looking: Any = None
         self._last_error = ""
@@ -122,7 +122,7 @@ class Wire:
         from mainspring.mailbox.nats_client import StrictClient
 
         self._client = client = StrictClient()
-        self._refusals = []
+        self._refusals, self._deaf = [], None
         try:
             with anyio.fail_after(self.timeout) as opening:
                 self._opening = None if patient else opening
@@ -148,6 +148,8 @@ class Wire:
                 for subject, hearer in self._heard:
                     await client.hear(subject, hearer)
                 await client.flush()
+                if self._deaf is not None:
+                    raise self._deaf
             if opening.cancel_called:
                 raise no_connection(self._name, self._servers, self._refusals)
         except BaseException as error:
@@ -190,10 +192,28 @@ class Wire:
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = describe(error)
+        if (subject := denied(error)) is not None:
+            told = (
+                f"{self._name}: the NATS server lets this user not use {subject!r}; grant the user what a mailbox uses"
+            )
+            self._refuse(subject, NotAllowedError(told))
         if self._opening is not None:
             self._refusals.append(error)
             if len(self._refusals) >= len(self._servers):
                 self._opening.cancel()
+
+    def _refuse(self, subject: str, error: NotAllowedError) -> None:
+        """Tell whoever waits for an answer from there, which never comes."""
+        for token, (future, _, asked) in list(self._asked.items()):
+            if asked.lower() == subject and not future.done():
+                del self._asked[token]
+                future.set_result(_Lost(error))
+        for puller in list(self.pullers):
+            if puller.source.lower() == subject:
+                puller.end(error)
+        if subject == f"{self._inbox}*".lower():
+            self._deaf = error
+        self.ease()
 
     async def _on_disconnect(self) -> None:
         self._fail_all(self._lost())
@@ -212,26 +232,15 @@ class Wire:
 
     def failure(self, error: Exception) -> MainspringError:
         """What the driver raises, in the port's words."""
-        from nats.errors import MaxPayloadError
-
-        if isinstance(error, MainspringError):
-            return error
-        if isinstance(error, MaxPayloadError):
-            return SerializationError(f"{self._name}: the message is larger than the server takes (max_payload)")
         told = describe(error)
         if isinstance(error, TimeoutError):
             told = self._last_error or f"no answer within {self.timeout:g} s"
-        what = "the connection to the NATS server is lost"
-        if not self._was_connected:
-            what = f"no connection to a NATS server at {', '.join(self._servers)}"
-        failure = MailboxConnectionError(f"{self._name}: {what}: {told}")
-        failure.__cause__ = error
-        return failure
+        return in_words(error, self._name, () if self._was_connected else self._servers, told)
 
     def _fail_all(self, error: MailboxError) -> None:
         self.epoch += 1
         asked, self._asked = self._asked, {}
-        for future, _ in asked.values():
+        for future, _, _ in asked.values():
             if not future.done():
                 future.set_result(_Lost(error))
         for puller in list(self.pullers):
@@ -311,7 +320,7 @@ class Wire:
         self._count += 1
         token = self._count
         future = self.loop.create_future()
-        self._asked[token] = (future, self._now() + self.timeout)
+        self._asked[token] = (future, self._now() + self.timeout, subject)
         if self._looking is None:
             self._looking = self.loop.call_later(_LOOK, self._look)
         try:
@@ -352,7 +361,7 @@ class Wire:
         """Give up the calls that took too long: the oldest come first."""
         self._looking = None
         now = self._now()
-        for token, (future, until) in list(self._asked.items()):
+        for token, (future, until, _) in list(self._asked.items()):
             if until > now:
                 break
             del self._asked[token]
