@@ -1,7 +1,9 @@
-"""The three event loops that everything runs on, and which tests stay together where several processes run them."""
+"""The three event loops that everything runs on, the end of tests that hang, and which tests stay in one process."""
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import signal
 from typing import Any
 
@@ -14,6 +16,8 @@ from stores import store, store_schema  # noqa: F401 - fixtures
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background lets them ignore it, and Python then makes no KeyboardInterrupt of it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_stderr = open(os.dup(2), "w")  # noqa: SIM115 - for as long as the tests run; pytest captures the other one
 
 TOGETHER = ("test_shutdown_processes.py",)
 """Files of which one process has all tests: whoever has one of them does the work of all."""
@@ -28,6 +32,15 @@ BACKENDS = [
 @pytest.fixture(params=BACKENDS)
 def anyio_backend(request: pytest.FixtureRequest) -> object:
     return request.param
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
+    """Have a test that has failed end its process if it is not torn down in time either, as pytest stops watching it.
+
+    anyio's runner stands still for ever where what a fixture on trio has opened around its ``yield`` is cancelled or fails.
+    """
+    faulthandler.dump_traceback_later(float(node.config.getini("faulthandler_timeout")), exit=True, file=_stderr)
 
 
 @pytest.hookimpl(optionalhook=True)
