@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import math
 import tracemalloc
 from contextlib import suppress
 
 import anyio
 import pytest
-from test_redis_handed import Waiting
+from test_redis_handed import Waiting, counts
 
 from mainspring import MailboxConnectionError
 from mainspring.mailbox import batching, redis_receive, redis_wake
@@ -348,3 +349,25 @@ async def test_what_was_sent_is_not_kept(here, anyio_backend):
         finally:
             tracemalloc.stop()
         assert await mailbox.counts() == Counts(pending=11)
+
+
+async def test_what_is_owed_waits_for_no_call_of_anybodys(here, monkeypatch, anyio_backend):
+    """The answer to a claim is lost, and its process asks for nothing more."""
+    monkeypatch.setattr(redis_receive, "LOOK_AGAIN", 0.05)
+    async with here.mailbox() as mailbox, here.mailbox() as other:
+        await other.send("x")
+        read, wire = type(mailbox._link._wire).read, mailbox._link._wire
+
+        async def cut(self):
+            result = await read(self)
+            if self is wire:
+                raise anyio.EndOfStream
+            return result
+
+        monkeypatch.setattr(type(wire), "read", cut)
+        with pytest.raises(MailboxConnectionError):
+            await mailbox.receive(visibility_timeout=600)
+        await counts(other, Counts(pending=1))
+        await soon(lambda: mailbox._receiving.sweeper.due == math.inf)  # and nobody looks for ever
+        (message,) = await other.receive()
+        assert (message.delivery_count, message.attempt) == (1, 1)

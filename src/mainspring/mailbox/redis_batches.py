@@ -26,10 +26,18 @@ class Batches:
     :param timeout: seconds that an answer may take.
     :param waiter: as whom a receive that wants leases of so many microseconds is to be put on the list of waiters.
     :param due_in: told in how many seconds the next thing is due.
+    :param owing: told that something is owed, which leaves with the next call.
     """
 
     def __init__(
-        self, name: str, link: Link, timeout: float, *, waiter: Callable[[int], str], due_in: Callable[[float], None]
+        self,
+        name: str,
+        link: Link,
+        timeout: float,
+        *,
+        waiter: Callable[[int], str],
+        due_in: Callable[[float], None],
+        owing: Callable[[], None],
     ) -> None:
         self.watch = Periodic(self._watch)
         """Runs as long as batches are executed: it ends the calls that are not answered in time."""
@@ -44,10 +52,16 @@ class Batches:
         self._asked_at = 0.0
         self._waiter = waiter
         self._due_in = due_in
+        self._owing = owing
         self._now = clock.loop_clock()
         self._heard = 0  # when the last claim was made whose answer has come
         self._owed: list[Operation] = []
         self._ahead = 0.0  # by how much this process's clock is ahead of the server's, at least
+
+    @property
+    def owes(self) -> bool:
+        """Whether something is to be done all the same that was in a call that has failed."""
+        return bool(self._owed)
 
     async def execute(self, commands: list[Operation]) -> None:
         """Have commands executed; those whose call fails, or was not made, get its error from the batcher."""
@@ -95,6 +109,8 @@ class Batches:
         if unheard and not any(type(command) is Unheard for command in self._owed):
             self._owed.append(Unheard(self.claimant, self._heard))
         self._commands, self._calls = [], iter(())
+        if self._owed:
+            self._owing()
 
     async def _watch(self, overslept: float) -> float:
         if self._call is None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LOOK_AGAIN: Final = 5.0
 """Seconds after which a waiting process looks for itself: a call may have gone to a process that was just stopped. A message
-that was sent along is that process's until its lease ends."""
+that was sent along is that process's until its lease ends. For so long, too, what is owed waits for a call to leave with."""
 
 
 class Receiving:
@@ -50,7 +50,9 @@ class Receiving:
         self.waiters = Waiters(self._pass_on)
         told = Told(due=self._due_in, cancelled=on_cancelled, given=self._given, leave=self._leave)
         self.listener = Listener(directory, base_of(name), link, self.waiters, told, timeout)
-        self.batches = Batches(name, link, timeout, waiter=self.listener.waiter, due_in=self._due_in)
+        self.batches = Batches(
+            name, link, timeout, waiter=self.listener.waiter, due_in=self._due_in, owing=self._look_soon
+        )
         self.batcher: Batcher[Operation] = Batcher(
             self.batches.execute, undo=self._undo, resume=self.batches.resume, name=f"mailbox {name!r}"
         )
@@ -68,7 +70,7 @@ class Receiving:
             return await self._claim_once(limit, visibility, waits=False)
         waiters, visible = self.waiters, micro(visibility)
         deadline = self._now() + wait
-        self.sweeper.wake_by(self._now() + LOOK_AGAIN)
+        self._look_soon()
         waiters.active += 1
         turn = False
         found: list[Delivery] = []
@@ -155,9 +157,15 @@ class Receiving:
         if self.waiters.active:
             self.sweeper.wake_by(self._now() + seconds)
 
+    def _look_soon(self) -> None:
+        self.sweeper.wake_by(self._now() + LOOK_AGAIN)
+
     async def _look(self, overslept: float) -> float:
-        """Let what is due by now be done, for the receives that wait for it: the library calls those it is for."""
-        if not self.waiters.active:
+        """Let what is due by now be done, for the receives that wait for it: the library calls those it is for.
+
+        What is owed goes along, also where nobody waits, or calls any more.
+        """
+        if not (self.waiters.active or self.batches.owes):
             return float("inf")
         again = self._now() + LOOK_AGAIN
         try:
