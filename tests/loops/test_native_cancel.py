@@ -155,6 +155,34 @@ async def test_a_settlement_that_is_cut_off_is_told_and_the_loop_goes_on(mailbox
     assert loop.outcomes["acknowledged"] == messages + 1
 
 
+async def test_a_late_settlement_that_is_cut_off_ends_nothing_either(mailbox):
+    """That of a handler that was cancelled, which is made outside of the scope that has cancelled it."""
+    slots: list[asyncio.Task[Any]] = []
+
+    async def handle(job: int) -> None:
+        slots.append(asyncio.current_task())
+        if len(slots) == 1:
+            await asyncio.sleep(10)
+
+    mailbox.next("settle", slow(60))
+    loop = MainLoop(mailbox, handle)
+    async with background(loop):
+        await mailbox.send(1)
+        while not slots:
+            await asyncio.sleep(0)
+        loop.runs[0].stall(ValueError("no sign of life"))
+        while not mailbox.times("settle"):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        slots[0].cancel()
+        await mailbox.send(2)
+        async with asyncio.timeout(5):
+            while not loop.outcomes["acknowledged"]:
+                await asyncio.sleep(0.001)
+        assert loop.running
+    assert loop.outcomes == {"lost": 1, "acknowledged": 1}
+
+
 @pytest.mark.parametrize("first", ["scope", "task"])
 async def test_a_cancellation_by_the_engine_and_a_native_one_at_once_are_the_engines(first):
     """anyio lets such a one out of its scope."""

@@ -293,6 +293,10 @@ class Worker:
         try:
             while True:
                 try:
+                    if run is not None:
+                        # The scope is used up, or somebody cancelled this task: what was cancelled is settled outside of it.
+                        with bounded(shield=False):
+                            await self._ends.finish_late(run)
                     with anyio.CancelScope() as scope:
                         run = await self._await_run(scope)
                         while run is not None:
@@ -321,10 +325,6 @@ class Worker:
                 except anyio.get_cancelled_exc_class():
                     if not await nobody_asked():
                         raise
-                # The scope is used up, or somebody has cancelled this task: what was cancelled is settled outside of it.
-                if run is not None:
-                    with bounded(shield=False):
-                        await self._ends.finish_late(run)
         except anyio.get_cancelled_exc_class():
             # The loop itself is cancelled: its message goes back, so that another worker has it at once.
             with bounded() as scope:
