@@ -6,6 +6,7 @@ import gc
 import math
 import tracemalloc
 from contextlib import suppress
+from functools import partial
 
 import anyio
 import pytest
@@ -38,9 +39,9 @@ async def waiting(anyio_backend):
             group.cancel_scope.cancel()
 
 
-async def soon(holds):
+async def soon(holds, seconds=5):
     """Wait until ``holds()``."""
-    with anyio.fail_after(5):
+    with anyio.fail_after(seconds):
         while not holds():
             await anyio.sleep(0.002)
 
@@ -371,3 +372,22 @@ async def test_what_is_owed_waits_for_no_call_of_anybodys(here, monkeypatch, any
         await soon(lambda: mailbox._receiving.sweeper.due == math.inf)  # and nobody looks for ever
         (message,) = await other.receive()
         assert (message.delivery_count, message.attempt) == (1, 1)
+
+
+async def test_more_are_handed_over_with_one_call_than_a_command_takes_arguments(here, anyio_backend):
+    """Each is for a receive of a process, or of a length of lease, of its own."""
+    count, got = 4_100, []
+    async with here.mailbox() as mailbox, here.mailbox() as sender:
+
+        async def receive(number: int) -> None:
+            got.extend(await mailbox.receive(wait_time_seconds=60, visibility_timeout=30 + number / 1_000))
+
+        async with anyio.create_task_group() as group:
+            for number in range(count):
+                group.start_soon(receive, number)
+            await soon(lambda: mailbox._waiters.parked == count, 60)
+            assert here.call("ZCARD", here.key("waiters")) == count
+            for number in range(count):
+                group.start_soon(partial(sender.send, number, priority=number % 2))
+        assert sorted(message.body for message in got) == list(range(count))
+        assert await sender.counts() == Counts(in_flight=count)

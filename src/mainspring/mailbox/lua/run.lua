@@ -58,7 +58,7 @@ end
 local function forget_listeners(of)
   local known = redis.call('HGETALL', of.state)
   for i = 1, #known, 2 do
-    if string.sub(known[i], 1, 1) == 'g' and tonumber(known[i + 1]) < now - LONGEST_LEASE then
+    if string.sub(known[i], 1, 1) == 'g' and (tonumber(known[i + 1]) or 0) < now - LONGEST_LEASE then
       redis.call('HDEL', of.state, known[i])
     end
   end
@@ -293,7 +293,9 @@ local function finish(of)
     redis.call('SPUBLISH', of.base .. 'all', 'd' .. text(of.dated - now))
   end
   if of.seq ~= of.first_seq or of.tick ~= of.first_tick then
-    redis.call('HSET', of.state, 'seq', text(of.seq), 'tick', text(of.tick), unpack(of.handed))
+    local known, last = of.handed, #of.handed
+    known[last + 1], known[last + 2], known[last + 3], known[last + 4] = 'seq', text(of.seq), 'tick', text(of.tick)
+    bulk('HSET', of.state, known)
   end
   if of.settled > 0 then
     redis.call('HINCRBY', of.state, 'settled', of.settled)
