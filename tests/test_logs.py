@@ -43,6 +43,7 @@ CASES = [
     (finished("retried", charged=False), "INFO", "message m1 to be tried again, not counted (ran 0.250 s)"),
     (finished("dead_lettered", error="E: a", where="b:7"), "ERROR", "after attempt 2 (ran 0.250 s): E: a, at b:7"),
     (finished("released"), "INFO", "message m1 handed back"),
+    (finished("kept"), "INFO", "message m1 stays among the dead letters"),
     (finished("lost"), "WARNING", "message m1 lost: another worker may have it now"),
     (events.SettlementFailed("indexer", "m1", "acknowledged", "E: a"), "WARNING", "could not be acknowledged and will come"),
     (events.LeaseRenewalFailed("indexer", "m1", "E: a", 9.5), "WARNING", "trusted for 9.5 s more: E: a"),

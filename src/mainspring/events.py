@@ -56,8 +56,8 @@ class MessageStarted:
 
 @dataclass(frozen=True, slots=True)
 class MessageFinished:
-    """A delivery ended. ``outcome``: acknowledged, retried, released, dead_lettered, lost (the lease ran out), cancelled
-    (by its id).
+    """A delivery ended. ``outcome``: acknowledged, retried, released, dead_lettered, kept (a dead letter that stays one), lost
+    (the lease ran out), cancelled (by its id).
 
     ``seconds`` is how long the handler ran. ``charged`` says of a retried one whether the attempt counts, and ``retry_in``
     in how many seconds it comes again. Where there was an error, ``where`` is the line it came from.

@@ -117,6 +117,8 @@ def _finished(event: events.MessageFinished) -> None:
         level, said = logging.WARNING, f"attempt {event.attempt} failed, to be tried again{again}"
     elif outcome == "released":
         level, said = logging.INFO, "handed back"
+    elif outcome == "kept":
+        level, said = logging.INFO, "stays among the dead letters"
     elif outcome == "cancelled":
         level, said = logging.INFO, "was cancelled by its id"
     else:

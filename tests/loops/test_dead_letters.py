@@ -124,6 +124,8 @@ async def test_a_kept_or_rejected_one_stays_and_does_not_come_again(store):
         """A consumer that begins anew, as after a restart: what died last comes after all that it should leave alone."""
         async with store.box() as mailbox, DLQConsumer(mailbox, handle, look_every=0.02) as loop:
             await until(lambda: len(seen) >= len(expected) and not loop.in_flight)
+            assert set(loop.outcomes) <= {"kept", "dead_lettered"}  # the second only of what its handler rejected
+            assert loop.outcomes["kept"]
         assert sorted(seen) == expected
 
     async with store.box() as mailbox:

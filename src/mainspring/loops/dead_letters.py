@@ -9,7 +9,7 @@ from mainspring.errors import ConfigError
 from mainspring.loops.main import MainLoop
 from mainspring.mailbox.base import Mailbox
 from mainspring.mailbox.dead_view import DeadLetterView, Replay
-from mainspring.mailbox.message import Dead, DeadLetter
+from mainspring.mailbox.message import DeadLetter, Keep
 from mainspring.values import is_number
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class DLQConsumer(MainLoop):
         if verdict == Verdict.REPLAY:
             await message.settle(Replay())
         elif verdict == Verdict.KEEP:
-            await message.settle(Dead("its handler chose to keep it", "Verdict.KEEP"))
+            await message.settle(Keep("its handler chose to keep it", "Verdict.KEEP"))
         else:
             raise ConfigError(f"{self.name}: a handler of dead letters returns None or a Verdict, not {verdict!r}")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mainspring.errors import Reject, Retry
 from mainspring.mailbox.history import LEASE_EXPIRED, read_history
-from mainspring.mailbox.message import Ack, Dead, Return, Settlement
+from mainspring.mailbox.message import Ack, Dead, Keep, Return, Settlement
 from mainspring.scope import lone_error
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class Outcome(StrEnum):
     RETRIED = "retried"
     RELEASED = "released"
     DEAD_LETTERED = "dead_lettered"
+    KEPT = "kept"
     LOST = "lost"
     CANCELLED = "cancelled"
 
@@ -100,7 +101,7 @@ def as_settled(settlement: Settlement) -> Decision:
     if isinstance(settlement, Ack):
         return DONE
     if isinstance(settlement, Dead):
-        return Decision(Outcome.DEAD_LETTERED, settlement)
+        return Decision(Outcome.KEPT if isinstance(settlement, Keep) else Outcome.DEAD_LETTERED, settlement)
     return Decision(Outcome.RELEASED if settlement.front else Outcome.RETRIED, settlement)
 
 
