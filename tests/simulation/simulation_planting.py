@@ -70,3 +70,11 @@ def honest(mailbox: Any, **options: Any) -> LoopGroup:
         return job
 
     return LoopGroup([MainLoop(mailbox, handle, concurrency=2, **options)])
+
+
+def quick(mailbox: Any) -> LoopGroup:
+    """Handlers that end as they begin: where several messages wait, as after an outage, they are acknowledged together."""
+
+    async def handle(job: int) -> None: ...
+
+    return LoopGroup([MainLoop(mailbox, handle, concurrency=5)])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import trio
-from simulation_planting import planted_fault
+from simulation_planting import planted_fault, quick
 
 from mainspring import Context, InMemoryMailbox, LoopGroup, MailboxConnectionError, MainLoop, Retry, entropy
 from mainspring.clock import VIRTUAL_EPOCH, utc_now
@@ -287,6 +287,15 @@ def extending_does_nothing(patch: pytest.MonkeyPatch) -> Given:
             self._store.queue.leased(delivery, self._store.clock())
 
     return {"store": Deaf}
+
+
+@planted_fault("nothing lost", "settled once", faults=Faults.just(store_restart=10))
+def a_joint_acknowledgement_loses_one_of_its_messages(patch: pytest.MonkeyPatch) -> Given:
+    class Loses(Wrong):
+        async def _acknowledge_many(self, deliveries: Any) -> dict[int, Exception]:
+            return await super()._acknowledge_many(deliveries[: max(1, len(deliveries) - 1)])
+
+    return {"store": Loses, "build": quick}
 
 
 @planted_fault("nothing lost", faults=SIGNALS)

@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 import pytest
 from pydantic_core import core_schema
-from simulation_planting import TROUBLE, honest
+from simulation_planting import TROUBLE, honest, quick
 
 from mainspring import ConfigError, Context, LeasePolicy, LoopGroup, MainLoop, Retry
 from mainspring.testing import Faults, Simulation
@@ -35,6 +35,16 @@ def every(kind: str) -> Faults:
 def test_the_honest_system_passes_three_hundred_seeds(part: int) -> None:
     for seed in range(part * EACH, part * EACH + EACH):
         Simulation(seed=seed, duration=900, workers=2 + seed % 3, faults=TROUBLE).run(honest).check()
+
+
+def test_joint_acknowledgements_pass_while_the_link_breaks_amid_them() -> None:
+    seen: set[str] = set()
+    for seed in range(10):
+        faults = Faults.just(store_restart=60, partition=60, slow_call=0.3, failing_handler=0.05)
+        report = Simulation(seed=seed, duration=300, workers=3, per_minute=30, faults=faults).run(quick)
+        report.check()
+        seen |= {entry.what for entry in report.entries if entry.what.startswith("joint ack")}
+    assert {"joint ack failed", "joint ack took effect, answer lost", "joint ack is slow"} <= seen
 
 
 @pytest.mark.parametrize("kind", Faults.kinds)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import trio
 
-from mainspring.errors import MailboxConnectionError
+from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError
 from mainspring.mailbox.base import Capabilities, Mailbox
 from mainspring.mailbox.limits import CLOSE_TIMEOUT
+from mainspring.mailbox.message import ACK
 from mainspring.testing.simulation.store import Ask
 
 if TYPE_CHECKING:
@@ -102,6 +104,23 @@ class Link:
         self._sessions.clear()
 
     # ---------------------------------------------------------------------------------------------------------- calls
+
+    def pieces(self, most: int) -> tuple[bool, int]:
+        """Whether what could be one call is ``most`` this time; and at which of them the connection breaks, if it does."""
+        apart = self._rng.random() < 0.5
+        breaks = apart and self.slow_call > 0 and self._rng.random() < self.slow_call
+        return apart, self._rng.randrange(most) if breaks else most
+
+    async def break_in(self, what: str, effect: Callable[[], Awaitable[Any]]) -> None:
+        """A call in which the connection breaks: it takes effect, or does not, and nobody hears."""
+        await self._request(what, None)
+        if self._rng.random() < 0.5:
+            with suppress(ReceiptHandleExpiredError):
+                await effect()
+            self._journal.add(self.lane, f"{what} took effect, answer lost")
+        else:
+            self._journal.add(self.lane, f"{what} failed", detail="the connection broke")
+        raise MailboxConnectionError(f"{what}: the connection broke before the answer came")
 
     async def call(self, what: str, effect: Callable[[], Awaitable[V]]) -> V:
         """Have the store do ``effect``, as far as the link lets that happen."""
@@ -214,7 +233,12 @@ class LinkedMailbox(Mailbox[Any, Any]):
     """The mailbox of one simulated process: the port's own code on hooks that go through a :class:`Link` to the store."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        durable=True, cross_process=True, cancel=False, siblings=False, async_backends=frozenset({"trio"})
+        durable=True,
+        cross_process=True,
+        cancel=False,
+        siblings=False,
+        joined_acks=True,
+        async_backends=frozenset({"trio"}),
     )
 
     def __init__(self, name: str, link: Link, *, body: Any = None, reply: Any = None) -> None:
@@ -245,6 +269,39 @@ class LinkedMailbox(Mailbox[Any, Any]):
         except BaseException:
             link.store.ledger.unanswered(delivery)
             raise
+
+    async def _acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+        """In one call, or in one each, all of them out at once: backends do either. The link can break amid those."""
+        link = self._link
+        apart, whole = link.pieces(len(deliveries))
+        if apart:
+            return await self._acknowledge_each(deliveries, whole)
+        try:
+            return await link.call("joint ack", partial(link.store.acknowledge, link.lane, deliveries))
+        except BaseException:
+            for delivery in deliveries:
+                link.store.ledger.unanswered(delivery)
+            raise
+
+    async def _acknowledge_each(self, deliveries: list[Delivery], whole: int) -> dict[int, Exception]:
+        link = self._link
+        refused: dict[int, Exception] = {}
+
+        async def acknowledge(number: int) -> None:
+            delivery = deliveries[number]
+            try:
+                if number < whole:
+                    await self._settle(delivery, ACK)
+                else:
+                    link.store.ledger.unanswered(delivery)
+                    await link.break_in("joint ack", partial(link.store.settle, link.lane, delivery, ACK))
+            except (MailboxConnectionError, ReceiptHandleExpiredError) as error:
+                refused[number] = error
+
+        async with trio.open_nursery() as nursery:
+            for number in range(len(deliveries)):
+                nursery.start_soon(acknowledge, number)
+        return refused
 
     async def _extend(self, delivery: Delivery, timeout: float) -> None:
         link = self._link

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError, SerializationError
-from mainspring.mailbox.message import Delivery
+from mainspring.mailbox.message import ACK, Delivery
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -69,6 +69,17 @@ class Store:
             self.ledger.refused(lane, delivery, type(settlement).__name__.lower())
             raise
         self.ledger.settled(lane, delivery, settlement)
+
+    async def acknowledge(self, lane: str, deliveries: list[Delivery]) -> dict[int, Exception]:
+        """Acknowledge deliveries, in one step."""
+        self.calls += 1
+        refused = await self.mailbox._acknowledge_many(deliveries)
+        for number, delivery in enumerate(deliveries):
+            if number in refused:
+                self.ledger.refused(lane, delivery, "ack")
+            else:
+                self.ledger.settled(lane, delivery, ACK)
+        return refused
 
     async def extend(self, lane: str, delivery: Delivery, timeout: float) -> None:
         """Extend a lease."""
