@@ -258,6 +258,17 @@ async def test_a_task_that_is_cancelled_natively_too_is_none(anyio_backend_name)
         await tasks[0]
 
 
+async def test_a_task_that_was_cancelled_just_before_a_shield_is_none_either():
+    with anyio.CancelScope() as outer, anyio.CancelScope() as inner:
+        async with DaemonScope() as scope:
+            daemon = scope.start_soon(forever)
+            await anyio.wait_all_tasks_blocked()
+            outer.cancel()
+            inner.shield = True
+            await daemon.wait()
+    assert isinstance(daemon.error, anyio.get_cancelled_exc_class())
+
+
 async def test_a_cancelled_scope_cancels_every_task():
     ended = []
 

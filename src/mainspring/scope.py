@@ -63,6 +63,8 @@ class Daemon:
             raise self.error from error
         except anyio.get_cancelled_exc_class() as error:
             self.error = error
+            if _is_of_a_scope(error) and not self._scope.cancel_called:
+                raise  # also where that scope has been shielded against since
             if not await nobody_asked():
                 raise
             if not self._scope.cancel_called:  # else it was to end anyway
@@ -234,12 +236,17 @@ async def nobody_asked() -> bool:
     group takes a task that has ended so for one of those that it cancelled itself: it cancels the others, and says nothing.
     An event loop that ends cancels all its tasks natively at once; then whoever owns the scopes was asked, and passes it on.
     """
+    if async_library() == "trio":
+        return False  # there only scopes cancel; the one that did may have been shielded against since
     if anyio.current_effective_deadline() > -math.inf:
         with suppress(anyio.get_cancelled_exc_class()):  # one that is pending cannot be taken back before Python 3.13
             await anyio.lowlevel.checkpoint()
-    if anyio.current_effective_deadline() == -math.inf:
-        return False
-    return async_library() == "trio" or _forget_native_cancels()
+    return anyio.current_effective_deadline() > -math.inf and _forget_native_cancels()
+
+
+def _is_of_a_scope(error: BaseException) -> bool:
+    """Whether anyio has cancelled this task on asyncio; the error of one that it cancelled elsewhere says the same."""
+    return bool(native_cancels()()) and str(error).startswith("Cancelled via cancel scope ")
 
 
 def _forget_native_cancels() -> bool:
