@@ -93,6 +93,26 @@ class SettlementFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class SettlementDelayed:
+    """An outcome could not be written yet, and is tried again. ``first``: of those since the loop last wrote one."""
+
+    loop: str
+    message_id: str
+    outcome: str
+    error: str
+    retry_in: float
+    first: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SettlementRecovered:
+    """The mailbox of a loop takes outcomes again after ``failures`` that could not be written."""
+
+    loop: str
+    failures: int
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseRenewalFailed:
     """A renewal failed and is tried again while the lease is still trusted for ``trusted_for`` seconds.
 

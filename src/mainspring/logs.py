@@ -58,6 +58,8 @@ def subscribe(dispatcher: events.Dispatcher) -> Callable[[], None]:
         events.LoopCrashed: _crashed,
         events.MessageNotAcknowledged: _finished,
         events.SettlementFailed: _settlement_failed,
+        events.SettlementDelayed: _settlement_delayed,
+        events.SettlementRecovered: _settlement_recovered,
         events.LeaseRenewalFailed: _renewal_failed,
         events.LeaseRenewalRecovered: _renewal_recovered,
         events.LeaseLost: _lease_lost,
@@ -136,6 +138,21 @@ def _settlement_failed(event: events.SettlementFailed) -> None:
         event,
         f"{event.loop}: message {event.message_id} could not be {event.outcome} and will come again: {event.error}",
     )
+
+
+def _settlement_delayed(event: events.SettlementDelayed) -> None:
+    _say(
+        _message,
+        logging.WARNING if event.first else logging.DEBUG,
+        event,
+        f"{event.loop}: message {event.message_id} could not be {event.outcome} yet, next try in {event.retry_in:.1f} s:"
+        f" {event.error}",
+    )
+
+
+def _settlement_recovered(event: events.SettlementRecovered) -> None:
+    text = f"{event.loop}: the mailbox answers again after {event.failures} outcomes that could not be written"
+    _say(_message, logging.INFO, event, text)
 
 
 def _renewal_failed(event: events.LeaseRenewalFailed) -> None:

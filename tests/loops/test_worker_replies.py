@@ -161,6 +161,9 @@ async def test_a_reply_that_its_store_does_not_take_is_a_failed_attempt_in_the_e
     loop = MainLoop(mailbox, handle, visibility_timeout=5, dead_letter=policy, retry=RetryPolicy(initial_delay=0))
     async with loop:
         await mailbox.send(1, reply_to="memory://down")
+        await anyio.sleep(0.5)  # before a renewal shows that it does
+        assert loop.in_flight == 1
+        assert loop.trouble is None  # its own store does answer
         await anyio.sleep(2 * SETTLE_TIMEOUT)
         (dead,) = await mailbox.dead_letters()
         assert (dead.error_type, dead.attempt) == ("MailboxConnectionError", 2)

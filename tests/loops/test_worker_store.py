@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import anyio
 import pytest
-from loop_support import DOWN
+from loop_support import DOWN, sleeper
 
 from mainspring import (
     DeadLetterPolicy,
@@ -14,9 +15,17 @@ from mainspring import (
     LeasePolicy,
     MainLoop,
 )
-from mainspring.events import MessageFinished, MessageNotAcknowledged, ReceiveFailed, ReceiveRecovered, SettlementFailed
+from mainspring.events import (
+    MessageFinished,
+    MessageNotAcknowledged,
+    ReceiveFailed,
+    ReceiveRecovered,
+    SettlementDelayed,
+    SettlementFailed,
+    SettlementRecovered,
+)
 from mainspring.mailbox.hooks import Capabilities
-from support import FaultyMailbox, background, fail, hang, lose_answer, record, settled, slow
+from support import FaultyMailbox, background, fail, hang, lose_answer, record, settled, slow, work
 
 pytestmark = pytest.mark.anyio
 
@@ -179,6 +188,49 @@ async def test_a_settlement_is_tried_again_while_the_lease_is_trusted(virtual_cl
     assert mailbox.settlements() == ["Ack"] * 4
     assert failed == []
     assert loop.outcomes == {"acknowledged": 1}
+
+
+@pytest.mark.parametrize("joined", [True, False], ids=["joined", "each by itself"])
+async def test_a_full_loop_hears_by_its_settlements_that_the_store_is_away(virtual_clock, monkeypatch, joined):
+    """No place is free, so it does not receive. It is said once when it begins, and once when it is over."""
+    monkeypatch.setattr(FaultyMailbox, "capabilities", replace(FaultyMailbox.capabilities, joined_acks=joined))
+    mailbox = FaultyMailbox()
+    await mailbox.send_many(range(4))
+    loop = MainLoop(mailbox, sleeper(1), concurrency=2)
+    events = record(loop, SettlementDelayed, SettlementRecovered, SettlementFailed)
+    async with background(loop):
+        await anyio.sleep(0.5)
+        assert loop.trouble is None
+        mailbox.always("settle", fail(DOWN))
+        await anyio.sleep(10)
+        assert loop.trouble == "MailboxConnectionError: the store is away"
+        assert [event.first for event in events] == [True] + [False] * (len(events) - 1)
+        delays = len(events)
+        assert delays > 5
+        mailbox.always("settle", work)
+        await anyio.sleep(6)
+        assert loop.trouble is None
+        assert loop.outcomes["acknowledged"] >= 2
+    assert [event for event in events if type(event) is not SettlementDelayed] == [
+        SettlementRecovered(loop.name, delays)
+    ]
+
+
+async def test_a_full_loop_hears_by_its_renewals_that_the_store_is_away(virtual_clock):
+    mailbox = FaultyMailbox()
+    await mailbox.send_many(range(2))
+    loop = MainLoop(mailbox, sleeper(100), concurrency=2, visibility_timeout=30)
+    async with background(loop):
+        await anyio.sleep(5)
+        mailbox.always("extend", fail(DOWN))
+        await anyio.sleep(6)
+        assert loop.trouble == "MailboxConnectionError: the store is away"
+        mailbox.always("extend", work)
+        await anyio.sleep(6)
+        assert loop.trouble is None
+        mailbox.always("extend", fail(ValueError("a fault of its own, which says nothing of the store")))
+        await anyio.sleep(10)
+        assert loop.trouble is None
 
 
 async def test_with_the_trust_the_tries_end_and_the_message_comes_again(virtual_clock):

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 from mainspring.errors import ConfigError
 from mainspring.loops.main import MainLoop
 from mainspring.mailbox.base import Mailbox
+from mainspring.mailbox.dead_letters import Keep
 from mainspring.mailbox.dead_view import DeadLetterView, Replay
-from mainspring.mailbox.message import DeadLetter, Keep
+from mainspring.mailbox.message import DeadLetter
 from mainspring.values import is_number
 
 if TYPE_CHECKING:

@@ -99,6 +99,8 @@ class Ends:
                     await message.settle(decision.settlement)
                 except Exception as error:
                     decision = await self._settler.settle_again(run, decision, error)
+                else:
+                    self._settler.written()
         except BaseException:
             self._cut_off((run,), decision, now)
             raise

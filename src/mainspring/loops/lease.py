@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
     from mainspring.events import Dispatcher
+    from mainspring.loops.contact import Contact
     from mainspring.loops.run import Run
     from mainspring.policies import LeasePolicy
 
@@ -39,9 +40,17 @@ class LeaseKeeper:
     """
 
     def __init__(
-        self, name: str, runs: Collection[Run], policy: LeasePolicy, visibility: float, dispatcher: Dispatcher
+        self,
+        name: str,
+        runs: Collection[Run],
+        policy: LeasePolicy,
+        visibility: float,
+        *,
+        dispatcher: Dispatcher,
+        contact: Contact,
     ) -> None:
         self._name = name
+        self._contact = contact
         self._runs = runs
         self._policy = policy
         self._visibility = visibility
@@ -124,6 +133,7 @@ class LeaseKeeper:
 
     def _answers(self, *, again: bool = False) -> None:
         """The mailbox has answered; that says nothing of a message whose own renewals fail, unless it was one of those."""
+        self._contact.made()
         if self._failures and (again or not self._retrying):
             failures, self._failures = self._failures, 0
             self._dispatcher.dispatch(LeaseRenewalRecovered(self._name, failures))
@@ -176,6 +186,7 @@ class LeaseKeeper:
         now = anyio.current_time()
         left = max(0.0, run.trusted_until - now)
         first, self._failures = not self._failures, self._failures + 1
+        self._contact.failed(error)
         self._dispatcher.dispatch(LeaseRenewalFailed(self._name, run.message_id, describe(error), left, first))
         wait = backoff(
             failures,

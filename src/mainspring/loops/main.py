@@ -331,8 +331,8 @@ class MainLoop:
 
     @property
     def trouble(self) -> str | None:
-        """Why it cannot claim work just now (its store does not answer), or None."""
-        return self._worker.receiving_failed if self._worker is not None else None
+        """Why its store does not answer just now, so that it can claim nothing and settle nothing, or None."""
+        return self._worker.contact.trouble if self._worker is not None else None
 
     @property
     def lease(self) -> LeasePolicy:

@@ -7,8 +7,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from mainspring.errors import Reject, Retry
+from mainspring.mailbox.dead_letters import Keep
 from mainspring.mailbox.history import LEASE_EXPIRED, read_history
-from mainspring.mailbox.message import Ack, Dead, Keep, Return, Settlement
+from mainspring.mailbox.message import Ack, Dead, Return, Settlement
 from mainspring.scope import lone_error
 
 if TYPE_CHECKING:

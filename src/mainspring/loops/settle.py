@@ -17,7 +17,7 @@ from mainspring.errors import (
     Retry,
     describe,
 )
-from mainspring.events import SettlementFailed
+from mainspring.events import SettlementDelayed, SettlementFailed, SettlementRecovered
 from mainspring.loops.outcome import LOST, Decision, as_settled, is_unanswered
 from mainspring.mailbox.message import Ack, Return
 from mainspring.policies import backoff
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from mainspring.events import Dispatcher, MessageFinished
+    from mainspring.loops.contact import Contact
     from mainspring.loops.run import Run
     from mainspring.mailbox.base import Mailbox
     from mainspring.mailbox.message import Envelope, Message
@@ -63,12 +64,16 @@ class Settler:
         mailbox: Mailbox[Any, Any],
         dispatcher: Dispatcher,
         judge: Callable[[Run, BaseException], Decision],
+        contact: Contact,
     ) -> None:
         self._name = name
+        self._contact = contact
         self._mailbox = mailbox
         self._dispatcher = dispatcher
         self._judge = judge
         self._joins = True
+        self._failures = 0
+        """How many settlements have failed, to be tried again, since one was last written."""
 
     def tell(self, kind: type[MessageFinished], run: Run, decision: Decision, now: float) -> None:
         """Dispatch how a delivery ended."""
@@ -107,7 +112,15 @@ class Settler:
             self._joins = False
             return range(len(messages))
         self._joins = True
+        self.written()
         return refused
+
+    def written(self) -> None:
+        """A settlement was written: if others could not be before, the store answers again."""
+        if self._failures:
+            failures, self._failures = self._failures, 0
+            self._contact.made()
+            self._dispatcher.dispatch(SettlementRecovered(self._name, failures))
 
     async def settle_again(self, run: Run, decision: Decision, error: Exception) -> Decision:
         """What becomes of a delivery whose settlement failed with ``error``: it is written yet, as ``decision`` says, or lost.
@@ -129,13 +142,14 @@ class Settler:
                 return LOST
             else:
                 failures += 1
-                await self._pause(run, failures)
+                await self._pause(run, decision, error, failures)
             try:
                 assert decision.settlement is not None
                 await run.message.settle(decision.settlement)
             except Exception as again:
                 error = again
             else:
+                self.written()
                 return decision
 
     async def as_settled(self, run: Run, decision: Decision) -> Decision:
@@ -165,10 +179,18 @@ class Settler:
             text = "%s: what the handler returned for message %s, which it had settled by itself, was not sent: %s"
             _log.warning(text, self._name, run.message_id, describe(error))
 
-    async def _pause(self, run: Run, failures: int) -> None:
+    async def _pause(self, run: Run, decision: Decision, error: Exception, failures: int) -> None:
         left = run.trusted_until - anyio.current_time()
         wait = backoff(failures, initial=0.1, maximum=5.0, factor=2.0, jitter="full", rng=entropy.rng())
-        await anyio.sleep(max(0.0, min(wait, left)))
+        wait = max(0.0, min(wait, left))
+        first, self._failures = not self._failures, self._failures + 1
+        reply = getattr(decision.settlement, "reply", None)
+        if reply is None or self._mailbox.is_here(reply.reply_to or ""):  # else it may be the requester's that is away
+            self._contact.failed(error)
+        self._dispatcher.dispatch(
+            SettlementDelayed(self._name, run.message_id, decision.outcome, describe(error), wait, first)
+        )
+        await anyio.sleep(wait)
 
 
 def _is_hopeless(run: Run, decision: Decision, error: Exception) -> bool:

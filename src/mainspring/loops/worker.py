@@ -25,6 +25,7 @@ from mainspring.events import (
     Tally,
 )
 from mainspring.loops.attempt import Attempts, WorkerSettings
+from mainspring.loops.contact import Contact
 from mainspring.loops.ends import Ends
 from mainspring.loops.intake import Intake
 from mainspring.loops.lease import LeaseKeeper
@@ -81,7 +82,8 @@ class Worker:
         self.settings = settings
         self.intake = Intake(heartbeat, paused=paused)
         self.shutting_down = anyio.Event()
-        self.receiving_failed: str | None = None
+        self.contact = Contact()
+        self._receiving_fails = False
         self._mailbox = mailbox
         self._dispatcher = dispatcher
         self._heartbeat = heartbeat
@@ -101,10 +103,12 @@ class Worker:
         self._starved = False
         self._iterations = 0
         self._ending = False
-        self._lease = LeaseKeeper(name, places.runs, settings.lease, visibility, dispatcher)
+        self._lease = LeaseKeeper(
+            name, places.runs, settings.lease, visibility, dispatcher=dispatcher, contact=self.contact
+        )
         self._attempts = Attempts(name, mailbox, call, settings, dispatcher, heartbeat, self._clock, wrappers)
         self._ends = Ends(
-            Settler(name, mailbox, dispatcher, self._attempts.judge),
+            Settler(name, mailbox, dispatcher, self._attempts.judge, self.contact),
             places,
             dispatcher=dispatcher,
             heartbeat=heartbeat,
@@ -203,10 +207,11 @@ class Worker:
                 failures += 1
                 await self._pause_after(TaskExitError("a cancellation that nobody asked for"), failures)
             else:
+                self.contact.made()
                 if failures:
-                    if self.receiving_failed is not None:  # else the other receiver has told
+                    if self._receiving_fails:  # else the other receiver has told
                         self._dispatcher.dispatch(ReceiveRecovered(self.name, failures))
-                    self.receiving_failed, failures = None, 0
+                    self._receiving_fails, failures = False, 0
             finally:
                 self._places.claiming -= free
 
@@ -214,7 +219,7 @@ class Worker:
         """Claim what is there for the free slots, and let them begin."""
         self._heartbeat.beat()
         # After a failure it does not wait: that the store answers again shall be known before somebody sends something.
-        wait = self._wait if self.receiving_failed is None else 0.0
+        wait = 0.0 if self._receiving_fails else self._wait
         if self._capacity is None:
             self._admit(await self._poll(free, wait))
         else:
@@ -251,8 +256,9 @@ class Worker:
             jitter="full",
             rng=entropy.rng(),
         )
-        first, self.receiving_failed = self.receiving_failed is None, describe(error)
-        self._dispatcher.dispatch(ReceiveFailed(self.name, self.receiving_failed, pause, first))
+        first, self._receiving_fails = not self._receiving_fails, True
+        self.contact.failed(error)
+        self._dispatcher.dispatch(ReceiveFailed(self.name, describe(error), pause, first))
         await anyio.sleep(pause)
         self._heartbeat.beat()
 

@@ -307,9 +307,9 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         self._check_open()
         return (await self._put([envelope]))[0]
 
-    def _local_name(self, address: str) -> str | None:
-        """The name on this store that an address means, or None where it is another store's URL."""
-        return None if "://" in address else address
+    def is_here(self, address: str) -> bool:
+        """Whether a reply to that address goes to this store."""
+        return self._local_name(address) is not None
 
     async def extend(self, delivery: Delivery, timeout: float) -> None:
         """Extend a delivery's lease (see :meth:`Message.extend_visibility`)."""

@@ -9,19 +9,25 @@ from mainspring import clock
 from mainspring.errors import InvalidParameterError, SerializationError
 from mainspring.mailbox.bodies import Bodies
 from mainspring.mailbox.history import remember
-from mainspring.mailbox.message import DeadLetter, Envelope
+from mainspring.mailbox.message import Dead, DeadLetter, Envelope
 from mainspring.values import is_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from mainspring.mailbox.message import Dead, Delivery
+    from mainspring.mailbox.message import Delivery
 
 REPLY_ERRORS = "reply_errors"
 """The header by which a sender says that where there will be no result, ``reply_to`` gets an error reply; any value does.
 
 An error reply has no body (JSON null) and, beside ``request_id``, the headers ``error`` and ``error_type``.
 """
+
+
+class Keep(Dead):
+    """The settlement that leaves a dead letter where it is, for somebody to look at: it is no failure."""
+
+    __slots__ = ()
 
 
 class DeadLetterCalls(Bodies):

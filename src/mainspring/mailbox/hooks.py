@@ -187,6 +187,10 @@ class MailboxHooks(ABC):
         """
         raise ConfigError(f"{type(self).__name__} cannot cancel messages (Capabilities.cancel)")
 
+    def _local_name(self, address: str) -> str | None:
+        """The name on this store that an address means, or None where it is another store's URL."""
+        return None if "://" in address else address
+
     def _sibling(self, name: str, *, body: Any = None, reply: Any = None) -> Mailbox[Any, Any]:
         """An unopened mailbox of that name on the same store, with the same settings (but no capacity)."""
         raise ConfigError(f"{type(self).__name__} cannot open mailboxes beside it (Capabilities.siblings)")

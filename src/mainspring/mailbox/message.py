@@ -103,12 +103,6 @@ class Dead:
         return cls(*reason_of(error))
 
 
-class Keep(Dead):
-    """Leave a dead letter where it is, for somebody to look at: it is no failure."""
-
-    __slots__ = ()
-
-
 EXPIRED = Dead("it was not done before its time (expires_in) ran out", "MessageExpiredError")
 """Why a message is dead that nobody worked on when its ``expires_in`` was over."""
 
