@@ -70,6 +70,16 @@ async def test_a_full_queue_refuses_and_keeps_what_it_has(here):
         assert sorted(message.body for message in await several(box, 3)) == ["a", "b", "c"]
 
 
+async def test_a_limit_that_is_kept_by_dropping_is_warned_of_when_a_mailbox_is_opened(here, caplog):
+    async with here.box() as box:
+        assert caplog.messages == []
+        await limit(box, box._names.queue, max_msgs=3)
+        async with here.box() as other:
+            assert other.name == box.name
+    (said,) = caplog.messages
+    assert f"the stream {box._names.queue!r} has max_msgs" in said
+
+
 async def test_what_there_is_no_room_to_give_back_comes_again_where_it_is(anyio_backend, tmp_path):
     async with small_server(tmp_path) as server, NatsMailbox(server.url, name="jobs") as box:
         await box.send_many(["nack", "later", "release", "dead", "gone"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ MAX_NAME = 180
 DELAYED_ACK_WAIT = 2.0
 """Seconds after which another process takes over a due message from one that has taken it and does not move it."""
 _SECOND = 1_000_000_000
+_log = logging.getLogger("mainspring.mailbox")
 
 
 def nanoseconds(seconds: float) -> int:
@@ -141,7 +143,10 @@ def brought_up(wanted: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_stream(wanted: dict[str, Any], found: dict[str, Any]) -> None:
-    """Raise :class:`ConfigError` where a stream that is there cannot be used; replicas and limits are its owner's."""
+    """Raise :class:`ConfigError` where a stream that is there cannot be used; replicas and limits are its owner's.
+
+    Of a limit that is kept by dropping where a killed server comes back it warns.
+    """
     for key in _WANTED:
         if found.get(key) != wanted[key]:
             raise ConfigError(
@@ -156,7 +161,13 @@ def check_stream(wanted: dict[str, Any], found: dict[str, Any]) -> None:
     if wanted["discard"] == "new" and found.get("max_bytes", -1) > 0:  # it reckons without its overhead, then drops
         raise ConfigError(
             f"the stream {wanted['name']!r} is there with max_bytes, near which the server drops accepted messages, the"
-            " oldest first; limit max_msgs, or the storage of the account, and set max_bytes to -1"
+            " oldest first; limit the storage of the account, and set max_bytes to -1"
+        )
+    if wanted["discard"] == "new" and found.get("max_msgs", -1) > 0:
+        _log.warning(
+            "the stream %r has max_msgs: a server that is killed at that limit may drop accepted messages when it comes back;"
+            " limit the storage of the account or the server instead",
+            wanted["name"],
         )
     missing = set(wanted["subjects"]) - set(found.get("subjects") or ())
     if missing:

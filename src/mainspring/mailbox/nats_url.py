@@ -124,8 +124,8 @@ def read_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
         if key not in OPTIONS:
             if key == "capacity":
                 raise ConfigError(
-                    f"{place!r}: a NATS mailbox has no capacity; limit its stream on the server instead: nats stream edit"
-                    " mainspring-queue_NAME --max-msgs=N (then a send raises MailboxFullError)"
+                    f"{place!r}: a NATS mailbox has no capacity; limit the storage of the account or the server instead"
+                    " (then a send raises MailboxFullError)"
                 )
             raise ConfigError(f"{place!r}: a NATS mailbox has no option {key!r}; it has {', '.join(OPTIONS)}")
         try:
