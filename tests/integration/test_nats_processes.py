@@ -6,14 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
 import pytest
 
-from mainspring import MainLoop
-from mainspring.errors import MailboxConnectionError
+from mainspring import MainLoop, Message
+from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError
 from mainspring.mailbox import nats_tidy
 from mainspring.mailbox.message import Counts
 from mainspring.mailbox.nats import NatsMailbox
@@ -119,6 +120,11 @@ async def test_a_waiting_receive_hears_that_the_connection_is_lost_and_the_next_
 
 async def test_what_a_killed_server_has_forgotten_to_remove_is_removed(anyio_backend, monkeypatch):
     """It has answered that a message is gone and not written it down: such a one is not pending for ever afterwards."""
+
+    async def acknowledge(message: Message) -> None:
+        with suppress(ReceiptHandleExpiredError):  # on a busy machine: it comes again
+            await message.acknowledge()
+
     monkeypatch.setattr(nats_tidy, "EVERY", 2.0)
     with NatsServer() as server:
         assert isinstance(server, NatsServer)
@@ -128,14 +134,14 @@ async def test_what_a_killed_server_has_forgotten_to_remove_is_removed(anyio_bac
                 messages = await box.receive(max_messages=100, visibility_timeout=1.0)
                 async with anyio.create_task_group() as group:
                     for message in messages:
-                        group.start_soon(message.acknowledge)
+                        group.start_soon(acknowledge, message)
             await anyio.to_thread.run_sync(server.stop, signal.SIGKILL)
             await anyio.to_thread.run_sync(server.start)
             with anyio.fail_after(45):
                 while True:
                     try:
                         for message in await box.receive(max_messages=100, visibility_timeout=1.0):
-                            await message.acknowledge()
+                            await acknowledge(message)
                         counts = await box.counts()
                     except MailboxConnectionError:
                         counts = None
