@@ -37,7 +37,7 @@ class Bodies(MailboxHooks):
         last = self.new_id()  # which also sees to the prefix
         first, prefix = self._id_count + 1, self._id_prefix
         self._id_count += count - 1
-        return [last, *(f"{prefix}{number:08x}" for number in range(first, first + count - 1))]
+        return [last, *map(f"{prefix}%08x".__mod__, range(first, first + count - 1))]
 
     @property
     def codec(self) -> Codec:

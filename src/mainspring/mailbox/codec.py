@@ -52,9 +52,10 @@ class Codec:
         self._unserializable = (PydanticSerializationError, UnicodeError, ValueError, TypeError, RecursionError)
         self._plain = self.body_type if self.body_type in (str, int, bool) else None
         self._model = body_type if isinstance(body_type, type) and issubclass(body_type, BaseModel) else None
-        # Where nothing can differ from the type, nothing is asked for: "error" costs a microsecond a body.
-        checked = self._plain is not None or self.body_type is Any
-        self._dump = partial(self._adapter.serializer.to_json, warnings=False if checked else "error")
+        # Where nothing can differ from the type, nothing is asked for: "error" costs a microsecond a body, any keyword a tenth.
+        to_json = self._adapter.serializer.to_json
+        asked = partial(to_json, warnings=False if self.body_type is Any else "error")
+        self._dump = asked if self._plain is None else to_json
 
     @property
     def name(self) -> str:

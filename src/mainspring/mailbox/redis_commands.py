@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError
 from mainspring.mailbox.batching import Command
 from mainspring.mailbox.limits import check_size, full
-from mainspring.mailbox.redis_records import micro, reason, stored
+from mainspring.mailbox.redis_records import PLAIN, head_of, micro, reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,7 +113,7 @@ class _Answering(OfDelivery):
     def __init__(self, delivery: Delivery, reply: Envelope | None) -> None:
         super().__init__(delivery)
         self.reply = reply
-        self.value = b"" if reply is None else stored(replace(reply, reply_to=None))
+        self.value = b"" if reply is None else head_of(replace(reply, reply_to=None)) + reply.body
 
     def check(self, longest: int) -> None:
         check_size("a reply", len(self.value), longest, _THE_SERVER)
@@ -216,10 +216,12 @@ class Put(Operation):
         self.capacity = capacity
         self.keyed = any(envelope.dedup_key is not None for envelope in envelopes)
         self.messages: list[str | bytes] = []  # id, value and, where one is keyed, the key of each
+        messages = self.messages
         for envelope in envelopes:
-            self.messages += (envelope.message_id, stored(envelope))
+            head = head_of(envelope) if envelope.headers or envelope.reply_to is not None else PLAIN
+            messages += (envelope.message_id, head + envelope.body)
             if self.keyed:
-                self.messages.append((envelope.dedup_key or "").encode("utf-8", "surrogatepass"))
+                messages.append((envelope.dedup_key or "").encode("utf-8", "surrogatepass"))
 
     @property
     def kind(self) -> tuple[int, float, float | None] | None:

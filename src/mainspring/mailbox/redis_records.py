@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Envelope
 
 MICRO: Final = 1_000_000
-_PLAIN: Final = b"-"
+PLAIN: Final = b"-"
 UNREADABLE: Final = Dead("what the store holds for this message was not written by a mailbox", "SerializationError")
 
 
@@ -23,15 +23,14 @@ def micro(seconds: float) -> int:
     return round(seconds * MICRO)
 
 
-def stored(envelope: Envelope) -> bytes:
-    """A message as it is kept: ``-`` and the body, or ``+``, what few messages have as a line of JSON, and the body."""
-    body: bytes = envelope.body
+def head_of(envelope: Envelope) -> bytes:
+    """What a message is kept with before its body: ``-``, or ``+`` and what few messages have as a line of JSON."""
     if envelope.reply_to is None and not envelope.headers:
-        return _PLAIN + body
+        return PLAIN
     few: dict[str, Any] = {"h": dict(envelope.headers)} if envelope.headers else {}
     if envelope.reply_to is not None:
         few["r"] = envelope.reply_to
-    return b"+%b\n%b" % (json.dumps(few, separators=(",", ":")).encode(), body)
+    return b"+%b\n" % json.dumps(few, separators=(",", ":")).encode()
 
 
 def read(value: bytes) -> tuple[float, bytes, str | None, Mapping[str, str]]:
@@ -39,7 +38,7 @@ def read(value: bytes) -> tuple[float, bytes, str | None, Mapping[str, str]]:
     try:
         _, sent, _, rest = value.split(b"|", 3)
         at = int(sent) / MICRO
-        if rest[:1] == _PLAIN:
+        if rest[:1] == PLAIN:
             return at, rest[1:], None, {}
         line, _, body = rest[1:].partition(b"\n")
         few = json.loads(line)
