@@ -18,9 +18,10 @@ from mainspring import (
     RequestFailedError,
     RetryPolicy,
 )
+from mainspring.events import SettlementDelayed, SettlementRecovered
 from mainspring.loops.lease import SETTLE_TIMEOUT
 from mainspring.mailbox import replies
-from support import FaultyMailbox, background, fail, settled
+from support import FaultyMailbox, background, fail, record, settled
 
 pytestmark = pytest.mark.anyio
 
@@ -135,6 +136,28 @@ async def test_a_full_mailbox_of_replies_is_waited_for(virtual_clock):
         assert (await mailbox.counts()).settled == 1
         (second,) = await replies.receive()
         assert second.body == 1
+
+
+async def test_a_reply_that_waits_is_told_once_though_others_are_written_meanwhile(virtual_clock):
+    async def handle(job: int) -> int:
+        return job
+
+    mailbox, replies = InMemoryMailbox(), InMemoryMailbox(capacity=1)
+    await replies.send(0)
+    loop = MainLoop(mailbox, handle, concurrency=2)
+    events = record(loop, SettlementDelayed, SettlementRecovered)
+    async with background(loop):
+        await mailbox.send(1, reply_to=replies)
+        for job in range(100):
+            await mailbox.send(job)
+            await anyio.sleep(0.1)
+        assert loop.outcomes == {"acknowledged": 100}
+        assert [event.first for event in events] == [True] + [False] * (len(events) - 1)
+        assert len(events) > 3
+        await replies.purge()
+        await anyio.sleep(6)
+        assert events[-1] == SettlementRecovered(loop.name, len(events) - 1)
+    assert loop.outcomes == {"acknowledged": 101}
 
 
 @pytest.mark.parametrize("trouble", ["refuses", "hangs"])

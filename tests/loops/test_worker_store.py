@@ -147,6 +147,56 @@ async def test_that_an_idle_store_answers_again_is_known_at_once(virtual_clock):
         assert [wait for _, call, (_, wait) in mailbox.calls if call == "claim"] == [600, 0, 600]
 
 
+class Away(FaultyMailbox):
+    """Its claims fail between two instants. Asked without end, in which virtual time would stand still, it ends the loop."""
+
+    capabilities = Capabilities(ordered=True)  # so that a loop has two receivers
+
+    def __init__(self, since: float, until: float) -> None:
+        super().__init__()
+
+        async def act(hook):
+            assert len(self.times("claim")) < 50
+            if since <= anyio.current_time() < until:
+                raise DOWN
+            return await hook()
+
+        self.always("claim", act)
+
+
+async def test_a_pause_amid_an_outage_does_not_hide_that_it_is_over(virtual_clock):
+    """Who receives after the pause has not seen the failures, and tells all the same; then it waits for work again."""
+    mailbox = Away(0, 10)
+    loop = MainLoop(mailbox, quick, wait_time_seconds=600)
+    events = record(loop, ReceiveFailed, ReceiveRecovered)
+    async with background(loop):
+        await anyio.sleep(9)
+        loop.pause()
+        await anyio.sleep(2)
+        assert loop.trouble is not None
+        loop.resume()
+        await anyio.sleep(1)
+        assert events[-1] == ReceiveRecovered(loop.name, len(events) - 1)
+        assert loop.trouble is None
+        assert [wait for _, call, (_, wait) in mailbox.calls if call == "claim"][-2:] == [0, 600]
+
+
+async def test_of_two_receivers_either_shows_that_the_store_answers_again(virtual_clock):
+    """The other one may pause yet: a store without work would be asked for some all the while, without end."""
+    mailbox = Away(100, 108)
+    loop = MainLoop(mailbox, sleeper(100), concurrency=2, wait_time_seconds=600)
+    events = record(loop, ReceiveFailed, ReceiveRecovered)
+    async with background(loop):
+        await mailbox.send(1)
+        await anyio.sleep(8)
+        await mailbox.send(2)  # as it ends, the second receiver has a place, while the first one pauses
+        await anyio.sleep(100.01)
+        assert events[-1] == ReceiveRecovered(loop.name, len(events) - 1)
+        assert loop.trouble is None
+        await anyio.sleep(60)
+        assert type(events[-1]) is ReceiveRecovered
+
+
 async def test_the_pause_is_bounded_and_the_trouble_is_told(virtual_clock):
     mailbox = FaultyMailbox()
     mailbox.always("claim", fail(DOWN))
@@ -231,6 +281,37 @@ async def test_a_full_loop_hears_by_its_renewals_that_the_store_is_away(virtual_
         mailbox.always("extend", fail(ValueError("a fault of its own, which says nothing of the store")))
         await anyio.sleep(10)
         assert loop.trouble is None
+
+
+async def test_an_acknowledgement_shows_that_the_store_is_back_though_only_a_renewal_had_failed(virtual_clock):
+    """The loop waits for work meanwhile, which may take long."""
+    mailbox = FaultyMailbox()
+    mailbox.next("extend", fail(DOWN))
+    loop = MainLoop(mailbox, sleeper(10.1), concurrency=2, visibility_timeout=30, wait_time_seconds=600)
+    async with background(loop):
+        await mailbox.send(1)
+        with anyio.fail_after(10.05):
+            while loop.trouble is None:
+                await anyio.sleep(0.01)
+        mailbox.always("extend", fail(DOWN))
+        await anyio.sleep(1)
+        assert loop.outcomes == {"acknowledged": 1}
+        assert loop.trouble is None
+
+
+async def test_that_renewals_go_well_does_not_hide_that_nothing_can_be_received(virtual_clock):
+    mailbox = FaultyMailbox()
+    loop = MainLoop(mailbox, sleeper(100), concurrency=3, visibility_timeout=5)
+    async with background(loop):
+        await mailbox.send(1)
+        await anyio.sleep(1)
+        mailbox.always("claim", fail(DOWN))
+        await mailbox.send(2)  # which ends the claim that was out
+        await anyio.sleep(1)
+        for _ in range(30):
+            await anyio.sleep(1)
+            assert loop.trouble == "MailboxConnectionError: the store is away"
+    assert len(mailbox.times("extend")) > 10
 
 
 async def test_with_the_trust_the_tries_end_and_the_message_comes_again(virtual_clock):

@@ -73,7 +73,9 @@ class Settler:
         self._judge = judge
         self._joins = True
         self._failures = 0
-        """How many settlements have failed, to be tried again, since one was last written."""
+        """How many settlements have failed, to be tried again, since the mailbox was last known to take them."""
+        self._retrying = 0
+        """How many are being tried again."""
 
     def tell(self, kind: type[MessageFinished], run: Run, decision: Decision, now: float) -> None:
         """Dispatch how a delivery ended."""
@@ -115,11 +117,11 @@ class Settler:
         self.written()
         return refused
 
-    def written(self) -> None:
-        """A settlement was written: if others could not be before, the store answers again."""
-        if self._failures:
+    def written(self, *, again: bool = False) -> None:
+        """The mailbox took one; that says nothing of others that it does not take, unless it was one of those."""
+        self._contact.made()
+        if self._failures and (again or not self._retrying):
             failures, self._failures = self._failures, 0
-            self._contact.made()
             self._dispatcher.dispatch(SettlementRecovered(self._name, failures))
 
     async def settle_again(self, run: Run, decision: Decision, error: Exception) -> Decision:
@@ -127,6 +129,13 @@ class Settler:
 
         Where a reply cannot be sent, at all or for ``REPLY_TIMEOUT``, it becomes what a failure of the handler would.
         """
+        self._retrying += 1
+        try:
+            return await self._until_written(run, decision, error)
+        finally:
+            self._retrying -= 1
+
+    async def _until_written(self, run: Run, decision: Decision, error: Exception) -> Decision:
         failures = 0
         while True:
             if isinstance(error, ReceiptHandleExpiredError):
@@ -149,7 +158,7 @@ class Settler:
             except Exception as again:
                 error = again
             else:
-                self.written()
+                self.written(again=failures > 0)
                 return decision
 
     async def as_settled(self, run: Run, decision: Decision) -> Decision:

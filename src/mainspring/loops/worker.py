@@ -18,12 +18,7 @@ import anyio
 from mainspring import entropy
 from mainspring.clock import loop_clock, thread_clock
 from mainspring.errors import MainspringError, TaskExitError, describe
-from mainspring.events import (
-    Dispatcher,
-    ReceiveFailed,
-    ReceiveRecovered,
-    Tally,
-)
+from mainspring.events import Dispatcher, ReceiveFailed, ReceiveRecovered, Tally
 from mainspring.loops.attempt import Attempts, WorkerSettings
 from mainspring.loops.contact import Contact
 from mainspring.loops.ends import Ends
@@ -83,7 +78,6 @@ class Worker:
         self.intake = Intake(heartbeat, paused=paused)
         self.shutting_down = anyio.Event()
         self.contact = Contact()
-        self._receiving_fails = False
         self._mailbox = mailbox
         self._dispatcher = dispatcher
         self._heartbeat = heartbeat
@@ -207,11 +201,9 @@ class Worker:
                 failures += 1
                 await self._pause_after(TaskExitError("a cancellation that nobody asked for"), failures)
             else:
-                self.contact.made()
-                if failures:
-                    if self._receiving_fails:  # else the other receiver has told
-                        self._dispatcher.dispatch(ReceiveRecovered(self.name, failures))
-                    self._receiving_fails, failures = False, 0
+                failures = 0
+                if failed := self.contact.received():  # by the other receiver too, or by one that a pause has ended
+                    self._dispatcher.dispatch(ReceiveRecovered(self.name, failed))
             finally:
                 self._places.claiming -= free
 
@@ -219,7 +211,7 @@ class Worker:
         """Claim what is there for the free slots, and let them begin."""
         self._heartbeat.beat()
         # After a failure it does not wait: that the store answers again shall be known before somebody sends something.
-        wait = 0.0 if self._receiving_fails else self._wait
+        wait = self._wait if self.contact.trouble is None else 0.0
         if self._capacity is None:
             self._admit(await self._poll(free, wait))
         else:
@@ -256,8 +248,7 @@ class Worker:
             jitter="full",
             rng=entropy.rng(),
         )
-        first, self._receiving_fails = not self._receiving_fails, True
-        self.contact.failed(error)
+        first = self.contact.receive_failed(error)
         self._dispatcher.dispatch(ReceiveFailed(self.name, describe(error), pause, first))
         await anyio.sleep(pause)
         self._heartbeat.beat()
