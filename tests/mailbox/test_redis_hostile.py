@@ -329,6 +329,111 @@ async def test_where_calls_fail_for_long_little_is_owed(here, anyio_backend):
         assert await mailbox.counts() == Counts(pending=1)
 
 
+async def test_a_process_that_never_stops_waiting_has_no_more_names_than_receives(here, waiting):
+    """Each receive wants another length of lease; all but one of them end, and that one is called still."""
+    async with here.mailbox() as mailbox, here.mailbox() as sender:
+        listener = mailbox._receiving.listener
+        await waiting.start(mailbox, visibility=600)
+        for number in range(30):
+            assert await mailbox.receive(wait_time_seconds=0.001, visibility_timeout=30 + number) == []
+        await mailbox.counts()  # behind what the last one left
+        assert here.call("ZRANGE", here.key("waiters"), 0, -1) == [f"{listener._name}.600000000".encode()]
+        assert len(listener._listed) == len(listener._written) == 1
+        await sender.send("x")
+        await waiting.until(1)
+        assert waiting.got[0][1][0].body == "x"
+
+
+async def test_names_that_only_might_have_been_on_the_list_are_few_too(here, monkeypatch, anyio_backend):
+    """Each receive has something at once, for another length of lease; at last the connection breaks."""
+    monkeypatch.setattr(redis_wake, "MOST_NAMES", 5)
+    async with here.mailbox() as mailbox, here.mailbox() as sender:
+        listener = mailbox._receiving.listener
+        async with anyio.create_task_group() as group:
+            group.start_soon(partial(mailbox.receive, wait_time_seconds=60))
+            await soon(lambda: mailbox._waiters.parked)
+            await sender.send("handed")
+        await sender.send_many(range(29))
+        most = 0
+        for number in range(29):
+            await mailbox.receive(wait_time_seconds=60, visibility_timeout=30 + number)
+            most = max(most, len(listener._written), len(listener._unwanted))
+        assert most <= 6
+        assert listener._written == set()
+        name = listener._name
+        assert f"g{name}".encode() in here.call("HKEYS", here.key("state"))
+        listener._scope.cancel()
+        await soon(lambda: listener._name != name and listener.live)
+        await mailbox.counts()
+        assert f"g{name}".encode() not in here.call("HKEYS", here.key("state"))
+
+
+async def test_one_that_ends_leaves_another_on_the_list_for_those_that_wait_still(here, waiting):
+    """Only its name is there, as it has waited longest; the one of the others was called by."""
+    async with here.mailbox() as mailbox, here.mailbox() as sender:
+        scope = anyio.CancelScope()
+        await waiting.start(mailbox, visibility=600)
+        await waiting.start(mailbox, visibility=600, scope=scope)
+        for _ in range(2):
+            await waiting.start(mailbox, visibility=700)
+        for number in range(2):
+            await sender.send(number)
+            await waiting.until(number + 1)
+            await mailbox.counts()
+        names = here.call("ZRANGE", here.key("waiters"), 0, -1)
+        assert [name.partition(b".")[2] for name in names] == [b"600000000"]
+        scope.cancel()
+        await soon(lambda: mailbox._waiters.parked == 1)
+        await mailbox.counts()
+        await sender.send(2)
+        await waiting.until(3)
+        assert [found[0].body for _, found in waiting.got] == [0, 1, 2]
+
+
+async def test_what_is_on_its_way_to_a_name_that_is_given_up_is_anothers(here, waiting):
+    async with here.mailbox() as mailbox, here.mailbox() as sender:
+        listener = mailbox._receiving.listener
+        hear, late = listener._hear, []
+        scope = anyio.CancelScope()
+        await waiting.start(mailbox, visibility=600, scope=scope)
+        await waiting.start(mailbox, visibility=700)
+        listener._hear = late.append
+        await sender.send("x")
+        await soon(lambda: late)
+        scope.cancel()
+        await soon(lambda: mailbox._waiters.parked == 1)
+        await mailbox.counts()
+        listener._hear = hear
+        hear(late[0])
+        await waiting.until(1)
+        (message,) = waiting.got[0][1]
+        assert (message.body, message.delivery_count, message.attempt) == ("x", 1, 1)
+        assert await sender.counts() == Counts(in_flight=1)
+
+
+async def test_names_that_are_given_up_while_calls_fail_are_given_up_later(here, waiting):
+    async with here.mailbox() as mailbox:
+        call = mailbox._link.call
+
+        async def refused(*_):
+            raise MailboxConnectionError("the Redis server says: NOREPLICAS")
+
+        await waiting.start(mailbox, visibility=600)
+        scopes = [anyio.CancelScope() for _ in range(3)]
+        for number, scope in enumerate(scopes):
+            await waiting.start(mailbox, visibility=30 + number, scope=scope)
+        mailbox._link.call = refused
+        for left, scope in enumerate(scopes, 1):
+            scope.cancel()
+            await soon(lambda left=left: mailbox._waiters.parked == 4 - left)
+            with pytest.raises(MailboxConnectionError):
+                await mailbox.counts()
+        assert len(mailbox._receiving.batches._owed) == 1
+        mailbox._link.call = call
+        await mailbox.counts()
+        assert here.call("ZCARD", here.key("waiters")) == 1
+
+
 async def test_what_was_sent_is_not_kept(here, anyio_backend):
     """Neither what has been taken, nor what has not."""
 

@@ -148,6 +148,20 @@ class Leave(Operation):
         self.left(self.name, result)
 
 
+class Unlist(Operation):
+    """No receive here wants to be called as one of ``waiters`` any more. What is on its way to them is heard still."""
+
+    __slots__ = ("waiters",)
+    owed = True
+
+    def __init__(self, waiters: set[str]) -> None:
+        super().__init__()
+        self.waiters = waiters
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        out += ("unlist", len(self.waiters), *sorted(self.waiters))
+
+
 def joined(owed: list[Operation]) -> list[Operation]:
     """What is owed, without what one of them says for several: where calls fail for long, each receive that ends leaves.
 
@@ -155,8 +169,11 @@ def joined(owed: list[Operation]) -> list[Operation]:
     """
     others: list[Operation] = []
     leaves: dict[str, Leave] = {}
+    unlisted: set[str] = set()
     for command in owed:
-        if type(command) is not Leave:
+        if type(command) is Unlist:
+            unlisted |= command.waiters
+        elif type(command) is not Leave:
             others.append(command)
         elif command.name not in leaves:
             leaves[command.name] = command
@@ -169,4 +186,6 @@ def joined(owed: list[Operation]) -> list[Operation]:
                 one.left,
                 for_good=one.for_good or command.for_good,
             )
+    if unlisted:
+        others.append(Unlist(unlisted))
     return [*others, *leaves.values()]

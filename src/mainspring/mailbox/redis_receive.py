@@ -12,7 +12,7 @@ from mainspring.errors import MainspringError, ReceiptHandleExpiredError
 from mainspring.mailbox.batching import Batcher
 from mainspring.mailbox.redis_batches import Batches
 from mainspring.mailbox.redis_calls import base_of
-from mainspring.mailbox.redis_claims import Claim, Leave, Look, Pass, Unclaim
+from mainspring.mailbox.redis_claims import Claim, Leave, Look, Pass, Unclaim, Unlist
 from mainspring.mailbox.redis_commands import Bury, Operation
 from mainspring.mailbox.redis_records import UNREADABLE, claimed_at, delivered, micro
 from mainspring.mailbox.redis_wake import Listener, Told, Waiters
@@ -71,7 +71,7 @@ class Receiving:
         waiters, visible = self.waiters, micro(visibility)
         deadline = self._now() + wait
         self._look_soon()
-        waiters.active += 1
+        waiters.enter(visible)
         turn = False
         found: list[Delivery] = []
         try:
@@ -95,11 +95,13 @@ class Receiving:
                     return []  # nothing has come; one to whom another's turn was passed looks, and waits on
                 turn = True
         finally:
-            waiters.active -= 1
+            last = waiters.exit(visible)
             if turn:  # it was called and has not looked
                 waiters.forsake()
             if not waiters.active:
                 self.listener.leave()
+            if last and self.listener.unwanted(visible):
+                self._list_again()
 
     async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:
         while True:
@@ -134,7 +136,7 @@ class Receiving:
         if self._link.connected and self._usable():
             self.batcher.post(Pass(count))
 
-    def _leave(self, leave: Leave) -> None:
+    def _leave(self, leave: Leave | Unlist) -> None:
         self.batcher.post(leave)
 
     # ------------------------------------------------------------------------------------------------ while they wait
@@ -149,8 +151,12 @@ class Receiving:
             self.batcher.post(Bury(delivery, UNREADABLE))
         elif not self._usable() or not self.waiters.give(delivery, int(visible)):
             self._refuse(delivery)
-        self.waiters.signals += 1  # this process is off the list: who is about to wait looks again,
-        if self.waiters.parked:  # and for those that wait it is put on it again
+        self.waiters.signals += 1  # this process is off the list: who is about to wait looks again
+        self._list_again()
+
+    def _list_again(self) -> None:
+        """This process may be on the list no more: for those that wait it is put there again."""
+        if self.waiters.parked:
             self.batcher.post(Look(self._waiter))
 
     def _due_in(self, seconds: float) -> None:

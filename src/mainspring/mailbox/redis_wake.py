@@ -21,7 +21,7 @@ from mainspring import entropy
 from mainspring.clock import loop_clock
 from mainspring.errors import MailboxConnectionError, MainspringError
 from mainspring.mailbox import waiting
-from mainspring.mailbox.redis_claims import Leave
+from mainspring.mailbox.redis_claims import Leave, Unlist
 from mainspring.mailbox.redis_link import RECONNECT_MAXIMUM, Gate
 from mainspring.mailbox.redis_records import claimed_at
 from mainspring.mailbox.redis_wire import LOST, parsed, trouble
@@ -40,16 +40,18 @@ if TYPE_CHECKING:
 
 SILENCE: Final = 10.0
 """Seconds of silence after which the listener asks whether the server is still there."""
+MOST_NAMES: Final = 100
+"""Names that this process keeps in mind though it wants to be called by them no more, as they might still be on the list."""
 
 
 class Waiters(waiting.Waiters):
     """The receives of one mailbox object that wait. Those that nobody here can take are called for elsewhere.
 
-    ``active`` counts them from their first look on. ``alarm`` ends their waits in time, as long as it runs: one timer for all
-    of them, as a scope for each would cost more than to hand it its message.
+    ``active`` counts them from their first look on (see :meth:`enter`). ``alarm`` ends their waits in time, as long as it runs:
+    one timer for all of them, as a scope for each would cost more than to hand it its message.
     """
 
-    __slots__ = ("_given", "_now", "_pass_on", "_until", "_wanted", "active", "alarm")
+    __slots__ = ("_alike", "_given", "_now", "_pass_on", "_until", "_wanted", "active", "alarm")
 
     def __init__(self, pass_on: Callable[[int], None]) -> None:
         super().__init__()
@@ -60,6 +62,21 @@ class Waiters(waiting.Waiters):
         self._wanted: dict[anyio.Event, int] = {}  # for how long the parked ones want their leases
         self._until: dict[anyio.Event, float] = {}  # how long they wait
         self._given: dict[anyio.Event, Delivery] = {}
+        self._alike: dict[int, int] = {}  # how many are active that want leases of so many microseconds
+
+    def enter(self, visible: int) -> None:
+        """A receive begins that wants a lease of so many microseconds."""
+        self.active += 1
+        self._alike[visible] = self._alike.get(visible, 0) + 1
+
+    def exit(self, visible: int) -> bool:
+        """It has ended. Whether it was the last one that wanted such a lease."""
+        self.active -= 1
+        self._alike[visible] -= 1
+        if self._alike[visible]:
+            return False
+        del self._alike[visible]
+        return True
 
     @property
     def wanted(self) -> int | None:
@@ -136,7 +153,7 @@ class Told(NamedTuple):
     due: Callable[[float], None]
     cancelled: Callable[[list[str]], None]
     given: Callable[[list[bytes]], None]
-    leave: Callable[[Leave], None]
+    leave: Callable[[Leave | Unlist], None]
 
 
 class Listener:
@@ -164,6 +181,8 @@ class Listener:
         self._name = ""
         self._listed: set[str] = set()  # as whom it may be on the list
         self._written: set[str] = set()  # as whom it was to be put there, since the connection was made
+        self._unwanted: set[str] = set()  # those of them as whom nobody here wants to be called any more
+        self._was_written = False  # since the connection was made
         self._heard = 0  # when the last message was claimed that came on this connection
         self._left = 0  # when the last one was claimed that has gone back before it came
         self._gate = Gate()
@@ -216,6 +235,8 @@ class Listener:
             return ""
         waiter = f"{self._name}.{visible}"
         self._written.add(waiter)
+        self._unwanted.discard(waiter)
+        self._was_written = True
         return waiter
 
     def listed(self, visible: int) -> None:
@@ -228,12 +249,31 @@ class Listener:
 
         ``for_good``: nothing more is heard on this connection.
         """
-        names = self._written if for_good else self._listed
-        if names:
+        if self._listed or (for_good and self._was_written):
+            names = self._written if for_good else self._listed
             self._told.leave(Leave(self._name, self._heard, sorted(names), self._has_left, for_good=for_good))
             self._listed.clear()
             if for_good:
                 self._written.clear()
+                self._unwanted.clear()
+                self._was_written = False
+
+    def unwanted(self, visible: int) -> bool:
+        """No receive here wants a lease of so many microseconds any more. Whether names are to leave the list for that.
+
+        It may have been the only one by which those were called that wait still.
+        """
+        waiter = f"{self._name}.{visible}"
+        if waiter not in self._written:
+            return False
+        self._unwanted.add(waiter)
+        if waiter not in self._listed and len(self._unwanted) <= MOST_NAMES:
+            return False
+        self._told.leave(Unlist(self._unwanted))
+        self._listed -= self._unwanted
+        self._written -= self._unwanted
+        self._unwanted = set()
+        return True
 
     def _has_left(self, name: str, when: int) -> None:
         if name == self._name:

@@ -177,6 +177,12 @@ local operations = {
     end
     return last
   end,
+  unlist = function() -- nobody wants to be called as one of these any more; whoever was, hears it still
+    for _, waiter in ipairs(next_list()) do
+      redis.call('ZREM', box.waiters, waiter)
+    end
+    return 1
+  end,
   look = function() -- by one who waits: also for what was meant for a process that was stopped just as it was woken
     local waiter = next_argument()
     asked = true
