@@ -20,6 +20,7 @@ from mainspring.mailbox.redis_server import Directory
 from mainspring.mailbox.redis_url import parse_server
 from mainspring.mailbox.redis_wire import ServerError
 from redis_support import place
+from servers import RedisServer
 
 pytestmark = pytest.mark.anyio
 
@@ -165,7 +166,7 @@ async def test_a_process_that_is_on_the_list_by_a_claim_it_has_not_heard_of_leav
 # ------------------------------------------------------------------------------------------------ what nobody can read
 
 
-@pytest.mark.parametrize("said", ["dsoon", "w", "m*1\r\n$1\r\n1\r\n", "m*3\r\n$1\r\n1\r\n", "m:5\r\n", "m", ""])
+@pytest.mark.parametrize("said", ["dsoon", "d1" + "0" * 400, "w", "m*1\r\n$1\r\n1\r\n", "m*3\r\n$1\r\n1\r\n", "m:5\r\n", "m", ""])
 async def test_what_nobody_can_read_is_no_end_of_listening(here, waiting, said):
     async with here.mailbox() as mailbox, here.mailbox() as sender:
         await waiting.start(mailbox)
@@ -477,6 +478,21 @@ async def test_what_is_owed_waits_for_no_call_of_anybodys(here, monkeypatch, any
         await soon(lambda: mailbox._receiving.sweeper.due == math.inf)  # and nobody looks for ever
         (message,) = await other.receive()
         assert (message.delivery_count, message.attempt) == (1, 1)
+
+
+async def test_one_that_is_too_large_to_be_handed_over_is_not_copied_for_it(anyio_backend):
+    """The server would stand still meanwhile, and need the memory; the library keeps what it is handed, and what it stores."""
+    size = 8_000_000
+    with RedisServer() as own, place(own.url) as here:
+        async with here.mailbox() as mailbox, here.mailbox() as sender, anyio.create_task_group() as group:
+            group.start_soon(partial(mailbox.receive, wait_time_seconds=600))
+            await soon(lambda: mailbox._waiters.parked)
+            mailbox._link.call = partial(anyio.sleep_forever)
+            await sender.send("x" * size)
+            lines = here.call("INFO", "memory").decode().splitlines()
+            memory = dict(line.split(":", 1) for line in lines if ":" in line)
+            assert int(memory["used_memory_vm_functions"]) < 4 * size
+            group.cancel_scope.cancel()
 
 
 async def test_more_are_handed_over_with_one_call_than_a_command_takes_arguments(here, anyio_backend):

@@ -311,7 +311,7 @@ class Listener:
             if message[0] == b"smessage":
                 try:
                     self._hear(message[2])
-                except (ValueError, TypeError, IndexError, AttributeError) as error:
+                except (ValueError, TypeError, IndexError, AttributeError, OverflowError) as error:
                     raise MailboxConnectionError("somebody else speaks on the mailbox's channels") from error
             elif message[0] == b"sunsubscribe":
                 raise MailboxConnectionError("the mailbox has moved to another node")

@@ -31,6 +31,9 @@ end
 
 -- Send a message to the one that it has been claimed for. Whether it was received.
 local function hand(box, name, visible, receipt, value, extras)
+  if string.len(value) > HANDED then -- before it is copied
+    return false
+  end
   local strings = { visible, receipt, value }
   for i = 2, #extras, 3 do
     strings[#strings + 1] = extras[i]
