@@ -166,7 +166,9 @@ async def test_a_process_that_is_on_the_list_by_a_claim_it_has_not_heard_of_leav
 # ------------------------------------------------------------------------------------------------ what nobody can read
 
 
-@pytest.mark.parametrize("said", ["dsoon", f"d{10**400}", "w", "m*1\r\n$1\r\n1\r\n", "m*3\r\n$1\r\n1\r\n", "m:5\r\n", "m", ""])
+@pytest.mark.parametrize(
+    "said", ["dsoon", f"d{10**400}", "w", "m*1\r\n$1\r\n1\r\n", "m*3\r\n$1\r\n1\r\n", "m:5\r\n", "m", ""]
+)
 async def test_what_nobody_can_read_is_no_end_of_listening(here, waiting, said):
     async with here.mailbox() as mailbox, here.mailbox() as sender:
         await waiting.start(mailbox)
