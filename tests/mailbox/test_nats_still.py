@@ -15,7 +15,7 @@ from mainspring.errors import MailboxConnectionError, MailboxError
 from mainspring.mailbox import nats_wire
 from mainspring.mailbox.nats import NatsMailbox
 from mainspring.mailbox.nats_wire import Wire
-from nats_support import ON_ASYNCIO, several
+from nats_support import ON_ASYNCIO, place, several
 from servers import NatsServer
 
 pytestmark = [
@@ -271,3 +271,41 @@ async def test_who_waits_for_no_pong_any_more_does_not_end_the_reading(anyio_bac
         assert (await wire.ask("echo")).data == b"hi"
         await wire.client.flush()
         assert (await wire.ask("echo")).data == b"hi"
+
+
+class Slow:
+    """Stands before a server whose every word takes that many seconds to arrive."""
+
+    def __init__(self, url, seconds):
+        self._host, _, self._port = url.removeprefix("nats://").rpartition(":")
+        self._seconds = seconds
+
+    async def serve(self, reader, writer):
+        there, upstream = await asyncio.open_connection(self._host, int(self._port))
+        ways = ((reader, upstream, 0), (there, writer, self._seconds))
+        await asyncio.gather(*(self._pump(*way) for way in ways), return_exceptions=True)
+
+    async def _pump(self, reader, writer, seconds):
+        try:
+            while more := await reader.read(65_536):
+                await anyio.sleep(seconds)
+                writer.write(more)
+                await writer.drain()
+        finally:
+            writer.close()
+
+
+async def test_opening_has_one_end_and_not_one_for_each_of_its_calls(nats_url, anyio_backend):
+    async with place(nats_url) as here:
+        server = await asyncio.start_server(Slow(nats_url, 0.2).serve, "127.0.0.1", 0)
+        here.url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+        async def opened():
+            async with here.box(timeout=0.75):
+                pass
+
+        for act in (opened, here.box(timeout=0.75).exists):
+            with pytest.raises(MailboxConnectionError, match=r"no answer within 0\.75 s"):
+                await act()
+        server.close()
+        here.url = nats_url

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import quote
 
@@ -31,6 +31,7 @@ from mainspring.values import MAX_VISIBILITY, is_number, is_whole
 
 if TYPE_CHECKING:
     import ssl
+    from collections.abc import AsyncIterator
 
     from mainspring.mailbox.message import Cancelled, Counts, Dead, Delivery, Envelope, Settlement
     from mainspring.mailbox.nats_parser import Heard
@@ -57,7 +58,7 @@ class NatsMailbox(Mailbox[T, R]):
     :param reply: the type of the replies.
     :param ack_wait: seconds of a lease that need no call of their own: the ``visibility_timeout`` that most receives have.
         It is used where the mailbox is made on the server; later it stays as it is there.
-    :param timeout: seconds that one call to the server may take before :class:`MailboxConnectionError`.
+    :param timeout: seconds that one call to the server, or all of opening, may take before :class:`MailboxConnectionError`.
     :param replicas: how many servers of a cluster keep each message (1, 3 or 5), where the streams are made.
     :param storage: ``"file"``, or ``"memory"``: then nothing outlives the server.
     :param credentials: the path of a credentials file (needs ``nkeys``: ``pip install 'nats-py[nkeys]'``).
@@ -150,38 +151,39 @@ class NatsMailbox(Mailbox[T, R]):
     # ---------------------------------------------------------------------------------------------------- life cycle
 
     async def _exists(self) -> bool:
-        wire = await self._connected()
-        try:
-            return await look.has_streams(wire, self._names)
-        finally:
-            with anyio.CancelScope(shield=True):
-                await wire.close()
+        async with self._connected() as wire:
+            found = await look.has_streams(wire, self._names)
+        await wire.close()
+        return found
 
-    async def _connected(self) -> Wire:
-        """A new connection to the server."""
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[Wire]:
+        """A new connection to the server, for what is done with it first: all that has one end, the timeout.
+
+        It stays open, but where the block raises.
+        """
         settings, options = self._settings, self._server.options
         if settings["credentials"]:
             check_credentials(settings["credentials"])
             options = options | {"user_credentials": settings["credentials"]}
         wire = Wire(self._server.urls, options, settings["timeout"], f"mailbox {self.name!r}")
+        until = anyio.current_time() + wire.timeout
         await wire.open()
-        return wire
+        try:
+            with anyio.fail_after(until - anyio.current_time()):
+                yield wire
+        except BaseException as error:
+            with anyio.CancelScope(shield=True):  # which has an end
+                await wire.close()
+            raise wire.failure(error) if isinstance(error, TimeoutError) else error
 
     async def _open(self, scope: DaemonScope) -> None:
         settings = self._settings
-        wire = await self._connected()
-        try:
+        async with self._connected() as wire:
             replicas, storage, ack_wait = settings["replicas"], settings["storage"], settings["ack_wait"]
             store = Store(wire, self._names, replicas=replicas, storage=storage, ack_wait=ack_wait)
             store.ack_wait = await store.ensure(self._names)
-            if self.name.startswith(TRANSIENT):
-                with suppress(MailboxError):  # the next one who opens such a mailbox does it
-                    await look.sweep_transient(store)
             await wire.listen(store.names.to_cancelled, self._on_cancelled)
-        except BaseException:
-            with anyio.CancelScope(shield=True):
-                await wire.close()
-            raise
         self._wire = wire
         self._store = store
         self._sends = Sends(store)
@@ -196,6 +198,12 @@ class NatsMailbox(Mailbox[T, R]):
         self._timed = [Mover(store), Expirer(store, self._claims)]
         for timed, what in zip(self._timed, ("delayed messages", "expiries"), strict=True):
             scope.start_soon(timed.run, name=f"mailbox {self.name} {what}", stop=timed.stop)
+        if self.name.startswith(TRANSIENT):
+            scope.start_soon(self._sweep, name=f"mailbox {self.name} abandoned ones")
+
+    async def _sweep(self) -> None:
+        with suppress(MailboxError):  # the next one who opens such a mailbox does it
+            await look.sweep_transient(self._store)
 
     async def _close(self) -> None:
         wire, self._wire = self._wire, None
