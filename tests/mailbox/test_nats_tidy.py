@@ -133,6 +133,42 @@ def test_after_a_reconnection_it_looks_closely_and_then_again_soon():
     run_virtual(main)
 
 
+def test_what_is_passed_over_comes_back_soon_after_all_that_was_out_is_back():
+    """Before that it is not asked for again and again what is gone."""
+
+    async def main() -> None:
+        server = Server({7, 8}, {8}, 9)  # 7 is passed over, 8 is in hand
+        tidy = tidier(server)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(tidy.run)
+            await anyio.sleep(2)
+            asked = server.asks
+            await anyio.sleep(1)
+            server.out.discard(8)
+            server.there.discard(8)
+            await anyio.sleep(5)
+            assert server.there == {10}
+            assert server.asks == asked
+            tasks.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
+def test_where_something_is_always_out_it_comes_back_after_all():
+    async def main() -> None:
+        server = Server({7, 8}, {8}, 9)
+        tidy = tidier(server)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(tidy.run)
+            await anyio.sleep(nats_tidy.PATIENCE - 10)
+            assert server.there == {7, 8}
+            await anyio.sleep(nats_tidy.EVERY + 10)
+            assert 7 not in server.there
+            tasks.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
 @pytest.mark.anyio
 async def test_messages_in_hand_are_left_alone():
     """Their holders are at work: what is out and there stays, however closely it is looked."""

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from mainspring.mailbox.nats_store import Store, Stored
 
 EVERY = 30.0
-"""Seconds between looks; after a reconnection there is one at once, and one ``SOON``."""
+"""Seconds between looks; after a reconnection there is one at once, and one ``SOON``. While something seems to be passed over,
+each comes after as long again as it has seemed so: it goes to the tail as soon as nothing is out."""
 SOON = 1.0
 PATIENCE = 300.0
 """Seconds after which what the consumer passes over goes to the tail although the consumer has something out: perhaps just
@@ -72,7 +73,9 @@ class Tidier:
             if is_gone(error):  # the server has lost its data, or somebody has deleted a stream
                 with suppress(MailboxError):
                     await self._store.mend(error)
-        return anyio.current_time() + (SOON if soon else EVERY)
+        now = anyio.current_time()
+        waits = [EVERY, *(max(SOON, now - since) for since, _ in self._suspected.values())]
+        return now + (SOON if soon else min(waits))
 
     async def look(self, *, closely: bool = False) -> bool:
         """Put right what is not, as far as the numbers tell; ``closely``: where something is out they are not trusted.
@@ -89,7 +92,8 @@ class Tidier:
                 continue
             out = consumer["num_ack_pending"]
             if state["messages"] > consumer["num_pending"] + out or (closely and out):
-                await self._look_closer(stream, consumer)
+                if closely or not (out and self._bides(stream)):
+                    await self._look_closer(stream, consumer)
                 continue
             self._suspected.pop(stream, None)
             found = (consumer["delivered"]["consumer_seq"], out, state["messages"], state["last_seq"])
@@ -100,6 +104,11 @@ class Tidier:
                 await self._look_closer(stream, consumer, above=consumer["ack_floor"]["stream_seq"])
                 soon = True
         return soon
+
+    def _bides(self, stream: str) -> bool:
+        """Whether it was looked closely at what seems to be passed over there, and its time has not come."""
+        suspected = self._suspected.get(stream)
+        return suspected is not None and anyio.current_time() - suspected[0] < PATIENCE
 
     async def _look_closer(self, stream: str, consumer: dict[str, Any], *, above: int = 0) -> None:
         """Count those that were delivered and are there: messages that were sent meanwhile are not meant.
