@@ -66,9 +66,10 @@ async def test_it_has_all_that_a_claimed_one_has(here, waiting):
         await sender.send("x", headers={"a": "b"}, reply_to="elsewhere", priority=3)
         (first,) = await sender.receive()
         await first.save_checkpoint(b"half")
-        began = anyio.current_time()  # the lease may seem as much older as the server's last answer took
+        asked = anyio.current_time()  # the lease may seem as much older as the server's last answer took
         await waiting.start(mailbox)
         await first.nack()
+        leased = anyio.current_time()  # as the server answered, at the latest; it may be heard of much later
         await waiting.until(1)
         (message,) = waiting.got[0][1]
         assert (message.id, message.body, message.reply_to) == (first.id, "x", "elsewhere")
@@ -76,9 +77,26 @@ async def test_it_has_all_that_a_claimed_one_has(here, waiting):
         assert (message.delivery_count, message.attempt, message.checkpoint) == (2, 2, b"half")
         assert message.history != first.history
         assert message.first_received_at == first.first_received_at
-        assert began - 0.001 <= message.leased_at <= anyio.current_time()
+        assert asked - 0.001 <= message.leased_at <= leased + 0.001
         await message.acknowledge()
         assert await mailbox.counts() == Counts(settled=1)
+
+
+async def test_its_lease_is_as_old_as_its_claim_however_late_it_is_heard_of(here, waiting):
+    """Whoever trusted it from then on would hold it longer than the server does."""
+    async with here.mailbox() as mailbox, here.mailbox() as sender:
+        listener, late = mailbox._receiving.listener, []
+        hear, listener._hear = listener._hear, late.append
+        await waiting.start(mailbox)
+        await sender.send("x")
+        leased = anyio.current_time()
+        while not late:
+            await anyio.sleep(0.001)
+        await anyio.sleep(0.05)
+        hear(late[0])
+        await waiting.until(1)
+        (message,) = waiting.got[0][1]
+        assert message.leased_at <= leased + 0.001
 
 
 async def test_it_is_leased_for_as_long_as_the_receive_wants(here, waiting):
