@@ -62,6 +62,24 @@ def test_what_stands_in_the_url_and_is_given_too_is_refused(kind, url):
             make(f"{url}?name=a#b")
 
 
+@pytest.mark.parametrize(
+    ("kind", "where", "has"),
+    [
+        *((kind, url, "it has name, .*timeout") for kind, url in SERVERS),
+        (SQLiteMailbox, "jobs.db", "it has name, synchronous, capacity, busy_timeout"),
+        (InMemoryMailbox, "jobs", "it has capacity, serialize"),
+    ],
+)
+def test_an_option_that_a_constructor_has_not_is_refused_with_those_that_it_has(kind, where, has):
+    with pytest.raises(ConfigError, match=f"mailbox has no option 'colour'; {has}"):
+        kind(where, colour="red")
+
+
+def test_what_a_mailbox_on_nats_has_instead_of_a_capacity_the_constructor_says_too():
+    with pytest.raises(ConfigError, match="limit the storage of the account"):
+        NatsMailbox("nats://db", capacity=3)
+
+
 @pytest.mark.parametrize(("kind", "url"), SERVERS)
 def test_a_constructor_takes_urls_of_its_own_kind_only(kind, url):
     for _, other in SERVERS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Never
 from urllib.parse import quote, unquote, urlsplit
 
 from typing_extensions import TypeVar
@@ -62,10 +62,12 @@ class InMemoryMailbox(Mailbox[T, R]):
         serialize: bool = False,
         body: Any = None,
         reply: Any = None,
+        **unknown: Never,
     ) -> None:
         super().__init__(f"memory-{entropy.token(32)}" if name is None else name, body=body, reply=reply)
         if self.name.startswith(KIND):
             raise ConfigError(f"InMemoryMailbox takes a name, and {name!r} is a URL: that is for open_mailbox()")
+        _check_options(self.name, unknown)
         if capacity is not None and not is_whole(capacity, 1):
             raise ConfigError(f"memory mailbox {self.name!r}: capacity must be a whole number from 1, not {capacity!r}")
         if not isinstance(serialize, bool):
@@ -83,9 +85,7 @@ class InMemoryMailbox(Mailbox[T, R]):
         """The mailbox for ``memory://host``: the one queue of that name on the event loop it is used on."""
         if not host or path not in ("", "/"):
             raise ConfigError(f"{url!r}: a memory mailbox is named memory://NAME, as in memory://jobs")
-        unknown = sorted(set(options) - {"capacity", "serialize"})
-        if unknown:
-            raise ConfigError(f"{url!r}: unknown option {unknown[0]!r}; memory:// knows capacity and serialize")
+        _check_options(url, options)
         capacity: Any = options.get("capacity")
         serialize: Any = options.get("serialize", False)
         if isinstance(capacity, str):
@@ -361,3 +361,9 @@ def _put_into(store: MemoryStore, envelopes: list[Envelope], kind: Any) -> list[
     ids = store.queue.put_all(entries, now)
     store.changed()
     return ids
+
+
+def _check_options(place: str, options: Mapping[str, Any]) -> None:
+    for key in options:
+        if key not in ("capacity", "serialize"):
+            raise ConfigError(f"{place!r}: a memory mailbox has no option {key!r}; it has capacity, serialize")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Never
 from urllib.parse import quote
 
 import anyio
@@ -97,8 +97,10 @@ class NatsMailbox(Mailbox[T, R]):
         cert_file: str | None = None,
         key_file: str | None = None,
         ssl_context: ssl.SSLContext | None = None,
+        **unknown: Never,
     ) -> None:
         super().__init__(name, body=body, reply=reply)
+        read_options(server if isinstance(server, str) else server.address, unknown)  # which refuses them
         if not (is_number(ack_wait, 1) and ack_wait <= MAX_VISIBILITY):
             raise ConfigError(f"mailbox {name!r}: ack_wait must be 1 to {MAX_VISIBILITY:.0f} seconds, not {ack_wait!r}")
         if not (is_number(timeout, 0) and timeout > 0):

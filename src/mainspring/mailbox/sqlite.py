@@ -6,7 +6,7 @@ import math
 import os
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Never
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import anyio
@@ -70,9 +70,11 @@ class SQLiteMailbox(Mailbox[T, R]):
         synchronous: str = "full",
         capacity: int | None = None,
         busy_timeout: float = 5.0,
+        **unknown: Never,
     ) -> None:
         super().__init__(name, body=body, reply=reply)
         file = os.fspath(path)
+        _read_options(file, unknown)  # which refuses them
         if file.startswith("sqlite://"):
             raise ConfigError(f"SQLiteMailbox takes a path, and {file!r} is a URL: that is for open_mailbox()")
         if not file or file == ":memory:" or file.endswith("/") or "\0" in file:
@@ -96,17 +98,7 @@ class SQLiteMailbox(Mailbox[T, R]):
     ) -> SQLiteMailbox[Any, Any]:
         """The mailbox that a URL means; options that stand in it are strings."""
         file = _file_of(url, host, path)
-        for key in options:
-            if key not in _OPTIONS:
-                allowed = ", ".join(_OPTIONS)
-                raise ConfigError(f"{url!r}: a SQLite mailbox has no option {key!r}; it has {allowed}")
-        values = {}
-        for key, value in options.items():
-            try:
-                values[key] = _OPTIONS[key](value) if isinstance(value, str) else value
-            except ValueError:
-                raise ConfigError(f"{url!r}: the option {key} must be a number, not {value!r}") from None
-        return cls(file, body=body, reply=reply, **values)
+        return cls(file, body=body, reply=reply, **_read_options(url, options))
 
     @property
     def address(self) -> str:
@@ -321,6 +313,18 @@ class SQLiteMailbox(Mailbox[T, R]):
 
 
 _OPTIONS: dict[str, Any] = {"name": str, "synchronous": str, "capacity": int, "busy_timeout": float}
+
+
+def _read_options(place: str, options: dict[str, Any]) -> dict[str, Any]:
+    values = {}
+    for key, value in options.items():
+        if key not in _OPTIONS:
+            raise ConfigError(f"{place!r}: a SQLite mailbox has no option {key!r}; it has {', '.join(_OPTIONS)}")
+        try:
+            values[key] = _OPTIONS[key](value) if isinstance(value, str) else value
+        except ValueError:
+            raise ConfigError(f"{place!r}: the option {key} must be a number, not {value!r}") from None
+    return values
 
 
 def _file_of(url: str, host: str, path: str) -> str:
