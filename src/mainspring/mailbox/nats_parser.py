@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nats.errors import ProtocolError
@@ -106,7 +107,9 @@ class QuickParser(Parser):
             if not data.startswith(_END, end):
                 raise UnreadableError(f"{data[start:line][:60]!r} has another size")
             start = line + 2
-            heard = Heard(words[1], words[3] if replied else b"", data[start : start + head], data[start + head : end])
+            heard = _made(
+                (words[1], words[3] if replied else b"", data[start : start + head], data[start + head : end])
+            )
             start = end + 2
             hearer = self.hearers.get(words[2])
             if hearer is None:
@@ -138,15 +141,22 @@ class QuickParser(Parser):
             raise UnreadableError(f"{line[:60]!r}")
 
 
+_made: Callable[[tuple[bytes, bytes, bytes, bytes]], Heard] = partial(tuple.__new__, Heard)
+"""A :class:`Heard`, without the Python function that a named tuple has for it."""
+
+
 def _sizes(words: list[bytes]) -> tuple[int, int, bool]:
     """What the line before a message says: the bytes of all of it, of its headers, and whether it names a reply subject."""
-    with_head = words[0] == b"HMSG"
-    more = len(words) - with_head - 4
-    if 0 <= more <= 1 and words[-1].isdigit() and words[-1 - with_head].isdigit():
-        size = int(words[-1])
-        head = int(words[-2]) if with_head else 0
-        if head <= size <= _LARGEST:
-            return size, head, more == 1
+    count = len(words)
+    size = head = -1
+    if words[0] == b"MSG":
+        if 4 <= count <= 5 and words[-1].isdigit():
+            size, head = int(words[-1]), 0
+    elif 5 <= count <= 6 and words[-1].isdigit() and words[-2].isdigit():
+        size, head = int(words[-1]), int(words[-2])
+        count -= 1
+    if 0 <= head <= size <= _LARGEST:
+        return size, head, count == 5
     raise UnreadableError(f"{b' '.join(words)[:60]!r}")
 
 
