@@ -6,10 +6,12 @@ from functools import partial
 
 import anyio
 import pytest
+from loop_support import DOWN
 
 from mainspring import InMemoryMailbox, MainLoop
+from mainspring.events import ReceiveFailed, ReceiveRecovered
 from mainspring.loops.capacity import TURN, Capacity
-from support import FaultyMailbox, fail, settled
+from support import FaultyMailbox, fail, record, settled, work
 
 pytestmark = pytest.mark.anyio
 
@@ -172,3 +174,30 @@ async def test_a_loop_that_is_stopped_just_when_it_is_let_look_passes_it_on():
             capacity.give_back(1)  # wakes b
             scopes["b"].cancel()
     assert got == ["a", "c"]
+
+
+async def test_a_loop_for_which_there_is_no_place_hears_that_its_store_answers_again(virtual_clock):
+    """The handlers of the others may have all places for hours; until then readiness would say that the store is away."""
+    load, capacity = Load(), Capacity(1)
+    boxes = [FaultyMailbox() for _ in range(2)]
+    busy, idle = loops = [MainLoop(box, load.handler(7_200), name=f"loop {n}") for n, box in enumerate(boxes)]
+    share(capacity, *loops)
+    boxes[1].always("claim", fail(DOWN))
+    events = record(idle, ReceiveFailed, ReceiveRecovered)
+    async with anyio.create_task_group() as tasks:
+        await run_all(loops, tasks)
+        await anyio.sleep(5)
+        await boxes[0].send(1)
+        await anyio.sleep(60)
+        assert busy.in_flight == 1
+        assert idle.trouble is None
+        assert isinstance(events[-1], ReceiveRecovered)
+        told = len(events)
+        await boxes[1].send(2)
+        await anyio.sleep(3_600)
+        assert (idle.in_flight, len(events)) == (0, told)
+        boxes[1].always("claim", work)
+        await anyio.sleep(7_200)
+        assert idle.in_flight == 1
+        await stop_all(loops)
+    assert places(capacity) == 1

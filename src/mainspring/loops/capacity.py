@@ -28,6 +28,11 @@ class Capacity:
         self._waiting: list[anyio.Event] = []
         self._idle: dict[anyio.CancelScope, float] = {}
 
+    @property
+    def full(self) -> bool:
+        """Whether :meth:`receive` would have to wait for a place."""
+        return self._taken >= self._places
+
     async def receive(
         self,
         want: int,
@@ -56,7 +61,7 @@ class Capacity:
 
     async def _take(self, want: int) -> int:
         places = 0
-        if self._taken >= self._places:
+        if self.full:
             event = anyio.Event()
             self._waiting.append(event)
             try:

@@ -214,6 +214,9 @@ class Worker:
         wait = self._wait if self.contact.trouble is None else 0.0
         if self._capacity is None:
             self._admit(await self._poll(free, wait))
+        elif self.contact.trouble is not None and self._capacity.full:
+            # Likewise, though the handlers of other loops may have all places for hours.
+            await self._mailbox.approximate_count()
         else:
             await self._capacity.receive(free, wait, self._poll, self._admit)
         self._heartbeat.beat()
