@@ -16,7 +16,7 @@ from mainspring.errors import (
 from mainspring.mailbox.message import Counts, Envelope
 from mainspring.mailbox.nats import NatsMailbox
 from mainspring.mailbox.nats_errors import ApiError
-from mainspring.mailbox.nats_record import Record, token_of
+from mainspring.mailbox.nats_record import RESERVED, Record, token_of
 from mainspring.mailbox.nats_store import Add
 from nats_support import ON_ASYNCIO, several
 from ports import free_port
@@ -368,8 +368,8 @@ async def test_the_largest_message_can_be_given_back_and_given_up(here, char):
     async with here.box() as box:
         headers = {"h": "x" * 100_000}
         with pytest.raises(SerializationError, match="max_payload"):
-            await box.send("x" * (box._sends._most - 100_000), headers=headers)
-        await box.send("x" * (box._sends._most - 100_000 - 200), headers=headers)
+            await box.send("x" * (box._wire.max_payload - RESERVED - 100_000), headers=headers)
+        await box.send("x" * (box._wire.max_payload - RESERVED - 100_000 - 200), headers=headers)
         for _ in range(12):
             await (await one(box)).nack(error=ValueError(char * 600))
         last = await one(box)

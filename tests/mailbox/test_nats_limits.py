@@ -5,9 +5,17 @@ from __future__ import annotations
 from contextlib import asynccontextmanager, suppress
 
 import anyio
+import anyio.to_thread
 import pytest
 
-from mainspring.errors import ConfigError, MailboxFullError, MainspringError, ReceiptHandleExpiredError
+from mainspring.errors import (
+    ConfigError,
+    MailboxConnectionError,
+    MailboxFullError,
+    MainspringError,
+    ReceiptHandleExpiredError,
+    SerializationError,
+)
 from mainspring.mailbox import nats_claims, nats_settle
 from mainspring.mailbox.message import Counts
 from mainspring.mailbox.nats import NatsMailbox
@@ -245,3 +253,24 @@ async def test_streams_that_cannot_be_brought_up_are_named(here, monkeypatch):
         with pytest.raises(ConfigError, match=f"{box._names.dead}' would drop accepted .*not yours"):
             async with here.box():
                 pass
+
+
+async def test_the_largest_message_is_what_the_server_says_that_is_connected_now(tmp_path, anyio_backend):
+    settings = tmp_path / "server.conf"
+    settings.write_text("max_payload: 100000")
+    with NatsServer("-c", str(settings)) as server:
+        async with NatsMailbox(server.url, timeout=2.0) as box:
+            for most in (60_000, 200_000):
+                settings.write_text(f"max_payload: {most}")
+                await anyio.to_thread.run_sync(server.stop)
+                await anyio.to_thread.run_sync(server.start)
+                with anyio.fail_after(20):
+                    while True:
+                        try:
+                            await box.send("x" * (most - 20_000))
+                        except (MailboxConnectionError, SerializationError):
+                            await anyio.sleep(0.02)
+                        else:
+                            break
+                with pytest.raises(SerializationError, match="max_payload leaves for one"):
+                    await box.send("x" * (most - 10_000))

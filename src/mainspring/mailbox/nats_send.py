@@ -28,11 +28,11 @@ class Sends:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._wall = clock.wall_clock()
-        self._most = store.wire.max_payload - RESERVED
 
     async def put(self, envelopes: list[Envelope]) -> list[str]:
         """See :meth:`MailboxHooks._put`."""
         now = self._wall()
+        most = self._store.wire.max_payload - RESERVED  # another one after a reconnection, perhaps
         records = []
         for envelope in envelopes:
             if envelope.priority:
@@ -42,7 +42,7 @@ class Sends:
             record = Record.of(envelope, now)
             plain = not (envelope.headers or envelope.reply_to or envelope.dedup_key)
             size = len(envelope.body if plain else record.encode())
-            check_size("a message", size, self._most, "this NATS server's max_payload leaves for one")
+            check_size("a message", size, most, "this NATS server's max_payload leaves for one")
             records.append(record)
         sent = [record.message_id for record in records]
         if any(record.dedup_key is not None for record in records):

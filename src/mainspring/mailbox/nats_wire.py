@@ -75,6 +75,8 @@ class Wire:
         self.pullers: set[Puller] = set()
         self.idle: list[Puller] = []
         self._was_connected = False
+        self.max_payload = 0
+        """Bytes of the largest payload that the server takes, as it said when it was connected to last."""
         self.reconnected: Callable[[], object] = lambda: None
         self._heard: list[tuple[str, Callable[[Heard], object]]] = []
         self._quiet: anyio.Event | None = None
@@ -143,6 +145,7 @@ class Wire:
                 )
                 self._opening = None
                 self._was_connected = True
+                self.max_payload = client.max_payload
                 self._inbox = f"{client.new_inbox()}."
                 await client.hear(f"{self._inbox}*", self._on_answer)
                 for subject, hearer in self._heard:
@@ -219,6 +222,8 @@ class Wire:
         self._fail_all(self._lost())
 
     async def _on_reconnected(self) -> None:
+        if self._client is not None:
+            self.max_payload = self._client.max_payload
         self.reconnected()
 
     async def _on_closed(self) -> None:
@@ -269,11 +274,6 @@ class Wire:
         if self._client is None or not self._client.is_connected:
             await anyio.lowlevel.checkpoint()
         return self.client
-
-    @property
-    def max_payload(self) -> int:
-        """Bytes of the largest payload that the server takes."""
-        return int(self.client.max_payload)
 
     # ----------------------------------------------------------------------------------------------------------- calls
 
