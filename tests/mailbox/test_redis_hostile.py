@@ -482,18 +482,23 @@ async def test_what_is_owed_waits_for_no_call_of_anybodys(here, monkeypatch, any
         assert (message.delivery_count, message.attempt) == (1, 1)
 
 
-async def test_one_that_is_too_large_to_be_handed_over_is_not_copied_for_it(anyio_backend):
-    """The server would stand still meanwhile, and need the memory; the library keeps what it is handed, and what it stores."""
+@pytest.mark.parametrize(("what", "copies"), [("body", 4), ("checkpoint", 2)])
+async def test_one_that_is_too_large_to_be_handed_over_is_not_copied_for_it(anyio_backend, what, copies):
+    """The server would stand still meanwhile, and need the memory. A body it copies to store it, and to read it."""
     size = 8_000_000
     with RedisServer() as own, place(own.url) as here:
         async with here.mailbox() as mailbox, here.mailbox() as sender, anyio.create_task_group() as group:
+            if what == "checkpoint":
+                await sender.send("x")
+                (message,) = await sender.receive()
+                await message.save_checkpoint(b"x" * size)
             group.start_soon(partial(mailbox.receive, wait_time_seconds=600))
             await soon(lambda: mailbox._waiters.parked)
             mailbox._link.call = partial(anyio.sleep_forever)
-            await sender.send("x" * size)
+            await (sender.send("x" * size) if what == "body" else message.nack())
             lines = here.call("INFO", "memory").decode().splitlines()
             memory = dict(line.split(":", 1) for line in lines if ":" in line)
-            assert int(memory["used_memory_vm_functions"]) < 4 * size
+            assert int(memory["used_memory_vm_functions"]) < copies * size
             group.cancel_scope.cancel()
 
 

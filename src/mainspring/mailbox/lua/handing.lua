@@ -31,19 +31,16 @@ end
 
 -- Send a message to the one that it has been claimed for. Whether it was received.
 local function hand(box, name, visible, receipt, value, extras)
-  if string.len(value) > HANDED then -- before it is copied
-    return false
-  end
-  local strings = { visible, receipt, value }
+  local strings, size = { visible, receipt, value }, string.len(value)
   for i = 2, #extras, 3 do
     strings[#strings + 1] = extras[i]
     strings[#strings + 1] = extras[i + 1]
+    size = size + string.len(extras[i + 1])
   end
-  local said = written(strings)
-  if string.len(said) > HANDED then
+  if size > HANDED then -- before all of it is copied
     return false
   end
-  if redis.call('SPUBLISH', box.base .. name, 'm' .. said) == 0 then
+  if redis.call('SPUBLISH', box.base .. name, 'm' .. written(strings)) == 0 then
     return false -- nobody listens as that any more; what was sent there before is still to go back
   end
   local last = #box.handed
