@@ -68,6 +68,20 @@ async def test_a_refusal_that_may_pass_is_none(text, anyio_backend):
 
 
 @pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("no room\nDETAIL:  none at all.\nHINT:  go", "no room; DETAIL: none at all. HINT: go"),
+        ("all of them:\n- a\n\n- b?\n\tor c", "all of them: - a; - b? or c"),
+    ],
+)
+async def test_where_its_lines_end_is_seen_in_one_line_too(text, line, anyio_backend):
+    async with refusing(text) as port:
+        with pytest.raises(MailboxConnectionError) as told:
+            await PostgresMailbox(f"postgresql://app@127.0.0.1:{port}/app?sslmode=disable").__aenter__()
+        assert str(told.value).endswith(f"FATAL: {line}")
+
+
+@pytest.mark.parametrize(
     ("code", "text", "lasting"),
     [
         ("28P01", "Passwort-Authentifizierung für Benutzer »app« fehlgeschlagen", "check the user, the password"),

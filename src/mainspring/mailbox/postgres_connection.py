@@ -257,17 +257,17 @@ async def refusal_code(conninfo: str) -> str | None:
     """
     if not hasattr(os, "memfd_create"):
         return None
-    knocking = PGconn.connect_start(conninfo.encode())
-    try:
-        with os.fdopen(os.memfd_create("trace"), "rb") as trace:
+    with os.fdopen(os.memfd_create("trace"), "rb") as trace:
+        knocking = PGconn.connect_start(conninfo.encode())
+        try:
             knocking.trace(trace.fileno())
             while (wait := _WAITS.get(PollingStatus(knocking.connect_poll()))) is not None:
                 await wait(knocking.socket)
+        finally:  # also where this is cancelled: libpq may write as long as it traces, and the number be another file's
             knocking.untrace()
-            trace.seek(0)
-            told = re.search(rb"\tErrorResponse\t.*? C \"(\w{5})\"", trace.read())
-    finally:
-        knocking.finish()
+            knocking.finish()
+        trace.seek(0)
+        told = re.search(rb"\tErrorResponse\t.*? C \"(\w{5})\"", trace.read())
     return told[1].decode() if told else None
 
 
@@ -348,5 +348,6 @@ def faulty(error: psycopg.Error) -> MainspringError:
 
 
 def one_line(error: BaseException) -> str:
-    """What the server or the driver said, as one line."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """What the server or the driver said, as one line, in which a semicolon is where a line ended without a mark."""
+    text = re.sub(r"([^\s.,:;?!])\s*\n\s*", r"\1; ", str(error).strip())
+    return " ".join(text.split()) or type(error).__name__
