@@ -254,6 +254,18 @@ async def test_credentials_that_cannot_be_used(nats_url, tmp_path, anyio_backend
         await NatsMailbox(nats_url, credentials=str(tmp_path / "my.creds")).__aenter__()
 
 
+async def test_credentials_of_which_no_login_can_be_made_are_not_taken_for_the_servers_fault(anyio_backend):
+    def sign(nonce):
+        raise TypeError("object of type 'NoneType' has no len()")  # what the driver makes of a file without a seed
+
+    info = b'INFO {"server_id":"x","version":"2.9.10","auth_required":true,"nonce":"abc","headers":true}\r\n'
+    async with listening(info) as server:
+        wire = nats_wire.Wire([f"nats://127.0.0.1:{server.port}"], {"signature_cb": sign}, 30.0, "mailbox 'jobs'")
+        with anyio.fail_after(5), pytest.raises(ConfigError, match=r"no login can be made of the credentials.*no len"):
+            await wire.open()
+        await anyio.sleep(0.1)  # the server notices
+
+
 async def test_a_token_of_any_letters(anyio_backend):
     with NatsServer("--auth", "to@k/en") as server:
         async with NatsMailbox(f"nats://to%40k%2Fen@127.0.0.1:{server.port}", timeout=5) as box:

@@ -24,6 +24,10 @@ class NoTlsError(Error):
     """The URL says ``tls://`` and the server does not offer it."""
 
 
+class LoginError(Error):
+    """No login can be made of the credentials."""
+
+
 class StrictClient(Client):
     """The driver's client.
 
@@ -41,7 +45,10 @@ class StrictClient(Client):
         self._ps: QuickParser = QuickParser(self)
 
     def _connect_command(self) -> bytes:
-        """What the driver sends first, on every connection: the login. Raises :class:`NoTlsError` where all could read it."""
+        """What the driver sends first, on every connection: the login.
+
+        Raises :class:`NoTlsError` where all could read it, :class:`LoginError` where there is none.
+        """
         server = self._current_server
         writer = getattr(self._transport, "_io_writer", None)
         encrypted = writer is not None and writer.get_extra_info("ssl_object") is not None
@@ -52,7 +59,12 @@ class StrictClient(Client):
                 f"{server.uri.hostname}:{server.uri.port} does not offer TLS, and was not told the login: set up TLS on that"
                 " server, or write nats:// if everybody between here and there may read all of it"
             )
-        return super()._connect_command()
+        try:
+            return super()._connect_command()
+        except Exception as error:  # whatever the driver and nkeys make of a file that is none of credentials
+            raise LoginError(
+                f"no login can be made of the credentials, which must be the file of a user: {describe(error)}"
+            ) from error
 
     async def hear(self, subject: str, hearer: Callable[[Heard], object]) -> Subscription:
         """Subscribe: ``hearer`` is called with each message as it is read, in the order in which they come."""

@@ -72,12 +72,12 @@ def denied(error: Exception) -> str | None:
 
 def no_connection(name: str, servers: Sequence[str], refusals: Sequence[Exception]) -> MainspringError:
     """Why none of the servers can be connected to, each of which was tried."""
-    from mainspring.mailbox.nats_client import NoTlsError
+    from mainspring.mailbox.nats_client import LoginError, NoTlsError
 
     told = "; ".join(dict.fromkeys(map(message_of, refusals)))
     if any(map(refuses_login, refusals)):
         told += "; check the user and the password of the URL, its token or its credentials"
-    lasting = all(isinstance(error, NoTlsError) or refuses_login(error) for error in refusals)
+    lasting = all(isinstance(error, NoTlsError | LoginError) or refuses_login(error) for error in refusals)
     kind = ConfigError if lasting else MailboxConnectionError
     error = kind(f"{name}: no connection to a NATS server at {', '.join(servers)}: {told}")
     error.__cause__ = refusals[-1]
