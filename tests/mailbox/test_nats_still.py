@@ -11,7 +11,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from mainspring.errors import MailboxConnectionError, MailboxError
+from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError
 from mainspring.mailbox import nats_wire
 from mainspring.mailbox.nats import NatsMailbox
 from mainspring.mailbox.nats_wire import Wire
@@ -211,7 +211,7 @@ async def playing(actor):
 async def until_it_answers(wire):
     with anyio.fail_after(10):
         while True:
-            with suppress(MailboxConnectionError):
+            with suppress(MailboxError):
                 return await wire.ask("echo")
             await anyio.sleep(0.02)
 
@@ -261,6 +261,18 @@ async def test_a_login_that_goes_wrong_when_it_comes_back_is_tried_again(login, 
             await wire.ask("x")
         assert (await until_it_answers(wire)).data == b"hi"
         assert actor.connected >= 4
+
+
+async def test_who_may_not_hear_the_answers_is_told_so_whenever_the_server_says_it(anyio_backend):
+    """The driver's ping can overtake the subscription, so that the connection seems to be made."""
+    actor = Actor()
+    async with playing(actor) as wire:
+        actor.says = b"-ERR 'Permissions Violation for Subscription to \"%b*\"'\r\n" % wire._inbox.encode()
+        for subject in ("x", "y"):
+            with anyio.fail_after(1), pytest.raises(ConfigError, match=r"lets this user not use '.+\*'; grant"):
+                await wire.ask(subject)
+        wire.client._abort()
+        assert (await until_it_answers(wire)).data == b"hi"
 
 
 async def test_who_waits_for_no_pong_any_more_does_not_end_the_reading(anyio_backend):

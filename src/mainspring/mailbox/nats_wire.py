@@ -207,18 +207,19 @@ class Wire:
 
     def _refuse(self, subject: str, error: NotAllowedError) -> None:
         """Tell whoever waits for an answer from there, which never comes."""
+        if subject == f"{self._inbox}*".lower():
+            self._deaf = error
         for token, (future, _, asked) in list(self._asked.items()):
-            if asked.lower() == subject and not future.done():
+            if (self._deaf is not None or asked.lower() == subject) and not future.done():
                 del self._asked[token]
                 future.set_result(_Lost(error))
         for puller in list(self.pullers):
             if puller.source.lower() == subject:
                 puller.end(error)
-        if subject == f"{self._inbox}*".lower():
-            self._deaf = error
         self.ease()
 
     async def _on_disconnect(self) -> None:
+        self._deaf = None
         self._fail_all(self._lost())
 
     async def _on_reconnected(self) -> None:
@@ -317,6 +318,8 @@ class Wire:
         return parse(await self.ask(f"$JS.API.{subject}", payload))
 
     async def _start(self, subject: str, payload: bytes, headers: dict[str, str] | None) -> tuple[int, Any]:
+        if self._deaf is not None:
+            raise NotAllowedError(*self._deaf.args)
         self._count += 1
         token = self._count
         future = self.loop.create_future()
