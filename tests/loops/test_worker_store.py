@@ -299,6 +299,38 @@ async def test_an_acknowledgement_shows_that_the_store_is_back_though_only_a_ren
         assert loop.trouble is None
 
 
+@pytest.mark.parametrize("afterwards", ["the handler goes on", "pause"])
+async def test_where_nothing_else_asks_the_store_it_is_asked_whether_it_is_back(virtual_clock, afterwards):
+    """The last try of a lease that is lost was no answer; the loop may have nothing to ask for hours after it."""
+
+    async def handle(job: int) -> None:
+        with anyio.CancelScope(shield=afterwards == "the handler goes on"):
+            await anyio.sleep(3_600)
+
+    class Reachable(FaultyMailbox):
+        async def _counts(self):
+            if anyio.current_time() < back_at:
+                raise DOWN
+            return await super()._counts()
+
+    back_at = 0.0
+    mailbox = Reachable()
+    loop = MainLoop(mailbox, handle, visibility_timeout=30)
+    async with background(loop):
+        await mailbox.send(1)
+        await anyio.sleep(1)
+        back_at = 100.0
+        mailbox.always("extend", fail(DOWN))
+        await anyio.sleep(28)
+        if afterwards == "pause":
+            loop.pause()
+        for _ in range(70):
+            await anyio.sleep(1)
+            assert loop.trouble == "MailboxConnectionError: the store is away"
+        await anyio.sleep(12)
+        assert loop.trouble is None
+
+
 async def test_that_renewals_go_well_does_not_hide_that_nothing_can_be_received(virtual_clock):
     mailbox = FaultyMailbox()
     loop = MainLoop(mailbox, sleeper(100), concurrency=3, visibility_timeout=5)

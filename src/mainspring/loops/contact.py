@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from mainspring.errors import MailboxConnectionError, describe
+import math
+from typing import TYPE_CHECKING
+
+import anyio
+
+from mainspring.errors import MailboxConnectionError, MainspringError, describe
+from mainspring.periodic import Periodic
+from mainspring.scope import nobody_asked
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+SILENCE = 10.0
+"""Seconds after the last failure of a renewal or a settlement when the mailbox is asked whether it is back."""
 
 
 class Contact:
     """What the last answers, or the lack of them, say.
 
     While receives fail, nothing else shows that work can be claimed again. A loop whose places are all taken does not
-    receive: then its renewals and settlements are what tells, and any answer ends their trouble.
+    receive: then its renewals and settlements are what tells, and any answer ends their trouble. Where none of them is tried
+    again, as with a lost lease whose handler goes on, or in a pause or a long poll, ``ask`` is called until it is answered.
     """
 
-    __slots__ = ("_other", "_receiving", "failed_receives")
-
-    def __init__(self) -> None:
+    def __init__(self, ask: Callable[[], Awaitable[object]]) -> None:
+        self._ask = ask
+        self._timer = Periodic(self._look)
+        self._ask_at = math.inf
         self.failed_receives = 0
         """How many receives have failed since one was last answered, whichever receiver made them."""
         self._receiving: str | None = None
@@ -29,6 +44,8 @@ class Contact:
         """A renewal or a settlement has failed; errors of other kinds than a lost connection say nothing of the mailbox."""
         if isinstance(error, (MailboxConnectionError, OSError)):
             self._other = describe(error)
+            self._ask_at = anyio.current_time() + SILENCE
+            self._timer.wake_by(self._ask_at)
 
     def made(self) -> None:
         """It has answered."""
@@ -45,3 +62,25 @@ class Contact:
         failures, self.failed_receives = self.failed_receives, 0
         self._receiving = self._other = None
         return failures
+
+    async def run(self) -> None:
+        """Ask the mailbox where nothing else does, until cancelled."""
+        await self._timer.run()
+
+    async def _look(self, overslept: float) -> float:
+        if self._other is None:
+            return math.inf
+        if anyio.current_time() >= self._ask_at:
+            self._ask_at = anyio.current_time() + SILENCE
+            try:
+                with anyio.fail_after(SILENCE):
+                    await self._ask()
+            except (MainspringError, OSError) as error:
+                self.failed(error)
+            except anyio.get_cancelled_exc_class():
+                if not await nobody_asked():
+                    raise
+            else:
+                self.made()
+                return math.inf
+        return self._ask_at

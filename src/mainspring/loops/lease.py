@@ -69,6 +69,7 @@ class LeaseKeeper:
         stop_hearing = None if hear is None else hear(self.revoke)
         try:
             async with anyio.create_task_group() as self._tasks:
+                self._tasks.start_soon(self._contact.run, name=f"{self._name} contact")
                 await self._timer.run()
             # The timer runs until cancelled: a task of the group was, and has ended it.
             raise TaskExitError("the renewal of leases was cancelled by itself, and not by the loop")

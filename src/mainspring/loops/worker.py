@@ -77,7 +77,7 @@ class Worker:
         self.settings = settings
         self.intake = Intake(heartbeat, paused=paused)
         self.shutting_down = anyio.Event()
-        self.contact = Contact()
+        self.contact = Contact(mailbox.approximate_count)
         self._mailbox = mailbox
         self._dispatcher = dispatcher
         self._heartbeat = heartbeat
