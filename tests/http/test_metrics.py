@@ -137,6 +137,7 @@ FAULT_EVENTS = [
     events.LeaseRenewalFailed("indexer", "m", "E", 1.0),
     events.LoopCrashed("indexer", ValueError(), None),
     events.ReceiveFailed("indexer", "E", 1.0),
+    events.SettlementDelayed("indexer", "m", "acknowledged", "E", 1.0),
     events.SettlementFailed("indexer", "m", "acknowledged", "E"),
 ]
 

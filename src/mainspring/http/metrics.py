@@ -35,6 +35,7 @@ FAULTS = {
     events.LeaseRenewalFailed: "lease_renewal_failed",
     events.LoopCrashed: "crashed",
     events.ReceiveFailed: "receive_failed",
+    events.SettlementDelayed: "settlement_delayed",
     events.SettlementFailed: "settlement_failed",
 }
 
@@ -133,6 +134,7 @@ class _Collector:
         | events.LeaseRenewalFailed
         | events.LoopCrashed
         | events.ReceiveFailed
+        | events.SettlementDelayed
         | events.SettlementFailed,
     ) -> None:
         self._figures(event.loop).faults[FAULTS[type(event)]] += 1
