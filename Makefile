@@ -41,7 +41,7 @@ lint: $(VENV)/installed-dev
 SEEDS ?= 10000
 simulate: $(VENV)/installed-dev
 	$(BIN)/mainspring simulate mainspring.testing.simulation.sample:build --seeds $(SEEDS) --jobs $(JOBS) --duration 5m --times 60
-	$(BIN)/mainspring simulate mainspring.testing.simulation.sample:build --seeds $$(($(SEEDS) / 10)) --jobs $(JOBS) --duration 2m --times 10 --per-minute 30
+	$(BIN)/mainspring simulate mainspring.testing.simulation.sample:build --seeds $$((($(SEEDS) + 9) / 10)) --jobs $(JOBS) --duration 2m --times 10 --per-minute 30
 
 # Minutes on each backend whose server is installed. BACKENDS names some (sqlite,redis,postgres,nats), SEED repeats a run.
 BACKENDS ?=
