@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import anyio
 import anyio.to_thread
 import pytest
+import trio
 
 from interrupts import Interruption, in_thread
 from mainspring import (
@@ -730,7 +731,8 @@ def test_a_signal_handler_may_stop_it(thread):
     assert thread.state is LoopThreadState.STOPPED
 
 
-WHERE_A_START_OR_STOP_STANDS = (portal, portal_core, portal_state, threading)
+TRIOS_WAY_IN = SimpleNamespace(__file__=trio.lowlevel.TrioToken.run_sync_soon.__code__.co_filename)
+WHERE_A_START_OR_STOP_STANDS = (portal, portal_core, portal_state, threading, TRIOS_WAY_IN)
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -763,6 +765,27 @@ def test_a_signal_handler_may_stop_it_wherever_it_interrupts_a_start_or_a_stop(m
             assert answers == [True]
 
     thread, answers = None, []
+    in_thread(each_line, 80)
+
+
+def test_a_signal_handler_may_stop_it_wherever_it_interrupts_a_post(make):
+    def each_line():
+        nonlocal thread
+        for line in range(1000):
+            thread = make(stop_timeout=90)
+            thread.start()
+            called, answers = [], []
+            with Interruption((portal, portal_core, TRIOS_WAY_IN), line, lambda: answers.append(thread.stop())) as between:
+                accepted = thread.post(partial(called.append, 1))
+            answers.append(thread.stop())
+            assert thread.state is LoopThreadState.STOPPED
+            assert called == [1] * accepted
+            if not between.happened:
+                assert line > 5
+                return
+            assert answers == [True, True]
+
+    thread = None
     in_thread(each_line, 80)
 
 

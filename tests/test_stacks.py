@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
 import pdb
+import sys
 import threading
 import types
 from contextlib import asynccontextmanager
@@ -317,3 +319,34 @@ async def test_a_thread_in_a_library_is_named_by_the_users_line(library):
 LOOK = compile(
     "lines.append(where_thread(__import__('threading').get_ident()))", "/x/site-packages/client/look.py", "exec"
 )
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python 3.12 and later collect no garbage within a call")
+def test_no_garbage_is_collected_while_the_stacks_are_looked_at(monkeypatch):
+    """A finalizer would then let another thread go on, and up to Python 3.11.8 all would wait for each other for ever."""
+    look, looking, collected = sys._current_frames, [], []
+
+    def watched():
+        looking.append(True)
+        try:
+            return look()
+        finally:
+            looking.clear()
+
+    def collects(phase, _):
+        if looking and phase == "start":
+            collected.append(phase)
+
+    monkeypatch.setattr(sys, "_current_frames", watched)
+    before = gc.get_threshold()
+    gc.callbacks.append(collects)
+    gc.set_threshold(1)
+    try:
+        for _ in range(10):
+            where_thread(threading.get_ident())
+            all_stacks()
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(collects)
+    assert not collected
+    assert gc.isenabled()

@@ -6,6 +6,7 @@ import atexit
 import inspect
 import logging
 import os
+import sys
 import threading
 from collections import deque
 from contextvars import ContextVar, copy_context
@@ -127,6 +128,21 @@ class LoopCore:
         """Whether this is a signal handler in the midst of the start: it must not wait for what can only come behind it."""
         return not self._launched and self._starter.get("", (0,))[0] == threading.get_ident()
 
+    def _call_soon(self, fn: Callable[[], object]) -> None:
+        call_soon(self._loop, fn)
+
+    def _interrupts_a_call(self) -> bool:
+        """Whether this is a signal handler in the midst of a call into trio: the loop cannot end before that lets go of its lock.
+
+        Asked of the stack: a mark, which each call would set and take back, would stay where a KeyboardInterrupt comes in between.
+        """
+        frame = sys._getframe() if self.backend == "trio" else None  # noqa: SLF001 - documented, for want of another way
+        while frame is not None:
+            if frame.f_code is LoopCore._call_soon.__code__ and frame.f_locals["self"] is self:
+                return True
+            frame = frame.f_back
+        return False
+
     def post(self, fn: Callable[[], object]) -> bool:
         left = self.life.left
         if not self._loop_runs or RUNNING in left:
@@ -143,16 +159,16 @@ class LoopCore:
         if not self._awake:
             self._awake = True
             try:
-                call_soon(self._loop, self._turn)
+                self._call_soon(self._turn)
             except BaseException:  # a KeyboardInterrupt in between: others believe by now that it is awake
-                call_soon(self._loop, self._turn)
+                self._call_soon(self._turn)
                 raise
         return True
 
     def stop(self, timeout: float | None) -> bool:
         self._claim()
         self._ask_to_stop(timeout)
-        if not self.life.was_started or self._is_within() or self._interrupts_the_launch():
+        if not self.life.was_started or self._is_within() or self._interrupts_the_launch() or self._interrupts_a_call():
             return True
         began = clock.monotonic()
         while not self._over.is_open and (left := began + self._stop_within(timeout) - clock.monotonic()) > 0:
@@ -183,7 +199,7 @@ class LoopCore:
             self._timeouts.append(timeout)
         self.life.ask_to_stop()
         if self._loop is not None:
-            call_soon(self._loop, self._told_to_stop)
+            self._call_soon(self._told_to_stop)
 
     @property
     def _timeout(self) -> float | None:

@@ -98,7 +98,7 @@ def all_stacks(*, without: Container[int | None] = ()) -> str:
     """The stacks of all threads as text, the main thread first; those of the threads ``without`` are left out."""
     import traceback
 
-    frames = sys._current_frames()  # noqa: SLF001 - the only way to see another thread's stack
+    frames = current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     wanted = (ident for ident in frames if ident not in without)
@@ -109,7 +109,23 @@ def all_stacks(*, without: Container[int | None] = ()) -> str:
 
 
 def _frame_of(thread_id: int) -> FrameType | None:
-    return sys._current_frames().get(thread_id)  # noqa: SLF001 - as above
+    return current_frames().get(thread_id)
+
+
+def current_frames() -> dict[int, FrameType]:
+    """What each thread is executing, by its id.
+
+    In Python 3.11 without a garbage collection on the way: up to 3.11.8 that could let another thread go on, which then waited
+    for ever for what is locked here, and all others for that one (CPython issue 106883). Later ones collect between calls only.
+    """
+    collects = sys.version_info < (3, 12) and gc.isenabled()
+    if collects:
+        gc.disable()
+    try:
+        return sys._current_frames()  # noqa: SLF001 - the only way to see another thread's stack
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _await_chain(awaitable: Any) -> Iterator[tuple[FrameType, int | None]]:

@@ -7,7 +7,6 @@ import logging
 import signal
 import socket
 import subprocess
-import sys
 import sysconfig
 import threading
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,7 @@ import trio
 
 from mainspring import clock, process
 from mainspring.errors import MainspringError
-from mainspring.stacks import describe, where_thread
+from mainspring.stacks import current_frames, describe, where_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -137,7 +136,7 @@ class _Blocked(BaseException):
 
 def _line_of(thread_id: int) -> str:
     """Where that thread stands, in whoever's code it is that is neither the standard library's nor the machinery's."""
-    frame = sys._current_frames().get(thread_id)  # noqa: SLF001 - its documented use
+    frame = current_frames().get(thread_id)
     while frame is not None:
         path, name = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
         if not path.startswith((_STDLIB, "<")) and name.partition(".")[0] not in _MACHINERY:
