@@ -64,27 +64,29 @@ class Processes:
         """A job for one of them."""
         return ProcessJob(self, fn, args)
 
-    def take(self, starting: Callable[[bool], object] = _tell_nobody) -> WorkerProcess:
+    def take(self, starting: Callable[[bool], object] = _tell_nobody, *, fresh: bool = False) -> WorkerProcess:
         """An idle worker, the one used last, or a new one: then ``starting`` is told of its start, and of the end of that.
+
+        Where it must be ``fresh``, a new one takes the place of an idle one.
 
         :raises OffloadWorkerDiedError: it could not be started.
         """
-        dead: list[WorkerProcess] = []
+        useless: list[WorkerProcess] = []
         try:
             with self._lock:
                 if self._closed:
                     raise OffloadClosedError("the pool of processes is closed")
-                while self._idle:
+                while self._idle and not (fresh and useless):
                     worker = self._idle.pop()
-                    if not worker.has_ended:
+                    if not (fresh or worker.has_ended):
                         return worker
-                    dead.append(worker)
+                    useless.append(worker)
                 starting(True)
                 worker = WorkerProcess()
                 self._all.add(worker)
         finally:
-            for ended in dead:
-                self.discard(ended)
+            for other in useless:
+                self.discard(other)
         try:
             worker.get_ready()
         except WorkerDied as death:
@@ -164,7 +166,8 @@ class ProcessJob:
         """
         job = pack(self.fn, self._args)
         for last in (False, True):
-            worker = self._processes.take(self._starting)
+            # The second time a new one: what has killed the first, as it was idle, may have killed, or be killing, others.
+            worker = self._processes.take(self._starting, fresh=last)
             if not self._hold(worker):
                 self._processes.give_back(worker)  # it was given up meanwhile; the worker is as good as new
                 raise OffloadClosedError(f"{name_of(self.fn)} was given up before it began")
