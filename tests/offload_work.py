@@ -190,11 +190,17 @@ def _speak(descriptor, data):
         connection.send_bytes(data)
 
 
-def speak_out_of_turn(data, after=0):
-    """Send something to the owner of this worker, at once or a little later."""
+def speak_out_of_turn(data, after=None):
+    """Send something to the owner of this worker, at once, or when there is a file at the path ``after``."""
     descriptor = os.dup(_own_connection())
-    if after:
-        threading.Timer(after, _speak, (descriptor, data)).start()
+    if after is not None:
+
+        def speak():
+            while not os.path.exists(after):
+                time.sleep(0.005)
+            _speak(descriptor, data)
+
+        threading.Thread(target=speak, daemon=True).start()
     else:
         _speak(descriptor, data)
     return os.getpid()

@@ -274,7 +274,8 @@ async def test_an_answer_that_is_none_fails_the_call_and_ends_the_worker(data):
 async def test_an_answer_to_another_call_is_not_taken_for_this_ones_and_this_one_is_not_tried_again(data, tmp_path):
     path = tmp_path / "done"
     async with OffloadPool("process", workers=1) as pool:
-        broken = await pool.run(offload_work.speak_out_of_turn, data, 0.1)
+        broken = await pool.run(offload_work.speak_out_of_turn, data, str(tmp_path / "now"))
+        (tmp_path / "now").touch()
         (worker,) = pool._backend._idle
         with anyio.fail_after(30):
             while not worker._connection.poll():
