@@ -14,6 +14,7 @@ from mainspring.mailbox.open import open_mailbox
 from mainspring.mailbox.redis_link import Link
 from mainspring.mailbox.redis_server import Directory
 from mainspring.mailbox.redis_url import parse_server
+from mainspring.testing import run_virtual
 
 pytestmark = pytest.mark.anyio
 
@@ -38,6 +39,15 @@ async def test_a_server_that_is_not_what_the_url_says(where, monkeypatch, scheme
     for act in (mailbox.__aenter__, mailbox.exists):
         with pytest.raises(ConfigError, match=says):
             await act()
+
+
+def test_a_virtual_clock(where):
+    async def main():
+        async with open_mailbox(f"redis://{where}/0?name=jobs"):
+            raise AssertionError
+
+    with pytest.raises(ConfigError, match="'jobs': a Redis server's time is real, .*; use memory:// here"):
+        run_virtual(main)
 
 
 async def test_after_a_connection_it_may_pass(redis_url, anyio_backend):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from urllib.parse import parse_qsl, quote, urlsplit
 
+from mainspring.clock import virtual_clock
 from mainspring.errors import (
     ConfigError,
     InvalidParameterError,
@@ -119,6 +120,10 @@ class RedisMailbox(Mailbox[T, R]):
         from mainspring.mailbox.redis_receive import Receiving
         from mainspring.mailbox.redis_server import Directory, warn
 
+        if virtual_clock() is not None:  # which would jump past each deadline while the server is asked
+            raise ConfigError(
+                f"mailbox {self.name!r}: a Redis server's time is real, and this event loop's is virtual; use memory:// here"
+            )
         self._directory = Directory(self._server, base_of(self.name))
         self._link = link = Link(self._directory, self._timeout)
         self._receiving = receiving = Receiving(
