@@ -114,7 +114,7 @@ class Pool:
         self._welcome = False
         self._idle: list[psycopg.AsyncConnection[Any]] = []
 
-    async def connect(self) -> psycopg.AsyncConnection[Any]:
+    async def connect(self) -> Connection:
         """A new connection, in autocommit.
 
         Raises :class:`MailboxConnectionError`; :class:`ConfigError` for a refusal that no later try would escape, as of a

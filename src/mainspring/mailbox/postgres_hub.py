@@ -207,13 +207,14 @@ class Hub:
     async def _listen(self) -> None:
         """Pass notifications on until the connection is lost, which raises; returns where they do not arrive."""
         connection = await self.pool.connect()
+        connection.is_expendable = True  # whoever closes the last mailbox does not wait for a server that stands still
         try:
-            with anyio.fail_after(self.pool.timeout, shield=True):
+            with anyio.fail_after(self.pool.timeout):
                 if await self._is_shared(connection):
                     return
                 await connection.execute(f"LISTEN {self.schema}".encode())
             if not await self._arrives(connection):
-                with anyio.fail_after(self.pool.timeout, shield=True):
+                with anyio.fail_after(self.pool.leave_off, shield=True):
                     await connection.execute(f"UNLISTEN {self.schema}".encode())
                 return
             self.listening = True
@@ -221,7 +222,7 @@ class Hub:
             while True:
                 async for notification in connection.notifies(timeout=QUIET):
                     self._notified(notification.payload)
-                with anyio.fail_after(self.pool.timeout, shield=True):
+                with anyio.fail_after(self.pool.timeout):
                     await connection.execute(b"SELECT 1")
         finally:
             await self.pool.drop(connection)
