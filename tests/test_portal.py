@@ -769,15 +769,19 @@ def test_a_signal_handler_may_stop_it_wherever_it_interrupts_a_start_or_a_stop(m
 
 
 def test_a_signal_handler_may_stop_it_wherever_it_interrupts_a_post(make):
+    def stop():
+        answers.append(thread.stop())
+
     def each_line():
         nonlocal thread
         for line in range(1000):
             thread = make(stop_timeout=90)
             thread.start()
-            called, answers = [], []
-            with Interruption((portal, portal_core, TRIOS_WAY_IN), line, lambda: answers.append(thread.stop())) as between:
+            answers.clear()
+            called = []
+            with Interruption((portal, portal_core, TRIOS_WAY_IN), line, stop) as between:
                 accepted = thread.post(partial(called.append, 1))
-            answers.append(thread.stop())
+            stop()
             assert thread.state is LoopThreadState.STOPPED
             assert called == [1] * accepted
             if not between.happened:
@@ -785,7 +789,7 @@ def test_a_signal_handler_may_stop_it_wherever_it_interrupts_a_post(make):
                 return
             assert answers == [True, True]
 
-    thread = None
+    thread, answers = None, []
     in_thread(each_line, 80)
 
 

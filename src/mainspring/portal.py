@@ -151,9 +151,9 @@ class LoopThread:
         returned False all do, and where the event loop broke. In the event loop's own thread, as in a callback, and in a worker
         thread that works for it, as a plain handler does, it does not wait, and returns True. In another event loop it blocks
         that one: there, ``await anyio.to_thread.run_sync(thread.stop)``. From a signal handler too: one in the midst of the
-        :meth:`start` does not wait, and that raises; nor does one that has interrupted, on trio, the very call that wakes the event
-        loop, which can end only behind that. What still runs may need a lock that the interrupted code holds; it is
-        then cancelled or given up at the timeouts.
+        :meth:`start` does not wait, and that raises; nor does one that has interrupted, on trio, the call that wakes the event
+        loop, which can end only behind that. What still runs may need a lock that the interrupted code holds; it is then
+        cancelled or given up at the timeouts.
 
         :raises InvalidParameterError: ``timeout`` is not a time.
         """

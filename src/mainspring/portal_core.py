@@ -132,9 +132,9 @@ class LoopCore:
         call_soon(self._loop, fn)
 
     def _interrupts_a_call(self) -> bool:
-        """Whether this is a signal handler in the midst of a call into trio: the loop cannot end before that lets go of its lock.
+        """Whether this is a signal handler in the midst of a call into trio, of which the loop needs a lock in order to end.
 
-        Asked of the stack: a mark, which each call would set and take back, would stay where a KeyboardInterrupt comes in between.
+        Asked of the stack: a mark that each call sets and takes back would stay where a KeyboardInterrupt comes in between.
         """
         frame = sys._getframe() if self.backend == "trio" else None  # noqa: SLF001 - documented, for want of another way
         while frame is not None:

@@ -46,7 +46,7 @@ def test_a_virtual_clock(where):
         async with open_mailbox(f"redis://{where}/0?name=jobs"):
             raise AssertionError
 
-    with pytest.raises(ConfigError, match="'jobs': a Redis server's time is real, .*; use memory:// here"):
+    with pytest.raises(ConfigError, match=r"'jobs': a Redis server's time is real, .*; use memory:// here"):
         run_virtual(main)
 
 
