@@ -11,8 +11,12 @@ from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError,
 from mainspring.mailbox import replies as replies_module
 from mainspring.mailbox.memory import InMemoryMailbox
 from mainspring.mailbox.open import open_mailbox
+from mainspring.mailbox.sqlite import SQLiteMailbox
+from mainspring.states import MailboxState
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mainspring.mailbox.message import Delivery
 
 pytestmark = pytest.mark.anyio
@@ -129,3 +133,81 @@ async def test_a_store_that_does_not_answer_holds_up_no_reply_to_another(
         await other.reply("answer")
         assert anyio.current_time() == began
         assert [m.body for m in await results.receive()] == ["answer"]
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The mailboxes that were opened for replies."""
+    made: list[Any] = []
+
+    def open_one(url: str) -> Any:
+        made.append(open_mailbox(url))
+        return made[-1]
+
+    monkeypatch.setattr(replies_module, "open_mailbox", open_one)
+    return made
+
+
+async def _answer(jobs: Any, url: str) -> None:
+    await jobs.send("x", reply_to=url)
+    (message,) = await jobs.receive()
+    await message.reply(url)
+
+
+async def test_only_so_many_mailboxes_are_kept_open_for_replies_those_used_last(
+    opened: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each requester of a fleet has a mailbox of its own, a worker would gather connections without end."""
+    monkeypatch.setattr(replies_module, "MOST", 2)
+
+    async def are_open(*names: str) -> None:
+        with anyio.fail_after(20):
+            while {each.name for each in opened if each.state is MailboxState.OPEN} != set(names):
+                await anyio.sleep(0.01)
+
+    async with Elsewhere("jobs") as jobs:
+        for name in ("a", "b", "a", "c"):
+            await _answer(jobs, f"sqlite:///{tmp_path}/replies.db?name={name}")
+        await are_open("a", "c")
+        await _answer(jobs, f"sqlite:///{tmp_path}/replies.db?name=b")  # opened anew
+        await are_open("b", "c")
+        assert len(opened) == 4
+    await are_open()
+
+
+async def test_a_mailbox_that_a_reply_is_on_its_way_to_is_not_closed(
+    opened: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = anyio.Event()
+    send = SQLiteMailbox.send_encoded
+
+    async def send_later(mailbox: Any, envelope: Any) -> str:
+        if mailbox.name == "slow":
+            await go_on.wait()
+        return await send(mailbox, envelope)
+
+    monkeypatch.setattr(SQLiteMailbox, "send_encoded", send_later)
+    monkeypatch.setattr(replies_module, "MOST", 0)
+    slow = f"sqlite:///{tmp_path}/replies.db?name=slow"
+    async with Elsewhere("jobs") as jobs:
+        async with anyio.create_task_group() as group:
+            group.start_soon(_answer, jobs, slow)
+            while not opened or opened[0].state is not MailboxState.OPEN:
+                await anyio.sleep(0.01)
+            await _answer(jobs, f"sqlite:///{tmp_path}/replies.db?name=other")
+            go_on.set()
+        async with open_mailbox(slow) as results:
+            assert [m.body for m in await results.receive()] == [slow]
+
+
+async def test_what_is_in_memory_only_is_kept_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replies_module, "MOST", 1)
+    async with Elsewhere("jobs") as jobs:
+        for number in range(4):
+            async with open_mailbox(f"memory://results-{number}"):
+                await jobs.send(number, reply_to=f"memory://results-{number}")
+                (message,) = await jobs.receive()
+                await message.reply(number)
+        for number in range(4):
+            async with open_mailbox(f"memory://results-{number}") as results:
+                assert [m.body for m in await results.receive()] == [number]
