@@ -63,3 +63,15 @@ async def test_a_request_that_dies_or_is_cancelled_fails_its_requester_at_once(s
                 await pending.result(timeout=3_600)
         (letter,) = await mailbox.dead_letters()
         assert letter.body == "bad"
+
+
+async def test_the_news_of_a_cancellation_makes_no_mailbox_for_a_requester_that_has_gone(store):
+    """Each such mailbox would stay for a day; on NATS it is six streams."""
+    async with store.box() as other:
+        async with store.box() as mailbox:
+            pending = await mailbox.submit("x")
+            replies = other._sibling(await mailbox._requester().address())
+            assert await replies.exists()
+        assert not await replies.exists()
+        assert await other.cancel(pending.id) is CancelOutcome.REMOVED
+        assert not await replies.exists()

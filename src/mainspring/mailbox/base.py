@@ -26,7 +26,7 @@ from mainspring.errors import (
     copied,
 )
 from mainspring.mailbox.codec import NotJsonError
-from mainspring.mailbox.hooks import Capabilities
+from mainspring.mailbox.hooks import TRANSIENT, Capabilities
 from mainspring.mailbox.limits import (
     CLOSE_TIMEOUT,
     MAX_MESSAGES,
@@ -295,8 +295,10 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         address = reply.reply_to or ""
         local = self._local_name(address)
         raw = reply.body if self.serializes else b"null" if reply.body is None else self.reply_codec.encode(reply.body)
-        async with self._sibling(local) if local is not None else open_mailbox(address) as box:
-            await box.send_encoded(replace(reply, body=raw, reply_to=None))
+        box = self._sibling(local) if local is not None else open_mailbox(address)
+        if not box.name.startswith(TRANSIENT) or await box.exists():  # else whoever asked is gone
+            async with box:
+                await box.send_encoded(replace(reply, body=raw, reply_to=None))
 
     def error_reply(self, message: Message[Any, Any], error: BaseException | str) -> Envelope | None:
         """What tells the requester of ``message`` that there will be no result, or None where nobody wants to hear that."""
