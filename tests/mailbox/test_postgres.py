@@ -97,6 +97,35 @@ async def test_a_worker_needs_few_rights(place):
             await place.mailbox(url=url, schema=f"{place.schema}_2").migrate_schema()
 
 
+async def test_whoever_owns_a_schema_needs_no_right_to_make_one(place):
+    await place.mailbox().migrate_schema()
+    async with worker_role(place) as url:
+        schema = f"{place.schema}_3"
+        place.execute(f"CREATE SCHEMA {schema} AUTHORIZATION {urlsplit(url).username}")
+        async with place.mailbox(url=url, schema=schema) as mailbox:
+            await mailbox.send("x")
+
+
+async def test_a_mailbox_that_was_dropped_while_it_was_closed_delivers_every_priority_when_it_is_open_again(place):
+    mailbox = place.mailbox()
+    for _ in range(2):
+        async with mailbox:
+            await mailbox.send("x", priority=5)
+            assert [message.body for message in await mailbox.receive()] == ["x"]
+            await mailbox._drop()
+
+
+async def test_a_name_that_no_index_can_hold_is_not_taken_for_a_lost_connection(place):
+    with pytest.raises(ConfigError, match="must be text"):
+        place.mailbox("\ud800")
+    async with place.mailbox() as mailbox:
+        await mailbox.send("x", reply_to=random.Random(0).randbytes(5_000).hex())
+        (message,) = await mailbox.receive()
+        with pytest.raises(MailboxError, match="index row") as caught:
+            await message.reply("y")
+        assert not caught.value.retryable
+
+
 async def test_a_newer_schema_is_refused(place):
     await place.mailbox().migrate_schema()
     place.execute("UPDATE SCHEMA.store SET version = 999")
@@ -495,6 +524,7 @@ def test_urls():
         ("postgresql://h/d?capacity=0", "capacity"),
         ("postgresql://h/d?schema=No;Thing", "schema must be a name"),
         ("postgresql://h/d?name=a%00b", "NUL"),
+        ("postgresql://h/d?name=" + 1_001 * "n", "up to 1000 bytes"),
     ],
 )
 def test_bad_urls_are_config_errors(url, says):

@@ -22,6 +22,7 @@ from mainspring.mailbox.open import reads_query
 from mainspring.mailbox.postgres_address import (
     SCHEMA,
     address_of,
+    check_name,
     check_parameters,
     check_schema,
     conninfo_of,
@@ -102,8 +103,7 @@ class PostgresMailbox(Mailbox[T, R]):
         **parameters: Any,
     ) -> None:
         super().__init__(name, body=body, reply=reply)
-        if "\0" in name:
-            raise ConfigError(f"the name of a mailbox must hold no NUL character, as {name!r} does")
+        check_name(name)
         if capacity is not None and not is_whole(capacity, 1):
             raise ConfigError(f"mailbox {name!r}: capacity must be a whole number from 1, or None, not {capacity!r}")
         if not (is_number(timeout, 0) and timeout):
@@ -163,6 +163,7 @@ class PostgresMailbox(Mailbox[T, R]):
             await hub.release()
             raise
         self._hub = hub
+        self._ranks = {0}  # it may have been dropped since it was open last
         self._lanes = Lanes(hub, self._number, f"mailbox {self.name!r}", self._announce_cancelled)
         self._lanes.start(scope)
 

@@ -17,6 +17,8 @@ from mainspring.mailbox.postgres_connection import one_line
 from mainspring.urls import shown
 
 SCHEMA = "mainspring"
+LONGEST_NAME = 1_000
+"""Bytes of a mailbox's name, which an index must hold."""
 _NAME = re.compile(r"[a-z_][a-z0-9_]{0,39}")
 _DEFAULTS = {
     "application_name": "mainspring",
@@ -26,6 +28,8 @@ _DEFAULTS = {
     "tcp_user_timeout": "30000",
 }
 
+_ALWAYS = {"client_encoding": "UTF8"}
+"""Whatever the database, the URL or the environment says: text leaves as UTF-8, and comes back as what it was."""
 
 PORT = "5432"
 SHORTEST_TRY = 2.0
@@ -38,6 +42,14 @@ _WAY = (
     "target_session_attrs",
 )  # fmt: skip
 """What an address says of the way to the server, so that nobody goes there by a worse one. Who somebody is, is not in it."""
+
+
+def check_name(name: str) -> None:
+    """Raise :class:`ConfigError` for the name of a mailbox that no database can keep."""
+    if not is_text(name) or len(name.encode()) > LONGEST_NAME:
+        raise ConfigError(
+            f"the name of a mailbox must be text of up to {LONGEST_NAME} bytes without NUL characters, not {name!r:.100}"
+        )
 
 
 def check_schema(schema: str) -> str:
@@ -165,7 +177,7 @@ def conninfo_of(url: str, parameters: dict[str, Any], timeout: float = math.inf)
         for key, variable in _ENVIRONMENT.items():
             if variable in os.environ:
                 del defaults[key]
-        return make_conninfo("", **{**defaults, **known})
+        return make_conninfo("", **{**defaults, **known, **_ALWAYS})
     except psycopg.Error as error:
         secret = urlsplit(bare).password
         told = one_line(error).replace(secret, "***") if secret else one_line(error)

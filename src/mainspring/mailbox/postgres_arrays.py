@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from struct import Struct, pack
+from struct import Struct, pack, unpack_from
 from typing import TYPE_CHECKING, Any
 
 from psycopg.adapt import Dumper
 from psycopg.pq import Format
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from psycopg.adapt import AdaptersMap
 
@@ -112,7 +112,28 @@ class _AsItIs(Dumper):
         return obj
 
 
+class _InItsEncoding(_AsItIs):
+    """What is packed as UTF-8 leaves in the encoding of the connection, which is a sender's own where it is another."""
+
+    def dump(self, obj: Any) -> Any:
+        encoding = self.connection.info.encoding if self.connection is not None else "utf-8"
+        if encoding in ("utf-8", "ascii"):  # the latter is a connection that converts nothing
+            return obj
+        return _joined(25, [None if value is None else value.decode().encode(encoding) for value in _parts(obj)])
+
+
+def _parts(packed: bytes) -> Iterator[bytes | None]:
+    """The elements of a packed array."""
+    place = 20
+    while place < len(packed):
+        (length,) = unpack_from("!i", packed, place)
+        place += 4
+        yield None if length < 0 else packed[place : place + length]
+        place += max(length, 0)
+
+
 def register(adapters: AdaptersMap) -> None:
     """Let a connection (or a cursor) take packed arrays as parameters."""
     for kind, (oid, *_) in _ARRAYS.items():
-        adapters.register_dumper(kind, type(f"_{kind.__name__}Dumper", (_AsItIs,), {"oid": oid}))
+        how = _InItsEncoding if kind is Texts else _AsItIs
+        adapters.register_dumper(kind, type(f"_{kind.__name__}Dumper", (how,), {"oid": oid}))

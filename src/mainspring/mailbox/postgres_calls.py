@@ -149,7 +149,8 @@ class Calls:
             self._add("put_all_keyed", values, partial(self._keyed_put, some))
 
     def _keyed_put(self, keyed: list[tuple[do.Put, int, Envelope]], rows: list[tuple[Any, ...]]) -> None:
-        for (put, place, envelope), (name,) in zip(keyed, rows, strict=True):
+        for (put, place, envelope), (told,) in zip(keyed, rows, strict=True):
+            name = told.decode() if isinstance(told, bytes) else told  # on a sender's connection in SQL_ASCII
             put.result[place] = name
             put.held_up = name is None
             if name == envelope.message_id:

@@ -325,6 +325,8 @@ def explained(error: psycopg.Error) -> Exception:
         )
     if isinstance(error, psycopg.errors.InsufficientPrivilege):
         return ConfigError(f"the database refuses: {one_line(error)}; grant its role the right")
+    if isinstance(error, psycopg.errors.ProgramLimitExceeded):
+        return error  # an OperationalError for the driver, though a value is too large for something, and will stay so
     if isinstance(error, _AWAY) or error.diag.severity_nonlocalized in _ENDED:
         return MailboxConnectionError(f"PostgreSQL: {one_line(error)}")
     return error

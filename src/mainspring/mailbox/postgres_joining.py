@@ -108,6 +108,10 @@ def put_by_thread(given: Any, steps: Iterator[Call], put: do.Put) -> list[str]:
 def _told() -> Iterator[None]:
     try:
         yield
+    except UnicodeEncodeError as error:
+        raise InvalidParameterError(
+            f"send: {error.object!r} cannot be said in the client_encoding of the connection; set that to UTF8"
+        ) from None
     except psycopg.Error as error:
         if error.sqlstate == WRONG_STORE:
             raise InvalidParameterError(f"send: {one_line(error)}") from None

@@ -63,14 +63,19 @@ async def migrate(connection: AsyncConnection[Any], schema: str) -> tuple[int, i
         before = await version_of(connection, schema)
         check_not_newer(before, schema)
         if before < SCHEMA_VERSION:
-            if not before:
-                await connection.execute(f"CREATE SCHEMA IF NOT EXISTS {schema}".encode())
+            if not await _has_schema(connection, schema):  # its owner may not IF NOT EXISTS
+                await connection.execute(f"CREATE SCHEMA {schema}".encode())
             for name in filter(None, (*_TABLES[before:], *_FUNCTIONS)):
                 await connection.execute(sql_file(name, schema).encode())
             text = f"""INSERT INTO {schema}.store VALUES (true, %s, %s)
                 ON CONFLICT (one) DO UPDATE SET version = excluded.version"""  # noqa: S608 - a checked name
             await connection.execute(text.encode(), (SCHEMA_VERSION, entropy.token(96)))
     return before, SCHEMA_VERSION
+
+
+async def _has_schema(connection: AsyncConnection[Any], schema: str) -> bool:
+    text = "SELECT FROM pg_catalog.pg_namespace n WHERE n.nspname = %s"
+    return await (await connection.execute(text, (schema,))).fetchone() is not None
 
 
 async def prepare(pool: Pool, schema: str, may_migrate: bool, name: str) -> tuple[str, int]:
