@@ -68,6 +68,14 @@ async def test_the_next_mailbox_listens_on_when_the_first_closes(place):
         await until(lambda: second._here.listening)
 
 
+async def test_a_mailbox_that_has_been_closed_leaves_nothing_in_its_process(place):
+    """Each requester has one of its own for the replies, and comes and goes."""
+    async with place.mailbox("stays") as stays:
+        async with place.mailbox("goes") as goes, place.mailbox("goes"):
+            assert set(stays._here._waiters) == {stays._number, goes._number}
+        assert set(stays._here._waiters) == set(stays._here._views) == {stays._number}
+
+
 async def test_a_lost_listening_connection_comes_back(place):
     async with place.mailbox() as mailbox:
         await until(lambda: mailbox._here.listening)

@@ -156,6 +156,9 @@ class Hub:
         group = self._waiters.get(number, [])
         if waiters in group:
             group.remove(waiters)
+        if not group:  # transient mailboxes come and go, each with a number of its own
+            self._waiters.pop(number, None)
+            self._views.pop(number, None)
 
     def wake(self, number: int, count: int) -> None:
         """So many messages became pending in that mailbox."""
