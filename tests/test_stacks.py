@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import linecache
 import os
 import pdb
 import sys
@@ -25,6 +26,8 @@ from mainspring.scope import DaemonScope
 from mainspring.stacks import all_stacks, in_debugger, where, where_raised, where_thread
 
 pytestmark = pytest.mark.anyio
+
+PATIENCE = 60
 
 
 async def plain():
@@ -321,32 +324,60 @@ LOOK = compile(
 )
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python 3.12 and later collect no garbage within a call")
-def test_no_garbage_is_collected_while_the_stacks_are_looked_at(monkeypatch):
-    """A finalizer would then let another thread go on, and up to Python 3.11.8 all would wait for each other for ever."""
-    look, looking, collected = sys._current_frames, [], []
+STEPS = ("sys._current_frames(", ".f_back", ".cr_frame", ".gi_frame", ".ag_frame")
 
-    def watched():
-        looking.append(True)
-        try:
-            return look()
-        finally:
-            looking.clear()
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python 3.12 and later collect no garbage within a call")
+def test_no_garbage_is_collected_in_the_midst_of_a_step_through_a_stack():
+    """A finalizer would then let another thread go on, and end the very frame: a segmentation fault, or a deadlock."""
+
+    @types.coroutine
+    def turn():
+        yield
+
+    async def waits(depth):
+        await (waits(depth - 1) if depth else turn())
+
+    def descend(depth):
+        if depth:
+            return descend(depth - 1)
+        standing.set()
+        return leave.wait(PATIENCE)
 
     def collects(phase, _):
-        if looking and phase == "start":
-            collected.append(phase)
+        frame = sys._getframe(1)
+        collected.append(linecache.getline(frame.f_code.co_filename, frame.f_lineno))
 
-    monkeypatch.setattr(sys, "_current_frames", watched)
+    standing, leave, collected = threading.Event(), threading.Event(), []
+    other = threading.Thread(target=descend, args=(20,))
+    other.start()
+    assert standing.wait(PATIENCE)
+    task = waits(20)
+    task.send(None)
     before = gc.get_threshold()
     gc.callbacks.append(collects)
     gc.set_threshold(1)
     try:
-        for _ in range(10):
-            where_thread(threading.get_ident())
-            all_stacks()
+        for look in (where_thread, in_debugger, lambda _: all_stacks()):
+            look(other.ident)
+        where(task)
     finally:
         gc.set_threshold(*before)
         gc.callbacks.remove(collects)
-    assert not collected
+        leave.set()
+        other.join()
+        task.close()
+    assert collected
+    assert not [line for line in collected if any(step in line for step in STEPS)]
     assert gc.isenabled()
+
+
+def test_a_look_at_the_stacks_leaves_no_garbage():
+    gc.collect()
+    gc.disable()
+    try:
+        for look in (where_thread, in_debugger, lambda _: all_stacks()):
+            look(threading.get_ident())
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

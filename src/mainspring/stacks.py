@@ -6,6 +6,7 @@ import gc
 import linecache
 import sys
 import threading
+from contextlib import contextmanager
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,9 @@ def where(awaitable: Any) -> str:
     """
     chosen: tuple[FrameType, int | None] | None = None
     rank = 0
-    for frame, line in _await_chain(awaitable):
+    with _uncollected():
+        chain = [*_await_chain(awaitable)]
+    for frame, line in chain:
         if _rank(frame) >= rank:
             chosen, rank = (frame, line), _rank(frame)
     return describe(*chosen) if chosen is not None else ""
@@ -43,14 +46,13 @@ def where_thread(thread_id: int) -> str:
 
     What called the event loop is not looked at where something that the event loop called is there to be named.
     """
-    chosen = frame = _frame_of(thread_id)
-    while frame is not None and chosen is not None:
-        if _rank(frame) > _rank(chosen):
-            chosen = frame
-        elif _top_package(frame) in _EVENT_LOOPS and _rank(chosen):
+    chosen: tuple[FrameType, int] | None = None
+    for frame, line in stack_of(thread_id):
+        if chosen is None or _rank(frame) > _rank(chosen[0]):
+            chosen = (frame, line)
+        elif _top_package(frame) in _EVENT_LOOPS and _rank(chosen[0]):
             break
-        frame = frame.f_back
-    return describe(chosen, chosen.f_lineno) if chosen is not None else ""
+    return describe(*chosen) if chosen is not None else ""
 
 
 def where_raised(error: BaseException) -> str:
@@ -78,12 +80,7 @@ def beneath(trace: TracebackType | None, module: str) -> TracebackType | None:
 
 def in_debugger(thread_id: int) -> bool:
     """Whether a debugger holds that thread (somebody looks at it, so that it may stand still for as long as they like)."""
-    frame = _frame_of(thread_id)
-    while frame is not None:
-        if _top_package(frame) in _DEBUGGERS:
-            return True
-        frame = frame.f_back
-    return False
+    return any(_top_package(frame) in _DEBUGGERS for frame, _ in stack_of(thread_id))
 
 
 def describe(frame: FrameType, line: int | None) -> str:
@@ -98,34 +95,58 @@ def all_stacks(*, without: Container[int | None] = ()) -> str:
     """The stacks of all threads as text, the main thread first; those of the threads ``without`` are left out."""
     import traceback
 
-    frames = current_frames()
+    stacks = _all_stacks()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
-    wanted = (ident for ident in frames if ident not in without)
+    wanted = (ident for ident in stacks if ident not in without)
     for ident in sorted(wanted, key=lambda ident: ident != threading.main_thread().ident):
         parts.append(f"Thread {names.get(ident, '?')} ({ident}), most recent call last:")
-        parts.append("".join(traceback.format_stack(frames[ident])).rstrip())
+        lines = traceback.StackSummary.extract(reversed(stacks[ident]))
+        parts.append("".join(lines.format()).rstrip())
+    stacks.clear()  # this very frame is in there, and would stay with all others until garbage is collected
     return "\n".join(parts)
 
 
-def _frame_of(thread_id: int) -> FrameType | None:
-    return current_frames().get(thread_id)
+def stack_of(thread_id: int) -> list[tuple[FrameType, int]]:
+    """The frames of a thread and their lines, the innermost first; of an ended thread none."""
+    return _all_stacks(thread_id).get(thread_id, [])
 
 
-def current_frames() -> dict[int, FrameType]:
-    """What each thread is executing, by its id.
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Look at what another thread executes, in Python 3.11 without a garbage collection on the way.
 
-    In Python 3.11 without a garbage collection on the way: up to 3.11.8 that could let another thread go on, which then waited
-    for ever for what is locked here, and all others for that one (CPython issue 106883). Later ones collect between calls only.
+    It could let the other thread go on in the midst of a step to its next frame: that is then none any more, and the process
+    ends with a segmentation fault, or (up to 3.11.8, CPython issue 106883) all threads wait for each other for ever. Python
+    3.12 and later collect between such steps only.
     """
     collects = sys.version_info < (3, 12) and gc.isenabled()
     if collects:
         gc.disable()
     try:
-        return sys._current_frames()  # noqa: SLF001 - the only way to see another thread's stack
+        yield
     finally:
         if collects:
             gc.enable()
+
+
+def _all_stacks(only: int | None = None) -> dict[int, list[tuple[FrameType, int]]]:
+    """The frames and lines of each thread, or of one, by its id."""
+    with _uncollected():
+        # No name for the frames of all threads, since this one is among them: it would hold itself.
+        return {
+            ident: _outwards(frame)
+            for ident, frame in sys._current_frames().items()  # noqa: SLF001 - the only way to see another thread's stack
+            if only in (None, ident)
+        }
+
+
+def _outwards(frame: FrameType | None) -> list[tuple[FrameType, int]]:
+    stack = []
+    while frame is not None:
+        stack.append((frame, frame.f_lineno))
+        frame = frame.f_back
+    return stack
 
 
 def _await_chain(awaitable: Any) -> Iterator[tuple[FrameType, int | None]]:

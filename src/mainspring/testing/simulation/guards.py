@@ -17,7 +17,7 @@ import trio
 
 from mainspring import clock, process
 from mainspring.errors import MainspringError
-from mainspring.stacks import current_frames, describe, where_thread
+from mainspring.stacks import describe, stack_of, where_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -136,12 +136,10 @@ class _Blocked(BaseException):
 
 def _line_of(thread_id: int) -> str:
     """Where that thread stands, in whoever's code it is that is neither the standard library's nor the machinery's."""
-    frame = current_frames().get(thread_id)
-    while frame is not None:
+    for frame, line in stack_of(thread_id):
         path, name = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
         if not path.startswith((_STDLIB, "<")) and name.partition(".")[0] not in _MACHINERY:
-            return describe(frame, frame.f_lineno)
-        frame = frame.f_back
+            return describe(frame, line)
     return where_thread(thread_id)
 
 
