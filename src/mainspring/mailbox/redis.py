@@ -176,8 +176,9 @@ class RedisMailbox(Mailbox[T, R]):
             raise InvalidParameterError(
                 f"send_many: a Redis mailbox takes at most {MOST_AT_ONCE:,} messages at once, not {len(envelopes):,}"
             )
-        ids: list[str] = await self._do(do.Put(envelopes, self._capacity))
-        return ids
+        while (ids := await self._do(do.Put(envelopes, self._capacity))) is None:
+            pass
+        return list(ids)
 
     async def _do(self, command: do.Operation) -> Any:
         """Have it done with the next batch, unless the server would hang up on it, and on all that travels along."""
@@ -256,7 +257,9 @@ class RedisMailbox(Mailbox[T, R]):
         return letters
 
     async def _find_dead(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
-        letters: list[tuple[Delivery, Dead, float]] = await self._batcher.call(look.FindDead(message_ids))
+        while (found := await self._batcher.call(look.FindDead(message_ids))) is None:
+            pass
+        letters: list[tuple[Delivery, Dead, float]] = found
         return letters
 
     async def _replay(self, message_ids: list[str] | None) -> int:
@@ -267,14 +270,14 @@ class RedisMailbox(Mailbox[T, R]):
 
     async def _of_dead(self, message_ids: list[str] | None, make: Any) -> int:
         """Do something to dead letters: to those of the ids in one step, to all in several."""
-        if message_ids is not None:
-            return int(await self._batcher.call(make(message_ids)))
-        most = (await self._counts()).dead  # so many, and not those that die meanwhile
-        done = 0
+        done, most = 0, 1
+        if message_ids is None:
+            most = (await self._counts()).dead  # so many, and not those that die meanwhile
         while done < most:
-            some = int(await self._batcher.call(make(None)))
-            done += some
-            if some < AT_ONCE:
+            while (some := await self._batcher.call(make(message_ids))) < 0:
+                pass
+            done += int(some)
+            if some < AT_ONCE or message_ids is not None:
                 break
         return done
 

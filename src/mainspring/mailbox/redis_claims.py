@@ -58,13 +58,13 @@ class Pass(Operation):
 
 
 class Claim(Operation):
-    """Lease what is there; results in deliveries.
+    """Lease what is there; results in deliveries. ``again``: first more must be done that is due.
 
     ``claimant`` marks the receipts. ``waits``: it is put on the list of waiters where nothing is there; with ``others``,
     more of its receives wait, whatever is there.
     """
 
-    __slots__ = ("claimant", "limit", "others", "unreadable", "visibility", "waits")
+    __slots__ = ("again", "claimant", "limit", "others", "unreadable", "visibility", "waits")
     first = True
     turn = 8
 
@@ -76,6 +76,7 @@ class Claim(Operation):
         self.waits = waits
         self.others = others
         self.unreadable: list[Delivery] = []
+        self.again = False
 
 
 def claim_alike(
@@ -90,13 +91,13 @@ def claim_alike(
     out += (waiter(visible) if waiting else "", int(others))
 
     def take(result: Any) -> None:
-        receipts, values, extras = result
+        receipts, values, extras, *again = result
         start = 0
         few: dict[int, dict[bytes, bytes]] = {}
         for at in range(0, len(extras), 3):
             few.setdefault(extras[at], {})[extras[at + 1]] = extras[at + 2]
         for claim in claims:
-            claim.result = []
+            claim.result, claim.again = [], bool(again)
             for number in range(start, min(start + claim.limit, len(receipts))):
                 delivery, readable = delivered(receipts[number], values[number], few.get(number), leased_at)
                 (claim.result if readable else claim.unreadable).append(delivery)

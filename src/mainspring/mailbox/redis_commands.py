@@ -202,7 +202,8 @@ class SaveCheckpoint(OfDelivery):
 
 
 class Put(Operation):
-    """Store all or none, while no more than ``capacity`` messages wait; results in the ids.
+    """Store all or none, while no more than ``capacity`` messages wait; results in the ids, or None where first more must be
+    done that is due.
 
     Simple ones of a batch that are alike are written as one (see ``put_alike``).
     """
@@ -242,6 +243,8 @@ class Put(Operation):
             self.error = _no_memory()
         elif result and result[0] == b"full" and self.capacity is not None:
             self.error = full(result[1], self.capacity, result[2])
+        elif result and result[0] == b"again":
+            self.result = None
         elif result:
             self.result = [str(message_id, "utf-8", "replace") for message_id in result]
         else:

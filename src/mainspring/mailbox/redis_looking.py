@@ -53,7 +53,9 @@ class Purge(Operation):
 
 
 class Replay(Operation):
-    """Make dead letters pending again; results in how many. At most ``most`` of all where no ids are given."""
+    """Make dead letters pending again; results in how many, or -1 where first more must be done that is due. At most ``most``
+    of all where no ids are given.
+    """
 
     __slots__ = ("capacity", "ids", "most")
     turn = 6
@@ -76,7 +78,9 @@ class Replay(Operation):
 
 
 class Discard(Operation):
-    """Forget dead letters; results in how many. At most ``most`` of all where no ids are given."""
+    """Forget dead letters; results in how many, or -1 where first more must be done that is due. At most ``most`` of all
+    where no ids are given.
+    """
 
     __slots__ = ("ids", "most")
     turn = 6
@@ -130,7 +134,7 @@ class ListDead(Operation):
 
 
 class FindDead(Operation):
-    """Results in the dead letters of those ids."""
+    """Results in the dead letters of those ids, or None where first more must be done that is due."""
 
     __slots__ = ("ids",)
     turn = 10
@@ -144,7 +148,7 @@ class FindDead(Operation):
         _write_ids(self.ids, out)
 
     def take(self, result: Any) -> None:
-        self.result = [letter(*row) for row in result]
+        self.result = None if result == -1 else [letter(*row) for row in result]
 
 
 class Drop(Operation):

@@ -112,7 +112,7 @@ class Receiving:
                 with suppress(ReceiptHandleExpiredError):  # it comes again
                     await self.batcher.call(Bury(delivery, UNREADABLE))
                     buried += 1
-            if buried and not found:
+            if command.again or (buried and not found):
                 continue
             if found and not self._usable():  # closed meanwhile
                 self._undo(command)

@@ -38,17 +38,20 @@ local function take_waiting(box, id)
   return taken, value
 end
 
+local function expire_one(box, id, at)
+  redis.call('ZREM', box.expiry, id)
+  local waited, value = take_waiting(box, id)
+  if waited then
+    bury(box, id, nil, nil, nil, tonumber(at))
+  elseif value then
+    redis.call('HSET', box.more, 'l' .. id, at)
+  end
+end
+
 local function expire(box)
   local over = redis.call('ZRANGE', box.expiry, '-inf', now, 'BYSCORE', 'LIMIT', 0, AT_ONCE, 'WITHSCORES')
   for i = 1, #over, 2 do
-    local id, at = over[i], over[i + 1]
-    redis.call('ZREM', box.expiry, id)
-    local waited, value = take_waiting(box, id)
-    if waited then
-      bury(box, id, nil, nil, nil, tonumber(at))
-    elseif value then
-      redis.call('HSET', box.more, 'l' .. id, at)
-    end
+    expire_one(box, over[i], over[i + 1])
   end
 end
 
@@ -66,4 +69,10 @@ local function sweep(box)
     box.more_due = due ~= nil and due <= now
   end
   return box.more_due
+end
+
+-- The same; whether messages that have expired are left, which are not to be claimed.
+local function sweep_expired(box)
+  local ends = sweep(box) and earliest(box.expiry)
+  return ends and ends <= now
 end

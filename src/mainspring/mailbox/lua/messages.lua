@@ -41,6 +41,11 @@ end
 -- once more, and then there is a dedup key; all other ids are new.
 local function give_key(box, id, key)
   local holder = redis.call('HGET', box.keyed, key)
+  local ends = holder and redis.call('ZSCORE', box.expiry, holder)
+  if ends and tonumber(ends) <= now then -- and so many with it that it has not been swept
+    expire_one(box, holder, ends)
+    holder = redis.call('HGET', box.keyed, key)
+  end
   if holder or full then
     return holder
   end

@@ -79,7 +79,7 @@ local operations = {
     if capacity >= 0 then
       local there, new = waiting(box), how_many_new(box, from, count, keyed)
       if new > 0 and there + new > capacity then
-        return { 'full', there, new }
+        return sweep(box) and { 'again' } or { 'full', there, new }
       end
     end
     local ids = put(box, from, count, rank, delay, expires, keyed, false)
@@ -91,7 +91,9 @@ local operations = {
   claim = function()
     local limit, visible, claimant = next_number(), next_number(), next_argument()
     local waiter, more_wait = next_argument(), next_argument() == '1'
-    sweep(box)
+    if sweep_expired(box) then -- others want to be served before the rest of it is done
+      return { {}, {}, {}, 1 }
+    end
     local found = lease(box, limit, visible, claimant)
     local got = #found[1]
     if got < limit then
@@ -212,14 +214,16 @@ local operations = {
     return sweep(box) and -1 or list_dead(box, limit, after)
   end,
   find = function()
-    sweep(box)
-    return letters(box, next_list())
+    local ids = next_list()
+    return sweep(box) and -1 or letters(box, ids)
   end,
   replay = function()
     local capacity, most, count = next_number(), next_number(), next_number()
     local from = at
     at = at + math.max(count, 0)
-    sweep(box)
+    if sweep(box) then
+      return -1
+    end
     local ids = chosen(box, from, count, most)
     if capacity >= 0 then
       local there, new = waiting(box), count < 0 and redis.call('ZCARD', box.deaths) or #ids
@@ -233,8 +237,7 @@ local operations = {
     local most, count = next_number(), next_number()
     local from = at
     at = at + math.max(count, 0)
-    sweep(box)
-    return discard(box, chosen(box, from, count, most))
+    return sweep(box) and -1 or discard(box, chosen(box, from, count, most))
   end,
   cancel = function()
     return cancel(box, next_argument())
@@ -263,12 +266,12 @@ local function wake(of)
   if not who then
     return
   end
-  local there = redis.call('ZCARD', of.ready)
-  if of.gained == 1 and (there > 1 or redis.call('ZCARD', of.expiry) > 0) then -- what has expired is not to be handed over
-    sweep(of)
+  local there, alone = redis.call('ZCARD', of.ready), of.gained == 1
+  if alone and (there > 1 or redis.call('ZCARD', of.expiry) > 0) then -- what has expired is not to be handed over
+    alone = not sweep_expired(of)
     there = redis.call('ZCARD', of.ready)
   end
-  local wanted, alone = math.min(of.gained, there), of.gained == 1
+  local wanted = math.min(of.gained, there)
   if wanted == 0 then
     redis.call('ZADD', of.waiters, who[2], who[1])
   end
