@@ -8,6 +8,7 @@ from mainspring import entropy
 from mainspring.errors import ConfigError
 from mainspring.mailbox.codec import Codec, type_name
 from mainspring.mailbox.hooks import MailboxHooks
+from mainspring.process import identity
 
 if TYPE_CHECKING:
     from mainspring.mailbox.message import Delivery
@@ -24,11 +25,15 @@ class Bodies(MailboxHooks):
         self._reply_codec: Codec | None = None
         self._id_prefix = ""
         self._id_count = 0
+        self._id_process: object = None
 
     def new_id(self) -> str:
-        """A new message id: a random prefix of this mailbox object and a count, so that ids sort in order of sending."""
-        if not self._id_prefix:
-            self._id_prefix = entropy.token(64)
+        """A new message id: a random prefix of this mailbox object and a count, so that ids sort in order of sending.
+
+        A forked child has a prefix of its own: else its next id were that of its parent's next one, and its brothers'.
+        """
+        if self._id_process is not identity():
+            self._id_prefix, self._id_process = entropy.token(64), identity()
         self._id_count += 1
         return f"{self._id_prefix}{self._id_count:08x}"
 
