@@ -207,7 +207,7 @@ class PostgresMailbox(Mailbox[T, R]):
 
     async def _put_within(self, capacity: int, put: do.Put) -> None:
         batch = self._lanes.calls()
-        await put_within(self._here, batch, put, capacity)
+        await put_within(self._here, batch, put, capacity, self._lanes.within)
         self._lanes.tell(batch)
 
     async def _ready_for(self, envelopes: list[Envelope]) -> None:

@@ -6,7 +6,7 @@ import os
 import re
 import select
 import sys
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
@@ -174,8 +174,10 @@ class Pool:
         else:
             self._keep(connection)
 
-    async def run(self, calls: Sequence[Call], timeout: float | None = None) -> None:
-        """Make the calls in one transaction and one round trip, and hand each its rows.
+    async def run(
+        self, calls: Sequence[Call], timeout: float | None = None, turn: anyio.Semaphore | None = None
+    ) -> None:
+        """Make the calls in one transaction and one round trip, and hand each its rows; with ``turn``, when that lets it.
 
         Raises :class:`MailboxConnectionError` where the server cannot be reached or does not answer in time (then the calls
         may have taken effect), :class:`HeldUpError` where a lock_timeout strikes, :class:`ConfigError` where it lacks the
@@ -187,7 +189,7 @@ class Pool:
         for again in range(TRIES):
             try:
                 with anyio.CancelScope(deadline=deadline) as scope:
-                    async with self.connection() as connection:
+                    async with turn or nullcontext(), self.connection() as connection:
                         scope.deadline = deadline - self.leave_off
                         results = await _sent(connection, calls)
             except _ConflictError as error:

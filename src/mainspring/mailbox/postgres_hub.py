@@ -39,6 +39,8 @@ QUIET = 20.0
 """Seconds without a notification after which the listening connection is asked whether it is alive."""
 REMEMBERED = 1_000
 """How many cancelled messages' ids are remembered, so as to announce each once."""
+MAX_LONE = 10
+"""How many calls of a process that travel alone, as a cancellation by id does, may be out at once, each with a connection."""
 MAX_TRANSACTIONS = 10
 """How many handlers of a process may be in a transaction of their own at once, each with a connection."""
 
@@ -73,6 +75,7 @@ class Hub:
         self.pool = Pool(conninfo, timeout)
         self.listening = False
         self.transactions = anyio.Semaphore(MAX_TRANSACTIONS)
+        self._lone = anyio.Semaphore(MAX_LONE)
         self._listens = listens
         self._users = 0
         self._waiters: dict[int, list[Waiters]] = {}
@@ -120,7 +123,7 @@ class Hub:
             return found
         rows: list[tuple[Any, ...]] = []
         statement = f"SELECT id FROM {self.schema}.mailboxes WHERE name = $1"  # noqa: S608 - a checked name
-        await self.pool.run([Call(statement, (name,), rows.extend)])
+        await self.pool.run([Call(statement, (name,), rows.extend)], turn=self._lone)
         return rows[0][0] if rows else None  # one that somebody else may drop is not remembered
 
     def remember(self, name: str, number: int) -> None:
@@ -136,7 +139,10 @@ class Hub:
         rows: list[tuple[Any, ...]] = []
         marks = ", ".join(f"${number}" for number in range(1, len(values) + 1))
         try:
-            await self.pool.run([Call(f"SELECT * FROM {self.schema}.{function}({marks})", values, rows.extend)])  # noqa: S608
+            await self.pool.run(
+                [Call(f"SELECT * FROM {self.schema}.{function}({marks})", values, rows.extend)],  # noqa: S608
+                turn=self._lone,
+            )
         except psycopg.Error as error:
             raise MailboxError(f"PostgreSQL refused {function}: {one_line(error)}") from error
         return rows

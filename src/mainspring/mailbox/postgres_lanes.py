@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 QUICK_LOOKS = (0.005, 0.05, 0.25)
 """Seconds after which a receive looks again that was the first to wait: a sender whose transaction was under way then could
 not know that it must tell."""
+WITHIN = 2
+"""How many sends within a capacity are out at once, each with a connection: one stores, and the next has come to the server.
+Their transactions take turns there anyway."""
 
 
 class Lanes:
@@ -44,6 +47,7 @@ class Lanes:
         self.now = loop_clock()
         self.work: Batcher[Command] = Batcher(self._execute, undo=self.undo, name=name)
         self.sends: Batcher[Command] = Batcher(self._execute, name=name)
+        self.within = anyio.Semaphore(WITHIN)
         self.keyed = KeyedSends(hub, self._transact, name)
         self.waiters = Waiters(self._look_now, self.due_in, announce)
         self._name = name

@@ -28,15 +28,15 @@ REMEMBERED = 1_000
 UNCERTAIN = "which may have taken place"
 
 
-async def put_within(hub: Hub, batch: Calls, put: do.Put, capacity: int) -> None:
-    """Look whether there is room, and store, in one transaction, in which no other sender looks.
+async def put_within(hub: Hub, batch: Calls, put: do.Put, capacity: int, turn: anyio.Semaphore) -> None:
+    """Look whether there is room, and store, in one transaction, in which no other sender looks; when ``turn`` lets it.
 
     Where an open transaction has sent one of the keys, the put is ``held_up``. Cancelled, it ends at once; nothing is stored
     then, unless the server had been told to COMMIT.
     """
     try:
         with anyio.fail_after(hub.pool.timeout):
-            async with hub.pool.connection() as connection:
+            async with turn, hub.pool.connection() as connection:
                 try:
                     with expendable(connection):
                         await _put_into(connection, batch, put, capacity, hub.schema)
