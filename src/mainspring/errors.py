@@ -8,6 +8,7 @@ constructor values), ``"environment"`` (a server, a disk, a network), ``"handler
 from __future__ import annotations
 
 import copy
+from socket import gaierror
 from typing import Any, ClassVar, Literal, TypeVar
 
 from mainspring.urls import without_secrets
@@ -357,6 +358,15 @@ def reason_of(error: BaseException | str) -> tuple[str, str, str]:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}… ({len(text):,} characters)"
+
+
+def remedy(error: BaseException) -> str:
+    """What to do about a server that could not be connected to, to stand behind the error; empty where that is not known."""
+    if isinstance(error, ConnectionRefusedError):
+        return "; start the server, or correct the host and the port of the URL"
+    if isinstance(error, gaierror):
+        return "; correct the host of the URL, or mend the name service"
+    return ""
 
 
 def describe(error: BaseException) -> str:

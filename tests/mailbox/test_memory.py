@@ -12,6 +12,7 @@ import pytest
 
 from mainspring.errors import (
     ConfigError,
+    InvalidParameterError,
     MailboxFullError,
     ReceiptHandleExpiredError,
     ReplyNotAvailableError,
@@ -356,3 +357,13 @@ async def test_memory_stays_flat_over_many_messages_though_their_leases_are_long
 async def test_wrong_constructor_values_are_config_errors(keywords) -> None:
     with pytest.raises(ConfigError):
         InMemoryMailbox(**keywords)
+
+
+async def test_a_store_without_transactions_names_one_that_has_them() -> None:
+    async with InMemoryMailbox("jobs", body=str) as box:
+        with pytest.raises(InvalidParameterError, match=r"takes no connection=; a postgresql:// mailbox does$"):
+            await box.send("x", connection=object())
+        await box.send("x")
+        [message] = await box.receive()
+        with pytest.raises(ConfigError, match=r"has no transactions; a postgresql:// mailbox has$"):
+            box.transaction(message)

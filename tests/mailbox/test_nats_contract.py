@@ -45,6 +45,6 @@ async def test_the_contract_on_a_server_that_syncs_always(anyio_backend, judged)
 
 @pytest.mark.parametrize("anyio_backend", ["trio"])
 async def test_trio_is_refused(anyio_backend):
-    with pytest.raises(ConfigError, match="runs on asyncio only, not on trio"):
+    with pytest.raises(ConfigError, match=r"runs on asyncio only, not on trio: choose that \(`mainspring run --loop`"):
         async with NatsMailbox("nats://127.0.0.1:1", name="jobs"):
             pass

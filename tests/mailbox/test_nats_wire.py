@@ -211,6 +211,7 @@ async def test_a_refused_connection_is_told_at_once(anyio_backend):
             pass
     assert all(f"127.0.0.1:{port}" in str(refused.value) for port in ports)
     assert "secret" not in str(refused.value)
+    assert str(refused.value).endswith("; start the server, or correct the host and the port of the URL")
 
 
 async def test_a_server_that_does_not_answer_leaves_time_for_the_next(nats_url, anyio_backend, monkeypatch):

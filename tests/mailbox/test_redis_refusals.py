@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from socket import gaierror
 from urllib.parse import urlsplit
 
+import anyio
 import pytest
+from anyio.abc import SocketAttribute
 
 from mainspring.cli.app import call
 from mainspring.errors import ConfigError, MailboxConnectionError
@@ -15,6 +18,7 @@ from mainspring.mailbox.redis_link import Link
 from mainspring.mailbox.redis_server import Directory
 from mainspring.mailbox.redis_url import parse_server
 from mainspring.testing import run_virtual
+from ports import free_port
 
 pytestmark = pytest.mark.anyio
 
@@ -39,6 +43,38 @@ async def test_a_server_that_is_not_what_the_url_says(where, monkeypatch, scheme
     for act in (mailbox.__aenter__, mailbox.exists):
         with pytest.raises(ConfigError, match=says):
             await act()
+
+
+async def test_nobody_there(anyio_backend):
+    mailbox = open_mailbox(f"redis://127.0.0.1:{free_port()}/0?name=jobs")
+    for act in (mailbox.__aenter__, mailbox.exists):
+        with pytest.raises(
+            MailboxConnectionError, match=r"; start the server, or correct the host and the port of the URL$"
+        ):
+            await act()
+
+
+def test_a_name_that_nobody_knows():
+    assert redis_wire.trouble(gaierror(-2, "Name or service not known")).endswith(
+        "; correct the host of the URL, or mend the name service"
+    )
+
+
+async def test_a_server_of_another_kind(anyio_backend):
+    async def web(stream):
+        async with stream:
+            await stream.receive()
+            await stream.send(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    port = listener.extra(SocketAttribute.local_port)
+    async with listener, anyio.create_task_group() as group:
+        group.start_soon(listener.serve, web)
+        with pytest.raises(
+            MailboxConnectionError, match=r"is no Redis server: correct the host and the port of the URL$"
+        ):
+            await open_mailbox(f"redis://127.0.0.1:{port}/0?name=jobs").__aenter__()
+        group.cancel_scope.cancel()
 
 
 def test_a_virtual_clock(where):

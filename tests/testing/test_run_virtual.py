@@ -32,6 +32,13 @@ def test_value_and_errors_come_out() -> None:
         run_virtual(fail)
 
 
+def test_a_call_in_place_of_the_function_says_what_to_write() -> None:
+    async def main() -> None: ...
+
+    with pytest.raises(ConfigError, match=r"run_virtual\(main, 1\), not run_virtual\(main\(1\)\)$"):
+        run_virtual(main())  # type: ignore[arg-type]
+
+
 def test_time_passes_only_while_all_are_blocked_and_every_clock_agrees() -> None:
     async def main() -> None:
         assert anyio.current_time() == VirtualClock().now == 0

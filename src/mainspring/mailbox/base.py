@@ -374,11 +374,11 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
             )
 
     def _check_async_backend(self) -> None:
-        library = async_library()
-        if library not in self.capabilities.async_backends:
+        if (library := async_library()) not in self.capabilities.async_backends:
             supported = " or ".join(sorted(self.capabilities.async_backends))
             raise ConfigError(
-                f"mailbox {self.name!r}: {type(self).__name__} runs on {supported} only, not on {library}"
+                f"mailbox {self.name!r}: {type(self).__name__} runs on {supported} only, not on {library}: choose that"
+                " (`mainspring run --loop`, anyio.run(…, backend=)), or use memory:// where time is virtual"
             )
 
 

@@ -98,7 +98,7 @@ class MailboxHooks(ABC):
 
     async def _put_into(self, connection: Any, envelopes: list[Envelope]) -> list[str]:
         """:meth:`_put` in the transaction that is under way on the sender's own ``connection``."""
-        raise InvalidParameterError(f"send: {type(self).__name__} takes no connection= (Capabilities.transactions)")
+        raise InvalidParameterError(f"send: {type(self).__name__} takes no connection=; a postgresql:// mailbox does")
 
     def transaction(self, message: Message[Any, Any]) -> AbstractAsyncContextManager[Any]:
         """A transaction that ends with the block, and settles ``message``; yields the driver's connection.
@@ -115,7 +115,7 @@ class MailboxHooks(ABC):
             ``BEGIN`` after it that cannot be seen: leave both to the block.
         :raises MailboxConnectionError: the connection was lost. Where that was during the commit, it may have taken place.
         """
-        raise ConfigError(f"{type(self).__name__} has no transactions (Capabilities.transactions)")
+        raise ConfigError(f"{type(self).__name__} has no transactions; a postgresql:// mailbox has")
 
     @abstractmethod
     async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:

@@ -16,6 +16,7 @@ from mainspring.errors import (
     MainspringError,
     SerializationError,
     message_of,
+    remedy,
 )
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ def no_connection(name: str, servers: Sequence[str], refusals: Sequence[Exceptio
     told = "; ".join(dict.fromkeys(map(message_of, refusals)))
     if any(map(refuses_login, refusals)):
         told += "; check the user and the password of the URL, its token or its credentials"
+    else:
+        told += next(filter(None, map(remedy, refusals)), "")
     lasting = all(isinstance(error, NoTlsError | LoginError) or refuses_login(error) for error in refusals)
     kind = ConfigError if lasting else MailboxConnectionError
     error = kind(f"{name}: no connection to a NATS server at {', '.join(servers)}: {told}")

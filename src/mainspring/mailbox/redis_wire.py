@@ -13,7 +13,7 @@ import anyio
 import hiredis
 from anyio.streams.tls import TLSStream
 
-from mainspring.errors import ConfigError, MailboxConnectionError, describe
+from mainspring.errors import ConfigError, MailboxConnectionError, describe, message_of, remedy
 from mainspring.mailbox.direct_stream import DirectStream
 
 if TYPE_CHECKING:
@@ -40,8 +40,10 @@ def trouble(error: BaseException) -> str:
     if isinstance(error, (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError)):
         return "the connection was lost"
     if isinstance(error, OSError) and isinstance(error.__cause__, OSError):  # anyio's sum of all its tries to connect
-        return str(error.__cause__)
-    return describe(error)
+        return f"{error.__cause__}{remedy(error.__cause__)}"
+    if isinstance(error, hiredis.ProtocolError):
+        return f"{message_of(error)}; what answers there is no Redis server: correct the host and the port of the URL"
+    return f"{describe(error)}{remedy(error)}"
 
 
 class ServerError(MailboxConnectionError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
+from inspect import iscoroutine
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack
 
 import anyio
@@ -42,8 +43,8 @@ def run_virtual(async_fn: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args, 
     A run in which nothing can happen any more ends with :class:`DeadlockError`, which names the line each task waits on. A
     task that ticks for ever is no deadlock: put ``anyio.fail_after`` (which costs virtual seconds only) around such a test.
 
-    :raises ConfigError: trio is not installed; or called from inside a running event loop; or while another virtual run
-        is under way in this process.
+    :raises ConfigError: ``async_fn`` is a coroutine, which a call of it gave; or trio is not installed; or called from inside a
+        running event loop; or while another virtual run is under way in this process.
     """
     try:
         library = async_library()
@@ -53,6 +54,11 @@ def run_virtual(async_fn: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args, 
         raise ConfigError(
             f"run_virtual starts an event loop and cannot be called inside one ({library} is running): await the function"
             " itself, or make the test a plain `def`; in an async test, ask for the fixture virtual_clock instead"
+        )
+    if iscoroutine(async_fn):
+        async_fn.close()
+        raise ConfigError(
+            "run_virtual takes the async function, not a call of it: run_virtual(main, 1), not run_virtual(main(1))"
         )
     run = VirtualRun(seed, can_leave=True)
 
