@@ -49,6 +49,16 @@ async def test_many_that_open_at_once_make_one_schema(place):
     assert place.execute("SELECT version FROM SCHEMA.store") == [(schemas.SCHEMA_VERSION,)]
 
 
+@pytest.mark.parametrize("setting", ["lock_timeout", "statement_timeout"])
+async def test_the_wait_for_another_that_migrates_has_the_end_of_opening_alone(place, setting):
+    async with await place.connect() as other, anyio.create_task_group() as tasks:
+        await other.execute("SELECT pg_advisory_xact_lock(hashtext(%s), 0)", (f"{place.schema} migrate",))
+        tasks.start_soon(place.mailbox(options=f"-c {setting}=300ms").migrate_schema)
+        await anyio.sleep(1)  # a wait of the server's
+        await other.rollback()
+    assert place.execute("SELECT version FROM SCHEMA.store") == [(schemas.SCHEMA_VERSION,)]
+
+
 async def test_without_migrate_the_schema_must_be_there(place):
     with pytest.raises(ConfigError, match="mainspring migrate URL"):
         await place.mailbox(migrate=False).__aenter__()
@@ -468,6 +478,30 @@ async def test_the_mailboxes_of_a_process_share_connections(place):
             await message.acknowledge()
         assert first._here is third._here
         assert first._here.pool.opened <= 3
+
+
+@pytest.mark.parametrize(("what", "most"), [("send", 4), ("cancel", 20)])
+async def test_however_many_calls_wait_few_connections_are_opened(place, what, most):
+    """A server has a hundred for all of its clients: whoever takes one a call locks out all others, and its own workers."""
+    async with place.mailbox(capacity=1_000, listen=False) as mailbox:
+        first = await mailbox.send("x")
+        calls = {"send": partial(mailbox.send, "x"), "cancel": partial(mailbox.cancel, first)}
+        async with anyio.create_task_group() as tasks:
+            for _ in range(40):
+                tasks.start_soon(calls[what])
+        assert (await mailbox.counts()).pending == {"send": 41, "cancel": 0}[what]
+        assert mailbox._here.pool.opened <= most
+
+
+async def test_a_call_that_waits_for_its_turn_ends_in_the_time_of_one(place):
+    async with place.mailbox(timeout=2.0, capacity=9, listen=False) as mailbox:
+        async with await place.connect() as blocker, blocker.transaction():
+            await blocker.execute(f"LOCK TABLE {place.schema}.tallies, {place.schema}.messages")
+            calls = [*[partial(mailbox.send, "x") for _ in range(40)], *[mailbox.purge for _ in range(200)]]
+            with anyio.fail_after(20):  # of 20 turns of 2 s
+                results = await outcomes(*calls)
+        assert {type(result) for result in results} == {MailboxConnectionError}
+        assert await mailbox.send("y")
 
 
 async def test_connections_that_the_server_ended_are_not_used(place):

@@ -59,6 +59,9 @@ async def migrate(connection: AsyncConnection[Any], schema: str) -> tuple[int, i
     :raises ConfigError: the schema is of a newer Mainspring.
     """
     async with connection.transaction():
+        # The caller's deadline ends the wait for others: a role's settings are meant for statements, and would end it sooner.
+        await connection.execute("SET LOCAL lock_timeout = 0")
+        await connection.execute("SET LOCAL statement_timeout = 0")
         await connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s), 0)", (f"{schema} migrate",))
         before = await version_of(connection, schema)
         check_not_newer(before, schema)
