@@ -20,6 +20,7 @@ from mainspring.mailbox import nats_claims, nats_settle
 from mainspring.mailbox.message import Counts
 from mainspring.mailbox.nats import NatsMailbox
 from mainspring.mailbox.nats_errors import ApiError
+from mainspring.mailbox.nats_names import Names, check_stream
 from mainspring.mailbox.nats_wire import Wire
 from nats_support import ON_ASYNCIO, limit, several
 from servers import NatsServer
@@ -76,6 +77,27 @@ async def test_a_full_queue_refuses_and_keeps_what_it_has(here):
         for message in got:
             await message.nack()
         assert sorted(message.body for message in await several(box, 3)) == ["a", "b", "c"]
+
+
+async def test_storage_that_forgets_is_warned_of_where_other_was_asked_for(here, caplog):
+    async with here.box(storage="memory") as box:
+        async with here.box(storage="memory"):
+            assert caplog.messages == []
+        async with here.box():
+            pass
+    assert [said.partition(": it forgets")[0] for said in caplog.messages] == [
+        f"the stream {stream!r} was made with storage=memory" for stream in box._names.streams
+    ]
+
+
+def test_fewer_replicas_than_asked_for_are_warned_of(caplog, anyio_backend):
+    (asked, *_), (less, *_) = (Names.of("jobs").configs(replicas=count, storage="file") for count in (3, 1))
+    check_stream(less, asked)
+    check_stream(asked, asked)
+    assert caplog.messages == []
+    check_stream(asked, less)
+    (said,) = caplog.messages
+    assert said.endswith("; change it on the server: nats stream edit mainspring-queue_jobs --replicas=3")
 
 
 async def test_a_limit_that_is_kept_by_dropping_is_warned_of_when_a_mailbox_is_opened(here, caplog):

@@ -145,7 +145,7 @@ def brought_up(wanted: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 def check_stream(wanted: dict[str, Any], found: dict[str, Any]) -> None:
     """Raise :class:`ConfigError` where a stream that is there cannot be used; replicas and limits are its owner's.
 
-    Of a limit that is kept by dropping where a killed server comes back it warns.
+    Of a limit that is kept by dropping where a killed server comes back it warns, and of a stream that keeps less than is asked for.
     """
     for key in _WANTED:
         if found.get(key) != wanted[key]:
@@ -167,6 +167,19 @@ def check_stream(wanted: dict[str, Any], found: dict[str, Any]) -> None:
         _log.warning(
             "the stream %r has max_msgs: a server that is killed at that limit may drop accepted messages when it comes back;"
             " limit the storage of the account or the server instead",
+            wanted["name"],
+        )
+    if found.get("num_replicas", 1) < wanted["num_replicas"]:
+        _log.warning(
+            "the stream %r is kept by %d server(s), not by the %d that replicas= asks for, which counts where it is made;"
+            " change it on the server: nats stream edit %s --replicas=%d",
+            *(wanted["name"], found.get("num_replicas", 1), wanted["num_replicas"]),
+            *(wanted["name"], wanted["num_replicas"]),
+        )
+    if (found.get("storage"), wanted["storage"]) == ("memory", "file"):
+        _log.warning(
+            "the stream %r was made with storage=memory: it forgets all when the server ends; say so here too, or remove it"
+            " once it is empty, and it is made anew",
             wanted["name"],
         )
     missing = set(wanted["subjects"]) - set(found.get("subjects") or ())
