@@ -145,7 +145,7 @@ def brought_up(wanted: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 def check_stream(wanted: dict[str, Any], found: dict[str, Any]) -> None:
     """Raise :class:`ConfigError` where a stream that is there cannot be used; replicas and limits are its owner's.
 
-    Of a limit that is kept by dropping where a killed server comes back it warns, and of a stream that keeps less than is asked for.
+    It warns of a limit that is kept by dropping where a killed server comes back, and of what keeps less than is asked for.
     """
     for key in _WANTED:
         if found.get(key) != wanted[key]:
