@@ -458,6 +458,41 @@ async def test_a_reply_whose_mailbox_is_dropped_meanwhile_is_tidied_away(place):
         assert [(each.pending, each.in_flight, each.settled) for each in counts] == [(0, 0, 1), (1, 0, 0)]
 
 
+@pytest.mark.parametrize("by", ["itself", "transaction", "transient"])
+async def test_a_reply_to_a_mailbox_that_was_dropped_elsewhere_is_not_lost(place, by):
+    """A worker knows the number of a mailbox that it has replied to; another process may drop that, and make it anew."""
+    name = "~answers" if by == "transient" else "answers"
+
+    async def reply(message):
+        if by == "transaction":
+            async with mailbox.transaction(message):
+                await message.reply("answer")
+        else:
+            await message.reply("answer")
+
+    async with place.mailbox() as mailbox:
+        async with place.mailbox(name):
+            await mailbox.send("1", reply_to=name)
+            (message,) = await mailbox.receive()
+            await reply(message)
+        place.execute("SELECT SCHEMA.drop_mailbox(id) FROM SCHEMA.mailboxes WHERE name = %s", name)
+        if by != "transient":
+            async with place.mailbox(name, timeout=29.0):
+                pass
+        await mailbox.send("2", reply_to=name)
+        (message,) = await mailbox.receive()
+        with pytest.raises(MailboxConnectionError, match="was dropped just now"):
+            await reply(message)
+        assert not message.is_settled
+        await reply(message)
+        assert (await mailbox.counts()).settled == 2
+        if by == "transient":
+            assert not await place.mailbox(name).exists()
+            return
+        async with place.mailbox(name, timeout=29.0) as answers:
+            assert [message.body for message in await answers.receive(max_messages=9)] == ["answer"]
+
+
 async def test_what_is_no_text_is_the_id_of_nothing(place):
     async with place.mailbox() as mailbox:
         await mailbox.send("x")

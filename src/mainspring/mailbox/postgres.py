@@ -31,6 +31,7 @@ from mainspring.mailbox.postgres_address import (
     options_of,
 )
 from mainspring.mailbox.postgres_arrays import Shorts, numbers, texts
+from mainspring.mailbox.postgres_calls import NoSuchTargetError
 from mainspring.mailbox.postgres_connection import Pool
 from mainspring.mailbox.postgres_hub import Hub
 from mainspring.mailbox.postgres_joining import driver_connection, is_async, put_by_thread, put_into, steps_into
@@ -270,6 +271,7 @@ class PostgresMailbox(Mailbox[T, R]):
     async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
         lease = _lease(delivery)
         command: do.OfDelivery
+        target: int | None = None
         if isinstance(settlement, Return):
             command = do.GiveBack(delivery, lease, settlement)
         elif isinstance(settlement, Ack) and settlement.reply is None:
@@ -278,10 +280,11 @@ class PostgresMailbox(Mailbox[T, R]):
             settlement, target = await self._answered(settlement)
             command = do.Finish(delivery, lease, settlement, target)
         under_way = self._transactions.under_way.get(delivery.receipt_handle)
-        if under_way is not None:
-            await under_way.settle(self._lanes.calls(), command)
-        else:
-            await self._do(command)
+        try:
+            await (self._do(command) if under_way is None else under_way.settle(self._lanes.calls(), command))
+        except NoSuchTargetError:
+            self._here.forget_number(target)
+            raise
 
     async def _acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
         """In one call; beside it, each by itself, those that have to do with a transaction and so may have to wait.

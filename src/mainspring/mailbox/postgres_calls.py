@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from psycopg import AsyncRawCursor
 from psycopg.rows import tuple_row
 
+from mainspring.errors import MailboxConnectionError
 from mainspring.mailbox import postgres_commands as do
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.limits import size_of
@@ -272,6 +273,9 @@ class Calls:
     def _finish(self, commands: list[do.Finish]) -> None:
         def finish(rows: list[tuple[Any, ...]]) -> None:
             refuse_all_but(rows, commands)
+            for (number,) in rows:
+                if number < 0:
+                    commands[-number - 1].error = NoSuchTargetError()
             for command in commands:
                 if command.target is not None and command.error is None:
                     self._gain(command.target, 1)
@@ -312,6 +316,15 @@ class Calls:
             refuse(command for command in commands if command.delivery.receipt_handle not in held)
 
         self._add(function, (*leases(sent), values), finish)
+
+
+class NoSuchTargetError(MailboxConnectionError):
+    """The mailbox for a reply was dropped since its number was learnt."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the mailbox for the reply was dropped just now; nothing was settled, and it may be tried again"
+        )
 
 
 _IN_ORDER: tuple[tuple[type, Callable[[Calls, Any], None]], ...] = (

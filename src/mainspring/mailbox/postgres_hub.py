@@ -134,6 +134,10 @@ class Hub:
         """The mailbox of that name has another number from now on, or none."""
         self._numbers.pop(name, None)
 
+    def forget_number(self, number: int | None) -> None:
+        """No mailbox has that number any more; whose name it was is asked anew."""
+        self._numbers = {name: known for name, known in self._numbers.items() if known != number}
+
     async def rows(self, function: str, *values: Any) -> list[tuple[Any, ...]]:
         """The rows of a lone call of a function of the schema."""
         rows: list[tuple[Any, ...]] = []

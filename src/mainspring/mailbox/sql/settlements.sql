@@ -30,18 +30,25 @@ CREATE OR REPLACE FUNCTION mainspring.finish(
 ) RETURNS SETOF bigint
 LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_generic_plan AS $$
--- Acknowledge, or bury where there is an error; and put the replies into their mailboxes, those that exist. Who was held.
+-- Acknowledge, or bury where there is an error; and put the replies into their mailboxes. Who was held. Nothing is done for
+-- one whose reply goes to a mailbox that is not there (any more): its place, with a minus.
 DECLARE
     at timestamptz := clock_timestamp();
+    without bigint[] := ARRAY(
+        SELECT r.n FROM unnest(targets) WITH ORDINALITY AS r (target, n)
+        WHERE r.target IS NOT NULL AND NOT EXISTS (SELECT FROM mainspring.mailboxes b WHERE b.id = r.target)
+    );
     done bigint[];
     died bigint;
     reply record;
 BEGIN
+    RETURN QUERY SELECT -w FROM unnest(without) AS w;
     WITH gone AS (
         DELETE FROM mainspring.messages m
         USING unnest(ids, leases, errors, error_types, tracebacks, histories) WITH ORDINALITY
             AS g (id, lease, error, error_type, traceback, history, n)
         WHERE m.id = g.id AND m.lease = g.lease AND m.mailbox = box AND m.state = 2 AND m.due > clock_timestamp()
+            AND g.n <> ALL (without)
         RETURNING m.*, g.n, g.error, g.error_type, g.traceback, coalesce(g.history, m.history) AS last_history
     ), buried AS (
         INSERT INTO mainspring.dead (place, mailbox, dead_at, enqueued_at, first_received_at, lease, deliveries,
@@ -61,7 +68,7 @@ BEGIN
         SELECT r.target, count(*) AS number, array_agg(r.id) AS ids, array_agg(r.body) AS bodies,
             array_agg(r.headers) AS headers
         FROM unnest(targets, reply_ids, reply_bodies, reply_headers) WITH ORDINALITY AS r (target, id, body, headers, n)
-        WHERE r.n = ANY (done) AND EXISTS (SELECT FROM mainspring.mailboxes b WHERE b.id = r.target)
+        WHERE r.n = ANY (done) AND r.target IS NOT NULL
         GROUP BY r.target
     LOOP
         INSERT INTO mainspring.messages (id, mailbox, state, rank, pos, enqueued_at, headers, body)
