@@ -21,11 +21,11 @@ from mainspring.guardian_child import Silence, look_interval
 from mainspring.guardian_process import Board, GuardianProcess, dump_signal
 from mainspring.last_resort import kill_self, last_words
 from mainspring.scope import DaemonScope
-from mainspring.stacks import all_stacks, in_debugger, where_thread
+from mainspring.stacks import all_stacks, describe, in_debugger, place_of, where_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
+    from types import FrameType, TracebackType
 
 _log = logging.getLogger("mainspring")
 
@@ -33,6 +33,8 @@ KILL_AFTER = 0.4
 """Seconds past its exit instant after which the guardian kills a process that has not even begun to leave."""
 LEAVE_TIME = 1.0
 """Seconds that the watching thread gives itself, once it has begun to end the process."""
+LONG = 3.0
+"""Seconds without a beat that are worth a warning: three beats, and longer than what asks a probe waits for its answer."""
 
 
 class BlockWatch:
@@ -149,6 +151,8 @@ class _Watcher:
         self._ended = False
         self._board = Board()
         self._silence = Silence(threshold, clock.monotonic())
+        self._longest = 0.0
+        self._stood: tuple[FrameType, int] | None = None
         self._dump = dump_signal() if guardian else None
         self._guardian: GuardianProcess | None = None
         self._thread = threading.Thread(target=self._run, name="mainspring-block-watch", daemon=True)
@@ -241,10 +245,25 @@ class _Watcher:
         silence = self._silence.look(now, self._board.beat)
         if silence > 2 * self._interval and in_debugger(self._loop_thread):
             silence = self._pardon(now)
+            self._stood = None
+        self._note(silence)
         if silence >= self._threshold:
             self._kill(silence)
         wait = min(self._interval, self._threshold - silence)
         return wait if leaving is None else max(0.0, min(wait, leaving.at - now))
+
+    def _note(self, silence: float) -> None:
+        """Have it logged, when it is over, that the loop stood still, and where; one that stays so is killed, and says more."""
+        if silence >= LONG:
+            self._longest = silence
+            if self._stood is None:
+                self._stood = place_of(self._loop_thread)
+        elif self._stood is not None:
+            self._notices.append(
+                f"the event loop did not turn for {self._longest:.0f} s or more; it stood at {describe(*self._stood)};"
+                " leave what blocks to a plain `def` handler or to an OffloadPool"
+            )
+            self._stood = None
 
     def _pardon(self, now: float) -> float:
         """Beat in the loop's place, for the guardian's eyes too."""

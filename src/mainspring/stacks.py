@@ -46,13 +46,19 @@ def where_thread(thread_id: int) -> str:
 
     What called the event loop is not looked at where something that the event loop called is there to be named.
     """
+    place = place_of(thread_id)
+    return describe(*place) if place is not None else ""
+
+
+def place_of(thread_id: int) -> tuple[FrameType, int] | None:
+    """What :func:`where_thread` describes: no source is read, which a thread that must not wait leaves to a later moment."""
     chosen: tuple[FrameType, int] | None = None
     for frame, line in stack_of(thread_id):
         if chosen is None or _rank(frame) > _rank(chosen[0]):
             chosen = (frame, line)
         elif _top_package(frame) in _EVENT_LOOPS and _rank(chosen[0]):
             break
-    return describe(*chosen) if chosen is not None else ""
+    return chosen
 
 
 def where_raised(error: BaseException) -> str:
