@@ -9,8 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -27,6 +25,7 @@ from mainspring import (
     TicketTimeoutError,
 )
 from mainspring.process import call_soon, event_loop
+from stopwatch import Stopwatch
 
 pytestmark = pytest.mark.anyio
 
@@ -196,30 +195,34 @@ async def test_a_signal_handler_wakes_the_event_loop_that_it_interrupts(anyio_ba
     before = signal.signal(signal.SIGUSR1, lambda *_: ticket.complete("hello"))
     kill = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1))
     kill.start()
-    began = time.monotonic()
     try:
-        with anyio.move_on_after(5):  # else nothing else would ever wake it
+        with Stopwatch() as watch, anyio.move_on_after(20):  # else nothing else would ever wake it
             assert await ticket.wait() == "hello"
     finally:
         signal.signal(signal.SIGUSR1, before)
         kill.join()
-    assert time.monotonic() - began < 3
+    assert watch.seconds < 3
 
 
 def test_a_signal_handler_may_answer_wherever_it_interrupts_its_reader():
-    def every_line():
-        for line in range(1000):
-            ticket = Ticket()
-            otherwise = threading.Timer(0.3, ticket.offer, ("nobody else",))
-            otherwise.start()
-            with Interruption((ticket_module, threading), line, partial(ticket.offer, line)):
-                answer = ticket.wait_sync(20)
-            otherwise.cancel()
-            if answer == "nobody else":  # all lines before its wait have been gone through
-                return
-            assert answer == line
+    def interrupted(line):
+        ticket, first = Ticket(), []
+        otherwise = threading.Timer(0.3, ticket.offer, ("nobody else",))
+        otherwise.start()
+        with Interruption((ticket_module, threading), line, lambda: first.append(ticket.offer(line))) as between:
+            answer = ticket.wait_sync(60)
+        otherwise.cancel()
+        # On a slow machine the other one may be first, and always is behind the wait.
+        assert answer == (line if first == [True] else "nobody else")
+        return between.happened
 
-    in_thread(every_line, 15)
+    def every_line():
+        lines = 0
+        while interrupted(lines):
+            lines += 1
+        assert lines > 20
+
+    in_thread(every_line, 120)
 
 
 FORK = """

@@ -20,6 +20,7 @@ from mainspring.mailbox.message import Counts
 from mainspring.mailbox.nats import NatsMailbox
 from nats_support import ON_ASYNCIO, place
 from servers import NatsServer
+from stopwatch import Stopwatch
 
 PROGRAM = Path(__file__).with_name("nats_program.py")
 pytestmark = [
@@ -29,7 +30,7 @@ pytestmark = [
 
 
 async def send_until_it_fails(box):
-    with anyio.fail_after(10):
+    with anyio.fail_after(60):
         while True:
             await box.send(99)
 
@@ -48,9 +49,10 @@ async def test_a_killed_workers_message_comes_when_its_lease_ends(nats_url, anyi
         finally:
             worker.kill()
             worker.communicate()
-        (message,) = await box.receive(visibility_timeout=lease, wait_time_seconds=30)
-        took = time.time() - leased_at
-        assert lease <= took <= lease + 1.0
+        with Stopwatch() as watch:
+            (message,) = await box.receive(visibility_timeout=lease, wait_time_seconds=30)
+        assert time.time() - leased_at >= lease
+        assert watch.seconds <= lease + 1.0
         assert (message.delivery_count, message.attempt) == (2, 2)
         await message.acknowledge()
         assert await box.counts() == Counts(settled=1)
@@ -80,7 +82,7 @@ async def test_handlers_go_on_while_the_server_is_away(anyio_backend):
                     await send_until_it_fails(box)
                 await anyio.to_thread.run_sync(server.start)
                 proceed.set()
-                with anyio.fail_after(30):
+                with anyio.fail_after(60):
                     while True:
                         try:
                             counts = await box.counts()
@@ -107,7 +109,7 @@ async def test_a_waiting_receive_hears_that_the_connection_is_lost_and_the_next_
                 await anyio.wait_all_tasks_blocked()
                 await anyio.to_thread.run_sync(server.stop, signal.SIGKILL)
             await anyio.to_thread.run_sync(server.start)
-            with anyio.fail_after(20):
+            with anyio.fail_after(60):
                 while True:
                     try:
                         await box.send("back")

@@ -22,6 +22,7 @@ from ports import free_port
 from redis_support import Place, place
 from restarts import goes_on_after_a_restart
 from servers import PATIENCE, RedisServer
+from stopwatch import Stopwatch
 
 pytestmark = pytest.mark.anyio
 LOOPS = {
@@ -85,7 +86,7 @@ async def test_a_waiting_receive_is_called_by_the_server_that_came_back(server, 
                 return mailbox._receiving.listener.live
 
             await until(usable, "the connections after the restart")
-            with anyio.fail_after(2):  # well before anybody would look again without a call
+            with Stopwatch() as watch:
                 async with anyio.create_task_group() as group:
 
                     async def wait():
@@ -95,16 +96,18 @@ async def test_a_waiting_receive_is_called_by_the_server_that_came_back(server, 
                     group.start_soon(wait)
                     await anyio.wait_all_tasks_blocked()
                     await other.send("x")
+            assert watch.seconds < 2, "nobody has called: it was found by looking again"
 
 
 async def test_a_silent_server_ends_a_call_at_its_timeout(server, anyio_backend):
     with place(server.url) as here:
-        async with here.mailbox(timeout=0.3) as mailbox:
+        async with here.mailbox(timeout=2) as mailbox:
             server.send_signal(signal.SIGSTOP)
             began = anyio.current_time()
-            with pytest.raises(MailboxConnectionError, match=r"did not answer within 0\.3 s"):
+            with Stopwatch() as watch, pytest.raises(MailboxConnectionError, match=r"did not answer within 2 s"):
                 await mailbox.send("x")
-            assert 0.25 <= anyio.current_time() - began < 5
+            assert anyio.current_time() - began >= 1.9
+            assert watch.seconds < 5
             server.send_signal(signal.SIGCONT)
             await mailbox.send("y")
 
@@ -124,7 +127,7 @@ async def test_a_listener_to_whom_nobody_speaks_asks_whether_the_server_is_there
                 while listener.live:
                     await anyio.sleep(0.01)
             server.send_signal(signal.SIGCONT)
-            with anyio.fail_after(10):
+            with anyio.fail_after(60):
                 while not listener.live:
                     await anyio.sleep(0.01)
             got: list = []
@@ -143,7 +146,7 @@ async def test_a_listener_to_whom_nobody_speaks_asks_whether_the_server_is_there
 async def test_a_call_whose_caller_was_cancelled_is_waited_for_and_no_longer_than_its_timeout(server, anyio_backend):
     """Its answer is not taken for that to another call; a claim is taken back; the connection stays."""
     with place(server.url) as here:
-        async with here.mailbox(timeout=1.0) as mailbox:
+        async with here.mailbox(timeout=3) as mailbox:
             await mailbox.send("claimed")
             wire = mailbox._link._wire
             for call in (lambda: mailbox.send("sent"), mailbox.receive):
@@ -159,8 +162,9 @@ async def test_a_call_whose_caller_was_cancelled_is_waited_for_and_no_longer_tha
             server.send_signal(signal.SIGSTOP)
             with anyio.move_on_after(0.1):
                 await mailbox.send("nobody knows")
-            with anyio.fail_after(5), pytest.raises(MailboxConnectionError):
+            with Stopwatch() as watch, pytest.raises(MailboxConnectionError):
                 await mailbox.send("behind it")
+            assert watch.seconds < 8
             server.send_signal(signal.SIGCONT)
             assert "sent" in [message.body for message in await mailbox.receive(max_messages=9, wait_time_seconds=5)]
 
@@ -450,7 +454,8 @@ async def test_the_contract_holds_in_a_cluster(cluster, anyio_backend):
 
     async def run(scheme):
         def make(name, *, body=None, reply=None):
-            return open_mailbox(f"{scheme}://127.0.0.1:{cluster[0].port}", name=name, body=body, reply=reply)
+            url = f"{scheme}://127.0.0.1:{cluster[0].port}"
+            return open_mailbox(url, name=name, body=body, reply=reply, timeout=30)  # a busy machine has all at once
 
         reports.append(await mailbox_contract.run(mailbox_contract.Backend(make, short_lease=1.0), concurrency=20))
 

@@ -80,7 +80,7 @@ async def test_a_number_of_the_lost_queue_means_no_message_of_the_new_one(anyio_
 
 @pytest.mark.parametrize("waits", [0.0, 20.0], ids=["at once", "waiting"])
 async def test_deleted_streams_are_made_anew(here, waits):
-    async with here.box(timeout=1.0) as box:
+    async with here.box(timeout=3.0) as box:
         await delete(box)
         await box.send("x")
         message = None
@@ -125,7 +125,7 @@ async def test_a_batch_into_deleted_streams_is_stored(here):
 
 async def test_a_waiting_receiver_has_what_comes_after_a_deletion(here):
     got = []
-    async with here.box(timeout=1.0) as box, here.box() as sender:
+    async with here.box(timeout=3.0) as box, here.box() as sender:
 
         async def wait():
             while not got:

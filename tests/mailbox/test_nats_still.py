@@ -17,6 +17,7 @@ from mainspring.mailbox.nats import NatsMailbox
 from mainspring.mailbox.nats_wire import Wire
 from nats_support import ON_ASYNCIO, place, several
 from servers import NatsServer
+from stopwatch import Stopwatch
 
 pytestmark = [
     pytest.mark.anyio,
@@ -114,7 +115,7 @@ async def test_what_waited_on_a_lost_connection_is_not_waited_for_on_the_next(an
                     tasks.start_soon(box.receive)
             assert len(box._wire.idle) >= 10
             await anyio.to_thread.run_sync(server.stop, signal.SIGKILL)
-            with anyio.fail_after(10):
+            with anyio.fail_after(20):
                 while box._wire.idle:
                     await anyio.sleep(0.01)
             client = box._wire.driver
@@ -129,7 +130,7 @@ async def test_one_who_tries_again_and_again_lets_others_run_those_who_reconnect
             await box.send_many(range(8))
             held = await several(box, 8, lease=600)
             await anyio.to_thread.run_sync(server.stop, signal.SIGKILL)
-            with anyio.fail_after(10):
+            with anyio.fail_after(20):
                 while box._wire.driver.is_connected:
                     await anyio.sleep(0.01)
             turns = 0
@@ -195,7 +196,7 @@ GOOD = (HELLO, b"PONG\r\n", False)
 async def playing(actor):
     server = await asyncio.start_server(actor.serve, "127.0.0.1", 0)
     actor.url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    wire = Wire([actor.url], {}, 2.0, "mailbox 'jobs'")
+    wire = Wire([actor.url], {}, 20.0, "mailbox 'jobs'")
     try:
         await wire.open()
         async with anyio.create_task_group() as tasks:
@@ -209,7 +210,7 @@ async def playing(actor):
 
 
 async def until_it_answers(wire):
-    with anyio.fail_after(10):
+    with anyio.fail_after(20):
         while True:
             with suppress(MailboxError):
                 return await wire.ask("echo")
@@ -233,10 +234,9 @@ async def until_it_answers(wire):
 async def test_the_call_that_is_out_is_told_why_and_the_connection_made_anew(says, why, anyio_backend):
     actor = Actor(says=says)
     async with playing(actor) as wire:
-        began = anyio.current_time()
-        with pytest.raises(MailboxConnectionError, match=f"(?i)lost: .*{why}"):
+        with Stopwatch() as watch, pytest.raises(MailboxConnectionError, match=f"(?i)lost: .*{why}"):
             await wire.ask("x")
-        assert anyio.current_time() - began < 1.5
+        assert watch.seconds < 1.5
         assert (await until_it_answers(wire)).data == b"hi"
         assert actor.connected == 2
 
@@ -269,8 +269,9 @@ async def test_who_may_not_hear_the_answers_is_told_so_whenever_the_server_says_
     async with playing(actor) as wire:
         actor.says = b"-ERR 'Permissions Violation for Subscription to \"%b*\"'\r\n" % wire._inbox.encode()
         for subject in ("x", "y"):
-            with anyio.fail_after(1), pytest.raises(ConfigError, match=r"lets this user not use '.+\*'; grant"):
+            with Stopwatch() as watch, pytest.raises(ConfigError, match=r"lets this user not use '.+\*'; grant"):
                 await wire.ask(subject)
+            assert watch.seconds < 1
         wire.client._abort()
         assert (await until_it_answers(wire)).data == b"hi"
 

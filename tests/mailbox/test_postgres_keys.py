@@ -12,6 +12,7 @@ from mainspring import MailboxConnectionError
 from mainspring.errors import MailboxError
 from mainspring.mailbox.message import Envelope
 from mainspring.mailbox.postgres_values import stored_key
+from stopwatch import Stopwatch
 
 pytestmark = pytest.mark.anyio
 
@@ -51,23 +52,26 @@ async def test_a_key_that_is_held_up_delays_and_fails_only_its_own_sends(place, 
         took, failed = {}, []
 
         async def send(key, count):
-            began = anyio.current_time()
+            began = watch.seconds
             try:
                 for _ in range(count):
                     await mailbox.send("y", dedup_key=key)
             except MailboxConnectionError as error:
                 failed.append(str(error))
-            took[key] = anyio.current_time() - began
+            took[key] = watch.seconds - began
 
-        async with anyio.create_task_group() as tasks:
-            for key in ("a", "k", "b", "k"):
-                tasks.start_soon(send, key, 1)
-            await anyio.sleep(0.1)
-            tasks.start_soon(send, "c", 10)
+        began = anyio.current_time()
+        with Stopwatch() as watch:
+            async with anyio.create_task_group() as tasks:
+                for key in ("a", "k", "b", "k"):
+                    tasks.start_soon(send, key, 1)
+                await anyio.sleep(0.1)
+                tasks.start_soon(send, "c", 10)
         assert len(failed) == 2
         assert "same dedup_key ('k') has not ended within 2 s; nothing was sent" in failed[0]
-        assert max(took.pop(key) for key in "abc") < took["k"]
-        assert 1.9 < took.pop("k") < 4
+        assert anyio.current_time() - began > 1.9
+        assert max(took.pop(key) for key in "abc") < 1.5
+        assert took.pop("k") < 4
         ids = []
 
         async def send_again():
@@ -102,7 +106,7 @@ async def test_keys_that_hold_each_other_up_are_sent(place):
 
 async def test_a_put_of_several_keys_is_stored_whole_or_not_at_all(place):
     # The first makes the schema, in its own time.
-    async with place.mailbox(), place.mailbox(timeout=0.5) as mailbox, await place.connect() as connection:
+    async with place.mailbox(), place.mailbox(timeout=3) as mailbox, await place.connect() as connection:
         await mailbox.send("x", dedup_key="k", connection=connection)
         pair = [Envelope("one", b"1", dedup_key="j"), Envelope("two", b"2", dedup_key="k")]
         with pytest.raises(MailboxConnectionError, match="'j', 'k'"):
@@ -134,7 +138,7 @@ async def test_a_refusal_whose_end_comes_late_is_told_as_what_it_is(place, monke
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(send_again)
-            with anyio.fail_after(10):
+            with anyio.fail_after(60):
                 while not late:
                     await anyio.sleep(0.01)
             await connection.commit()
@@ -207,7 +211,7 @@ async def test_a_replay_takes_its_key_back_from_one_that_has_expired(place):
         assert await mailbox.send("z", dedup_key="k") == first
 
 
-@pytest.mark.parametrize(("timeout", "own"), [(0.5, "0"), (30, "300ms"), (0.5, "20s")])
+@pytest.mark.parametrize(("timeout", "own"), [(3, "0"), (30, "300ms"), (3, "20s")])
 @pytest.mark.parametrize("threads", [False, True])
 async def test_a_key_that_is_held_up_fails_in_time_in_a_transaction_too_which_goes_on(place, timeout, own, threads):
     def by_thread():
@@ -220,9 +224,10 @@ async def test_a_key_that_is_held_up_fails_in_time_in_a_transaction_too_which_go
             return connection.execute("SHOW lock_timeout").fetchone()[0]
 
     says = rf"same dedup_key \('k'\) has not ended within {timeout:g} s, or .*lock_timeout; nothing was sent"
-    async with place.mailbox(timeout=timeout) as mailbox, await place.connect() as holder:
+    # The first makes the schema, in its own time.
+    async with place.mailbox(), place.mailbox(timeout=timeout) as mailbox, await place.connect() as holder:
         await mailbox.send("x", dedup_key="k", connection=holder)
-        with anyio.fail_after(5):
+        with Stopwatch() as watch:
             if threads:
                 assert await anyio.to_thread.run_sync(by_thread, abandon_on_cancel=True) == own
             else:
@@ -233,6 +238,7 @@ async def test_a_key_that_is_held_up_fails_in_time_in_a_transaction_too_which_go
                         await mailbox.send("y", dedup_key="k", connection=connection)
                     await mailbox.send("after", dedup_key="j", connection=connection)
                     assert (await (await connection.execute("SHOW lock_timeout")).fetchone())[0] == own
+        assert watch.seconds < 10
         await holder.rollback()
         assert [message.body for message in await mailbox.receive(max_messages=9)] == ["before", "after"]
 

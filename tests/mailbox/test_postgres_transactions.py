@@ -28,6 +28,7 @@ from mainspring import (
 from mainspring.errors import ConfigError, ReceiptHandleExpiredError
 from mainspring.mailbox import postgres_hub, postgres_lanes
 from postgres_support import gate
+from stopwatch import Stopwatch
 
 pytestmark = pytest.mark.anyio
 
@@ -424,20 +425,22 @@ async def test_in_a_loop_effects_happen_once_however_often_it_is_tried(place, ma
     ],
 )
 async def test_what_the_mailbox_does_in_a_transaction_has_an_end(place, mailbox, standstill, says):
-    async with gate(place.url) as (url, way), place.mailbox(url=url, timeout=0.5, listen=False) as through:
+    async with gate(place.url) as (url, way), place.mailbox(url=url, timeout=3, listen=False) as through:
         await mailbox.send("x")
         (message,) = await through.receive()
         if standstill == "before":
             way.freeze()
-        began = anyio.current_time()
-        with pytest.raises(LookupError if says is None else MailboxConnectionError, match=says):  # noqa: PT012
+        with (  # noqa: PT012
+            Stopwatch() as watch,
+            pytest.raises(LookupError if says is None else MailboxConnectionError, match=says),
+        ):
             async with through.transaction(message) as connection:
                 if standstill == "settled":
                     await message.acknowledge()
                 way.freeze()
                 if says is None:
                     raise LookupError
-        assert anyio.current_time() - began < 2
+        assert watch.seconds < 9
         assert standstill == "before" or connection.closed
         assert not message.is_settled
 
@@ -507,10 +510,10 @@ async def test_a_cancelled_send_within_a_capacity_ends_at_once(place):
     async with gate(place.url) as (url, way), place.mailbox(url=url, listen=False, capacity=2, timeout=5) as through:
         await through.send("x")
         way.freeze()
-        with anyio.move_on_after(0.2) as scope:
+        with Stopwatch() as watch, anyio.move_on_after(0.2) as scope:
             await through.send("never")
         assert scope.cancelled_caught
-        assert anyio.current_time() - scope.deadline < 1
+        assert watch.seconds < 1
         await through.send("y")
         assert [message.body for message in await through.receive(max_messages=9)] == ["x", "y"]
 
@@ -518,21 +521,21 @@ async def test_a_cancelled_send_within_a_capacity_ends_at_once(place):
 async def test_a_cancelled_send_within_a_capacity_leaves_nothing_behind(place):
     async with place.mailbox(capacity=1, timeout=5) as mailbox, await place.connect() as connection:
         await connection.execute(f"SELECT {place.schema}.room({mailbox._number})")
-        with anyio.move_on_after(0.2) as scope:
+        with Stopwatch() as watch, anyio.move_on_after(0.2) as scope:
             await mailbox.send("never")
         assert scope.cancelled_caught
-        assert anyio.current_time() - scope.deadline < 1
+        assert watch.seconds < 1
         await connection.rollback()
         await mailbox.send("x")
         assert [message.body for message in await mailbox.receive(max_messages=9)] == ["x"]
 
 
 async def test_what_the_handler_does_in_a_transaction_may_last(place):
-    async with place.mailbox(), place.mailbox(timeout=0.3) as mailbox:  # the first makes the schema, in its own time
+    async with place.mailbox(), place.mailbox(timeout=2) as mailbox:  # the first makes the schema, in its own time
         await mailbox.send("x")
         (message,) = await mailbox.receive()
         async with mailbox.transaction(message) as connection:
-            await connection.execute("SELECT pg_sleep(1)")
+            await connection.execute("SELECT pg_sleep(3)")
         assert (await mailbox.counts()).settled == 1
 
 
@@ -547,14 +550,14 @@ async def test_a_transaction_that_was_given_up_holds_up_nobody_else(place, mailb
         ends = []
 
         async def end(name, settle):
-            began = anyio.current_time()
             with suppress(MailboxConnectionError):
                 await settle()
-                ends.append((name, anyio.current_time() - began < 1.5))
+                ends.append((name, watch.seconds < 1.5))
 
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(end, "its row is still locked", message.nack)
-            tasks.start_soon(end, "other", other.acknowledge)
+        with Stopwatch() as watch:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(end, "its row is still locked", message.nack)
+                tasks.start_soon(end, "other", other.acknowledge)
         assert ends == [("other", True)]
 
 
@@ -628,9 +631,9 @@ async def test_a_joint_acknowledgement_in_which_some_wait_ends_in_the_time_of_on
         for message in messages:
             mailbox._transactions.doubt(message.receipt_handle)
         await other.execute(f"LOCK TABLE {place.schema}.messages")
-        began = anyio.current_time()
-        assert len(await mailbox.acknowledge_many(messages)) == 6
-        assert anyio.current_time() - began < 3 * timeout
+        with Stopwatch() as watch:
+            assert len(await mailbox.acknowledge_many(messages)) == 6
+        assert watch.seconds < 3 * timeout
         await other.rollback()
 
 

@@ -18,6 +18,7 @@ from mainspring.mailbox import redis_receive
 from mainspring.mailbox.message import Counts, Envelope
 from mainspring.mailbox.redis import RedisMailbox
 from redis_support import place
+from stopwatch import Stopwatch
 
 pytestmark = pytest.mark.anyio
 
@@ -164,8 +165,12 @@ async def test_an_earlier_due_time_reaches_those_that_wait(here, never_by_itself
             async with anyio.create_task_group() as group:
                 await park(group, waiting, got)
                 began = anyio.current_time()
-                await sender.send("later", delay=0.3)
-        assert 0.29 <= anyio.current_time() - began < 2
+                with Stopwatch() as watch:
+                    await sender.send("later", delay=0.3)
+                    while not got:
+                        await anyio.sleep(0.01)
+        assert anyio.current_time() - began >= 0.29
+        assert watch.seconds < 2
         assert got[0][1][0].body == "later"
         await held.acknowledge()
 
@@ -213,10 +218,10 @@ async def test_a_killed_process_gives_its_message_back_in_time(here, never_by_it
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             assert await anyio.to_thread.run_sync(process.stdout.readline) == b"got\n"
-            began = anyio.current_time()
             os.kill(process.pid, signal.SIGKILL)
-        (message,) = await mailbox.receive(wait_time_seconds=30)
-        assert anyio.current_time() - began <= 2.0
+        with Stopwatch() as watch:
+            (message,) = await mailbox.receive(wait_time_seconds=30)
+        assert watch.seconds <= 2.0
         assert (datetime.now(UTC) - message.first_received_at).total_seconds() >= 1.0
         assert (message.delivery_count, message.attempt) == (2, 2)
 
@@ -440,7 +445,7 @@ async def test_the_listener_follows_the_calls_to_another_server(here, never_by_i
 
         mailbox._directory.connect = counted
         mailbox._link.on_connect(("elsewhere", 6379))
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             while not (connections and mailbox._receiving.listener.live):
                 await anyio.sleep(0.005)
             async with anyio.create_task_group() as group:

@@ -24,6 +24,7 @@ from mainspring.mailbox.redis_url import parse_server
 from mainspring.mailbox.redis_wire import ServerError
 from redis_support import place, used_memory
 from servers import RedisServer
+from stopwatch import Stopwatch
 from support import outcomes
 
 pytestmark = pytest.mark.anyio
@@ -119,7 +120,7 @@ async def test_a_call_that_fails_is_nothing_to_those_of_the_call_before(here, mo
 
 async def test_senders_of_one_batch_hear_only_of_their_own_messages(own, anyio_backend):
     """Together they are more than one call takes: the second has no memory left, and the first ones are stored."""
-    async with own.mailbox() as mailbox:
+    async with own.mailbox(timeout=60) as mailbox:
         own.call("CONFIG", "SET", "maxmemory", used_memory(own) + 10_000_000)
         many = ["x" * 200] * 26_000
         found = await outcomes(lambda: mailbox.send_many(many), lambda: mailbox.send_many(many))
@@ -297,7 +298,7 @@ async def test_requests_work_again_after_the_server_lost_everything(here, monkey
         box = f"{mailbox._routers[0]._requester._box.name}"
         here.clean(box)
         here.clean()
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             while not here.found(box):
                 await anyio.sleep(0.01)
         assert await mailbox.request(2, timeout=10) == 4
@@ -366,13 +367,13 @@ def reply(name: str) -> Envelope:
 async def test_a_node_that_does_not_answer_holds_up_no_reply_to_another(monkeypatch, anyio_backend):
     nodes = Nodes(monkeypatch)
     beside = nodes.beside(0.2)
-    began = anyio.current_time()
-    found = await outcomes(
-        *[lambda: beside.send(reply("dead"), "m")] * 5,
-        lambda: beside.send(reply("dead too"), "m"),
-        *[lambda: beside.send(reply("living"), "m")] * 2,
-    )
-    assert anyio.current_time() - began < 1.0, "they waited for one another"
+    with Stopwatch() as watch:
+        found = await outcomes(
+            *[lambda: beside.send(reply("dead"), "m")] * 5,
+            lambda: beside.send(reply("dead too"), "m"),
+            *[lambda: beside.send(reply("living"), "m")] * 2,
+        )
+    assert watch.seconds < 1.0, "they waited for one another"
     assert all(isinstance(error, MailboxConnectionError) for error in found[:6])
     assert found[6:] == [None, None]
     assert len(nodes.sent) == 2
