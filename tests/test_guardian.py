@@ -32,7 +32,7 @@ pytestmark = pytest.mark.anyio
 
 # The block watch itself
 async def until(condition):
-    with anyio.fail_after(20):
+    with anyio.fail_after(60):
         while not condition():
             await anyio.sleep(0.01)
 

@@ -49,7 +49,7 @@ class Gate:
         return value
 
     async def is_entered(self):
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             while not self.entered.is_set():
                 await anyio.sleep(0.001)
 
@@ -63,7 +63,7 @@ def gate():
 
 async def make_late(pool, fn, *args):
     """A call that was begun when its caller went on. One that has not begun by its timeout never is: then another try."""
-    with anyio.fail_after(30):
+    with anyio.fail_after(60):
         while not pool.late:
             with pytest.raises(OffloadTimeoutError):
                 await pool.run(fn, *args, timeout=0.05)

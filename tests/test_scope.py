@@ -65,7 +65,7 @@ async def test_a_task_without_a_stop_is_cancelled_and_that_is_a_clean_end():
         finally:
             ended.append(True)
 
-    with anyio.fail_after(5):
+    with anyio.fail_after(20):
         async with DaemonScope() as scope:
             scope.start_soon(daemon)
             await anyio.wait_all_tasks_blocked()
@@ -292,7 +292,7 @@ async def test_a_cancelled_scope_cancels_every_task():
 
 async def test_a_stop_that_is_cut_short_by_a_cancellation_leaves_nothing_behind():
     daemon = Polite(1_000)
-    with anyio.fail_after(5), anyio.CancelScope() as outer:
+    with anyio.fail_after(20), anyio.CancelScope() as outer:
         async with DaemonScope(timeout=1_000) as scope:
             scope.start_soon(daemon.run, stop=daemon.stop)
             await anyio.wait_all_tasks_blocked()

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def until(condition):
-    with anyio.fail_after(5):
+    with anyio.fail_after(60):
         while not condition():
             await anyio.sleep(0.001)
 

@@ -25,7 +25,7 @@ def raise_signal(signum=USR1):
 
 
 async def until(condition):
-    with anyio.fail_after(5):
+    with anyio.fail_after(60):
         while not condition():
             await anyio.sleep(0.001)
 
@@ -204,7 +204,7 @@ import anyio
 
 async def main():
     async with ShutdownCoordinator((signal.SIGTERM, signal.SIGINT), on_repeat=lambda *t: print("repeat", flush=True)) as c:
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             while not c.triggered:
                 await anyio.sleep(0.001)
         print(c.reason, flush=True)

@@ -207,7 +207,7 @@ async def test_messages_of_one_sender_are_served_in_their_order():
             actor.tell(first := HealthCheckRequest())
             actor.tell(ResumeRequest())
             actor.tell(second := HealthCheckRequest())
-            paused += [(await first.ticket.wait(5)).paused, (await second.ticket.wait(5)).paused]
+            paused += [(await first.ticket.wait(60)).paused, (await second.ticket.wait(60)).paused]
         assert paused == [True, False] * 10
 
 
@@ -304,7 +304,7 @@ async def test_a_drain_lets_work_finish_however_long_it_takes(virtual_clock):
         assert (await actor.ask(HealthCheckRequest())).reason == "stopping"
         assert not drain.ticket.is_ready
         work.go.set()
-        assert await drain.ticket.wait(5) is True
+        assert await drain.ticket.wait(60) is True
     assert work.done == [1]
     assert (await mailbox.counts()).pending == 1
 

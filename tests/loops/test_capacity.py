@@ -164,7 +164,7 @@ async def test_a_loop_that_is_stopped_just_when_it_is_let_look_passes_it_on():
             await capacity.receive(1, 0, poll, lambda messages: got.append(name))
 
     scopes = {name: anyio.CancelScope() for name in "abc"}
-    with anyio.fail_after(5):
+    with anyio.fail_after(10):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(take, "a", scopes["a"])
             await anyio.wait_all_tasks_blocked()

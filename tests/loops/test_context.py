@@ -214,7 +214,7 @@ async def test_progress_is_a_point_where_cancellation_comes():
 
     mailbox = InMemoryMailbox()
     loop = MainLoop(mailbox, handle)
-    with anyio.fail_after(5):
+    with anyio.fail_after(10):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(loop.run)
             await mailbox.send(1)
@@ -361,7 +361,7 @@ async def test_a_beat_from_the_thread_counts_from_when_it_is_looked_at():
     loop = MainLoop(mailbox, handle)
     async with background(loop):
         await mailbox.send(1)
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             while not loop.runs or loop.runs[0].beat_age() < 0.1:
                 await anyio.sleep(0.01)
             aged.set()

@@ -182,7 +182,7 @@ async def test_one_that_was_replayed_while_in_hand_and_died_again_comes_again(st
             looks = watched(loop.mailbox)
             await until(lambda: len(looks) >= 2)  # it has been found while the first one was in hand
             go_on.set()
-            with anyio.fail_after(10):
+            with anyio.fail_after(60):
                 while (await other.counts()).dead:
                     await anyio.sleep(0.01)
         assert seen == ["no job", "once more"]
@@ -205,7 +205,7 @@ async def test_one_that_somebody_else_purges_meanwhile_is_no_trouble(store):
             assert await mailbox.purge_dead_letters() == 2
             go_on.set()
             await until(lambda: loop.outcomes["acknowledged"] == 1)
-            with anyio.fail_after(10):
+            with anyio.fail_after(60):
                 while (await loop.mailbox.counts()).in_flight or (await loop.mailbox._tickets.counts()).waiting:
                     await anyio.sleep(0.001)
         assert (await mailbox.counts()).waiting == 0

@@ -116,7 +116,7 @@ async def test_a_lost_lease_kills_and_settles_nothing(tmp_path):
         pid = await in_hand(path)
         await box.cancel(message)
         await ended(pid)
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             while not loop.outcomes:
                 await anyio.sleep(0.005)
         assert loop.outcomes == {"cancelled": 1}
@@ -166,7 +166,7 @@ async def test_a_shutdown_does_not_wait_for_a_process_that_is_still_starting(hel
 
 async def waits(run):
     """Wait until the event loop has heard that a worker is being started."""
-    with anyio.fail_after(30):
+    with anyio.fail_after(60):
         while not run.waits:
             await anyio.sleep(0.005)
 
@@ -180,7 +180,7 @@ async def test_who_stalls_while_its_process_is_still_starting_goes_back_uncharge
         (run,) = loop.runs
         await waits(run)
         run.stall(HandlerStalledError("no beat"))
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             while loop.outcomes != {"released": 1}:
                 await anyio.sleep(0.005)
         held_start.let_go()
@@ -265,11 +265,11 @@ async def test_a_handler_cancelled_while_it_waits_for_a_worker_never_begins():
         await box.send_many([1, 2])
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(loop.run)
-            with anyio.fail_after(30):
+            with anyio.fail_after(60):
                 while not pool.queued:
                     await anyio.sleep(0.001)
             tasks.start_soon(lambda: loop.shutdown(timeout=0.01))
-            with anyio.fail_after(30):
+            with anyio.fail_after(60):
                 while loop.outcomes != {"released": 1}:
                     await anyio.sleep(0.001)
             release.set()

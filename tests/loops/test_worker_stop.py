@@ -34,7 +34,7 @@ async def test_a_shutdown_in_the_same_tick_as_the_start_is_remembered():
     mailbox = FaultyMailbox()
     await mailbox.send(1)
     loop = MainLoop(mailbox, quick, wait_time_seconds=600)
-    with anyio.fail_after(5):
+    with anyio.fail_after(10):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(loop.run)
             assert await loop.shutdown()
@@ -45,7 +45,7 @@ async def test_a_shutdown_in_the_first_tick_of_the_run_hands_the_messages_back()
     mailbox = InMemoryMailbox()
     await mailbox.send_many(range(10))
     loop = MainLoop(mailbox, quick, wait_time_seconds=600, concurrency=10)
-    with anyio.fail_after(5):
+    with anyio.fail_after(10):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(loop.run)
             await anyio.lowlevel.checkpoint()
@@ -239,7 +239,7 @@ async def test_a_shutdown_from_inside_a_handler_only_asks():
     mailbox = InMemoryMailbox()
     await mailbox.send_many([1, 2])
     loop = MainLoop(mailbox, handle)
-    with anyio.fail_after(5):
+    with anyio.fail_after(10):
         await loop.run()
     assert order == ["asked", "finished"]
     assert (await mailbox.counts()).pending == 1
@@ -252,7 +252,7 @@ async def test_a_shutdown_from_a_handlers_thread_only_asks():
     mailbox = InMemoryMailbox()
     await mailbox.send(1)
     loop = MainLoop(mailbox, handle)
-    with anyio.fail_after(5):
+    with anyio.fail_after(10):
         await loop.run()
     assert loop.outcomes == {"acknowledged": 1}
 
@@ -265,7 +265,7 @@ async def test_a_shutdown_from_a_task_of_the_handler_only_asks():
     mailbox = InMemoryMailbox()
     await mailbox.send(1)
     loop = MainLoop(mailbox, handle)
-    with anyio.fail_after(5):
+    with anyio.fail_after(10):
         await loop.run()
     assert loop.outcomes == {"acknowledged": 1}
 

@@ -32,7 +32,7 @@ async def ends(anyio_backend):
 
         group.start_soon(serve)
         stream = DirectStream(await anyio.connect_tcp("127.0.0.1", port))
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             while not other:
                 await anyio.sleep(0.001)
             yield stream, other[0]

@@ -26,7 +26,7 @@ def group_on(mailbox, name, done):
 
 
 async def until(holds):
-    with anyio.fail_after(30):
+    with anyio.fail_after(60):
         while not holds():
             await anyio.sleep(0.001)
 

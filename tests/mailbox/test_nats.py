@@ -245,7 +245,7 @@ async def test_a_delay_that_a_crash_left_in_both_places_is_one_message(here):
         await box._store.moved()
         again = await one(box, wait=5.0)
         assert (again.id, again.delivery_count) == (held.id, 2)
-        with anyio.fail_after(10):
+        with anyio.fail_after(20):
             while await box.counts() != Counts(in_flight=1):
                 await anyio.sleep(0.05)
         await again.acknowledge()
@@ -263,7 +263,7 @@ async def test_a_delayed_message_replaces_the_older_one_that_nobody_removed(here
         again = await one(box, wait=10.0)
         assert (again.id, again.attempt) == (sent, 2)
         await again.acknowledge()
-        with anyio.fail_after(10):
+        with anyio.fail_after(20):
             while await box.counts() != Counts(settled=1):
                 await anyio.sleep(0.05)
 
@@ -340,7 +340,7 @@ async def test_a_due_message_whose_key_another_has_by_now_is_not_lost(here):
         await box.send("now", dedup_key="k")
         late = Record.of(Envelope("late", b'"late"', delay=0.01, dedup_key="k"), 1.0)
         await box._store.add(Add(box._names.to_delayed + late.token, late.encode()))
-        with anyio.fail_after(10):
+        with anyio.fail_after(20):
             while (await box.counts()).pending != 2:
                 await anyio.sleep(0.02)
         assert sorted(message.body for message in await box.receive(max_messages=5)) == ["late", "now"]
@@ -414,7 +414,7 @@ async def test_a_connection_that_the_driver_gives_up_is_made_anew(here):
         heard = []
         box._announce_cancelled = heard.append
         await box._wire.client.close()
-        with anyio.fail_after(10):
+        with anyio.fail_after(20):
             while True:
                 try:
                     await box.send("after")
@@ -425,7 +425,7 @@ async def test_a_connection_that_the_driver_gives_up_is_made_anew(here):
         message = await one(box, wait=5.0)
         assert message.body == "after"
         assert await box.cancel(message.id) == "cancelled"
-        with anyio.fail_after(10):
+        with anyio.fail_after(20):
             while not heard:
                 await anyio.sleep(0.01)
         assert heard[0] == [message.id]

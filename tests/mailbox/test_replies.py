@@ -161,7 +161,7 @@ async def test_only_so_many_mailboxes_are_kept_open_for_replies_those_used_last(
     monkeypatch.setattr(replies_module, "MOST", 2)
 
     async def are_open(*names: str) -> None:
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             while {each.name for each in opened if each.state is MailboxState.OPEN} != set(names):
                 await anyio.sleep(0.01)
 

@@ -311,7 +311,7 @@ async def test_nothing_is_left_when_the_last_mailbox_is_closed(path, anyio_backe
                 await b.receive(wait_time_seconds=30)
             assert any("mainspring sqlite" in thread.name for thread in threading.enumerate())
         await works(a)
-    with anyio.fail_after(10):
+    with anyio.fail_after(60):
         while any("mainspring sqlite" in thread.name for thread in threading.enumerate()):
             await anyio.sleep(0.001)  # the writer thread told us, and is on its last line
     assert os.listdir(path + "-wake") == []

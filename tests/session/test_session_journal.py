@@ -298,7 +298,7 @@ async def test_a_journal_that_hangs_fails_what_waits_for_it_and_is_used_no_more(
                 assert (session.state.total, session.seq) == (1, 1)
         finally:
             go_on.set()
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             while len(journal.writes) < 2 or session._writer.calls.is_busy:  # it lands, late
                 await anyio.sleep(0.001)
         with pytest.raises(JournalError, match="open the session anew"):
@@ -322,7 +322,7 @@ async def test_a_journal_that_still_hangs_at_the_end_is_not_closed_beside_its_wr
                 pass
     finally:
         go_on.set()
-    with anyio.fail_after(30):
+    with anyio.fail_after(60):
         while journal.is_open:  # the write lets go of it when it ends
             await anyio.sleep(0.001)
         while session._writer.calls.is_busy:

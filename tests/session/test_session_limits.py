@@ -57,7 +57,7 @@ def going_on(journal):
 
 
 async def until(condition):
-    with anyio.fail_after(30):
+    with anyio.fail_after(60):
         while not condition():
             await anyio.sleep(0.001)
 
