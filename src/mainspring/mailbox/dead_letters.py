@@ -59,7 +59,8 @@ class DeadLetterCalls(Bodies):
         """Send dead letters (None: all) to the tail of the queue again, with fresh counts; how many that were.
 
         Raises :class:`MailboxFullError`, and sends none, where there is no room for all of them. A dead letter has its
-        ``dedup_key`` again, unless another unfinished message has it by now; its history begins anew.
+        ``dedup_key`` again, unless another unfinished message has it by now; its history begins anew. Of all, a store on a
+        server sends some at a time: where it raises then, some may have been sent, and another call sends the rest.
         """
         self._check_open()
         return await self._replay(_ids(message_ids))

@@ -16,7 +16,7 @@ from mainspring.mailbox import postgres_values as values
 from mainspring.mailbox.base import Mailbox
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.hooks import TRANSIENT, Capabilities
-from mainspring.mailbox.limits import check_column, full, size_of
+from mainspring.mailbox.limits import check_column, size_of
 from mainspring.mailbox.message import ACK, Ack, Cancelled, CancelOutcome, Dead, Return
 from mainspring.mailbox.open import reads_query
 from mainspring.mailbox.postgres_address import (
@@ -30,9 +30,10 @@ from mainspring.mailbox.postgres_address import (
     local_name,
     options_of,
 )
-from mainspring.mailbox.postgres_arrays import Shorts, numbers, texts
+from mainspring.mailbox.postgres_arrays import Shorts, numbers
 from mainspring.mailbox.postgres_calls import NoSuchTargetError
 from mainspring.mailbox.postgres_connection import Pool
+from mainspring.mailbox.postgres_dead import DeadLetters, known
 from mainspring.mailbox.postgres_hub import Hub
 from mainspring.mailbox.postgres_joining import driver_connection, is_async, put_by_thread, put_into, steps_into
 from mainspring.mailbox.postgres_lanes import Lanes
@@ -167,6 +168,7 @@ class PostgresMailbox(Mailbox[T, R]):
         self._ranks = {0}  # it may have been dropped since it was open last
         self._lanes = Lanes(hub, self._number, f"mailbox {self.name!r}", self._announce_cancelled)
         self._lanes.start(scope)
+        self._letters = DeadLetters(hub, self._number, self._capacity)
 
     async def _exists(self) -> bool:
         return await schemas.has_mailbox(Pool(self._conninfo, self._settings["timeout"]), self._schema, self.name)
@@ -357,29 +359,19 @@ class PostgresMailbox(Mailbox[T, R]):
         return int(await self._here.value("purge", self._number))
 
     async def _dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
-        behind = None if after is None else _known([after])[0]
-        rows = await self._here.rows("dead_letters", self._number, min(limit, 2**31 - 1), behind, None)
-        return [values.dead_row(row) for row in rows]
+        return await self._letters.page(limit, after)
 
     async def _find_dead(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
-        named = texts(_known(message_ids))
-        rows = await self._here.rows("dead_letters", self._number, len(message_ids), None, named)
-        return [values.dead_row(row) for row in rows]
+        return await self._letters.find(message_ids)
 
     async def _replay(self, message_ids: list[str] | None) -> int:
-        named = None if message_ids is None else texts(_known(message_ids))
-        number, waiting = (await self._here.rows("replay", self._number, named, self._capacity))[0]
-        if waiting is not None and self._capacity is not None:
-            raise full(waiting, self._capacity, number)
-        self._here.wake(self._number, number)
-        return int(number)
+        return await self._letters.replay(message_ids)
 
     async def _discard_dead(self, message_ids: list[str] | None) -> int:
-        named = None if message_ids is None else texts(_known(message_ids))
-        return int(await self._here.value("forget", self._number, named))
+        return await self._letters.discard(message_ids)
 
     async def _cancel(self, message_id: str) -> Cancelled:
-        outcome, reply_to, headers = (await self._here.rows("cancel", self._number, _known([message_id])[0]))[0]
+        outcome, reply_to, headers = (await self._here.rows("cancel", self._number, known([message_id])[0]))[0]
         if outcome == CancelOutcome.CANCELLED:
             self._here.announce(self._number, [message_id])
         return Cancelled(CancelOutcome(outcome), reply_to, headers_of(headers or "{}") or {})
@@ -390,8 +382,3 @@ def _lease(delivery: Delivery) -> int:
     if lease is None:
         raise values.expired(delivery)
     return lease
-
-
-def _known(message_ids: list[str]) -> list[str]:
-    """Ids as the server takes them: what is no text is the id of nothing."""
-    return [message_id if is_text(message_id) else "" for message_id in message_ids]

@@ -121,9 +121,7 @@ class Hub:
             found = int(await self.value("mailbox", name))
             self.remember(name, found)
             return found
-        rows: list[tuple[Any, ...]] = []
-        statement = f"SELECT id FROM {self.schema}.mailboxes WHERE name = $1"  # noqa: S608 - a checked name
-        await self.pool.run([Call(statement, (name,), rows.extend)], turn=self._lone)
+        rows = await self.ask(f"SELECT id FROM {self.schema}.mailboxes WHERE name = $1", name)  # noqa: S608 - a checked name
         return rows[0][0] if rows else None  # one that somebody else may drop is not remembered
 
     def remember(self, name: str, number: int) -> None:
@@ -140,15 +138,16 @@ class Hub:
 
     async def rows(self, function: str, *values: Any) -> list[tuple[Any, ...]]:
         """The rows of a lone call of a function of the schema."""
-        rows: list[tuple[Any, ...]] = []
         marks = ", ".join(f"${number}" for number in range(1, len(values) + 1))
         try:
-            await self.pool.run(
-                [Call(f"SELECT * FROM {self.schema}.{function}({marks})", values, rows.extend)],  # noqa: S608
-                turn=self._lone,
-            )
+            return await self.ask(f"SELECT * FROM {self.schema}.{function}({marks})", *values)  # noqa: S608
         except psycopg.Error as error:
             raise MailboxError(f"PostgreSQL refused {function}: {one_line(error)}") from error
+
+    async def ask(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+        """The rows of a statement that travels alone."""
+        rows: list[tuple[Any, ...]] = []
+        await self.pool.run([Call(statement, values, rows.extend)], turn=self._lone)
         return rows
 
     async def value(self, function: str, *values: Any) -> Any:
