@@ -45,6 +45,15 @@ def test_bodies_from_arguments_and_their_ids(tmp_path: Path) -> None:
     assert ended.stdout.split() == [message.id for message in messages]
 
 
+def test_a_name_that_nobody_has_opened_is_told_of_as_it_may_be_mistyped(tmp_path: Path) -> None:
+    first, second = (run("send", URL, "1", cwd=tmp_path) for _ in range(2))
+    said = only_line(first.stderr)
+    assert said.startswith("mainspring: there was no mailbox sqlite:///")
+    assert said.endswith("?name=emails, and it was made; check the name, unless its workers are to come")
+    assert (first.returncode, second.returncode, second.stderr) == (0, 0, "")
+    assert bodies(tmp_path) == [1, 1]
+
+
 def test_json_output(tmp_path: Path) -> None:
     ended = run("send", URL, "1", "2", "--json", cwd=tmp_path)
     printed = json.loads(ended.stdout)
@@ -158,6 +167,9 @@ class Filling:
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
+
+    async def exists(self) -> bool:
+        return True
 
     async def __aenter__(self) -> Filling:
         return self

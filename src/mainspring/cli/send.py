@@ -198,12 +198,13 @@ async def _send(
         "reply_to": options.reply_to,
         "expires_in": options.expires_in,
     }
+    made, stopped = False, None
     try:
+        made = not await mailbox.exists()
         async with mailbox:
-            if options.dedup_key is not None:
-                (body,) = bodies
-                return [await mailbox.send(body, dedup_key=options.dedup_key, **common)], None
             remaining = iter(bodies)
+            if options.dedup_key is not None:
+                ids.append(await mailbox.send(next(remaining), dedup_key=options.dedup_key, **common))
             while chunk := list(islice(remaining, CHUNK)):
                 ids += await mailbox.send_many(chunk, **common)
     except ConfigError:
@@ -211,5 +212,7 @@ async def _send(
     except MainspringError as error:
         if not ids:
             raise
-        return ids, error
-    return ids, None
+        stopped = error
+    if made:  # no error, as the first sender may come before the first worker
+        say(f"there was no mailbox {mailbox.address}, and it was made; check the name, unless its workers are to come")
+    return ids, stopped
