@@ -277,7 +277,17 @@ async def test_streams_that_cannot_be_brought_up_are_named(here, monkeypatch):
                 pass
 
 
-async def test_the_largest_message_is_what_the_server_says_that_is_connected_now(tmp_path, anyio_backend):
+@pytest.mark.parametrize("late", [False, True])
+async def test_the_largest_message_is_what_the_server_says_that_is_connected_now(
+    tmp_path, anyio_backend, monkeypatch, late
+):
+    """Also where the driver, which connects and sends again before it says so, has yet to say so."""
+
+    async def not_yet(wire):
+        await anyio.sleep_forever()
+
+    if late:
+        monkeypatch.setattr(Wire, "_on_reconnected", not_yet)
     settings = tmp_path / "server.conf"
     settings.write_text("max_payload: 100000")
     with NatsServer("-c", str(settings)) as server:

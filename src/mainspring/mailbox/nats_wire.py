@@ -67,7 +67,7 @@ class Wire:
         self._client: StrictClient | None = None
         self._asked: dict[int, tuple[Any, float, str]] = {}
         self._deaf: NotAllowedError | None = None
-        self._count = 0
+        self._count = self._max_payload = 0
         self._looking: Any = None
         self._last_error = ""
         self._opening: anyio.CancelScope | None = None
@@ -75,13 +75,18 @@ class Wire:
         self.pullers: set[Puller] = set()
         self.idle: list[Puller] = []
         self._was_connected = False
-        self.max_payload = 0
-        """Bytes of the largest payload that the server takes, as it said when it was connected to last."""
         self.reconnected: Callable[[], object] = lambda: None
         self._heard: list[tuple[str, Callable[[Heard], object]]] = []
         self._quiet: anyio.Event | None = None
         self.epoch = 0
         """How often the connection was lost."""
+
+    @property
+    def max_payload(self) -> int:
+        """Bytes of the largest payload that the server takes, as it said when it was connected to last."""
+        if self._client is not None and self._client.is_connected:
+            self._max_payload = self._client.max_payload
+        return self._max_payload
 
     def __repr__(self) -> str:
         return f"<Wire {self._name!r} asked {len(self._asked)} pulls {len(self.pullers)}>"
@@ -90,9 +95,7 @@ class Wire:
 
     async def open(self) -> None:
         """Connect, within the timeout. Raises :class:`MailboxConnectionError`, at once where every server refuses, and
-
-        :class:`ConfigError` where each refuses the login, or the URL wants TLS and it has none.
-        """
+        :class:`ConfigError` where each refuses the login, or the URL wants TLS and it has none."""
         self.loop: Any = event_loop()
         self._now = loop_clock()
         self._closed = anyio.Event()
@@ -145,7 +148,6 @@ class Wire:
                 )
                 self._opening = None
                 self._was_connected = True
-                self.max_payload = client.max_payload
                 self._inbox = f"{client.new_inbox()}."
                 await client.hear(f"{self._inbox}*", self._on_answer)
                 for subject, hearer in self._heard:
@@ -223,8 +225,6 @@ class Wire:
         self._fail_all(self._lost())
 
     async def _on_reconnected(self) -> None:
-        if self._client is not None:
-            self.max_payload = self._client.max_payload
         self.reconnected()
 
     async def _on_closed(self) -> None:
