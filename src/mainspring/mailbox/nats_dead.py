@@ -50,8 +50,12 @@ class DeadLetters:
         if message_ids is None:
             return await store.purge(names.dead)
         found = await self._of(message_ids)
-        removed = await store.remove_all(names.dead, [stored.sequence for stored in found])
-        return sum(each is True for each in removed)
+        count = 0
+        for removed in await store.remove_all(names.dead, [stored.sequence for stored in found]):
+            if isinstance(removed, MailboxError):
+                raise removed
+            count += removed
+        return count
 
     async def _revive(self, stored: Stored) -> bool:
         """Add it to the queue, then remove it here; whether this call did. It is sent once, whoever else tries."""

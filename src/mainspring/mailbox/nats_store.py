@@ -37,7 +37,7 @@ _NOT_NOW = 10008
 _FULL = (10023, 10047, 10077, 10122)
 _Read = TypeVar("_Read")
 WINDOW = 2_000
-"""How many messages of one send may be out without an answer."""
+"""How many messages of one call may be out without an answer: each has to have it in time."""
 
 
 class Add(NamedTuple):
@@ -199,18 +199,22 @@ class Store:
         return read(await self.wire.ask(*ask))
 
     async def _call_all(self, read: Callable[[Heard], _Read], asks: Sequence[Ask]) -> list[_Read | MailboxError]:
-        results = [_each(read, answer) for answer in await self.wire.ask_all(asks)]
-        gone = [place for place, result in enumerate(results) if isinstance(result, GoneError)]
-        if gone:
-            try:
-                await self.mend(results[gone[0]])
-            except MailboxError as error:
-                for place in gone:
-                    results[place] = error
-            else:
-                again = await self.wire.ask_all([asks[place] for place in gone])
-                for place, answer in zip(gone, again, strict=True):
-                    results[place] = _each(read, answer)
+        results: list[_Read | MailboxError] = []
+        for start in range(0, len(asks), WINDOW):
+            some = asks[start : start + WINDOW]
+            found = [_each(read, answer) for answer in await self.wire.ask_all(some)]
+            gone = [place for place, result in enumerate(found) if isinstance(result, GoneError)]
+            if gone:
+                try:
+                    await self.mend(found[gone[0]])
+                except MailboxError as error:
+                    for place in gone:
+                        found[place] = error
+                else:
+                    again = await self.wire.ask_all([some[place] for place in gone])
+                    for place, answer in zip(gone, again, strict=True):
+                        found[place] = _each(read, answer)
+            results += found
         return results
 
     async def add(self, add: Add) -> Added:
@@ -223,11 +227,7 @@ class Store:
 
     async def add_all(self, adds: Sequence[Add]) -> list[Added | MailboxError]:
         """Add messages in one go; an error stands in the place of each that failed."""
-        results: list[Added | MailboxError] = []
-        for start in range(0, len(adds), WINDOW):
-            asks = [Ask(add.subject, add.payload, _headers(add)) for add in adds[start : start + WINDOW]]
-            results += await self._call_all(_added, asks)
-        return results
+        return await self._call_all(_added, [Ask(add.subject, add.payload, _headers(add)) for add in adds])
 
     async def put_over(self, add: Add, message_id: str) -> Added:
         """Add a message whose subject may hold a copy of it, and replace that: so that nobody takes it for his own.
