@@ -7,6 +7,7 @@ import os
 import signal
 from typing import Any
 
+import hypothesis
 import pytest
 
 from contract_summary import judged, pytest_terminal_summary  # noqa: F401 - a fixture and a hook
@@ -16,6 +17,12 @@ from stores import store, store_schema  # noqa: F401 - fixtures
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background lets them ignore it, and Python then makes no KeyboardInterrupt of it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How fast the machine is says nothing about the code: by default each example has 200 ms, and drawing them must not be slow.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 _stderr = open(os.dup(2), "w")  # noqa: SIM115 - for as long as the tests run; pytest captures the other one
 
