@@ -18,6 +18,9 @@ class Interruption:
         self._files = {module.__file__ for module in modules}
         self._left = at
         self._handler = handler
+        # Held for as long as this object: a garbage collection as Python 3.11 is about to call it runs code that is traced as
+        # well. Where that is the one to let go of it, Python would call what is no more: a segmentation fault, or worse.
+        self._tracer = self._trace
         self.happened = False
 
     def _trace(self, frame: Any, event: str, argument: Any) -> Any:
@@ -30,11 +33,11 @@ class Interruption:
                 self.happened = True
                 sys.settrace(None)
                 self._handler()
-        return self._trace
+        return self._tracer
 
     def __enter__(self) -> Interruption:
         self._before = sys.gettrace()
-        sys.settrace(self._trace)
+        sys.settrace(self._tracer)
         return self
 
     def __exit__(self, *error: object) -> None:
