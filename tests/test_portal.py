@@ -39,7 +39,6 @@ from mainspring import (
 )
 from mainspring.process import async_library, in_event_loop
 from mainspring.states import LoopThreadState
-from stopwatch import Stopwatch
 
 PATIENCE = 60
 MANY = 500
@@ -1036,12 +1035,14 @@ async def test_in_an_event_loop_the_start_of_a_group_blocks_nothing(make, anyio_
 
     with make() as thread:
         mailbox = open_mailbox("memory://portal-group-async")
-        with Stopwatch() as watch:
-            report = LoopGroup([MainLoop(mailbox, handle)], guardian=False).start_in(thread)
-        assert watch.seconds < 1
+        go_on, waited = threading.Event(), []
+        thread.post(lambda: waited.append(go_on.wait(PATIENCE)))  # nothing starts there meanwhile
+        report = LoopGroup([MainLoop(mailbox, handle)], guardian=False).start_in(thread)
+        go_on.set()
         await anyio.to_thread.run_sync(thread.stop)
         with suppress(LoopNotRunningError):
             assert (await report.wait(PATIENCE)).clean
+        assert waited == [True], "it has waited for the thread"
 
 
 def test_a_group_in_it_that_crashes(make):
