@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import anyio
 import pytest
 
+from mainspring import MailboxConnectionError
 from mainspring.mailbox.message import Counts
 from nats_support import ON_ASYNCIO
 
@@ -81,3 +84,61 @@ async def test_of_two_senders_who_find_one_another_one_stays(here, monkeypatch):
         monkeypatch.undo()
         assert (await soon.counts()).waiting == 1
         assert ids[0] == ids[60] == await soon.send("x", dedup_key="k")
+
+
+@pytest.mark.parametrize("first", ["soon", "later"])
+async def test_of_two_senders_who_find_one_another_one_stays_whatever_becomes_of_the_other(here, first, monkeypatch):
+    """Neither relies on what the other still has to do: it may be cut off just then."""
+    both, stored, told = anyio.Event(), anyio.Event(), anyio.Event()
+    seen = set()
+    ids = []
+    async with here.box() as soon, here.box() as later:
+        boxes = {"soon": soon, "later": later}
+        for name, box in boxes.items():
+            look, add, looks, adds = box._store.last, box._store.add, [], []
+
+            async def look_together(stream, subject, look=look, looks=looks, box=box):
+                looks.append(stream)
+                if len(looks) == 1:  # before either has stored anything
+                    return None
+                found = await look(stream, subject)
+                if len(looks) == 2:
+                    seen.add(box)
+                    if len(seen) == 2:
+                        both.set()
+                    await both.wait()
+                return found
+
+            async def add_once(message, add=add, adds=adds, name=name):
+                adds.append(message)
+                if len(adds) > 1:
+                    raise MailboxConnectionError("cut off")
+                if name != first:
+                    await stored.wait()
+                added = await add(message)
+                stored.set()
+                return added
+
+            monkeypatch.setattr(box._store, "last", look_together)
+            monkeypatch.setattr(box._store, "add", add_once)
+        remove = later._store.remove
+
+        async def remove_late(stream, sequence):
+            await told.wait()
+            return await remove(stream, sequence)
+
+        monkeypatch.setattr(later._store, "remove", remove_late)
+
+        async def send(box, delay):
+            with suppress(MailboxConnectionError):
+                ids.append(await box.send("x", dedup_key="k", delay=delay))
+            if box is soon:
+                told.set()
+
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(send, soon, 0)
+                tasks.start_soon(send, later, 60)
+        monkeypatch.undo()
+        assert (await soon.counts()).waiting == 1
+        assert set(ids) == {await soon.send("x", dedup_key="k")}

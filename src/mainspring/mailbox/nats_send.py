@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Envelope
     from mainspring.mailbox.nats_store import Store, Stored
 
-_GIVE_WAY = 0.05
-"""Seconds, times the tries so far, that one waits who has given way to another with its dedup key: some round trips."""
-
 
 class Sends:
     """The sends of one mailbox object."""
@@ -123,7 +120,7 @@ class Sends:
         mine, other = (names.to_queue, names.to_delayed) if record.due is None else (names.to_delayed, names.to_queue)
         my_stream, other_stream = (names.queue, names.delayed) if record.due is None else (names.delayed, names.queue)
         payload = record.encode()
-        for tries in range(1, 21):
+        for _ in range(20):
             there = await store.last(other_stream, other + record.token)
             if there is not None:
                 if await self._is_unfinished(other_stream, there):
@@ -133,6 +130,9 @@ class Sends:
             if not added.sequence:
                 there = await store.last(my_stream, mine + record.token)
                 if there is not None and await self._is_unfinished(my_stream, there):
+                    elder = await store.last(other_stream, other + record.token)
+                    if elder is not None and _is_elder(elder, there):  # to which that one is about to give way
+                        return elder.record.message_id
                     return there.record.message_id
                 continue  # it was finished just now
             there = await store.last(other_stream, other + record.token)
@@ -140,14 +140,16 @@ class Sends:
                 there is None or there.record.message_id == record.message_id
             ):  # it may have been put off, or due, by now
                 return record.message_id
-            # One with this key went to the other stream meanwhile: this one goes, unless somebody has taken it already. The
-            # other one's sender may have done the same, so whether that one stayed is looked at again.
+            # One with this key went to the other stream meanwhile. The later one of them goes, unless somebody has taken it
+            # already: its sender sees the other one, whose sender may have seen nothing. So they do not both go, each
+            # trusting the other to stay.
+            own = await store.get(my_stream, added.sequence)
+            if own is None or not _is_elder(there, own):
+                return record.message_id
             async with store.gate.moving():
                 if not await store.remove(my_stream, added.sequence):
                     return record.message_id
                 await store.moved()
-            if record.due is not None:  # of two who both did, the one who sends without a delay goes first
-                await anyio.sleep(tries * _GIVE_WAY)
         raise _too_fast(record)
 
     async def _is_unfinished(self, stream: str, there: Stored) -> bool:
@@ -163,6 +165,11 @@ class Sends:
             if added.sequence:
                 await store.remove(names.delayed, there.sequence)
         return not added.duplicate
+
+
+def _is_elder(there: Stored, than: Stored) -> bool:
+    """Whether a message was there first; one that has been delivered was, whenever it was put to the tail."""
+    return there.record.deliveries > 0 or there.stored_at < than.stored_at
 
 
 def _too_fast(record: Record) -> MailboxConnectionError:
