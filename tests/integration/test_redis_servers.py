@@ -9,6 +9,7 @@ import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from uuid import uuid4
 
 import anyio
 import pytest
@@ -469,11 +470,12 @@ async def test_the_contract_holds_in_a_cluster(cluster, anyio_backend):
 
 async def test_a_slot_that_moves_is_followed(cluster, anyio_backend):
     """The mailbox's slot goes to another node, as in a resharding; a waiting receive and a sender go along."""
+    name = f"moving-{uuid4().hex}"  # one for each event loop: they share the cluster
     with ExitStack() as stack:
         places = [stack.enter_context(place(node.url)) for node in cluster]
-        async with open_mailbox(f"redis+cluster://127.0.0.1:{cluster[0].port}", name="moving") as mailbox:
+        async with open_mailbox(f"redis+cluster://127.0.0.1:{cluster[0].port}", name=name) as mailbox:
             await mailbox.send("before")
-            slot = places[0].call("CLUSTER", "KEYSLOT", "{ms:moving}:")
+            slot = places[0].call("CLUSTER", "KEYSLOT", f"{{ms:{name}}}:")
             names = [here.call("CLUSTER", "MYID") for here in places]
             owner = next(
                 n

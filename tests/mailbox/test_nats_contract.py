@@ -13,13 +13,16 @@ from servers import NatsServer
 pytestmark = pytest.mark.anyio
 LACKING = {"front_return", "priority", "transactional_reply", "lease_ends_seen"}
 
+TIMEOUT = 30.0
+"""Seconds for each call: a busy machine has those of twenty behaviours at once."""
+
 
 async def contract(url, storage, name):
     """What the contract finds of mailboxes on that server."""
     async with place(url) as here:
 
         def make(mailbox, *, body=None, reply=None):
-            return here.box(mailbox, body=body, reply=reply, storage=storage)
+            return here.box(mailbox, body=body, reply=reply, storage=storage, timeout=TIMEOUT)
 
         backend = mailbox_contract.Backend(make, short_lease=1.0, lateness=1.0, name=name)
         return await mailbox_contract.run(backend, concurrency=20)

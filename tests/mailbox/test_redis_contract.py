@@ -16,7 +16,8 @@ async def test_the_contract(redis_url, anyio_backend, judged):
 
     def make(name, *, body=None, reply=None):
         made.add(name.rpartition("-")[0])  # a behaviour's own names have a random part before the last dash
-        return RedisMailbox(redis_url, name=name, body=body, reply=reply)
+        # Time for each call: a busy machine has those of twenty behaviours at once.
+        return RedisMailbox(redis_url, name=name, body=body, reply=reply, timeout=30)
 
     with place(redis_url) as here:
         try:
