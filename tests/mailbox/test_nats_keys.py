@@ -8,7 +8,8 @@ import anyio
 import pytest
 
 from mainspring import MailboxConnectionError
-from mainspring.mailbox.message import Counts
+from mainspring.mailbox.message import Counts, Envelope
+from mainspring.mailbox.nats_record import Record
 from nats_support import ON_ASYNCIO
 
 pytestmark = [
@@ -142,3 +143,12 @@ async def test_of_two_senders_who_find_one_another_one_stays_whatever_becomes_of
         monkeypatch.undo()
         assert (await soon.counts()).waiting == 1
         assert set(ids) == {await soon.send("x", dedup_key="k")}
+
+
+@pytest.mark.parametrize("delay", [0, 60])
+async def test_a_sender_who_finds_one_that_is_about_to_give_way_is_told_the_id_of_the_other(here, delay):
+    async with here.box() as box:
+        stays = await box.send("x", dedup_key="k")
+        goes = Record.of(Envelope("goes", b'"x"', 60, dedup_key="k"), box._sends._wall())
+        await box._store.add(box._sends._first(goes))
+        assert await box.send("x", dedup_key="k", delay=delay) == stays

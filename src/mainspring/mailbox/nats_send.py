@@ -124,16 +124,13 @@ class Sends:
             there = await store.last(other_stream, other + record.token)
             if there is not None:
                 if await self._is_unfinished(other_stream, there):
-                    return there.record.message_id
+                    return await self._that_stays(there, my_stream, mine + record.token)
                 continue
             added = await store.add(Add(mine + record.token, payload, 0))
             if not added.sequence:
                 there = await store.last(my_stream, mine + record.token)
                 if there is not None and await self._is_unfinished(my_stream, there):
-                    elder = await store.last(other_stream, other + record.token)
-                    if elder is not None and _is_elder(elder, there):  # to which that one is about to give way
-                        return elder.record.message_id
-                    return there.record.message_id
+                    return await self._that_stays(there, other_stream, other + record.token)
                 continue  # it was finished just now
             there = await store.last(other_stream, other + record.token)
             if (
@@ -151,6 +148,11 @@ class Sends:
                     return record.message_id
                 await store.moved()
         raise _too_fast(record)
+
+    async def _that_stays(self, there: Stored, stream: str, subject: str) -> str:
+        """The id of the message that has the key: ``there``, or an elder one elsewhere, to which that is about to give way."""
+        elder = await self._store.last(stream, subject)
+        return (there if elder is None or not _is_elder(elder, there) else elder).record.message_id
 
     async def _is_unfinished(self, stream: str, there: Stored) -> bool:
         """Whether a message that has the key is not done yet: one that is due may lie here still and be done already."""
