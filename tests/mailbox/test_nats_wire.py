@@ -218,7 +218,7 @@ async def test_a_server_that_does_not_answer_leaves_time_for_the_next(nats_url, 
     monkeypatch.setattr("nats.aio.client.shuffle", lambda pool: None)
     async with listening() as silent, place(nats_url) as here:
         here.url = f"nats://127.0.0.1:{silent.port},{nats_url.removeprefix('nats://')}"
-        async with here.box(timeout=2) as box:
+        async with here.box(timeout=6) as box:
             await box.send("x")
 
 

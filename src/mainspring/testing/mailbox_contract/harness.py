@@ -18,7 +18,8 @@ from mainspring.process import async_library
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
-REAL_LIMIT = 60.0
+REAL_LIMIT = 180.0
+"""Real seconds after which a behaviour is taken to hang. Some open dozens of mailboxes, on a machine that may be busy."""
 STRETCHES = (1, 3, 9)
 """How many times as long real times are, from one try to the next, where a machine was too busy for the last."""
 VIRTUAL_LIMIT = 10_000_000.0
