@@ -283,7 +283,7 @@ async def test_an_answer_to_another_call_is_not_taken_for_this_ones_and_this_one
         with pytest.raises(OffloadWorkerDiedError, match="the call may have had effects"):
             await pool.run(offload_work.note, str(path), "once")
         await ended(broken)
-        assert not path.exists() or path.read_text() == "once\n"
+        assert not path.exists() or path.read_text() in ("", "once\n")  # it may be killed between opening and writing
         assert await pool.run(offload_work.add, 1, 2) == 3
 
 

@@ -147,7 +147,7 @@ class Wire:
                     **self._options,
                 )
                 self._opening = None
-                self._was_connected = True
+                self._was_connected, self._max_payload = True, client.max_payload
                 self._inbox = f"{client.new_inbox()}."
                 await client.hear(f"{self._inbox}*", self._on_answer)
                 for subject, hearer in self._heard:
