@@ -26,14 +26,18 @@ async def remove(url, part):
 
 
 async def found(url, part):
-    """Every stream in whose name ``part`` is (of the first page of the server's list)."""
+    """Every stream in whose name ``part`` is."""
     async with _wire(url) as wire:
         return await _streams(wire, part)
 
 
 async def _streams(wire, part):
-    listed = (await wire.api("STREAM.NAMES")).get("streams") or []
-    return [stream for stream in listed if part in stream]
+    listed = []
+    while True:  # the server lists some at a time
+        page = await wire.api("STREAM.NAMES", {"offset": len(listed)})
+        listed += page.get("streams") or []
+        if not page.get("streams") or len(listed) >= page["total"]:
+            return [stream for stream in listed if part in stream]
 
 
 @asynccontextmanager
