@@ -735,9 +735,30 @@ TRIOS_WAY_IN = SimpleNamespace(__file__=trio.lowlevel.TrioToken.run_sync_soon.__
 WHERE_A_START_OR_STOP_STANDS = (portal, portal_core, portal_state, threading, TRIOS_WAY_IN)
 
 
+def interrupt_each_line(modules, prepare, act, handler, check, *, least):
+    """Interrupt ``act()`` by ``handler()`` before each of its lines in ``modules``, at ``least`` so many, one a round."""
+
+    def each_line():
+        for line in range(1000):
+            prepare()
+            with Interruption(modules, line, handler) as between:
+                act()
+            check(between.happened)
+            if not between.happened:
+                assert line >= least
+                return
+
+    in_thread(each_line, 80)
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_signal_handler_may_stop_it_wherever_it_interrupts_a_start_or_a_stop(make, begun):
-    """Before every line of either, one after the other."""
+    def prepare():
+        nonlocal thread
+        thread = make(stop_timeout=90)
+        if begun:
+            thread.start()
+        answers.clear()
 
     def start_and_stop():
         if not begun:
@@ -748,52 +769,44 @@ def test_a_signal_handler_may_stop_it_wherever_it_interrupts_a_start_or_a_stop(m
     def stop():
         answers.append(thread.stop())
 
-    def each_line():
-        nonlocal thread
-        for line in range(1000):
-            thread = make(stop_timeout=90)
-            if begun:
-                thread.start()
-            answers.clear()
-            with Interruption(WHERE_A_START_OR_STOP_STANDS, line, stop) as between:
-                start_and_stop()
-            assert thread.state is LoopThreadState.STOPPED
-            assert thread._core._thread is None or not thread._core._thread.is_alive()
-            if not between.happened:
-                assert line > 20
-                return
-            assert answers == [True]
+    def check(interrupted):
+        assert thread.state is LoopThreadState.STOPPED
+        assert thread._core._thread is None or not thread._core._thread.is_alive()
+        assert answers == [True] * interrupted
 
     thread, answers = None, []
-    in_thread(each_line, 80)
+    interrupt_each_line(WHERE_A_START_OR_STOP_STANDS, prepare, start_and_stop, stop, check, least=20)
 
 
 def test_a_signal_handler_may_stop_it_wherever_it_interrupts_a_post(make):
+    def prepare():
+        nonlocal thread
+        thread = make(stop_timeout=90)
+        thread.start()
+        for told in (called, accepted, answers):
+            told.clear()
+
+    def post():
+        accepted.append(thread.post(partial(called.append, True)))
+
     def stop():
         answers.append(thread.stop())
 
-    def each_line():
-        nonlocal thread
-        for line in range(1000):
-            thread = make(stop_timeout=90)
-            thread.start()
-            answers.clear()
-            called = []
-            with Interruption((portal, portal_core, TRIOS_WAY_IN), line, stop) as between:
-                accepted = thread.post(partial(called.append, 1))
-            stop()
-            assert thread.state is LoopThreadState.STOPPED
-            assert called == [1] * accepted
-            if not between.happened:
-                assert line > 5
-                return
-            assert answers == [True, True]
+    def check(interrupted):
+        stop()
+        assert thread.state is LoopThreadState.STOPPED
+        assert called == [each for each in accepted if each]
+        assert answers == [True] * (1 + interrupted)
 
-    thread, answers = None, []
-    in_thread(each_line, 80)
+    thread, called, accepted, answers = None, [], [], []
+    interrupt_each_line((portal, portal_core, TRIOS_WAY_IN), prepare, post, stop, check, least=6)
 
 
 def test_a_signal_handler_that_starts_what_is_being_started_is_told_or_finds_it_running(make):
+    def prepare():
+        nonlocal thread
+        thread = make()
+
     def start():
         try:
             thread.start()
@@ -802,18 +815,15 @@ def test_a_signal_handler_that_starts_what_is_being_started_is_told_or_finds_it_
         else:
             answers.append("running")
 
-    def each_line():
-        nonlocal thread
-        for line in range(1000):
-            thread = make()
-            with Interruption((portal, portal_core, portal_state), line, start) as between:
-                thread.start()
-            thread.stop()
-            if not between.happened:
-                return
-
     thread, answers = None, []
-    in_thread(each_line)
+    interrupt_each_line(
+        (portal, portal_core, portal_state),
+        prepare,
+        lambda: thread.start(),
+        start,
+        lambda _: thread.stop(),
+        least=6,
+    )
     told = "loop thread 'loop thread' is being started by what this signal handler has interrupted"
     assert {*answers} == {"running", told}
 

@@ -129,6 +129,7 @@ class LoopCore:
         return not self._launched and self._starter.get("", (0,))[0] == threading.get_ident()
 
     def _call_soon(self, fn: Callable[[], object]) -> None:
+        """From outside of the event loop. A function of its own, since :meth:`_interrupts_a_call` looks for its frame."""
         call_soon(self._loop, fn)
 
     def _interrupts_a_call(self) -> bool:

@@ -52,28 +52,36 @@ async def test_what_is_put_off_while_its_sender_still_looks_is_not_taken_for_ano
         assert await box.counts() == Counts(delayed=1)
 
 
+def look_together(monkeypatch, *boxes):
+    """Have the senders of a key find nothing at first, and go on with their second look once all of them have had theirs."""
+    all_have, seen = anyio.Event(), set()
+
+    def follow(box):
+        last, looks = box._store.last, []
+
+        async def look(stream, subject):
+            looks.append(stream)
+            if len(looks) == 1:  # before any has stored anything
+                return None
+            found = await last(stream, subject)
+            if len(looks) == 2:
+                seen.add(box)
+                if len(seen) == len(boxes):
+                    all_have.set()
+                await all_have.wait()
+            return found
+
+        monkeypatch.setattr(box._store, "last", look)
+
+    for box in boxes:
+        follow(box)
+
+
 async def test_of_two_senders_who_find_one_another_one_stays(here, monkeypatch):
     """One sends with a delay, one without; each has stored its message when it sees the other's."""
-    both = anyio.Event()
-    seen = set()
     ids = {}
     async with here.box() as soon, here.box() as later:
-        for box in (soon, later):
-            look, looks = box._store.last, []
-
-            async def look_together(stream, subject, look=look, looks=looks, box=box):
-                looks.append(stream)
-                if len(looks) == 1:  # before either has stored anything
-                    return None
-                found = await look(stream, subject)
-                if len(looks) == 2:
-                    seen.add(box)
-                    if len(seen) == 2:
-                        both.set()
-                    await both.wait()
-                return found
-
-            monkeypatch.setattr(box._store, "last", look_together)
+        look_together(monkeypatch, soon, later)
 
         async def send(box, delay):
             ids[delay] = await box.send("x", dedup_key="k", delay=delay)
@@ -90,25 +98,13 @@ async def test_of_two_senders_who_find_one_another_one_stays(here, monkeypatch):
 @pytest.mark.parametrize("first", ["soon", "later"])
 async def test_of_two_senders_who_find_one_another_one_stays_whatever_becomes_of_the_other(here, first, monkeypatch):
     """Neither relies on what the other still has to do: it may be cut off just then."""
-    both, stored, told = anyio.Event(), anyio.Event(), anyio.Event()
-    seen = set()
+    stored, told = anyio.Event(), anyio.Event()
     ids = []
     async with here.box() as soon, here.box() as later:
+        look_together(monkeypatch, soon, later)
         boxes = {"soon": soon, "later": later}
         for name, box in boxes.items():
-            look, add, looks, adds = box._store.last, box._store.add, [], []
-
-            async def look_together(stream, subject, look=look, looks=looks, box=box):
-                looks.append(stream)
-                if len(looks) == 1:  # before either has stored anything
-                    return None
-                found = await look(stream, subject)
-                if len(looks) == 2:
-                    seen.add(box)
-                    if len(seen) == 2:
-                        both.set()
-                    await both.wait()
-                return found
+            add, adds = box._store.add, []
 
             async def add_once(message, add=add, adds=adds, name=name):
                 adds.append(message)
@@ -120,7 +116,6 @@ async def test_of_two_senders_who_find_one_another_one_stays_whatever_becomes_of
                 stored.set()
                 return added
 
-            monkeypatch.setattr(box._store, "last", look_together)
             monkeypatch.setattr(box._store, "add", add_once)
         remove = later._store.remove
 
