@@ -6,7 +6,7 @@ import ast
 import sys
 from pathlib import Path
 
-FILE_LINES = 400
+FILE_LINES = 800
 FUNCTION_LINES = 60
 
 
