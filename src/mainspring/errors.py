@@ -81,7 +81,8 @@ class MessageSettledError(MailboxError):
 
 
 class ReplyNotAvailableError(MailboxError):
-    """The sender asked for no reply (``reply_to`` is not set), or where it wants it cannot be reached by its name."""
+    """The sender asked for no reply (``reply_to`` is not set); or it wants it at an address that leads to no mailbox, or to a
+    store that this process's configuration does not name. A loop dead-letters the message at once."""
 
 
 class TransactionEndedError(MailboxError):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
 
-from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError, ReplyNotAvailableError
+from mainspring import MainLoop
+from mainspring.errors import ConfigError, MailboxConnectionError, ReceiptHandleExpiredError, ReplyNotAvailableError
 from mainspring.mailbox import replies as replies_module
 from mainspring.mailbox.memory import InMemoryMailbox
 from mainspring.mailbox.open import open_mailbox
@@ -100,31 +102,32 @@ async def test_a_mailbox_that_was_not_entered_has_nobody_to_keep_the_connection(
     await message.acknowledge()
 
 
-async def test_a_store_that_does_not_answer_holds_up_no_reply_to_another(
-    virtual_clock: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_store_that_does_not_answer_holds_up_no_reply_to_another(virtual_clock: Any) -> None:
     class Silent(InMemoryMailbox[Any, Any]):
         async def _open(self, scope: Any) -> None:
             await anyio.sleep_forever()
 
-    def opened(url: str) -> Any:
-        return Silent("silent") if url == "memory://silent" else open_mailbox(url)
+        def _local_name(self, address: str) -> str | None:
+            return "silent" if address == "silent://results" else None
 
-    monkeypatch.setattr(replies_module, "open_mailbox", opened)
+        def _sibling(self, name: str, **_: Any) -> Silent:
+            return Silent(name)
+
     began = anyio.current_time()
     async with (
         Elsewhere("jobs") as jobs,
         open_mailbox("memory://results") as results,
         anyio.create_task_group() as group,
     ):
+        jobs.reply_stores = (Silent("store"),)
 
         async def stuck() -> None:
-            with pytest.raises(MailboxConnectionError, match="'memory://silent' has not taken the reply within 10 s"):
+            with pytest.raises(MailboxConnectionError, match="'silent://results' has not taken the reply within 10 s"):
                 await message.reply("answer")
             assert not message.is_settled
             assert anyio.current_time() == began + replies_module.SEND_TIMEOUT
 
-        await jobs.send("x", reply_to="memory://silent")
+        await jobs.send("x", reply_to="silent://results")
         (message,) = await jobs.receive()
         group.start_soon(stuck)
         await anyio.wait_all_tasks_blocked()
@@ -135,17 +138,31 @@ async def test_a_store_that_does_not_answer_holds_up_no_reply_to_another(
         assert [m.body for m in await results.receive()] == ["answer"]
 
 
+class Answers(SQLiteMailbox[Any, Any]):
+    """A store of replies that remembers which mailboxes were made on it, each with ``send_encoded`` as the test wants it."""
+
+    made: list[Answers]
+
+    def _sibling(self, name: str, **_: Any) -> Answers:
+        sibling = Answers(self.path, name=name)
+        self.made.append(sibling)
+        sibling.before = self.before
+        return sibling
+
+    async def before(self, mailbox: Answers) -> None:
+        """Called before a reply is sent."""
+
+    async def send_encoded(self, envelope: Any) -> str:
+        await self.before(self)
+        return await super().send_encoded(envelope)
+
+
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The mailboxes that were opened for replies."""
-    made: list[Any] = []
-
-    def open_one(url: str) -> Any:
-        made.append(open_mailbox(url))
-        return made[-1]
-
-    monkeypatch.setattr(replies_module, "open_mailbox", open_one)
-    return made
+def answers(tmp_path: Path) -> Answers:
+    """The store of the replies, which the mailbox of the requests is to know."""
+    store = Answers(f"{tmp_path}/replies.db")
+    store.made = []
+    return store
 
 
 async def _answer(jobs: Any, url: str) -> None:
@@ -155,44 +172,44 @@ async def _answer(jobs: Any, url: str) -> None:
 
 
 async def test_only_so_many_mailboxes_are_kept_open_for_replies_those_used_last(
-    opened: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    answers: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where each requester of a fleet has a mailbox of its own, a worker would gather connections without end."""
     monkeypatch.setattr(replies_module, "MOST", 2)
 
     async def are_open(*names: str) -> None:
         with anyio.fail_after(60):
-            while {each.name for each in opened if each.state is MailboxState.OPEN} != set(names):
+            while {each.name for each in answers.made if each.state is MailboxState.OPEN} != set(names):
                 await anyio.sleep(0.01)
 
     async with Elsewhere("jobs") as jobs:
+        jobs.reply_stores = (answers,)
         for name in ("a", "b", "a", "c"):
             await _answer(jobs, f"sqlite:///{tmp_path}/replies.db?name={name}")
         await are_open("a", "c")
         await _answer(jobs, f"sqlite:///{tmp_path}/replies.db?name=b")  # opened anew
         await are_open("b", "c")
-        assert len(opened) == 4
+        assert len(answers.made) == 4
     await are_open()
 
 
 async def test_a_mailbox_that_a_reply_is_on_its_way_to_is_not_closed(
-    opened: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    answers: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = anyio.Event()
-    send = SQLiteMailbox.send_encoded
 
-    async def send_later(mailbox: Any, envelope: Any) -> str:
+    async def before(mailbox: Answers) -> None:
         if mailbox.name == "slow":
             await go_on.wait()
-        return await send(mailbox, envelope)
 
-    monkeypatch.setattr(SQLiteMailbox, "send_encoded", send_later)
+    answers.before = before  # type: ignore[method-assign]
     monkeypatch.setattr(replies_module, "MOST", 0)
     slow = f"sqlite:///{tmp_path}/replies.db?name=slow"
     async with Elsewhere("jobs") as jobs:
+        jobs.reply_stores = (answers,)
         async with anyio.create_task_group() as group:
             group.start_soon(_answer, jobs, slow)
-            while not opened or opened[0].state is not MailboxState.OPEN:
+            while not answers.made or answers.made[0].state is not MailboxState.OPEN:
                 await anyio.sleep(0.01)
             await _answer(jobs, f"sqlite:///{tmp_path}/replies.db?name=other")
             go_on.set()
@@ -211,3 +228,74 @@ async def test_what_is_in_memory_only_is_kept_however_many_there_are(monkeypatch
         for number in range(4):
             async with open_mailbox(f"memory://results-{number}") as results:
                 assert [m.body for m in await results.receive()] == [number]
+
+
+# ------------------------------------------------------------------------------ an address is what a sender says, no setting
+
+
+async def test_a_reply_goes_to_no_store_that_only_its_message_names(tmp_path: Path) -> None:
+    """Neither a file is made, nor a server of the sender's choice called."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        port = server.getsockname()[1]
+        schemes = ["postgresql", "redis", "nats", "tls"]
+        for url in [f"sqlite:///{tmp_path}/made.db", *(f"{scheme}://127.0.0.1:{port}/0" for scheme in schemes)]:
+            async with SQLiteMailbox(tmp_path / "jobs.db") as jobs:
+                await jobs.send("x", reply_to=url)
+                (message,) = await jobs.receive()
+                with pytest.raises(ReplyNotAvailableError, match="reply_stores"):
+                    await message.reply("answer")
+                with pytest.raises(ReplyNotAvailableError, match="reply_stores"):
+                    await jobs.send_reply(jobs.reply_to(message, "answer"))
+                await message.dead_letter("no")  # with news for a requester, which goes nowhere either
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert not (tmp_path / "made.db").exists()
+
+
+async def test_a_loop_dead_letters_at_once_what_asks_for_a_reply_to_a_strange_store(tmp_path: Path) -> None:
+    ran: list[int] = []
+
+    async def handle(job: int) -> int:
+        ran.append(job)
+        return job
+
+    jobs = InMemoryMailbox[Any, Any]("jobs")
+    async with MainLoop(jobs, handle) as loop:
+        await jobs.send(1, reply_to=f"sqlite:///{tmp_path}/made.db")
+        with anyio.fail_after(10):
+            while not loop.outcomes:
+                await anyio.sleep(0.001)
+        (dead,) = await jobs.dead_letters()
+    assert (ran, dead.error_type, dead.attempt) == ([1], "ReplyNotAvailableError", 1)
+
+
+async def test_a_store_that_the_configuration_names_may_be_replied_to(tmp_path: Path) -> None:
+    store = f"sqlite:///{tmp_path}/replies.db"
+    async with (
+        open_mailbox(f"sqlite:///{tmp_path}/jobs.db", reply_stores=[store]) as jobs,
+        open_mailbox(f"{store}?name=answers") as results,
+    ):
+        await _answer(jobs, results.address)
+        (answer,) = await results.receive()
+        assert answer.body == results.address
+
+
+async def test_a_store_of_which_a_mailbox_is_open_here_may_be_replied_to(tmp_path: Path) -> None:
+    async with (
+        SQLiteMailbox(tmp_path / "jobs.db") as jobs,
+        SQLiteMailbox(tmp_path / "replies.db", name="another"),
+    ):
+        url = f"sqlite:///{tmp_path}/replies.db?name=answers&synchronous=off"  # only the name counts
+        await _answer(jobs, url)
+    async with SQLiteMailbox(tmp_path / "jobs.db") as jobs:  # the other one is closed
+        with pytest.raises(ReplyNotAvailableError):
+            await _answer(jobs, url)
+
+
+def test_stores_of_replies_are_checked_when_they_are_named() -> None:
+    for stores in ("redis://host", 5, ["host"], [5]):
+        with pytest.raises(ConfigError):
+            open_mailbox("memory://jobs", reply_stores=stores)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no option 'reply_stores'"):
+        open_mailbox("memory://jobs?reply_stores=redis://host")

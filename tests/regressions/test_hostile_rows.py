@@ -5,7 +5,7 @@ from __future__ import annotations
 import apsw
 import pytest
 
-from mainspring import InvalidParameterError, LoopGroup, MainLoop, ReplyNotAvailableError, RetryPolicy
+from mainspring import InvalidParameterError, LoopGroup, MainLoop, ReplyNotAvailableError
 from mainspring.mailbox.sqlite import SQLiteMailbox
 
 pytestmark = pytest.mark.anyio
@@ -31,19 +31,19 @@ async def test_headers_that_are_none_go_to_the_dead_letters_and_their_neighbours
         assert (counts.pending, counts.in_flight, counts.dead) == (0, 2, 2)
 
 
-async def test_an_address_that_is_no_url_ends_the_message_by_its_attempts_and_not_by_its_lease(tmp_path):
+async def test_an_address_that_is_no_url_ends_the_message_at_once_and_not_by_its_lease(tmp_path):
     async def answer(question: str) -> str:
         return question
 
     mailbox = SQLiteMailbox(tmp_path / "mail.db")
     async with mailbox:
         await mailbox.send("where to?", reply_to="http://[nowhere")
-        retry = RetryPolicy(initial_delay=0.01, max_delay=0.01)
-        group = LoopGroup([MainLoop(mailbox, answer, retry=retry)], block_threshold=None)
+        group = LoopGroup([MainLoop(mailbox, answer)], block_threshold=None)
         await group.run(install_signals=False, until_empty=True)
         (letter,) = await mailbox.dead_letters()
     assert letter.error_type == ReplyNotAvailableError.__name__
-    assert "is no mailbox URL" in letter.error
+    assert letter.attempt == 1
+    assert "http://[nowhere" in letter.error
 
 
 @pytest.mark.parametrize("address", ["", b"replies", 5, object()])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from mainspring.errors import Reject, Retry
+from mainspring.errors import Reject, ReplyNotAvailableError, Retry
 from mainspring.mailbox.dead_letters import Keep
 from mainspring.mailbox.history import LEASE_EXPIRED, read_history
 from mainspring.mailbox.message import Ack, Dead, Return, Settlement
@@ -69,13 +69,14 @@ def after_failure(
 ) -> Decision:
     """What a handler's error means for its message.
 
-    ``Reject`` is the end. ``Retry`` says its own delay and whether it counts; it is an instruction, so that the kinds of
+    ``Reject`` is the end, and so is a reply that may go nowhere: that is a fault of configuration, which running the handler
+    again does not mend. ``Retry`` says its own delay and whether it counts; it is an instruction, so that the kinds of
     errors which the dead-letter policy names do not touch it. Any other error counts, waits by the retry policy, and is the
     end when the dead-letter policy says so; one that the policy excludes never counts, so that its attempts cannot run out.
     A group of one error, as a handler's own task group raises it, means that error.
     """
     error = lone_error(error)
-    if isinstance(error, Reject):
+    if isinstance(error, Reject | ReplyNotAvailableError):
         return Decision(Outcome.DEAD_LETTERED, Dead.of(error), error)
     if isinstance(error, Retry):
         charge = error.charge

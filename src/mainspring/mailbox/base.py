@@ -34,7 +34,6 @@ from mainspring.mailbox.limits import (
     check_seconds,
 )
 from mainspring.mailbox.message import ACK, Ack, Counts, Dead, Delivery, Envelope, Message, Settlement
-from mainspring.mailbox.open import open_mailbox
 from mainspring.mailbox.requests import RequestCalls
 from mainspring.mailbox.sync import SyncCalls
 from mainspring.process import async_library
@@ -45,6 +44,7 @@ from mainspring.values import MAX_VISIBILITY
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
     from types import TracebackType
+    from weakref import WeakSet
 
     from mainspring.mailbox.replies import ReplyRouter
 
@@ -70,6 +70,9 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         self._thread: int | None = None
         self._scope: DaemonScope | None = None
         self._routers: list[ReplyRouter] = []
+        self._open_ones: WeakSet[Mailbox[Any, Any]] | None = None
+        self.reply_stores: tuple[Mailbox[Any, Any], ...] = ()
+        """Mailboxes of the other stores that replies may go to; see ``open_mailbox(reply_stores=)``."""
         self._listeners: list[Callable[[list[str]], object]] = []
         self.forgotten_replies = 0
 
@@ -97,6 +100,8 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
 
     async def __aenter__(self) -> Self:
         self._check_async_backend()
+        from mainspring.mailbox.replies import open_mailboxes
+
         if self._scope is not None:
             raise ConfigError(f"mailbox {self.name!r} is already open; open it in one place and pass it on")
         self._scope = scope = DaemonScope(f"mailbox {self.name}")
@@ -114,6 +119,8 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         self._state.to(MailboxState.OPEN, anyio.current_time())
         self._usable = True
         self._thread = get_ident()
+        self._open_ones = open_mailboxes()
+        self._open_ones.add(self)
         return self
 
     async def __aexit__(
@@ -149,6 +156,8 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         opened = self._state.state is MailboxState.OPEN
         self._state.to(MailboxState.CLOSED, anyio.current_time())
         self._usable = False
+        if self._open_ones is not None:
+            self._open_ones.discard(self)
         self._wake_all()
         if opened:
             await self._close()
@@ -281,7 +290,7 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         await self._extend(delivery, 0.0)  # shortens nothing, and is refused where the lease is lost
         copy = replace(reply, body=raw, reply_to=None, dedup_key=f"reply:{delivery.message_id}")
         try:
-            await self._routers[-1].send(address, copy)
+            await self._routers[-1].send(address, copy, self._destination)
         except (MailboxError, OSError):
             if is_result:
                 raise
@@ -290,15 +299,21 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
     async def send_reply(self, reply: Envelope) -> None:
         """Send a reply by itself, as its message is settled already: it may be lost where the process dies in between.
 
+        :raises ReplyNotAvailableError: it goes to a store that this process does not know.
         :raises MailboxError: the mailbox that it goes to cannot be opened, or does not take it.
         """
         address = reply.reply_to or ""
         local = self._local_name(address)
         raw = reply.body if self.serializes else b"null" if reply.body is None else self.reply_codec.encode(reply.body)
-        box = self._sibling(local) if local is not None else open_mailbox(address)
+        box = self._sibling(local) if local is not None else self._destination(address)
         if not box.name.startswith(TRANSIENT) or await box.exists():  # else whoever asked is gone
             async with box:
                 await box.send_encoded(replace(reply, body=raw, reply_to=None))
+
+    def _destination(self, address: str) -> Mailbox[Any, Any]:
+        from mainspring.mailbox.replies import destination
+
+        return destination(self, address)
 
     def error_reply(self, message: Message[Any, Any], error: BaseException | str) -> Envelope | None:
         """What tells the requester of ``message`` that there will be no result, or None where nobody wants to hear that."""

@@ -291,8 +291,7 @@ class InMemoryMailbox(Mailbox[T, R]):
     def _local_name(self, address: str) -> str | None:
         if "://" not in address:
             return address
-        parts = urlsplit(address)
-        return unquote(parts.netloc) if parts.scheme == "memory" else None
+        return unquote(urlsplit(address).netloc) if address.startswith(KIND) else None
 
     async def _extend(self, delivery: Delivery, timeout: float) -> None:
         store = self._here()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import wraps
 from importlib import import_module
 from inspect import signature
@@ -15,12 +16,13 @@ from mainspring.errors import ConfigError
 from mainspring.urls import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from mainspring.mailbox.base import Mailbox
 
 T = TypeVar("T")
 P = ParamSpec("P")
+Stores = Iterable["str | Mailbox[Any, Any]"]
 
 _BACKENDS = {
     "memory": ("mainspring.mailbox.memory", "InMemoryMailbox", None),
@@ -39,10 +41,16 @@ _BACKENDS = {
 
 
 @overload
-def open_mailbox(url: str, *, body: type[T], reply: Any = None, **options: Any) -> Mailbox[T, Any]: ...
+def open_mailbox(
+    url: str, *, body: type[T], reply: Any = None, reply_stores: Stores = (), **options: Any
+) -> Mailbox[T, Any]: ...
 @overload
-def open_mailbox(url: str, *, body: Any = None, reply: Any = None, **options: Any) -> Mailbox[Any, Any]: ...
-def open_mailbox(url: str, *, body: Any = None, reply: Any = None, **options: Any) -> Mailbox[Any, Any]:
+def open_mailbox(
+    url: str, *, body: Any = None, reply: Any = None, reply_stores: Stores = (), **options: Any
+) -> Mailbox[Any, Any]: ...
+def open_mailbox(
+    url: str, *, body: Any = None, reply: Any = None, reply_stores: Stores = (), **options: Any
+) -> Mailbox[Any, Any]:
     """A mailbox for ``url``, unopened: enter it with ``async with``, or give it to a loop whose group opens it.
 
     ``memory://jobs``: a queue of this process and event loop. ``sqlite:///relative.db?name=jobs`` and
@@ -54,6 +62,9 @@ def open_mailbox(url: str, *, body: Any = None, reply: Any = None, **options: An
 
     :param body: the type of the bodies; else the handler's annotation gives it, else anything that JSON can say.
     :param reply: the type of the replies.
+    :param reply_stores: URLs of other stores that replies may go to (any mailbox there), as ``redis://host/0``, or mailboxes
+        on them. A ``reply_to`` that is a URL must lie on one of these stores, on the mailbox's own, or on that of a mailbox
+        that is open on this event loop: only the name of the mailbox is taken from it, and the login from here.
     :param options: the backend's own options; each can also stand in the URL's query.
     :raises ConfigError: an unknown scheme, a missing extra, a bad or unknown option.
     """
@@ -70,7 +81,14 @@ def open_mailbox(url: str, *, body: Any = None, reply: Any = None, **options: An
     mailbox: Mailbox[Any, Any] = backend.from_url(
         bare, host=unquote(parts.netloc), path=unquote(parts.path), options=merged, body=body, reply=reply
     )
+    mailbox.reply_stores = _stores(reply_stores)
     return mailbox
+
+
+def _stores(given: Any) -> tuple[Mailbox[Any, Any], ...]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ConfigError(f"reply_stores must be a list of URLs or mailboxes, not {given!r}")
+    return tuple(store if hasattr(store, "reply_stores") else open_mailbox(store) for store in given)
 
 
 def reads_query(
@@ -168,4 +186,4 @@ def _check_login(url: str) -> None:
 
 
 _PLACE = re.compile(r"(\[[^]]*\]|[^:@]*)(:\d*)?")
-_NO_OPTIONS = ("self", "url", "server", "body", "reply")
+_NO_OPTIONS = ("self", "url", "server", "body", "reply", "reply_stores")

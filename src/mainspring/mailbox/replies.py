@@ -1,18 +1,25 @@
-"""Replies that leave for another store (send, then acknowledge; the requester drops what comes twice), and those that come."""
+"""Replies that leave for another store (send, then acknowledge; the requester drops what comes twice), and those that come.
+
+An address comes out of a message: its sender chose it. So it selects, and configures nothing: it must name a mailbox on a
+store that this process knows by its own configuration. Host, login, certificates and options are those of the known store.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import anyio
 
+from mainspring import process
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, ReplyNotAvailableError
 from mainspring.mailbox.open import open_mailbox
 from mainspring.mailbox.requests import Requester
 from mainspring.mailbox.sync import Home
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from anyio.abc import TaskStatus
 
     from mainspring.errors import MainspringError
@@ -24,6 +31,35 @@ SEND_TIMEOUT = 10.0
 """Seconds that another store may take for a reply, with the opening of its mailbox."""
 MOST = 16
 """Mailboxes that are kept open while nothing is sent to them: each requester of a fleet may have one for its replies."""
+
+
+def open_mailboxes() -> WeakSet[Mailbox[Any, Any]]:
+    """The mailboxes that are open on the running event loop."""
+    found: WeakSet[Mailbox[Any, Any]] = process.shared("open mailboxes", f"{id(process.event_loop())}", WeakSet)
+    return found
+
+
+def destination(mailbox: Mailbox[Any, Any], address: str) -> Mailbox[Any, Any]:
+    """Return the unopened mailbox that ``address`` names, for a reply from ``mailbox``.
+
+    Known stores are the queues of this process, those in ``mailbox.reply_stores``, and those of the mailboxes that are open
+    on this event loop.
+
+    :raises ReplyNotAvailableError: the address is on none of them, or no name of a mailbox there.
+    """
+    try:
+        if address.startswith("memory://"):
+            return open_mailbox(address.partition("?")[0])
+        for known in (*mailbox.reply_stores, *open_mailboxes()):
+            name = known._local_name(address)  # noqa: SLF001 - this port's own
+            if name is not None:
+                return known._sibling(name)  # noqa: SLF001
+    except ConfigError as error:
+        raise ReplyNotAvailableError(f"the reply cannot be sent to {address!r}: {error}") from error
+    raise ReplyNotAvailableError(
+        f"the reply cannot be sent to {address!r}: that is on no store which mailbox {mailbox.name!r} may reply to; to allow"
+        " it, give open_mailbox() the URL of that store in reply_stores=[…], or open a mailbox of it in this process"
+    )
 
 
 class _Kept:
@@ -58,15 +94,16 @@ class ReplyRouter:
         """Let the one who waits for the reply to that message have an error; whether somebody did."""
         return self._requester is not None and self._requester.end(message_id, error)
 
-    async def send(self, url: str, reply: Envelope) -> None:
+    async def send(self, url: str, reply: Envelope, find: Callable[[str], Mailbox[Any, Any]]) -> None:
         """Send ``reply`` to the mailbox at ``url``, deduplicated there while an earlier copy is unfinished.
 
-        :raises ReplyNotAvailableError: the URL cannot be opened: no later try would fare better.
+        :param find: gives the unopened mailbox for a URL (see :func:`destination`).
+        :raises ReplyNotAvailableError: the URL may not be opened, or cannot: no later try would fare better.
         :raises MailboxConnectionError: it has not been taken within ``SEND_TIMEOUT``; it may arrive nevertheless.
         """
         try:
             with anyio.fail_after(SEND_TIMEOUT):
-                kept = await self._kept_at(url)
+                kept = await self._kept_at(url, find)
                 try:
                     await kept.mailbox.send_encoded(reply)
                 finally:
@@ -75,14 +112,15 @@ class ReplyRouter:
         except TimeoutError:
             raise MailboxConnectionError(f"{url!r} has not taken the reply within {SEND_TIMEOUT:g} s") from None
 
-    async def _kept_at(self, url: str) -> _Kept:
+    async def _kept_at(self, url: str, find: Callable[[str], Mailbox[Any, Any]]) -> _Kept:
         """The mailbox at ``url``, with one more user."""
         lock = self._opening.setdefault(url, anyio.Lock())
         async with lock:
             kept = self._open.pop(url, None)
             if kept is None:
+                found = find(url)
                 try:
-                    kept = await self._scope.start(self._keep, url, name=f"replies to {url}")
+                    kept = await self._scope.start(self._keep, url, found, name=f"replies to {url}")
                 except ConfigError as error:
                     raise ReplyNotAvailableError(f"the reply cannot be sent to {url!r}: {error}") from error
             else:
@@ -96,10 +134,10 @@ class ReplyRouter:
         for url in idle[: max(0, len(idle) - MOST)]:
             self._open.pop(url).unwanted.set()
 
-    async def _keep(self, url: str, *, task_status: TaskStatus[_Kept]) -> None:
+    async def _keep(self, url: str, found: Mailbox[Any, Any], *, task_status: TaskStatus[_Kept]) -> None:
         kept: _Kept | None = None
         try:
-            async with open_mailbox(url) as mailbox:
+            async with found as mailbox:
                 self._open[url] = kept = _Kept(mailbox)
                 task_status.started(kept)
                 await kept.unwanted.wait()
