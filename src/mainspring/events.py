@@ -165,7 +165,10 @@ class ReceiveRecovered:
 
 @dataclass(frozen=True, slots=True)
 class HandlerStalled:
-    """A message gave no beat for the watchdog threshold; its handler is cancelled."""
+    """A message gave no beat for the watchdog threshold; its handler is cancelled.
+
+    Without a ``message_id`` it is a loop of foreign make, or a receive that was not answered for so long past its wait.
+    """
 
     loop: str
     message_id: str
@@ -175,7 +178,7 @@ class HandlerStalled:
 
 @dataclass(frozen=True, slots=True)
 class HandlerStuck:
-    """A cancelled handler did not end within ``cancel_grace``; the process is about to be killed."""
+    """What was cancelled as stalled did not end within ``cancel_grace``; the process is about to be killed."""
 
     loop: str
     message_id: str

@@ -63,7 +63,8 @@ class LoopGroup:
     :param check_timeout: seconds that a check may take. Give probes longer, so that they hear which check is late: Kubernetes
         gives them 1 s (``timeoutSeconds``), from which the default leaves some.
     :param restart: how crashed loops are restarted; None: a crash ends the group.
-    :param watchdog_threshold: seconds without a beat after which a message counts as stalled; None: no watchdog.
+    :param watchdog_threshold: seconds without a beat after which a message counts as stalled, and a receive whose answer is
+        overdue; None: no watchdog.
     :param watchdog_interval: seconds between the watchdog's looks.
     :param block_threshold: seconds for which the event loop may not turn before the process is killed; None: no limit.
     :param guardian: whether a tiny process watches over a blocked interpreter; None: in a ``run()`` that owns the signals.

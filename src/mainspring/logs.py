@@ -176,22 +176,24 @@ def _lease_lost(event: events.LeaseLost) -> None:
 
 
 def _stalled(event: events.HandlerStalled) -> None:
+    what = f"message {event.message_id} gave no beat for" if event.message_id else "no sign of life for"
+    which = "its handler" if event.message_id else "it"
     _say(
-        _message,
+        _message if event.message_id else _loop,
         logging.ERROR,
         event,
-        f"{event.loop}: message {event.message_id} gave no beat for {event.age:.1f} s; its handler is cancelled"
-        f"{_at(event.where)}",
+        f"{event.loop}: {what} {event.age:.1f} s; {which} is cancelled{_at(event.where)}",
     )
 
 
 def _stuck(event: events.HandlerStuck) -> None:
+    who = f"the handler of message {event.message_id}" if event.message_id else "it"
     _say(
-        _message,
+        _message if event.message_id else _loop,
         logging.CRITICAL,
         event,
-        f"{event.loop}: the handler of message {event.message_id} does not end although it was cancelled (no beat for"
-        f" {event.age:.1f} s); the process will be killed{_at(event.where)}",
+        f"{event.loop}: {who} does not end although it was cancelled (no beat for {event.age:.1f} s); the process will be"
+        f" killed{_at(event.where)}",
     )
 
 

@@ -28,7 +28,10 @@ ROUNDING = 1e-6
 
 
 class Subject(Protocol):
-    """One thing that must beat: a message in flight, or a loop of foreign make. The same object at every look."""
+    """One thing that must beat: a message in flight, a receive that is out, or a loop of foreign make.
+
+    It is the same object at every look; one that goes on after a stall is another.
+    """
 
     @property
     def name(self) -> str:
@@ -36,7 +39,7 @@ class Subject(Protocol):
 
     @property
     def message_id(self) -> str | None:
-        """The message's id; None where the subject is a loop."""
+        """The message's id; None where the subject is a loop, or what that asks of its store."""
 
     @property
     def done(self) -> bool:

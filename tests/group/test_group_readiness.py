@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import anyio
 import pytest
-from group_support import Foreign, box, one_loop_group, running
+from group_support import Foreign, box, one_loop_group, running, settled
 
 from mainspring import Context, InMemoryMailbox, LoopGroup, MailboxConnectionError, MainLoop
-from mainspring.events import CheckChanged, HandlerStalled
+from mainspring.events import CheckChanged, HandlerStalled, HandlerStuck, ReceiveFailed, ReceiveRecovered
+from mainspring.loops.contact import ALLOWANCE
 
 
 async def quick(body):
@@ -164,6 +166,119 @@ async def test_a_lost_store_is_not_ready_but_live_and_no_stall(virtual_clock):
         assert (await mailbox.counts()).settled == 1
         await group.shutdown()
     assert stalls == []
+    assert group.report.exit_status == 0
+
+
+class Hanging(InMemoryMailbox):
+    """A store whose driver hangs in a receive while ``hangs``; ``stubborn``: it does not even let itself be cancelled."""
+
+    hangs = stubborn = False
+    stands = None
+
+    async def _claim(self, *args):
+        if self.hangs:
+            with anyio.CancelScope(shield=self.stubborn) as self.stands:
+                await anyio.sleep_forever()
+        return await super()._claim(*args)
+
+
+def hanging_group(**options):
+    mailbox = Hanging("jobs", body=dict)
+    loop = MainLoop(mailbox, quick, name="loop", body=dict, wait_time_seconds=20)
+    group = LoopGroup([loop], watchdog_threshold=100, watchdog_interval=1, **options)
+    told = []
+    for kind in (HandlerStalled, HandlerStuck, ReceiveFailed, ReceiveRecovered):
+        group.dispatcher.subscribe(kind, lambda event: told.append((type(event), round(anyio.current_time()))))
+    return group, mailbox, told
+
+
+@pytest.mark.parametrize("bound", [None, 3])
+async def test_a_receive_that_never_returns_is_not_ready_then_cancelled_and_tried_again(bound, virtual_clock):
+    group, mailbox, told = hanging_group(max_concurrency=bound)
+    mailbox.hangs = True
+    wait = 20 if bound is None else 0  # within a bound, it first asks without waiting
+    async with running(group):
+        due = wait + ALLOWANCE
+        await anyio.sleep(due + 49)
+        assert group.status().ready
+        await anyio.sleep(2)
+        why = "its mailbox has not answered a receive, overdue by 51 s (cancelled at 100 s)"
+        assert group.status().reasons == (f"loop 'loop': {why}",)
+        await anyio.sleep(50)
+        assert told == [(HandlerStalled, due + 100), (ReceiveFailed, due + 100)]
+        assert group.status().loops[0].state == "degraded"
+        await anyio.sleep(100 + ALLOWANCE)
+        assert len(told) == 4  # it backed off, tried again, and hung again
+        mailbox.hangs = False
+        await mailbox.send({})
+        await anyio.sleep(100 + ALLOWANCE)
+        assert told[-1][0] is ReceiveRecovered
+        assert group.status().ready
+        assert await settled(mailbox) == 1
+        await group.shutdown()
+    assert group.report.exit_status == 0
+
+
+async def test_a_receive_that_does_not_end_although_cancelled_ends_the_process(virtual_clock):
+    group, mailbox, told = hanging_group(cancel_grace=3)
+    words = []
+    group.settings = replace(group.settings, kill=words.append)
+    mailbox.hangs = mailbox.stubborn = True
+    async with running(group):
+        await anyio.sleep(20 + ALLOWANCE + 100 + 4)
+        assert [kind for kind, _ in told] == [HandlerStalled, HandlerStuck]
+        assert told[1][1] - told[0][1] == 3
+        assert len(words) == 1
+        assert "loop 'loop' was cancelled" in words[0]
+        assert "a receive that mailbox 'jobs' has not answered: " in words[0]
+        assert "in _claim: await anyio.sleep_forever()" in words[0]
+        mailbox.stands.cancel()
+        await group.shutdown()
+
+
+async def test_a_count_that_is_not_answered_is_asked_again_before_a_group_ends_as_empty(virtual_clock):
+    class Uncounted(InMemoryMailbox):
+        asked = 0
+
+        async def _counts(self):
+            self.asked += 1
+            if self.asked == 1:
+                await anyio.sleep_forever()
+            return await super()._counts()
+
+    mailbox = Uncounted("jobs", body=dict)
+    group = LoopGroup([MainLoop(mailbox, quick, body=dict)])
+    with anyio.fail_after(60):
+        report = await group.run(install_signals=False, until_empty=True)
+    assert report.exit_status == 0
+
+
+@pytest.mark.parametrize("rest", ["idle", "paused", "full", "stopping"])
+async def test_a_loop_that_owes_no_receive_is_no_stall(rest, virtual_clock):
+    group, mailbox, told = hanging_group(shutdown_timeout=2_000)
+    beats = anyio.Event()
+
+    async def work(body, ctx: Context):
+        while not beats.is_set():
+            ctx.beat()
+            await anyio.sleep(1)
+
+    busy = MainLoop(box("busy"), work, name="busy", body=dict)
+    group = LoopGroup([*group.loops, busy], watchdog_threshold=100, watchdog_interval=1, shutdown_timeout=2_000)
+    group.dispatcher.subscribe(HandlerStalled, told.append)
+    async with running(group):
+        if rest == "paused":
+            await group.pause()
+        elif rest != "idle":
+            await busy.mailbox.send({})
+            await anyio.sleep(1)
+        if rest == "stopping":
+            group.request_shutdown()
+        await anyio.sleep(1_000)
+        assert group.status().ready == (rest in {"idle", "full"})
+        beats.set()
+        await group.shutdown()
+    assert told == []
     assert group.report.exit_status == 0
 
 

@@ -315,8 +315,8 @@ class LoopActor:
             self.loop.abort()
 
     def where(self) -> tuple[str, ...]:
-        """The lines its work waits on."""
-        return tuple(sorted({line for run in self.loop.runs if (line := run.where())}))
+        """The lines its work waits on, and its receives where they are out."""
+        return tuple(sorted({line for at in (*self.loop.runs, *self.loop.claims) if (line := at.where())}))
 
     def health(self) -> HealthStatus:
         """What a :class:`HealthCheckRequest` is answered with; call it on the loop's own event loop."""

@@ -75,6 +75,10 @@ class Steerable(Runnable, Protocol):
         """The work in hand, as the watchdog's subjects."""
 
     @property
+    def claims(self) -> Sequence[Any]:
+        """What it asks of its store, as further subjects of the watchdog."""
+
+    @property
     def in_flight(self) -> int:
         """How much work is in hand."""
 

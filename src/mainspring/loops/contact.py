@@ -1,18 +1,30 @@
-"""``Contact``: whether the mailbox of a loop answers, by all that it is asked: receives, renewals and settlements."""
+"""``Contact``: whether the mailbox of a loop answers, by all that it is asked: receives, renewals and settlements.
+
+``Claim``: what a receiver asks of the mailbox, and how long the answer is overdue.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
 from mainspring.errors import MailboxConnectionError, MainspringError, describe
 from mainspring.periodic import Periodic
 from mainspring.scope import nobody_asked
+from mainspring.stacks import where
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Coroutine
+
+    from mainspring.errors import HandlerStalledError
+    from mainspring.loops.intake import Intake
+
+T = TypeVar("T")
+
+ALLOWANCE = 5.0
+"""Seconds past its wait that a receive may take before its answer is overdue: what a busy server may need."""
 
 SILENCE = 10.0
 """Seconds after the last failure of a renewal or a settlement when the mailbox is asked whether it is back."""
@@ -84,3 +96,62 @@ class Contact:
                 self.made()
                 return math.inf
         return self._ask_at
+
+
+class Claim:
+    """What one receiver asks of the mailbox, one call after the other, as one subject of the watchdog.
+
+    It is judged by how long an answer is overdue: never while nothing is asked, while the receive waits as it was told to, or
+    while the loop is paused or told to stop. A stall cancels ``scope``, in which the receiver runs; the receiver then goes on
+    with another claim, so that the watchdog can tell the two apart.
+    """
+
+    message_id: str | None = None
+
+    def __init__(self, name: str, mailbox: str, intake: Intake, clock: Callable[[], float], failures: int = 0) -> None:
+        self.name = name
+        self.scope = anyio.CancelScope()
+        self.failures = failures
+        """How many receives of this receiver have failed since one was answered."""
+        self.error: MailboxConnectionError | None = None
+        """Why it was cancelled by the watchdog, unless the answer came in spite of that."""
+        self._mailbox = mailbox
+        self._intake = intake
+        self._clock = clock
+        self._due = math.inf
+        self._call: Coroutine[Any, Any, Any] | None = None
+
+    async def ask(self, call: Coroutine[Any, Any, T], wait: float) -> T:
+        """Await ``call``, whose answer is due in ``wait`` seconds."""
+        self._call = call
+        self._due = self._clock() + wait + ALLOWANCE
+        try:
+            answer = await call
+        finally:
+            self._due = math.inf
+            self._call = None
+        self.error = None
+        return answer
+
+    @property
+    def done(self) -> bool:
+        """Whether no answer is owed that the loop still wants."""
+        return self._call is None or not self._intake.open
+
+    def beat_age(self) -> float:
+        """Seconds for which the answer is overdue."""
+        return max(0.0, self._clock() - self._due)
+
+    def where(self) -> str:
+        """The line that the call stands on."""
+        if self._call is None:
+            return ""
+        return f"a receive that mailbox {self._mailbox!r} has not answered: {where(self._call)}"
+
+    def stall(self, error: HandlerStalledError) -> None:
+        """Cancel it; it counts as a failed receive."""
+        self.error = MailboxConnectionError(
+            f"mailbox {self._mailbox!r} did not answer a receive, which was overdue by {self.beat_age():.0f} s and is cancelled"
+        )
+        self.error.__cause__ = error
+        self.scope.cancel()

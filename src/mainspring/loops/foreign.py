@@ -34,6 +34,7 @@ class ForeignLoop:
         self.paused = False
         self.shutdown_timeout: float | None = _option(loop, "shutdown_timeout", None)
         self.shutdown_priority: int = _option(loop, "shutdown_priority", 0)
+        self.claims: Sequence[Any] = ()
         self._scope: anyio.CancelScope | None = None
         self._stop = anyio.Event()
         self._subject: _ForeignRun | None = None

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from mainspring.loops.attempt import Wrapper
     from mainspring.loops.capacity import Capacity
+    from mainspring.loops.contact import Claim
     from mainspring.loops.run import Run
     from mainspring.offload import OffloadPool
 
@@ -323,6 +324,11 @@ class MainLoop:
     def runs(self) -> tuple[Run, ...]:
         """The messages in hand, oldest first."""
         return self._worker.runs if self._worker is not None else ()
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """What is asked of the mailbox just now."""
+        return self._worker.claims if self._worker is not None else ()
 
     @property
     def in_flight(self) -> int:

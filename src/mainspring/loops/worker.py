@@ -20,7 +20,7 @@ from mainspring.clock import loop_clock, thread_clock
 from mainspring.errors import MainspringError, TaskExitError, describe
 from mainspring.events import Dispatcher, ReceiveFailed, ReceiveRecovered, Tally
 from mainspring.loops.attempt import Attempts, WorkerSettings
-from mainspring.loops.contact import Contact
+from mainspring.loops.contact import Claim, Contact
 from mainspring.loops.ends import Ends
 from mainspring.loops.intake import Intake
 from mainspring.loops.lease import LeaseKeeper
@@ -97,6 +97,7 @@ class Worker:
         self._starved = False
         self._iterations = 0
         self._ending = False
+        self._claims: list[Claim] = []
         self._lease = LeaseKeeper(
             name, places.runs, settings.lease, visibility, dispatcher=dispatcher, contact=self.contact
         )
@@ -119,6 +120,11 @@ class Worker:
     def in_flight(self) -> int:
         """How many messages it holds."""
         return len(self._places.runs)
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """What its receivers ask of the mailbox."""
+        return tuple(self._claims)
 
     # ----------------------------------------------------------------------------------------------------- stopping
 
@@ -179,7 +185,25 @@ class Worker:
 
     async def _receiver(self, max_iterations: int | None) -> None:
         failures = 0
-        while self.intake.open and (max_iterations is None or self._iterations < max_iterations):
+        while self._receives_on(max_iterations):
+            claim = Claim(self.name, self._mailbox.name, self.intake, self._clock, failures)
+            self._claims.append(claim)
+            try:
+                with claim.scope:
+                    await self._claim_on(claim, max_iterations)
+            finally:
+                self._claims.remove(claim)
+            failures = claim.failures
+            if claim.error is not None:
+                failures += 1
+                await self._pause_after(claim.error, failures)
+
+    def _receives_on(self, max_iterations: int | None) -> bool:
+        return self.intake.open and (max_iterations is None or self._iterations < max_iterations)
+
+    async def _claim_on(self, claim: Claim, max_iterations: int | None) -> None:
+        """Claim until that is over, or the watchdog cancels ``claim``."""
+        while self._receives_on(max_iterations):
             free = self._places.free
             if free <= 0:
                 await self._places.until_free()
@@ -189,44 +213,43 @@ class Worker:
             self._iterations += 1
             self._places.claiming += free
             try:
-                await self._receive(free)
+                await self._receive(free, claim)
             except (MainspringError, OSError) as error:
                 if isinstance(error, MainspringError) and not error.retryable:
                     raise
-                failures += 1
-                await self._pause_after(error, failures)
+                claim.failures += 1
+                await self._pause_after(error, claim.failures)
             except anyio.get_cancelled_exc_class():
                 if not await nobody_asked():
                     raise
-                failures += 1
-                await self._pause_after(TaskExitError("a cancellation that nobody asked for"), failures)
+                claim.failures += 1
+                await self._pause_after(TaskExitError("a cancellation that nobody asked for"), claim.failures)
             else:
-                failures = 0
+                claim.failures = 0
                 if failed := self.contact.received():  # by the other receiver too, or by one that a pause has ended
                     self._dispatcher.dispatch(ReceiveRecovered(self.name, failed))
             finally:
                 self._places.claiming -= free
 
-    async def _receive(self, free: int) -> None:
+    async def _receive(self, free: int, claim: Claim) -> None:
         """Claim what is there for the free slots, and let them begin."""
         self._heartbeat.beat()
         # After a failure it does not wait: that the store answers again shall be known before somebody sends something.
         wait = self._wait if self.contact.trouble is None else 0.0
         if self._capacity is None:
-            self._admit(await self._poll(free, wait))
+            self._admit(await self._poll(claim, free, wait))
         elif self.contact.trouble is not None and self._capacity.full:
             # Likewise, though the handlers of other loops may have all places for hours.
-            await self._mailbox.approximate_count()
+            await claim.ask(self._mailbox.approximate_count(), 0.0)
         else:
-            await self._capacity.receive(free, wait, self._poll, self._admit)
+            await self._capacity.receive(free, wait, partial(self._poll, claim), self._admit)
         self._heartbeat.beat()
         if len(self._backlog) == 1:  # it came alone: its handler begins before the next claim is prepared
             await anyio.lowlevel.checkpoint()
 
-    async def _poll(self, free: int, wait: float) -> list[Message[Any, Any]]:
-        return await self._mailbox.receive(
-            max_messages=free, visibility_timeout=self._visibility, wait_time_seconds=wait
-        )
+    async def _poll(self, claim: Claim, free: int, wait: float) -> list[Message[Any, Any]]:
+        call = self._mailbox.receive(max_messages=free, visibility_timeout=self._visibility, wait_time_seconds=wait)
+        return await claim.ask(call, wait)
 
     def _admit(self, messages: list[Message[Any, Any]]) -> None:
         now = self._clock()

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 SOONEST = 0.05
 LATEST = 5.0
 """Seconds between looks while nothing of the group's own ends: what is left is delayed, or in other processes' hands."""
+ANSWER = 10.0
+"""Seconds that a mailbox may take to say how many messages it has."""
 
 
 class UntilEmpty:
@@ -70,6 +72,7 @@ class UntilEmpty:
         ended = self._ended
         for _ in range(2):
             for mailbox in self._mailboxes:
-                if await mailbox.approximate_count() > 0:
-                    return False
+                with anyio.fail_after(ANSWER):
+                    if await mailbox.approximate_count() > 0:
+                        return False
         return ended == self._ended and not any(loop.in_flight for loop in self._loops)

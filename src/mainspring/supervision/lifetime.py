@@ -332,6 +332,7 @@ class Lifetime:
                 continue  # told to stop, it has no reason to beat; its end is the shutdown's to see to
             if not member.ended.is_set():
                 yield from member.loop.runs
+                yield from member.loop.claims
 
     def _enter(self, state: GroupState) -> None:
         if self.machine.state is not state:

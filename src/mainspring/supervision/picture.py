@@ -58,11 +58,14 @@ def picture(lifetime: Lifetime) -> GroupStatus:
 def _loop(member: Member, threshold: float | None) -> LoopStatus:
     loop, health = member.loop, member.actor.health()
     oldest = health.oldest_beat_age
+    overdue = max((claim.beat_age() for claim in loop.claims if not claim.done), default=0.0)
     reason = health.reason
     if member.state is not ServiceState.RUNNING:
         reason = loop.trouble or str(member.state)
     elif reason is None and threshold is not None and oldest > threshold / 2:
         reason = f"no sign of life for {oldest:.0f} s (stalled at {threshold:g} s)"
+    elif reason is None and threshold is not None and overdue > threshold / 2:
+        reason = f"its mailbox has not answered a receive, overdue by {overdue:.0f} s (cancelled at {threshold:g} s)"
     return LoopStatus(
         name=member.name,
         state=member.state,
