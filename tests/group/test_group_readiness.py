@@ -255,7 +255,7 @@ async def test_a_count_that_is_not_answered_is_asked_again_before_a_group_ends_a
 
 @pytest.mark.parametrize("rest", ["idle", "paused", "full", "stopping"])
 async def test_a_loop_that_owes_no_receive_is_no_stall(rest, virtual_clock):
-    group, mailbox, told = hanging_group(shutdown_timeout=2_000)
+    group, _, told = hanging_group()
     beats = anyio.Event()
 
     async def work(body, ctx: Context):
