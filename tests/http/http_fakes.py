@@ -7,6 +7,7 @@ from typing import Any
 
 import anyio
 
+from mainspring.events import Dispatcher
 from mainspring.mailbox.message import Counts
 from mainspring.states import GroupState, ServiceState
 from mainspring.status import GroupStatus, LoopStatus
@@ -62,6 +63,7 @@ def group_status(**changes: Any) -> GroupStatus:
 class FakeGroup:
     def __init__(self, *boxes: FakeMailbox, **changes: Any) -> None:
         self.boxes = boxes
+        self.dispatcher = Dispatcher()
         self.changes = changes
         self.drains: list[str] = []
         self.switches: list[str] = []

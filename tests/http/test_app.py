@@ -14,6 +14,7 @@ from http_fakes import FakeGroup, FakeMailbox, loop_status
 
 import mainspring
 from mainspring.errors import ControlRefusedError, LoopNotRunningError, MailboxConnectionError, TicketTimeoutError
+from mainspring.events import MessageFinished
 from mainspring.http.app import ADMIN_TOKEN, health_app
 from mainspring.http.depths import DepthReader
 from mainspring.http.metrics import GroupMetrics
@@ -109,10 +110,16 @@ async def test_status_is_the_whole_tree_as_valid_json() -> None:
     assert second == {"name": "jobs#2", "counts": None, "error": "MailboxConnectionError: down here"}
 
 
-async def test_metrics_answers_what_it_is_given_or_404() -> None:
-    source = FakeGroup(FakeMailbox("jobs", Counts(pending=7)), FakeMailbox("down", MailboxConnectionError("down")))
+async def test_metrics_are_made_where_none_are_given_and_count_from_then_on() -> None:
+    source = FakeGroup()
     async with client_of(source) as client:
-        assert (await client.get("/metrics")).status_code == 404
+        source.dispatcher.dispatch(MessageFinished("indexer", "m", "r", "acknowledged", 0.2, 1))
+        text = (await client.get("/metrics")).text
+    assert 'mainspring_messages_total{loop="indexer",outcome="acknowledged"} 1.0' in text
+
+
+async def test_metrics_answers_what_it_is_given() -> None:
+    source = FakeGroup(FakeMailbox("jobs", Counts(pending=7)), FakeMailbox("down", MailboxConnectionError("down")))
     async with client_of(source, metrics=GroupMetrics(source)) as client:
         response = await client.get("/metrics")
         open_metrics = await client.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})

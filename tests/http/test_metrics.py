@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
 from http_fakes import FakeGroup, loop_status
-from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from trio.testing import MockClock
@@ -184,6 +188,57 @@ async def test_the_end_of_a_subscription_and_a_registry_of_ones_own() -> None:
     registry = CollectorRegistry()
     registry.register(metrics.collector)
     assert registry.get_sample_value("mainspring_in_flight", {"loop": "indexer"}) == 3
+
+
+async def test_the_applications_own_metrics_are_served_and_one_that_raises_costs_only_those(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    registry = CollectorRegistry()
+    Gauge("cache_entries", "Entries of the cache.", registry=registry).set(7)
+    metrics = GroupMetrics(FakeGroup(), registry=registry)
+    found = scrape(metrics)
+    assert found["cache_entries"] == {(): 7}
+    assert found["process_open_fds"]  # of the process, also where the application's registry has none
+
+    class Broken:
+        def describe(self) -> list[Any]:
+            return []
+
+        def collect(self) -> list[Any]:
+            raise RuntimeError("the cache is away")
+
+    registry.register(Broken())
+    assert "mainspring_in_flight" in scrape(metrics)
+    assert "the cache is away" in caplog.text
+
+
+async def test_a_name_that_both_have_comes_once() -> None:
+    metrics = GroupMetrics(FakeGroup(), registry=GroupMetrics(FakeGroup()).registry)
+    assert len(scrape(metrics)["mainspring_in_flight"]) == 1  # scrape() asserts that no sample comes twice
+
+
+async def test_the_default_registry_is_served_without_being_named() -> None:
+    gauge = Gauge("queue_weight", "A gauge of the application.")
+    try:
+        gauge.set(3)
+        assert scrape(GroupMetrics(FakeGroup()))["queue_weight"] == {(): 3}
+    finally:
+        REGISTRY.unregister(gauge)
+
+
+async def test_with_several_processes_the_files_of_all_are_served(tmp_path: Path) -> None:
+    code = (
+        "import prometheus_client as p; p.Counter('orders', 'Orders.').inc(2);"
+        "from http_fakes import FakeGroup; from mainspring.http.metrics import GroupMetrics;"
+        "import anyio\n"
+        "async def main(): print(GroupMetrics(FakeGroup()).render()[0].decode())\n"
+        "anyio.run(main)"
+    )
+    environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
+    for total in ("2.0", "4.0"):
+        command = [sys.executable, "-c", code]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+        assert f"orders_total {total}" in run.stdout
 
 
 async def test_names_of_any_kind_survive_and_openmetrics_is_valid() -> None:

@@ -65,9 +65,11 @@ class Slow:
 
 
 @asynccontextmanager
-async def serving(app: Any, *, grace: float = AN_HOUR, host: str = "127.0.0.1") -> AsyncIterator[HealthServer]:
+async def serving(
+    app: Any, *, grace: float = AN_HOUR, host: str = "127.0.0.1", **settings: Any
+) -> AsyncIterator[HealthServer]:
     """The app on a port that nobody has afterwards; the end of the block stops it, which must not take for ever."""
-    server = HealthServer(app, bind(host, free_port()), grace=grace)
+    server = HealthServer(app, bind(host, free_port()), grace=grace, **settings)
     with anyio.fail_after(20):
         async with DaemonScope("test", timeout=AN_HOUR) as scope:
             assert await scope.start(server.serve, name="health server", stop=server.stop) == server.url

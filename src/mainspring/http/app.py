@@ -18,6 +18,7 @@ from mainspring import clock
 from mainspring.errors import ControlRefusedError, LoopNotRunningError, TicketTimeoutError
 from mainspring.http.dashboard import page as dashboard_page
 from mainspring.http.depths import DepthReader
+from mainspring.http.metrics import GroupMetrics
 from mainspring.status import plain
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from mainspring.events import Dispatcher
     from mainspring.http.depths import Countable
-    from mainspring.http.metrics import GroupMetrics
     from mainspring.status import GroupStatus, MailboxStatus
 
 ADMIN_TOKEN = "MAINSPRING_ADMIN_TOKEN"  # noqa: S105 - the name of a variable
@@ -38,6 +39,9 @@ _ACT_TIMEOUT = 10.0
 
 class Source(Protocol):
     """What the app shows and acts on: a LoopGroup, or any object with these calls. All are called on its event loop."""
+
+    dispatcher: Dispatcher
+    """The events that the metrics count."""
 
     def status(self) -> GroupStatus:
         """The present picture."""
@@ -67,7 +71,8 @@ def health_app(
 ) -> Starlette:
     """The app that answers for ``source``: stand-alone on a listener of its own, or mounted in another app.
 
-    :param metrics: what ``/metrics`` renders; without it that route answers 404.
+    :param metrics: what ``/metrics`` renders. None makes them: the group's, counted from this call on, and behind them those of
+        the application in the default registry of ``prometheus_client``.
     :param admin_token: the bearer token that acts (``POST /drain``, ``/pause``, ``/resume``) need; None reads
         ``MAINSPRING_ADMIN_TOKEN``. Without a token, acts are refused unless ``loopback``.
     :param loopback: whether only this machine can reach the listener (a loopback address, a Unix socket); acts then need no
@@ -76,6 +81,9 @@ def health_app(
     Probes, status and metrics are open to whoever can connect: they name loops, mailboxes and the errors of checks.
     """
     token = os.environ.get(ADMIN_TOKEN, "") if admin_token is None else admin_token
+    if metrics is None:
+        metrics = GroupMetrics(source)
+        metrics.subscribe(source.dispatcher)
     views = _Views(source, metrics, token, loopback)
     routes = [
         Route("/health/live", views.live),
@@ -94,7 +102,7 @@ def health_app(
 
 
 class _Views:
-    def __init__(self, source: Source, metrics: GroupMetrics | None, token: str, loopback: bool) -> None:
+    def __init__(self, source: Source, metrics: GroupMetrics, token: str, loopback: bool) -> None:
         self._source = source
         self._metrics = metrics
         self._token = token
@@ -115,8 +123,6 @@ class _Views:
         return _probe(status, status.started)
 
     async def metrics(self, request: Request) -> Response:
-        if self._metrics is None:
-            return _line("metrics are not collected here", 404)
         depths = await self._ask_around()
         text, content_type = self._metrics.render(depths, request.headers.get("accept", ""))
         return Response(text, headers={"content-type": content_type})

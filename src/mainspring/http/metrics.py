@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Protocol
 
 import anyio
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import REGISTRY, CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -14,6 +16,7 @@ from prometheus_client.core import (
     InfoMetricFamily,
 )
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.utils import floatToGoString
 
 import mainspring
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from mainspring.status import GroupStatus, LoopStatus, MailboxStatus
+
+_log = logging.getLogger("mainspring.http")
 
 FAULTS = {
     events.HandlerStalled: "stalled",
@@ -69,17 +74,20 @@ class _LoopFigures:
 
 
 class GroupMetrics:
-    """The metrics of one group, in a ``registry`` of their own: several groups of a process do not meet.
+    """The metrics of one group, and behind them those of ``registry``: the application's own.
 
     Counters follow the events of the dispatcher given to :meth:`subscribe`; gauges are read from ``source.status()`` while a
-    scrape renders. To join them to an application's own metrics, register ``collector`` with its registry.
+    scrape renders. Several groups of a process do not meet. To join a group's metrics to a page of your own, register
+    ``collector`` with its registry.
+
+    :param registry: whose metrics are rendered too: by default the registry in which ``prometheus_client`` keeps every metric
+        that is not given another one. Where ``PROMETHEUS_MULTIPROC_DIR`` is set, its files are read instead. None: no others.
     """
 
-    def __init__(self, source: StatusSource) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(self, source: StatusSource, *, registry: CollectorRegistry | None = REGISTRY) -> None:
         self.collector = _Collector(source)
-        self.registry.register(self.collector)
-        ProcessCollector(registry=self.registry)
+        self.registry = CollectorRegistry()
+        self.registry.register(_Page(self.collector, registry))
 
     def subscribe(self, dispatcher: events.Dispatcher) -> Callable[[], None]:
         """Count the events of ``dispatcher`` from now on; the returned function ends it."""
@@ -104,6 +112,35 @@ class GroupMetrics:
         self.collector.depths = depths
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
+
+
+class _Page:
+    """The metrics of a group, then those of the application, then those of the process; of one name only the first."""
+
+    def __init__(self, group: _Collector, registry: CollectorRegistry | None) -> None:
+        self._group = group
+        self._registry = registry
+        self._process = ProcessCollector(registry=None)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing is collected when this is registered, only when it is scraped."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        seen: set[str] = set()
+        for family in (*self._group.collect(), *self._theirs(), *self._process.collect()):
+            if family.name not in seen:
+                seen.add(family.name)
+                yield family
+
+    def _theirs(self) -> Sequence[Metric]:
+        try:
+            if self._registry is REGISTRY and os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+                return list(MultiProcessCollector(None).collect())  # type: ignore[no-untyped-call]
+            return [] if self._registry is None else list(self._registry.collect())
+        except Exception:  # a collector of the application must not cost the scrape the group's metrics
+            _log.exception("the application's own metrics are left out of /metrics: a collector raised")
+            return []
 
 
 class _Collector:

@@ -1,30 +1,33 @@
-"""uvicorn's protocols on a running asyncio event loop, without its main loop.
+"""uvicorn's HTTP protocol on a running asyncio event loop, without its server.
 
-``uvicorn.Server.serve`` takes the process's signals, wakes ten times a second, and sleeps 0.1 s in its shutdown before it
-looks at a connection. So only its start is used: requests come in through its protocol class, and the end is done here.
+``uvicorn.Server`` takes the process's signals, wakes ten times a second, sleeps 0.1 s in its shutdown before it looks at a
+connection, and accepts as many connections as come. So only its protocol class is used: accepting and ending are done here.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.server import Server
+from uvicorn.server import ServerState
+
+from mainspring.http.connections import Connections, accept_all, log, quiet_storms
 
 if TYPE_CHECKING:
+    import logging
     import socket
     from collections.abc import Callable
 
     from starlette.types import ASGIApp
 
+    from mainspring.http.connections import Connection
+
 _CUT_OFF = 1.0
 """Seconds that cancelled requests get to unwind."""
-
-_log = logging.getLogger("mainspring.http")
 
 
 class _Config(Config):
@@ -33,10 +36,56 @@ class _Config(Config):
 
 
 class _Protocol(H11Protocol):
-    def __init__(self, *args: Any, **keywords: Any) -> None:
-        super().__init__(*args, **keywords)
+    """A connection that counts among its server's, and that is closed where a request's head is late.
+
+    uvicorn's own time limit runs between requests only, and any byte ends it.
+    """
+
+    def __init__(self, admission: Connections, head_timeout: float, **keywords: Any) -> None:
+        super().__init__(**keywords)
         self.access_log = False  # else probes would appear in an embedding app's access log
-        self.logger = _log
+        self.logger = log
+        self._admission = admission
+        self._head_timeout = head_timeout
+        self._entry: Connection | None = None
+        self._late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._entry = self._admission.open(transport.abort)
+        if self._entry is None:
+            transport.abort()
+            return
+        self.app = self._entry.counted(self.app)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_waiting()
+        if self._entry is not None:
+            self._entry.closed()
+
+    def data_received(self, data: bytes) -> None:
+        before = self.cycle
+        super().data_received(data)
+        if self.cycle is not before:  # a request has begun
+            self._stop_waiting()
+
+    def on_response_complete(self) -> None:
+        before = self.cycle
+        self._await_head()
+        super().on_response_complete()  # may begin the next request, where its head has come already
+        if self.cycle is not before:
+            self._stop_waiting()
+
+    def _await_head(self) -> None:
+        self._stop_waiting()
+        self._late = self.loop.call_later(self._head_timeout, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
 
 
 class _Open(set[Any]):
@@ -51,7 +100,14 @@ class _Open(set[Any]):
 
 
 async def serve(
-    app: ASGIApp, sock: socket.socket, stopping: anyio.Event, grace: float, started: Callable[[], object]
+    app: ASGIApp,
+    sock: socket.socket,
+    stopping: anyio.Event,
+    *,
+    grace: float,
+    head_timeout: float,
+    connections: Connections,
+    started: Callable[[], object],
 ) -> None:
     """Serve ``app`` until ``stopping``, then at most ``grace`` seconds more for what is under way."""
     config = _Config(
@@ -65,34 +121,37 @@ async def serve(
         date_header=False,
     )
     config.load()
-    server = Server(config)
-    connections, requests = _Open(), _Open()
-    server.server_state.connections = connections
-    server.server_state.tasks = requests
-    server.lifespan = config.lifespan_class(config)
-    _log.addFilter(_no_cancellations)
+    state = ServerState()
+    state.connections = open_connections = _Open()
+    state.tasks = requests = _Open()
+    protocol = partial(_Protocol, connections, head_timeout, config=config, server_state=state, app_state={})
+    loop = asyncio.get_running_loop()
+
+    async def connected(accepted: socket.socket) -> None:
+        await loop.connect_accepted_socket(protocol, accepted)
+
+    log.addFilter(_no_cancellations)
     try:
-        await server.startup(sockets=[sock])
-        started()
-        await stopping.wait()
-        _stop_listening(server)
-        for connection in list(connections):
-            connection.shutdown()
-        with anyio.move_on_after(grace):
-            await _all_gone(connections, requests)
+        with quiet_storms(log):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(accept_all, sock, connected, connections)
+                started()
+                await stopping.wait()
+                tasks.cancel_scope.cancel()
+            sock.close()
+            for connection in list(open_connections):
+                connection.shutdown()
+            with anyio.move_on_after(grace):
+                await _all_gone(open_connections, requests)
     finally:
-        _stop_listening(server)
+        sock.close()
         for request in list(requests):
             request.cancel()
-        for connection in list(connections):
+        for connection in list(open_connections):
             connection.transport.abort()
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + _CUT_OFF):
-            await _all_gone(connections, requests)
-
-
-def _stop_listening(server: Server) -> None:
-    for listener in getattr(server, "servers", ()):  # absent where the start itself failed
-        listener.close()
+            await _all_gone(open_connections, requests)
+        log.removeFilter(_no_cancellations)
 
 
 async def _all_gone(*groups: _Open) -> None:

@@ -1,75 +1,86 @@
-"""anycorn (hypercorn on anyio) on a running trio event loop."""
+"""anycorn's protocols (hypercorn on anyio) on a running trio event loop, without its server.
+
+``anycorn.run.worker_serve`` accepts as many connections as come, and ends when the process has no descriptor left for one. So
+only what it does for a connection is used: accepting and ending are done here.
+"""
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Any, cast
 
+import anyio
+from anyio.abc import SocketStream
+
 from mainspring.errors import ConfigError
+from mainspring.http.connections import Connections, accept_all, log, quiet_storms
 from mainspring.scope import lone_error
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
-    import anyio
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
-
-class _Started:
-    """anycorn's ``task_status``: it reports addresses of its own making, which nobody here asked for."""
-
-    def __init__(self, started: Callable[[], object]) -> None:
-        self._started = started
-
-    def started(self, _: Any = None) -> None:
-        self._started()
+    from starlette.types import ASGIApp
 
 
 async def serve(
-    app: ASGIApp, sock: socket.socket, stopping: anyio.Event, grace: float, started: Callable[[], object]
+    app: ASGIApp,
+    sock: socket.socket,
+    stopping: anyio.Event,
+    *,
+    grace: float,
+    head_timeout: float,
+    connections: Connections,
+    started: Callable[[], object],
 ) -> None:
     """Serve ``app`` until ``stopping``, then at most ``grace`` seconds more for what is under way."""
     try:
-        from anycorn.config import Config, Sockets
-        from anycorn.run import worker_serve
+        from anycorn.config import Config
+        from anycorn.tcp_server import tcp_server_handler
+        from anycorn.typing import ConnectionState, LifespanState
         from anycorn.utils import wrap_app
+        from anycorn.worker_context import WorkerContext
     except ImportError:
         raise ConfigError(
             "on trio, the health server needs anycorn: pip install 'mainspring[trio]', or leave health_port out"
         ) from None
     config = Config()
-    config.errorlog = _quiet_logger()
-    config.include_date_header = False
-    config.include_server_header = False
-    config.graceful_timeout = grace
+    config.errorlog = errors = _quiet_logger()
+    config.include_date_header = config.include_server_header = False
+    config.keep_alive_timeout = head_timeout
+    context = WorkerContext(None)
+
+    async def answer(stream: SocketStream) -> None:
+        with anyio.CancelScope() as scope:
+            entry = connections.open(scope.cancel)
+            async with stream:
+                if entry is None:
+                    return
+                wrapped = wrap_app(cast("Any", entry.counted(app)), config.wsgi_max_body_size, "asgi")
+                state = ConnectionState(LifespanState({}))
+                try:
+                    await tcp_server_handler(wrapped, config, context, state)(stream)
+                finally:
+                    entry.closed()
+
     try:
-        await worker_serve(
-            wrap_app(cast("Any", _without_lifespan(app)), config.wsgi_max_body_size, "asgi"),
-            config,
-            sockets=Sockets([], [sock], []),
-            shutdown_trigger=stopping.wait,
-            task_status=_Started(started),
-        )
-    except BaseExceptionGroup as errors:
-        lone = lone_error(errors)
-        if lone is errors:
-            raise
+        with quiet_storms(log, errors):
+            async with config.log, anyio.create_task_group() as requests:
+
+                async def connected(accepted: socket.socket) -> None:
+                    requests.start_soon(answer, await SocketStream.from_socket(accepted))
+
+                async with anyio.create_task_group() as accepting:
+                    accepting.start_soon(accept_all, sock, connected, connections)
+                    started()
+                    await stopping.wait()
+                    accepting.cancel_scope.cancel()
+                sock.close()
+                requests.cancel_scope.deadline = anyio.current_time() + grace
+                await context.terminated.set()
+    except BaseExceptionGroup as group:
+        lone = lone_error(group)
         raise lone from lone.__cause__
-
-
-def _without_lifespan(app: ASGIApp) -> ASGIApp:
-    """anycorn always runs the lifespan protocol, and Starlette turns its cancellation into a failed shutdown."""
-
-    async def call(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "lifespan":
-            await app(scope, receive, send)
-            return
-        for moment in ("startup", "shutdown"):
-            await receive()
-            await send({"type": f"lifespan.{moment}.complete"})
-
-    return call
 
 
 def _quiet_logger() -> logging.Logger:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from mainspring.http.app import Source, health_app
+from mainspring.http.app import health_app
 from mainspring.http.metrics import GroupMetrics
 from mainspring.http.server import HealthServer, bind, is_loopback
 
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
 
-    from mainspring.events import Dispatcher
+    from mainspring.http.app import Source
     from mainspring.scope import DaemonScope
 
 
-class ServedGroup(Source, Protocol):
-    """A source that also has the events to count."""
-
-    dispatcher: Dispatcher
-
-
-async def start(group: ServedGroup, scope: DaemonScope, host: str, port: int) -> str:
+async def start(group: Source, scope: DaemonScope, host: str, port: int) -> str:
     """Serve ``group`` on ``host`` and ``port`` as a daemon of ``scope``; the URL at which it is reached.
 
     Raises :class:`ConfigError` where the address cannot be had. The metrics count while the server runs.

@@ -29,12 +29,28 @@ class HealthServer:
     The socket (from :func:`bind`) is the server's from the moment it is made. Nothing ticks while nobody asks.
     """
 
-    def __init__(self, app: ASGIApp, sock: socket.socket, *, grace: float = 2.0) -> None:
-        """:param grace: seconds that requests still under way at :meth:`stop` may take before they are cut off. Answers of
-        the health app take far less; what could last longer is a stream of an app of your own."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        sock: socket.socket,
+        *,
+        grace: float = 2.0,
+        head_timeout: float = 5.0,
+        connections: int | None = None,
+    ) -> None:
+        """
+        :param grace: seconds that requests still under way at :meth:`stop` may take before they are cut off. Answers of
+            the health app take far less; what could last longer is a stream of an app of your own.
+        :param head_timeout: seconds within which the head of a request must have come, from the connection's start or the
+            last answer on; the connection is closed then.
+        :param connections: how many connections are kept at most. By default 100, and at most a quarter of the descriptors that
+            the process may have. See :mod:`mainspring.http.connections` for what happens at the limit.
+        """
         self._app = app
         self._sock = sock
         self._grace = grace
+        self._head_timeout = head_timeout
+        self._connections = connections
         self._stopping = anyio.Event()
         self._file = _identity(sock)
         self.url = url(sock)
@@ -54,11 +70,21 @@ class HealthServer:
         :raises ConfigError: it runs on trio and anycorn is not installed.
         """
         try:
+            from mainspring.http.connections import Connections, default_limit
+
             if async_library() == "trio":
                 from mainspring.http.on_trio import serve
             else:
                 from mainspring.http.on_asyncio import serve
-            await serve(self._app, self._sock, self._stopping, self._grace, lambda: task_status.started(self.url))
+            await serve(
+                self._app,
+                self._sock,
+                self._stopping,
+                grace=self._grace,
+                head_timeout=self._head_timeout,
+                connections=Connections(self._connections or default_limit()),
+                started=lambda: task_status.started(self.url),
+            )
         finally:
             self._remove_file()
             self._sock.close()
