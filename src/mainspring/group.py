@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Self
 
@@ -198,9 +199,9 @@ class LoopGroup:
             serve=self._serve if self.settings.health_port is not None else None,
         )
         self._lifetime, self._thread = lifetime, get_ident()
+        # Asked once it can be told: a request from another thread is either seen here, or comes to the lifetime.
         if self._asked is not None:
-            reason, timeout = self._asked
-            lifetime.request(reason, timeout)
+            lifetime.request(*self._asked)
         try:
             await lifetime.run(ready)
         finally:
@@ -294,15 +295,15 @@ class LoopGroup:
         return await self._stop("drain()", float("inf"))
 
     async def _stop(self, reason: str, timeout: float | None) -> bool:
-        lifetime = self._lifetime
-        self._request(reason, timeout)
+        lifetime = self._request(reason, timeout)
         if lifetime is None or any(map(is_inside, self.loops)):
             return True
         await lifetime.ended.wait()
         return lifetime.report is not None and lifetime.report.clean
 
     def request_shutdown(self, reason: str = "request_shutdown()") -> None:
-        """Ask for a shutdown and return at once."""
+        """Ask for a shutdown and return at once; before a run it is remembered, as by :meth:`shutdown`. Callable from any
+        thread, signal handler or event loop, as are :meth:`request_drain` and :meth:`force_shutdown`."""
         self._request(reason, None)
 
     def request_drain(self, reason: str = "request_drain()") -> None:
@@ -313,15 +314,22 @@ class LoopGroup:
         """Skip to the cancelling, as a second signal ``signum`` does; a shutdown that nobody has asked for begins with it.
 
         Handlers get ``cancel_grace``, and the report's exit status is 128 + ``signum``. Without a run it does nothing.
-        """
-        if self._lifetime is not None:
-            self._lifetime.force(signum)
 
-    def _request(self, reason: str, timeout: float | None) -> None:
-        if self._lifetime is not None:
-            self._lifetime.request(reason, timeout)
-        else:
-            self._asked = (reason, timeout)
+        :raises ConfigError: ``signum`` is no signal.
+        """
+        if signum not in signal.valid_signals():
+            raise ConfigError(f"force_shutdown: signum must be a signal such as signal.SIGTERM, not {signum!r}")
+        lifetime = self._lifetime
+        if lifetime is not None:
+            lifetime.entry.call(partial(lifetime.force, signum))
+
+    def _request(self, reason: str, timeout: float | None) -> Lifetime | None:
+        """Mark it for a run that is about to begin, and hand it to the run that is under way; that run."""
+        self._asked = (reason, timeout)
+        lifetime = self._lifetime
+        if lifetime is not None:
+            lifetime.entry.call(partial(lifetime.request, reason, timeout))
+        return lifetime
 
     # ------------------------------------------------------------------------------------------------------- pausing
 
@@ -368,8 +376,12 @@ class LoopGroup:
         return self._lifetime.mailboxes() if self._lifetime is not None else []
 
     async def refresh_checks(self) -> None:
-        """Ask the readiness checks again, where their answers are older than a second."""
+        """Ask the readiness checks again, where their answers are older than a second.
+
+        :raises ConfigError: the group runs in another thread.
+        """
         if self._lifetime is not None:
+            self._check_thread()
             await self._lifetime.checks.refresh()
 
     def status(self) -> GroupStatus:
@@ -379,11 +391,14 @@ class LoopGroup:
         """
         if self._lifetime is None:
             return picture_at_rest(self.name, self._crash)
+        self._check_thread()
+        return picture(self._lifetime)
+
+    def _check_thread(self) -> None:
         if self._thread != get_ident():
             raise ConfigError(
                 f"group {self.name!r} runs in another thread: ask there, by an async function for its LoopThread's submit()"
             )
-        return picture(self._lifetime)
 
     async def check_health(self, timeout: float = 5.0) -> list[HealthStatus]:
         """How its loops are, each by its own answer; see :func:`~mainspring.loops.actor.check_health`."""

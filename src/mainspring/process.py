@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 from contextvars import Context, copy_context
@@ -16,10 +17,12 @@ from weakref import WeakValueDictionary
 
 from anyio.lowlevel import current_token
 
+from mainspring.callables import code_of
 from mainspring.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import FrameType
 
     from anyio.abc import Process
 
@@ -84,13 +87,31 @@ def in_event_loop() -> bool:
     )
 
 
-def anyio_knows() -> bool:
-    """Whether anyio's functions can be used right here: in an event loop, and in no bare callback of it."""
-    try:
-        current_token()
-    except RuntimeError:  # anyio's NoEventLoopError
+def in_task_of(loop: object) -> bool:
+    """True in a task of the event loop ``loop`` (see :func:`event_loop`), but not in a signal handler that interrupts it."""
+    asyncio, trio = sys.modules.get("asyncio"), sys.modules.get("trio")
+    if trio is not None and trio.lowlevel.in_trio_task():
+        running = trio.lowlevel.current_trio_token()
+    elif asyncio is not None and asyncio._get_running_loop() is not None and asyncio.current_task() is not None:  # noqa: SLF001 - as above
+        running = asyncio.get_running_loop()
+    else:
         return False
-    return True
+    return running is loop and not in_signal_handler()
+
+
+def in_signal_handler() -> bool:
+    """True in a Python signal handler, and in what it calls: the state of the interrupted code may be half-way then.
+
+    Asked of the stack. A handler that has just put another one in its own place is not recognised.
+    """
+    if not in_main_thread():
+        return False
+    handlers = filter(callable, map(signal.getsignal, signal.valid_signals()))
+    codes = {code for handler in handlers if (code := getattr(code_of(handler), "__code__", None)) is not None}
+    frame: FrameType | None = sys._getframe() if codes else None  # noqa: SLF001 - documented, for want of another way
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return frame is not None
 
 
 def call_soon(loop: Any, fn: Callable[[], object]) -> None:

@@ -32,7 +32,7 @@ from mainspring.errors import (
 from mainspring.loops.base import Runnable, Steerable, stop_in_time
 from mainspring.loops.foreign import ForeignLoop
 from mainspring.loops.worker import is_inside
-from mainspring.process import anyio_knows, call_soon, event_loop, identity, process_id
+from mainspring.process import call_soon, event_loop, identity, in_task_of, process_id
 from mainspring.scope import DaemonScope
 from mainspring.values import is_number
 
@@ -76,7 +76,6 @@ class LoopActor:
         self._belong_here()
         self._inbox: deque[tuple[ControlMessage[Any], TicketWriter[Any]]] = deque()
         self._event_loop: object | None = None  # while it serves; None refuses messages
-        self._thread = 0
         self._wake = anyio.Event()
         self._ended = anyio.Event()
         self._scope = DaemonScope("control")
@@ -95,8 +94,7 @@ class LoopActor:
     # ------------------------------------------------------------------------------------------------------ messages
 
     def tell(self, message: ControlMessage[Any]) -> None:
-        """Hand ``message`` over and return; the answer comes on its ticket. Callable from any task or thread,
-        and from a signal handler where the actor runs in another thread than the main one.
+        """Hand ``message`` over and return; the answer comes on its ticket. Callable from any task, thread or signal handler.
 
         Told from a task of the loop's own event loop, it has been served when this returns.
 
@@ -119,7 +117,7 @@ class LoopActor:
                 self._inbox.append((message, answer))
         if loop is None:
             answer.offer_error(self._not_running(message))
-        elif threading.get_ident() == self._thread and anyio_knows():
+        elif in_task_of(loop):
             self._serve_inbox()
         else:
             call_soon(loop, self._rouse)
@@ -241,7 +239,6 @@ class LoopActor:
             if self._process is not identity():
                 self._come_from_a_fork()
             with self._lock:
-                self._thread = threading.get_ident()
                 self._event_loop = event_loop()
             try:
                 yield

@@ -87,6 +87,16 @@ class Steerable(Runnable, Protocol):
         """Why it cannot take work just now, or None."""
 
 
+class Happening(Protocol):
+    """An event, whose waiters wait on the one event loop or on any."""
+
+    def is_set(self) -> bool:
+        """True once it has happened."""
+
+    async def wait(self) -> Any:
+        """Wait until it happens."""
+
+
 class Stoppable(Protocol):
     """What ends by itself, by having its work cancelled, or by having its run cancelled."""
 
@@ -97,7 +107,7 @@ class Stoppable(Protocol):
         """Cancel the whole run."""
 
 
-async def stop_in_time(loop: Stoppable, ended: anyio.Event, *, timeout: float, cancel_grace: float) -> bool:
+async def stop_in_time(loop: Stoppable, ended: Happening, *, timeout: float, cancel_grace: float) -> bool:
     """Give a loop that was told to stop ``timeout`` seconds, and its cancelled work ``cancel_grace`` more, before its run is
     cancelled as a whole. Returns when ``ended`` is set: whether it ended by itself."""
     with anyio.move_on_after(timeout):

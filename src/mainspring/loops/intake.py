@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from mainspring.entry import AnywhereEvent
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
@@ -21,14 +23,14 @@ class Intake:
     ``open`` says whether what was claimed may begin; a worker asks at every message.
     """
 
-    def __init__(self, heartbeat: Heartbeat, *, paused: bool = False) -> None:
-        self.open = not paused
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self.open = True
         self.stopped = False
         self._heartbeat = heartbeat
-        self._paused = paused
+        self._paused = False
         self._scope = anyio.CancelScope()
         self._changed = anyio.Event()
-        self._at_rest = anyio.Event()
+        self._at_rest = AnywhereEvent("pause")
 
     def stop(self) -> None:
         """Receive no more, paused or not: a wait for work ends at once."""
@@ -44,7 +46,7 @@ class Intake:
             self._paused = True
             self.open = False
             self._changed = anyio.Event()
-            self._at_rest = anyio.Event()
+            self._at_rest = AnywhereEvent("pause")
             self._scope.cancel()
 
     def resume(self) -> None:
@@ -55,10 +57,9 @@ class Intake:
             self._changed.set()
             self._at_rest.set()
 
-    async def wait_paused(self) -> None:
-        """Wait until no claim is out any more and what nobody had begun is given back, or until the pause is over."""
-        if self._paused:
-            await self._at_rest.wait()
+    def at_rest(self) -> AnywhereEvent | None:
+        """The event of a pause that holds: no claim is out and what nobody had begun is given back, or the pause is over."""
+        return self._at_rest if self._paused else None
 
     async def run(self, receive: Callable[[], Awaitable[None]], hand_back: Callable[[], Awaitable[None]]) -> None:
         """Receive until that ends by itself or is stopped; each pause begins with ``hand_back()``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import anyio
@@ -116,7 +117,6 @@ class MainLoop:
         self._heartbeat = Heartbeat()
         self._worker: Worker | None = None
         self._scope: anyio.CancelScope | None = None
-        self._ended: anyio.Event | None = None
         self._stop_asked = False
         self._paused = False
         self._own: DaemonScope | None = None
@@ -179,7 +179,7 @@ class MainLoop:
             raise ConfigError(
                 f"loop {self.name!r}: max_iterations must be a whole number from 0, or None, not {max_iterations!r}"
             )
-        self._worker = Worker(
+        worker = Worker(
             self.name,
             self.mailbox,
             self._handler.caller(self._pool),
@@ -191,20 +191,22 @@ class MainLoop:
             wrappers=tuple(self._wrappers),
             visibility=float(visibility),
             wait=float(wait),
-            paused=self._paused,
         )
-        self._ended = anyio.Event()
+        self._scope = scope = anyio.CancelScope()
+        self._worker = worker
+        # Asked once it can be told: a request from another thread is either seen here, or comes to the worker.
+        self._follow_pause(worker)
+        if self._stop_asked:
+            worker.shut_down()
         self._heartbeat.beat()
         try:
-            if self._stop_asked:
-                self.stop_intake()
             async with self._pool or nullcontext():
-                with anyio.CancelScope() as self._scope:
-                    await self._worker.run(max_iterations)
+                with scope:
+                    await worker.run(max_iterations)
         finally:
             self._scope = self._worker = None
             self._stop_asked = False
-            self._ended.set()
+            worker.ended.set()
 
     async def shutdown(self, *, timeout: float = 30.0) -> bool:
         """Stop: receive no more, let handlers finish within ``timeout`` seconds, then cancel them.
@@ -217,44 +219,40 @@ class MainLoop:
         if not is_number(timeout, 0, math.inf):
             raise ConfigError(f"shutdown: timeout must be 0 or more seconds, not {timeout!r}")
         self.request_shutdown()
-        worker, ended = self._worker, self._ended
-        if worker is None or ended is None or is_inside(self):
+        worker = self._worker
+        if worker is None or is_inside(self):
             return True
-        return await stop_in_time(self, ended, timeout=timeout, cancel_grace=CANCEL_GRACE)
+        return await stop_in_time(self, worker.ended, timeout=timeout, cancel_grace=CANCEL_GRACE)
+
+    # Plain requests may come from any thread or signal handler: each sets its mark first, for a run that is about to begin,
+    # and is then handed to the event loop of the run that is under way.
 
     def request_shutdown(self) -> None:
-        """Ask for a shutdown and return: everything :meth:`shutdown` does before it waits."""
-        self._stop_asked = True
-        self.announce_shutdown()
+        """Ask for a shutdown and return: everything :meth:`shutdown` does before it waits. Callable from any thread or
+        signal handler."""
         self.stop_intake()
 
     def announce_shutdown(self) -> None:
         """Tell the handlers (``ctx.shutting_down``) that the end is near."""
-        if self._worker is not None:
-            self._worker.shutting_down.set()
+        self._tell(lambda worker: worker.shutting_down.set())
 
     def stop_intake(self) -> None:
         """Receive no more; what was claimed and not begun is handed back."""
         self._stop_asked = True
-        if self._worker is not None:
-            self._worker.shutting_down.set()
-            self._worker.stop_intake()
+        self._tell(Worker.shut_down)
 
     def pause(self) -> None:
         """Take no new work until :meth:`resume`; what was claimed and not begun is handed back, running handlers go on.
 
-        It may be asked before a run, and holds for the runs to come. :class:`~mainspring.loops.actor.LoopActor` pauses a
-        loop from other tasks and threads.
+        It may be asked before a run, and holds for the runs to come. Callable from any thread or signal handler.
         """
         self._paused = True
-        if self._worker is not None:
-            self._worker.intake.pause()
+        self._tell(self._follow_pause)
 
     def resume(self) -> None:
-        """Take new work again."""
+        """Take new work again. Callable from any thread or signal handler."""
         self._paused = False
-        if self._worker is not None:
-            self._worker.intake.resume()
+        self._tell(self._follow_pause)
 
     @property
     def paused(self) -> bool:
@@ -263,18 +261,30 @@ class MainLoop:
 
     async def wait_paused(self) -> None:
         """Wait until a pause holds: no claim is out, and what nobody had begun is given back. Else it returns at once."""
-        if self._worker is not None:
-            await self._worker.intake.wait_paused()
+        worker = self._worker
+        if worker is not None and (at_rest := await worker.entry.ask(worker.intake.at_rest)) is not None:
+            await at_rest.wait()
 
     def cancel_work(self) -> None:
         """Cancel the running handlers."""
-        if self._worker is not None:
-            self._worker.cancel_handlers()
+        self._tell(Worker.cancel_handlers)
 
     def abort(self) -> None:
         """Cancel the whole run, settlements that hang included."""
-        if self._scope is not None:
-            self._scope.cancel()
+        scope = self._scope
+        if scope is not None:
+            self._tell(lambda _: scope.cancel())
+
+    def _follow_pause(self, worker: Worker) -> None:
+        if self._paused:  # as it is marked now: of requests from several threads the last one counts
+            worker.intake.pause()
+        else:
+            worker.intake.resume()
+
+    def _tell(self, act: Callable[[Worker], object]) -> None:
+        worker = self._worker
+        if worker is not None:
+            worker.entry.call(partial(act, worker))
 
     @property
     def running(self) -> bool:

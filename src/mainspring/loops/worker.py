@@ -17,6 +17,7 @@ import anyio
 
 from mainspring import entropy
 from mainspring.clock import loop_clock, thread_clock
+from mainspring.entry import AnywhereEvent, Entry
 from mainspring.errors import MainspringError, TaskExitError, describe
 from mainspring.events import Dispatcher, ReceiveFailed, ReceiveRecovered, Tally
 from mainspring.loops.attempt import Attempts, WorkerSettings
@@ -71,11 +72,12 @@ class Worker:
         wrappers: Sequence[Wrapper] = (),
         visibility: float,
         wait: float,
-        paused: bool = False,
     ) -> None:
         self.name = name
+        self.entry = Entry(f"loop {name!r}")
+        self.ended = AnywhereEvent(f"end of loop {name}")
         self.settings = settings
-        self.intake = Intake(heartbeat, paused=paused)
+        self.intake = Intake(heartbeat)
         self.shutting_down = anyio.Event()
         self.contact = Contact(mailbox.approximate_count)
         self._mailbox = mailbox
@@ -131,6 +133,11 @@ class Worker:
     def stop_intake(self) -> None:
         """Receive no more: a long poll is interrupted at once, and what nobody has begun is handed back."""
         self.intake.stop()
+
+    def shut_down(self) -> None:
+        """Tell the handlers that the end is near, and receive no more."""
+        self.shutting_down.set()
+        self.stop_intake()
 
     def cancel_handlers(self) -> None:
         """Cancel what is being handled; the messages go back uncharged."""

@@ -13,6 +13,7 @@ import anyio
 
 from mainspring import clock
 from mainspring.control import PauseRequest, ResumeRequest
+from mainspring.entry import AnywhereEvent, Entry
 from mainspring.errors import ControlRefusedError, LoopNotRunningError
 from mainspring.events import (
     CalibrationWarning,
@@ -75,7 +76,8 @@ class Lifetime:
         self.checks = Checks(name, settings.checks, dispatcher, settings.check_timeout)
         self.crash: Exception | None = None
         self.report: ShutdownReport | None = None
-        self.ended = anyio.Event()
+        self.entry = Entry(f"group {name!r}")
+        self.ended = AnywhereEvent(f"end of group {name}")
         self.phases: dict[str, float] = {}
         self.machine: StateMachine[GroupState] = StateMachine(
             GROUP, GroupState.IDLE, name=f"group {name!r}", now=self.began, on_transition=self._emit
@@ -232,6 +234,9 @@ class Lifetime:
 
     async def pause(self, reason: str, timeout: float | None) -> None:
         """Have every loop that runs take no new work; see :meth:`LoopGroup.pause`."""
+        await self._ask(await self.entry.ask(partial(self._begin_pause, reason)), PauseRequest, timeout)
+
+    def _begin_pause(self, reason: str) -> list[Member]:
         running = self._steered("pause")
         stubborn = [repr(member.name) for member in running if not member.loop.pausable]
         if stubborn:
@@ -239,14 +244,17 @@ class Lifetime:
                 f"group {self.name!r} cannot be paused: {', '.join(stubborn)} has no plain methods pause() and resume()"
             )
         self._dispatcher.dispatch(GroupPaused(self.name, reason))
-        await self._ask(running, PauseRequest, timeout)
+        return running
 
     async def resume(self, reason: str, timeout: float | None) -> None:
         """Have every loop that is paused take new work again; see :meth:`LoopGroup.resume`."""
+        await self._ask(await self.entry.ask(partial(self._begin_resume, reason)), ResumeRequest, timeout)
+
+    def _begin_resume(self, reason: str) -> list[Member]:
         paused = [member for member in self._steered("resume") if member.loop.paused]
         if paused:
             self._dispatcher.dispatch(GroupResumed(self.name, reason))
-            await self._ask(paused, ResumeRequest, timeout)
+        return paused
 
     def _steered(self, what: str) -> list[Member]:
         why = "it is shutting down" if self.shutdown.requested.is_set() else None if self.started else "it is starting"
