@@ -113,11 +113,10 @@ async def test_a_silent_server_ends_a_call_at_its_timeout(server, anyio_backend)
             await mailbox.send("y")
 
 
-async def test_a_listener_to_whom_nobody_speaks_asks_whether_the_server_is_there(server, monkeypatch, anyio_backend):
+async def test_a_listener_to_whom_nobody_speaks_asks_whether_the_server_is_there(server, anyio_backend):
     """One that answers is kept; one that does not is left, and listened to again once it is back."""
-    monkeypatch.setattr("mainspring.mailbox.redis_wake.SILENCE", 0.1)
     with place(server.url) as here:
-        async with here.mailbox(timeout=0.5) as mailbox, here.mailbox() as sender:
+        async with here.mailbox(timeout=0.5, silence=1) as mailbox, here.mailbox() as sender:
             listener = mailbox._receiving.listener
             name = listener._name
             await anyio.sleep(0.5)

@@ -12,7 +12,6 @@ import anyio.to_thread
 import pytest
 
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError
-from mainspring.mailbox import nats_wire
 from mainspring.mailbox.nats import NatsMailbox
 from mainspring.mailbox.nats_wire import Wire
 from nats_support import ON_ASYNCIO, place, several
@@ -83,11 +82,10 @@ async def test_while_a_server_stands_still_every_call_ends_and_then_it_goes_on(a
 
 
 async def test_one_that_stands_still_with_much_on_its_way_is_given_up_for_another(anyio_backend, monkeypatch):
-    monkeypatch.setattr(nats_wire, "PING_INTERVAL", 0.3)
     monkeypatch.setattr("nats.aio.client.shuffle", lambda pool: None)
     with NatsServer() as first, NatsServer() as second:
         url = f"{first.url},{second.url.removeprefix('nats://')}"
-        async with NatsMailbox(url, name="jobs", timeout=1.0) as box:
+        async with NatsMailbox(url, name="jobs", timeout=1.0, silence=1.0) as box:
             first.send_signal(signal.SIGSTOP)
             with anyio.fail_after(20):
                 async with anyio.create_task_group() as tasks:

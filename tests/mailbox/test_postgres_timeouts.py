@@ -9,7 +9,6 @@ import anyio
 import pytest
 
 from mainspring import MailboxConnectionError
-from mainspring.mailbox import postgres_hub
 from mainspring.mailbox.limits import CLOSE_TIMEOUT
 from mainspring.mailbox.postgres import PostgresMailbox
 from mainspring.mailbox.postgres_connection import Pool
@@ -83,10 +82,9 @@ async def test_a_call_ends_in_time_whose_cancellation_is_not_heard_either(place,
             await _is_told_within(3, lambda: mailbox.send("y"))
 
 
-async def test_a_close_does_not_wait_for_a_listening_connection_that_stands_still(place, monkeypatch):
-    monkeypatch.setattr(postgres_hub, "QUIET", 0.05)
+async def test_a_close_does_not_wait_for_a_listening_connection_that_stands_still(place):
     async with gate(place.url) as (url, way):
-        async with place.mailbox(url=url, timeout=60) as mailbox:
+        async with place.mailbox(url=url, timeout=60, silence=0.5) as mailbox:
             await until(lambda: mailbox._here.listening)
             way.freeze()
             await anyio.sleep(0.3)  # by now it has been asked whether it is alive

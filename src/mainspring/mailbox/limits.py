@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from mainspring.errors import InvalidParameterError, MailboxFullError, SerializationError
+from mainspring.errors import ConfigError, InvalidParameterError, MailboxFullError, SerializationError
 from mainspring.values import MAX_DELAY, MAX_VISIBILITY, is_number, is_whole
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ LONGEST = 400_000_000
 all that its message had, and a row must stay below 1 GB in SQLite, below 1 GiB on its way to and from PostgreSQL."""
 CLOSE_TIMEOUT = 10.0
 """Seconds that a close, or a settlement that must not be cut short, may take before it is given up."""
+
+SILENCE = 10.0
+"""Seconds after which a connection to a server on which nothing is answered is given up, where the mailbox sets no other."""
 
 
 def check_receive(max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> None:
@@ -98,6 +101,13 @@ def reply_address(reply_to: Any) -> str | None:
             f"send: reply_to must be a mailbox, or the name or the URL of one, or None, not {reply_to!r}"
         )
     return address
+
+
+def check_silence(mailbox: str, value: Any) -> float:
+    """Return ``value``, the option ``silence`` of a mailbox on a server; raise :class:`ConfigError` for no such time."""
+    if not is_number(value, 0.001):
+        raise ConfigError(f"mailbox {mailbox!r}: silence must be above 0 seconds, not {value!r}")
+    return float(value)
 
 
 def check_seconds(what: str, value: Any, most: float) -> None:

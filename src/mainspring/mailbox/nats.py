@@ -14,6 +14,7 @@ from mainspring.errors import ConfigError, InvalidParameterError, MailboxConnect
 from mainspring.mailbox import nats_look as look
 from mainspring.mailbox.base import Mailbox
 from mainspring.mailbox.hooks import TRANSIENT, Capabilities
+from mainspring.mailbox.limits import SILENCE, check_silence
 from mainspring.mailbox.message import CancelOutcome
 from mainspring.mailbox.nats_claims import Claims
 from mainspring.mailbox.nats_dead import DeadLetters
@@ -59,6 +60,7 @@ class NatsMailbox(Mailbox[T, R]):
     :param ack_wait: seconds of a lease that need no call of their own: the ``visibility_timeout`` that most receives have.
         It is used where the mailbox is made on the server; later it stays as it is there.
     :param timeout: seconds that one call to the server, or all of opening, may take before :class:`MailboxConnectionError`.
+    :param silence: seconds after which a connection on which the server answers nothing is given up for a new one.
     :param replicas: how many servers of a cluster keep each message (1, 3 or 5), where the streams are made.
     :param storage: ``"file"``, or ``"memory"``: then nothing outlives the server.
     :param credentials: the path of a credentials file (needs ``nkeys``: ``pip install 'nats-py[nkeys]'``).
@@ -90,6 +92,7 @@ class NatsMailbox(Mailbox[T, R]):
         reply: Any = None,
         ack_wait: float = 60.0,
         timeout: float = 5.0,
+        silence: float = SILENCE,
         replicas: int = 1,
         storage: str = "file",
         credentials: str | None = None,
@@ -120,6 +123,7 @@ class NatsMailbox(Mailbox[T, R]):
         self._settings: dict[str, Any] = {
             "ack_wait": float(ack_wait),
             "timeout": float(timeout),
+            "silence": check_silence(name, silence),
             "replicas": replicas,
             "storage": storage,
             "credentials": credentials,
@@ -168,7 +172,7 @@ class NatsMailbox(Mailbox[T, R]):
         if settings["credentials"]:
             check_credentials(settings["credentials"])
             options = options | {"user_credentials": settings["credentials"]}
-        wire = Wire(self._server.urls, options, settings["timeout"], f"mailbox {self.name!r}")
+        wire = Wire(self._server.urls, options, settings["timeout"], f"mailbox {self.name!r}", settings["silence"])
         until = anyio.current_time() + wire.timeout
         await wire.open()
         try:

@@ -19,6 +19,7 @@ OPTIONS: Final[dict[str, Any]] = {
     "name": str,
     "ack_wait": float,
     "timeout": float,
+    "silence": float,
     "replicas": int,
     "storage": str,
     "credentials": str,

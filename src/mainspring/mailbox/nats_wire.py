@@ -16,7 +16,7 @@ from mainspring.errors import (
     MainspringError,
     describe,
 )
-from mainspring.mailbox.limits import CLOSE_TIMEOUT
+from mainspring.mailbox.limits import CLOSE_TIMEOUT, SILENCE
 from mainspring.mailbox.nats_errors import NotAllowedError, denied, in_words, no_connection, parse
 from mainspring.mailbox.nats_pull import Puller
 from mainspring.policies import backoff
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 RECONNECT_WAIT = 0.2
 """Seconds between tries to reach a server again."""
-PING_INTERVAL = 15
-"""Seconds between signs of life; a server that owes two of them is given up."""
+PING_SHARE = 0.3
+"""The part of the silence that a connection may keep, between two pings. Two may be owed: the third look gives it up."""
 _LOOK = 0.25
 """Seconds between looks for calls that took too long."""
 
@@ -57,13 +57,17 @@ class Wire:
     :param options: further options of the driver's ``connect``.
     :param timeout: seconds that a call may take.
     :param name: what the server's monitoring calls it.
+    :param silence: seconds after which a connection on which nothing is answered is given up.
     """
 
-    def __init__(self, servers: Sequence[str], options: dict[str, Any], timeout: float, name: str) -> None:
+    def __init__(
+        self, servers: Sequence[str], options: dict[str, Any], timeout: float, name: str, silence: float = SILENCE
+    ) -> None:
         self._servers = list(servers)
         self._options = options
         self.timeout = timeout
         self._name = name
+        self._silence = silence
         self._client: StrictClient | None = None
         self._asked: dict[int, tuple[Any, float, str]] = {}
         self._deaf: NotAllowedError | None = None
@@ -143,7 +147,8 @@ class Wire:
                     connect_timeout=self.timeout / len(self._servers),  # type: ignore[arg-type]
                     flush_timeout=self.timeout,
                     flusher_queue_size=0,
-                    ping_interval=PING_INTERVAL,
+                    ping_interval=PING_SHARE * self._silence,  # type: ignore[arg-type]
+                    max_outstanding_pings=2,
                     **self._options,
                 )
                 self._opening = None

@@ -16,7 +16,7 @@ from mainspring.mailbox import postgres_values as values
 from mainspring.mailbox.base import Mailbox
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.hooks import TRANSIENT, Capabilities
-from mainspring.mailbox.limits import check_column, size_of
+from mainspring.mailbox.limits import SILENCE, check_column, check_silence, size_of
 from mainspring.mailbox.message import ACK, Ack, Cancelled, CancelOutcome, Dead, Return
 from mainspring.mailbox.open import reads_query
 from mainspring.mailbox.postgres_address import (
@@ -76,6 +76,8 @@ class PostgresMailbox(Mailbox[T, R]):
         transaction mode), a waiting receive looks ten times a second.
     :param timeout: seconds that one call of the server may take, connecting included, before :class:`MailboxConnectionError`;
         of them, the last quarter (at most 3 s) is for telling the server to leave off.
+    :param silence: seconds after which connections on which the server answers nothing, while it takes no new one either, are
+        given up. The server's host answers for a connection, too, where libpq's ``tcp_user_timeout`` is not given.
     :raises ConfigError: a value cannot work. On opening: the schema is missing and must not be made, or is of a newer
         Mainspring; the role lacks a right.
     """
@@ -102,6 +104,7 @@ class PostgresMailbox(Mailbox[T, R]):
         migrate: bool = True,
         listen: bool = True,
         timeout: float = 30.0,
+        silence: float = SILENCE,
         **parameters: Any,
     ) -> None:
         super().__init__(name, body=body, reply=reply)
@@ -112,9 +115,11 @@ class PostgresMailbox(Mailbox[T, R]):
             raise ConfigError(f"mailbox {name!r}: timeout must be above 0 seconds, not {timeout!r}")
         check_parameters(url, parameters)
         self.url = url
-        self._conninfo = conninfo_of(url, parameters, timeout)
+        silence = check_silence(name, silence)
+        self._conninfo = conninfo_of(url, parameters, timeout, silence)
         self._schema = check_schema(schema)
-        self._settings = {"schema": schema, "migrate": migrate, "listen": listen, "timeout": timeout, **parameters}
+        own = {"schema": schema, "migrate": migrate, "listen": listen, "timeout": timeout, "silence": silence}
+        self._settings: dict[str, Any] = {**own, **parameters}
         self._capacity = capacity
         self._migrate = migrate
         self._hub: Hub | None = None
@@ -156,7 +161,10 @@ class PostgresMailbox(Mailbox[T, R]):
     # ----------------------------------------------------------------------------------------------------- life cycle
 
     async def _open(self, scope: DaemonScope) -> None:
-        hub = Hub.shared(self._conninfo, self._schema, self._settings["timeout"], bool(self._settings["listen"]))
+        settings = self._settings
+        hub = Hub.shared(
+            self._conninfo, self._schema, settings["timeout"], settings["silence"], bool(settings["listen"])
+        )
         hub.acquire()
         try:
             self._store, self._number = await schemas.prepare(hub.pool, self._schema, self._migrate, self.name)

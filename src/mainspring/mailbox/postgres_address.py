@@ -12,6 +12,7 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from mainspring.errors import ConfigError
+from mainspring.mailbox.limits import SILENCE
 from mainspring.mailbox.open import divided
 from mainspring.mailbox.postgres_connection import one_line
 from mainspring.urls import shown
@@ -22,10 +23,7 @@ LONGEST_NAME = 1_000
 _NAME = re.compile(r"[a-z_][a-z0-9_]{0,39}")
 _DEFAULTS = {
     "application_name": "mainspring",
-    "keepalives_idle": "30",
-    "keepalives_interval": "10",
-    "keepalives_count": "3",
-    "tcp_user_timeout": "30000",
+    "keepalives_count": "2",
 }
 
 _ALWAYS = {"client_encoding": "UTF8"}
@@ -68,7 +66,7 @@ def options_of(url: str, options: dict[str, Any]) -> dict[str, Any]:
         try:
             values[key] = _OPTIONS[key](value) if key in _OPTIONS and isinstance(value, str) else value
         except ValueError:
-            kind = "a number" if key in ("capacity", "timeout") else "true or false"
+            kind = "a number" if key in ("capacity", "timeout", "silence") else "true or false"
             raise ConfigError(f"{shown(url)!r}: the option {key} must be {kind}, not {value!r}") from None
     return values
 
@@ -163,17 +161,24 @@ def _own_name() -> str:
     )
 
 
-def conninfo_of(url: str, parameters: dict[str, Any], timeout: float = math.inf) -> str:
+def conninfo_of(url: str, parameters: dict[str, Any], timeout: float = math.inf, silence: float = SILENCE) -> str:
     """What libpq is told: the URL without its query, the parameters that stand there, and our defaults.
 
     :param timeout: seconds for all; where there are several hosts, the first that does not answer is not to take them up.
+    :param silence: seconds after which the kernel is to give up a connection whose other end it does not hear.
     """
     bare = "postgresql://" + url.partition("://")[2]
     try:
         given = conninfo_to_dict(bare, **parameters)
         known = {key: str(value) for key, value in given.items() if value is not None}
         share = max(SHORTEST_TRY, min(LONGEST_TRY, timeout // len(where_of(make_conninfo("", **known))[0])))
-        defaults = {**_DEFAULTS, "connect_timeout": f"{share:.0f}"}
+        defaults = {
+            **_DEFAULTS,
+            "connect_timeout": f"{share:.0f}",
+            "keepalives_idle": f"{max(1.0, silence / 2):.0f}",
+            "keepalives_interval": f"{max(1.0, silence / 5):.0f}",
+            "tcp_user_timeout": f"{1_000 * silence:.0f}",
+        }
         for key, variable in _ENVIRONMENT.items():
             if variable in os.environ:
                 del defaults[key]
@@ -204,5 +209,5 @@ def _truth(text: str) -> bool:
 
 
 _OPTIONS: dict[str, Any] = {
-    "name": str, "capacity": int, "schema": str, "migrate": _truth, "listen": _truth, "timeout": float,
+    "name": str, "capacity": int, "schema": str, "migrate": _truth, "listen": _truth, "timeout": float, "silence": float,
 }  # fmt: skip

@@ -18,6 +18,7 @@ from psycopg.rows import tuple_row
 from psycopg.waiting import wait_async
 
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, MainspringError
+from mainspring.mailbox.limits import SILENCE
 from mainspring.mailbox.postgres_arrays import register
 
 if TYPE_CHECKING:
@@ -31,6 +32,10 @@ KEPT = 4
 """How many connections without work are kept open."""
 TRIES = 4
 """How often a batch is tried that the server broke off because of another transaction (a deadlock)."""
+WATCH = 0.25
+"""The part of the ``silence`` between two looks at what is out."""
+ANSWER = 0.4
+"""The part of it that a server may take to answer a new connection."""
 _AGAIN = (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure)
 _AWAY = (
     psycopg.OperationalError,
@@ -101,12 +106,29 @@ class Connection(psycopg.AsyncConnection[Any]):
             self.pgconn.finish()
 
 
-class Pool:
-    """The connections of one process to one database, on one event loop. It has no tasks: whoever needs one opens it."""
+class _Out:
+    """A batch on its way, also to a connection: since when, how to end the wait for it, and whether that was done."""
 
-    def __init__(self, conninfo: str, timeout: float) -> None:
+    __slots__ = ("connection", "lost", "scope", "since")
+
+    def __init__(self, scope: anyio.CancelScope) -> None:
+        self.connection: Any = None
+        self.scope = scope
+        self.since = anyio.current_time()
+        self.lost = False
+
+
+class Pool:
+    """The connections of one process to one database, on one event loop. It has no tasks: whoever needs one opens it.
+
+    :param silence: see :meth:`watch`.
+    """
+
+    def __init__(self, conninfo: str, timeout: float, silence: float = SILENCE) -> None:
         self.conninfo = conninfo
         self.timeout = timeout
+        self.silence = silence
+        self._out: set[_Out] = set()
         self.leave_off = min(LEAVE_OFF, timeout / 4)
         self.opened = 0
         self.batches = 0
@@ -187,22 +209,60 @@ class Pool:
         patience = self.timeout if timeout is None else timeout
         deadline = anyio.current_time() + patience
         for again in range(TRIES):
+            scope = anyio.CancelScope(deadline=deadline)
+            out = _Out(scope)
+            self._out.add(out)
             try:
-                with anyio.CancelScope(deadline=deadline) as scope:
+                with scope:
                     async with turn or nullcontext(), self.connection() as connection:
                         scope.deadline = deadline - self.leave_off
+                        out.connection = connection
                         results = await _sent(connection, calls)
             except _ConflictError as error:
                 if again == TRIES - 1:
                     raise MailboxConnectionError(f"PostgreSQL gave up a transaction: {error}") from error
                 continue
+            finally:
+                self._out.discard(out)
             if scope.cancelled_caught:
                 await self.drop_idle()
+                if out.lost:
+                    raise MailboxConnectionError(
+                        "PostgreSQL does not answer, and takes no new connection: the connection to it was given up"
+                    )
                 raise MailboxConnectionError(f"PostgreSQL did not answer within {patience:g} s")
             break
         self.batches += 1
         for call, rows in zip(calls, results, strict=True):
             call.finish(rows)
+
+    async def watch(self) -> None:
+        """Give up the batches that are out while the server answers nothing, within ``silence`` seconds; until cancelled.
+
+        A batch may wait for long, as for a lock. So where one has waited for a while, the server is asked over a new
+        connection: it is gone if it does not answer there either. A dead connection to a server that is there is the kernel's
+        affair (``tcp_user_timeout``).
+        """
+        while True:
+            await anyio.sleep(WATCH * self.silence)
+            until = anyio.current_time() - WATCH * self.silence
+            if any(out.since <= until for out in self._out) and not await self._answers():
+                for out in self._out:
+                    if out.since <= until:
+                        out.lost = True
+                        if out.connection is not None:
+                            out.connection.is_expendable = True  # a server that is gone cannot be told to leave off
+                        out.scope.cancel()
+
+    async def _answers(self) -> bool:
+        """Return False if a new connection is neither made nor refused within a part of the ``silence``."""
+        with anyio.move_on_after(ANSWER * self.silence):
+            try:
+                await self.drop(await self.connect())
+            except (MailboxConnectionError, ConfigError) as error:
+                return not isinstance(error.__cause__, psycopg.errors.ConnectionTimeout)
+            return True
+        return False
 
     async def drop(self, connection: psycopg.AsyncConnection[Any]) -> None:
         """Close it; never waits."""

@@ -35,8 +35,10 @@ PROBE_AGAIN = 60.0
 """Seconds until it is tried again whether notifications arrive."""
 PROCESSES_ASKED = 3
 """How often it is tried to catch a pooler at giving one server's process to two connections."""
-QUIET = 20.0
-"""Seconds without a notification after which the listening connection is asked whether it is alive."""
+QUIET = 0.5
+"""The part of the ``silence`` without a notification after which the listening connection is asked whether it is alive."""
+ANSWER = 0.4
+"""The part of it that the answer may take."""
 REMEMBERED = 1_000
 """How many cancelled messages' ids are remembered, so as to announce each once."""
 MAX_LONE = 10
@@ -70,9 +72,9 @@ class Waiters(waiting.Waiters):
 class Hub:
     """See the module. Made by :meth:`shared`, used between :meth:`acquire` and :meth:`release`."""
 
-    def __init__(self, conninfo: str, schema: str, timeout: float, listens: bool) -> None:
+    def __init__(self, conninfo: str, schema: str, timeout: float, silence: float, listens: bool) -> None:
         self.schema = schema
-        self.pool = Pool(conninfo, timeout)
+        self.pool = Pool(conninfo, timeout, silence)
         self.listening = False
         self.transactions = anyio.Semaphore(MAX_TRANSACTIONS)
         self._lone = anyio.Semaphore(MAX_LONE)
@@ -87,10 +89,10 @@ class Hub:
         self._loop = process.event_loop()  # kept alive, so that no other event loop has the same identity
 
     @classmethod
-    def shared(cls, conninfo: str, schema: str, timeout: float, listens: bool) -> Hub:
+    def shared(cls, conninfo: str, schema: str, timeout: float, silence: float, listens: bool) -> Hub:
         """The hub of the running event loop for that database, schema and settings."""
-        key = f"{id(process.event_loop())} {conninfo} {schema} {timeout} {listens}"
-        return process.shared(KIND, key, lambda: cls(conninfo, schema, timeout, listens))
+        key = f"{id(process.event_loop())} {conninfo} {schema} {timeout} {silence} {listens}"
+        return process.shared(KIND, key, lambda: cls(conninfo, schema, timeout, silence, listens))
 
     @property
     def look_again(self) -> float:
@@ -198,6 +200,7 @@ class Hub:
             try:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._upkeep.run)
+                    tasks.start_soon(self.pool.watch)
                     if self._listens:
                         tasks.start_soon(self._keep_listening)
             finally:
@@ -232,9 +235,9 @@ class Hub:
             self.listening = True
             self._all_look()  # for what came before
             while True:
-                async for notification in connection.notifies(timeout=QUIET):
+                async for notification in connection.notifies(timeout=QUIET * self.pool.silence):
                     self._notified(notification.payload)
-                with anyio.fail_after(self.pool.timeout):
+                with anyio.fail_after(min(self.pool.timeout, ANSWER * self.pool.silence)):
                     await connection.execute(b"SELECT 1")
         finally:
             await self.pool.drop(connection)

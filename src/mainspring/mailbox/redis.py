@@ -15,6 +15,7 @@ from mainspring.mailbox import redis_commands as do
 from mainspring.mailbox import redis_looking as look
 from mainspring.mailbox.base import Mailbox
 from mainspring.mailbox.hooks import Capabilities
+from mainspring.mailbox.limits import SILENCE, check_silence
 from mainspring.mailbox.message import Ack, Dead
 from mainspring.mailbox.open import reads_query
 from mainspring.mailbox.redis_calls import base_of
@@ -55,6 +56,7 @@ class RedisMailbox(Mailbox[T, R]):
     :param capacity: how many messages may wait (delayed, pending, in flight) before a send through this object raises
         :class:`MailboxFullError`; None: as many as the server's memory holds.
     :param timeout: seconds that a call may take, connecting included, before :class:`MailboxConnectionError`.
+    :param silence: seconds after which a connection on which the server answers nothing is given up for a new one.
     :param options: ``username``, ``password``, ``sentinel_password``; for TLS ``ca_file``, ``cert_file``, ``key_file``, or
         ``ssl_context``.
     :raises ConfigError: a value cannot work, or the extra is missing. On opening: the server refuses the login, or is too old.
@@ -74,6 +76,7 @@ class RedisMailbox(Mailbox[T, R]):
         reply: Any = None,
         capacity: int | None = None,
         timeout: float = 5.0,
+        silence: float = SILENCE,
         **options: Any,
     ) -> None:
         super().__init__(name, body=body, reply=reply)
@@ -87,6 +90,7 @@ class RedisMailbox(Mailbox[T, R]):
         _need_driver()
         self._capacity = capacity
         self._timeout = float(timeout)
+        self._silence = check_silence(name, silence)
         self._link: Link | None = None
 
     @classmethod
@@ -131,6 +135,7 @@ class RedisMailbox(Mailbox[T, R]):
             self._directory,
             link,
             self._timeout,
+            self._silence,
             usable=lambda: self._usable,
             on_cancelled=self._announce_cancelled,
         )
@@ -287,13 +292,13 @@ class RedisMailbox(Mailbox[T, R]):
     def _sibling(self, name: str, *, body: Any = None, reply: Any = None) -> RedisMailbox[Any, Any]:
         sibling: RedisMailbox[Any, Any] = RedisMailbox.__new__(type(self))
         Mailbox.__init__(sibling, name, body=body, reply=reply)
-        sibling._server, sibling._timeout = self._server, self._timeout
+        sibling._server, sibling._timeout, sibling._silence = self._server, self._timeout, self._silence
         sibling._capacity = sibling._link = None
         return sibling
 
 
 _ALLOWED = (
-    "name, capacity, timeout, username, password, sentinel_password;"
+    "name, capacity, timeout, silence, username, password, sentinel_password;"
     " for TLS also ca_file, cert_file, key_file, ssl_context"
 )
 

@@ -43,13 +43,14 @@ class Receiving:
         directory: Directory,
         link: Link,
         timeout: float,
+        silence: float,
         *,
         usable: Callable[[], bool],
         on_cancelled: Callable[[list[str]], None],
     ) -> None:
         self.waiters = Waiters(self._pass_on)
         told = Told(due=self._due_in, cancelled=on_cancelled, given=self._given, leave=self._leave)
-        self.listener = Listener(directory, base_of(name), link, self.waiters, told, timeout)
+        self.listener = Listener(directory, base_of(name), link, self.waiters, told, timeout, silence)
         self.batches = Batches(
             name, link, timeout, waiter=self.listener.waiter, due_in=self._due_in, owing=self._look_soon
         )

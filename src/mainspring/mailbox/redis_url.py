@@ -57,7 +57,7 @@ class Server:
 def read_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
     """Options of a URL, which is given without them, each in its type. Raises :class:`ConfigError` for what is no number."""
     values = dict(options)
-    for key, convert in (("capacity", int), ("timeout", float)):
+    for key, convert in (("capacity", int), ("timeout", float), ("silence", float)):
         if isinstance(values.get(key), str):
             try:
                 values[key] = convert(values[key])

@@ -38,8 +38,10 @@ if TYPE_CHECKING:
     from mainspring.mailbox.redis_url import Host
     from mainspring.mailbox.redis_wire import Wire
 
-SILENCE: Final = 10.0
-"""Seconds of silence after which the listener asks whether the server is still there."""
+ASK_SHARE: Final = 0.2
+"""The part of the ``silence`` after which the listener asks whether the server is still there."""
+ANSWER_SHARE: Final = 0.3
+"""The part of it that the answer may take, which leaves the rest to the calls that find the server away."""
 MOST_NAMES: Final = 100
 """Names that this process keeps in mind though it wants to be called by them no more, as they might still be on the list."""
 
@@ -163,7 +165,14 @@ class Listener:
     """
 
     def __init__(
-        self, directory: Directory, base: bytes, link: Link, waiters: Waiters, told: Told, timeout: float
+        self,
+        directory: Directory,
+        base: bytes,
+        link: Link,
+        waiters: Waiters,
+        told: Told,
+        timeout: float,
+        silence: float,
     ) -> None:
         self.live = False
         self.watch = Periodic(self._watch)
@@ -178,6 +187,8 @@ class Listener:
         self._waiters = waiters
         self._told = told
         self._timeout = timeout
+        self._ask_after = ASK_SHARE * silence
+        self._patience = min(timeout, ANSWER_SHARE * silence)
         self._name = ""
         self._listed: set[str] = set()  # as whom it may be on the list
         self._written: set[str] = set()  # as whom it was to be put there, since the connection was made
@@ -304,7 +315,7 @@ class Listener:
 
     async def _listen(self, wire: Wire) -> None:
         self._wire, self._heard_at, self._asked_at = wire, self._now(), None
-        self.watch.wake_by(self._heard_at + SILENCE)
+        self.watch.wake_by(self._heard_at + self._ask_after)
         while True:
             message: Any = await wire.read()
             self._heard_at, self._asked_at = self._now(), None
@@ -321,16 +332,16 @@ class Listener:
         if wire is None:
             return math.inf
         if self._asked_at is not None:
-            if now >= self._asked_at + self._timeout:
+            if now >= self._asked_at + self._patience:
                 self._scope.cancel()
                 return math.inf
-            return self._asked_at + self._timeout
-        if now < self._heard_at + SILENCE:
-            return self._heard_at + SILENCE
+            return self._asked_at + self._patience
+        if now < self._heard_at + self._ask_after:
+            return self._heard_at + self._ask_after
         self._asked_at = now
-        with anyio.move_on_after(self._timeout), suppress(*LOST):  # what is wrong with the connection, reading tells
+        with anyio.move_on_after(self._patience), suppress(*LOST):  # what is wrong with the connection, reading tells
             await wire.send(("PING",))
-        return now + self._timeout
+        return now + self._patience
 
     def _hear(self, said: bytes) -> None:
         kind, what = said[:1], said[1:]
