@@ -85,7 +85,7 @@ async def asking(mailbox: Mailbox[Job, Result]) -> None:
     assert_type(await pending.result(timeout=5), Result)
     await pending.result()  # type: ignore[call-arg]
     assert_type(await mailbox.cancel(pending.id), CancelOutcome)
-    assert_type(await mailbox.dead_letter(pending.id), DeadLetter | None)
+    assert_type(await mailbox.dead_letter(pending.id), DeadLetter[Job] | None)
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,23 @@ async def undertake(letter: DeadLetter, ctx: Context) -> Verdict | None:
     return Verdict.REPLAY if ctx.attempt == 1 else None
 
 
+async def of_jobs(letter: DeadLetter[Job]) -> Verdict:
+    return Verdict.KEEP if letter.body is None else Verdict.PURGE
+
+
+async def of_results(letter: DeadLetter[Result]) -> None: ...
+
+
+async def counting(letter: DeadLetter[Job]) -> int:
+    return 1
+
+
+def undertakers(mailbox: Mailbox[Job, Result]) -> None:
+    DLQConsumer(mailbox, of_jobs)
+    DLQConsumer(mailbox, of_results)  # type: ignore[arg-type]
+    DLQConsumer(mailbox, counting)  # type: ignore[arg-type]
+
+
 def undertaker(mailbox: Mailbox[Job, Result]) -> LoopGroup:
     return LoopGroup([DLQConsumer(mailbox, undertake, concurrency=2, look_every=30)])
 
@@ -143,7 +160,8 @@ async def receiving(mailbox: Mailbox[Job, Result]) -> None:
         await message.extend_visibility(60)
         message.body = Job(2)  # type: ignore[misc]
     letters = await mailbox.dead_letters()
-    assert_type(letters, list[DeadLetter])
+    assert_type(letters, list[DeadLetter[Job]])
+    assert_type(letters[0].body, Job | None)
     assert_type(letters[0].dead_lettered_at, datetime)
     assert_type(letters[0].error, str)
     assert_type(await mailbox.approximate_count(), int)
@@ -158,6 +176,14 @@ async def memory() -> None:
         await opened.send(Result("no job"))  # type: ignore[arg-type]
     anything = open_mailbox("sqlite:///jobs.db", body=Job)
     assert_type(anything, Mailbox[Job, Any])
+    both = open_mailbox("sqlite:///jobs.db", body=Job, reply=Result)
+    assert_type(both, Mailbox[Job, Result])
+    assert_type(await both.request(Job(1), timeout=5), Result)
+    assert_type(open_mailbox("sqlite:///jobs.db", reply=Result), Mailbox[Any, Result])
+    assert_type(InMemoryMailbox(body=Job, reply=Result), InMemoryMailbox[Job, Result])
+    assert_type(InMemoryMailbox(body=Job), InMemoryMailbox[Job, Any])
+    await both.send("no job")  # type: ignore[arg-type]
+    InMemoryMailbox(capacities=5)  # type: ignore[call-overload]
     jobs: Mailbox[Job, Result] = anything
     await sending(jobs, open_mailbox("memory://replies"))
     assert_type(open_mailbox("memory://any"), Mailbox[Any, Any])
@@ -210,6 +236,22 @@ class Service:
         return Result("")
 
 
+async def of_another_body(result: Result) -> None: ...
+
+
+async def of_another_reply(job: Job) -> Job:
+    return job
+
+
+def plain_of_another_body(result: Result, ctx: Context) -> None: ...
+
+
+async def without_a_body() -> None: ...
+
+
+async def with_a_part_more(job: Job, ctx: Context, table: str) -> None: ...
+
+
 async def parts(table: str, job: Job) -> None: ...
 
 
@@ -248,6 +290,13 @@ async def loops(mailbox: Mailbox[Job, Result]) -> None:
     LeasePolicy(renew="always")  # type: ignore[arg-type]
     RetryPolicy(jitter="some")  # type: ignore[arg-type]
     MainLoop(mailbox, 5)  # type: ignore[arg-type]
+    MainLoop(mailbox, of_another_body)  # type: ignore[arg-type]
+    MainLoop(mailbox, of_another_reply)  # type: ignore[arg-type]
+    MainLoop(mailbox, plain_of_another_body)  # type: ignore[arg-type]
+    MainLoop(mailbox, without_a_body)  # type: ignore[arg-type]
+    MainLoop(mailbox, with_a_part_more)  # type: ignore[arg-type]
+    MainLoop(open_mailbox("memory://jobs", body=Job), of_another_body)  # type: ignore[arg-type]
+    MainLoop(open_mailbox("memory://jobs"), of_another_body)
     MainLoop(mailbox, simple, concurency=4)  # type: ignore[call-arg]
 
 

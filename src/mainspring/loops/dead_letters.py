@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
 
 from mainspring.errors import ConfigError
 from mainspring.loops.main import MainLoop
@@ -16,9 +16,13 @@ from mainspring.values import is_number
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from mainspring.loops.handler import HandlerOf
     from mainspring.mailbox.message import Message
     from mainspring.offload import OffloadPool
     from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
+
+
+T = TypeVar("T")
 
 
 class Verdict(StrEnum):
@@ -68,8 +72,8 @@ class DLQConsumer(MainLoop):
 
     def __init__(
         self,
-        mailbox: Mailbox[Any, Any],
-        handler: Callable[..., Any],
+        mailbox: Mailbox[T, Any],
+        handler: HandlerOf[DeadLetter[T], Verdict],
         *,
         look_every: float = 5.0,
         **options: Unpack[LoopOptions],
@@ -79,7 +83,8 @@ class DLQConsumer(MainLoop):
         if not (is_number(look_every, 0) and look_every):
             raise ConfigError(f"DLQConsumer: look_every must be above 0 seconds, not {look_every!r}")
         view = DeadLetterView(mailbox, look_every=float(look_every))
-        super().__init__(view, handler, body=DeadLetter, **options)
+        checked: Any = handler  # against the mailbox, above: the view is of all dead letters
+        super().__init__(view, checked, body=DeadLetter, **options)
         self.wrap(self._as_it_says)
 
     async def _as_it_says(self, message: Message[DeadLetter, None], call: Callable[[], Awaitable[Any]]) -> None:

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from mainspring.callables import code_of, instead_of, is_async, name_of
 from mainspring.errors import ConfigError, OffloadPickleError
@@ -17,7 +17,15 @@ from mainspring.offload import OffloadPool
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from mainspring.loops.context import Context
     from mainspring.loops.run import Run
+
+T = TypeVar("T")
+R = TypeVar("R")
+Returned: TypeAlias = "Awaitable[R | None] | R | None"
+"""What a handler of a mailbox with replies of type ``R`` returns: a reply, or None."""
+HandlerOf: TypeAlias = "Callable[[T], Returned[R]] | Callable[[T, Context], Returned[R]]"
+"""A handler of a mailbox with bodies of type ``T`` and replies of type ``R``, for type checkers."""
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _CONTEXT_NAMES = ("ctx", "context")

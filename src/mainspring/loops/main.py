@@ -6,7 +6,7 @@ import math
 import sys
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import anyio
 
@@ -32,8 +32,12 @@ if TYPE_CHECKING:
     from mainspring.loops.attempt import Wrapper
     from mainspring.loops.capacity import Capacity
     from mainspring.loops.contact import Claim
+    from mainspring.loops.handler import HandlerOf
     from mainspring.loops.run import Run
     from mainspring.offload import OffloadPool
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 CANCEL_GRACE = 5.0
 """Seconds that cancelled handlers get to clean up, where no group says otherwise."""
@@ -68,8 +72,8 @@ class MainLoop:
 
     def __init__(
         self,
-        mailbox: Mailbox[Any, Any],
-        handler: Callable[..., Any],
+        mailbox: Mailbox[T, R],
+        handler: HandlerOf[T, R],
         *,
         name: str | None = None,
         concurrency: int = 1,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
+
+from typing_extensions import TypeVar
 
 from mainspring import clock
 from mainspring.errors import InvalidParameterError, SerializationError
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from mainspring.mailbox.message import Delivery
+
+T = TypeVar("T", default=Any)
 
 REPLY_ERRORS = "reply_errors"
 """The header by which a sender says that where there will be no result, ``reply_to`` gets an error reply; any value does.
@@ -30,7 +34,7 @@ class Keep(Dead):
     __slots__ = ()
 
 
-class DeadLetterCalls(Bodies):
+class DeadLetterCalls(Bodies, Generic[T]):
     """The part of a mailbox that looks after its dead letters."""
 
     def __init__(self, name: str, body: Any, reply: Any) -> None:
@@ -41,14 +45,14 @@ class DeadLetterCalls(Bodies):
 
         def _check_open(self) -> None: ...
 
-    async def dead_letters(self, *, limit: int = 1_000, after: str | None = None) -> list[DeadLetter]:
+    async def dead_letters(self, *, limit: int = 1_000, after: str | None = None) -> list[DeadLetter[T]]:
         """The dead letters, oldest first: at most ``limit``, behind the one whose id is ``after``."""
         self._check_open()
         if not is_whole(limit, 1):
             raise InvalidParameterError(f"dead_letters: limit must be at least 1, not {limit!r}")
         return [self._dead_letter(*found) for found in await self._dead_letters(limit, after)]
 
-    async def dead_letter(self, message_id: str) -> DeadLetter | None:
+    async def dead_letter(self, message_id: str) -> DeadLetter[T] | None:
         """The dead letter of that id, or None where there is none (any more)."""
         self._check_open()
         for found in await self._find_dead([message_id]):
@@ -79,7 +83,7 @@ class DeadLetterCalls(Bodies):
         for listener in tuple(self._mourners):
             listener(message_id)
 
-    def _dead_letter(self, delivery: Delivery, dead: Dead, at: float) -> DeadLetter:
+    def _dead_letter(self, delivery: Delivery, dead: Dead, at: float) -> DeadLetter[T]:
         try:
             body = self._body_of(delivery)
         except SerializationError:

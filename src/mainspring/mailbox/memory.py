@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, ClassVar, Never
+from typing import TYPE_CHECKING, Any, ClassVar, Never, overload
 from urllib.parse import quote, unquote, urlsplit
 
 from typing_extensions import TypeVar
@@ -53,6 +53,39 @@ class InMemoryMailbox(Mailbox[T, R]):
 
     capabilities: ClassVar[Capabilities] = Capabilities(joined_acks=True)
     works_unopened: ClassVar[bool] = True
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __init__(
+            self,
+            name: str | None = None,
+            *,
+            body: type[T],
+            reply: type[R],
+            capacity: int | None = None,
+            serialize: bool = False,
+        ) -> None: ...
+        @overload
+        def __init__(
+            self: InMemoryMailbox[T, Any],
+            name: str | None = None,
+            *,
+            body: type[T],
+            reply: Any = None,
+            capacity: int | None = None,
+            serialize: bool = False,
+        ) -> None: ...
+        @overload
+        def __init__(
+            self,
+            name: str | None = None,
+            *,
+            body: Any = None,
+            reply: Any = None,
+            capacity: int | None = None,
+            serialize: bool = False,
+        ) -> None: ...
 
     def __init__(
         self,

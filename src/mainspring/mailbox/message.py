@@ -132,7 +132,7 @@ UNKNOWN = Cancelled(CancelOutcome.UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True)
-class DeadLetter:
+class DeadLetter(Generic[T]):
     """A message that was given up, and why.
 
     ``body`` is the decoded body, or None where it could not be decoded; ``raw`` is what the store held (JSON bytes, or
@@ -140,7 +140,7 @@ class DeadLetter:
     """
 
     message_id: str
-    body: Any
+    body: T | None
     raw: Any
     mailbox: str
     delivery_count: int
@@ -158,7 +158,7 @@ class DeadLetter:
     """Its latest failures, oldest first, with the one that was the last; at most 10."""
 
     @classmethod
-    def of(cls, mailbox: str, delivery: Delivery, body: Any, dead: Dead, at: float) -> DeadLetter:
+    def of(cls, mailbox: str, delivery: Delivery, body: T | None, dead: Dead, at: float) -> DeadLetter[T]:
         """Describe the message of ``delivery``, which died at ``at`` (POSIX seconds)."""
         received = delivery.first_received_at
         return cls(

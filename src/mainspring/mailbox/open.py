@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.base import Mailbox
 
 T = TypeVar("T")
+R = TypeVar("R")
 P = ParamSpec("P")
 Stores = Iterable["str | Mailbox[Any, Any]"]
 
@@ -42,8 +43,16 @@ _BACKENDS = {
 
 @overload
 def open_mailbox(
+    url: str, *, body: type[T], reply: type[R], reply_stores: Stores = (), **options: Any
+) -> Mailbox[T, R]: ...
+@overload
+def open_mailbox(
     url: str, *, body: type[T], reply: Any = None, reply_stores: Stores = (), **options: Any
 ) -> Mailbox[T, Any]: ...
+@overload
+def open_mailbox(
+    url: str, *, body: Any = None, reply: type[R], reply_stores: Stores = (), **options: Any
+) -> Mailbox[Any, R]: ...
 @overload
 def open_mailbox(
     url: str, *, body: Any = None, reply: Any = None, reply_stores: Stores = (), **options: Any

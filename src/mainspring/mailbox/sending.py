@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", default=Any)
 
 
-class SendCalls(DeadLetterCalls, Generic[T]):
+class SendCalls(DeadLetterCalls[T], Generic[T]):
     """Checks, encodes and hands over what is sent."""
 
     async def send(
