@@ -10,7 +10,7 @@ JOBS ?= 2
 TEST_JOBS ?= 3
 SOURCES := $(shell find src examples -type f -not -path '*/__pycache__/*' -not -name '.*') pyproject.toml README.md
 
-.PHONY: help demo test lint simulate chaos soak bench docs clean
+.PHONY: help demo test lint simulate chaos soak mutants bench docs clean
 
 help:
 	@echo "make demo    index the Python files of this environment with two workers, and hurt them meanwhile"
@@ -19,6 +19,7 @@ help:
 	@echo "make simulate  10,000 runs of a simulated fleet in trouble"
 	@echo "make chaos   100,000 messages on each kind of server, with everything killed, frozen and cut off (BACKENDS= MESSAGES= SEED=)"
 	@echo "make soak    offload pools and loop threads, used hard; nothing may be left behind (RUNS= CONCURRENCY= DEADLINE_MS= TIMEOUT_PER_RUN= RACE_ROUNDS=)"
+	@echo "make mutants the faults of scripts/mutants.toml, planted one at a time: the tests must catch 95 % of them (MUTANTS=)"
 	@echo "make bench   the benchmarks, beside those of peers"
 	@echo "make docs    the documentation as a site, in site/"
 	@echo "make clean   remove the virtual environment and what the tools left behind"
@@ -56,6 +57,11 @@ RACE_ROUNDS ?= 10000
 soak: $(VENV)/installed-dev
 	$(BIN)/python scripts/soak.py
 	MAINSPRING_RACE_ROUNDS=$(RACE_ROUNDS) $(BIN)/python -m pytest -q --durations=4 tests/test_portal_races.py
+
+# MUTANTS: arguments of the script, as "--only 3 7" or --check.
+MUTANTS ?=
+mutants: $(VENV)/installed-dev
+	$(BIN)/python scripts/mutants.py --jobs $(JOBS) $(MUTANTS)
 
 # BENCH names some of them, or says --quick: make bench BENCH="redis --quick"
 BENCH ?=

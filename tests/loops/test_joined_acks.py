@@ -229,6 +229,22 @@ async def test_a_cancelled_loop_cuts_off_what_it_waits_for(mailbox, trouble, vir
     assert loop.in_flight == 0
 
 
+async def test_a_settlement_that_is_cancelled_before_it_begins_gives_its_slot_back(mailbox):
+    """On asyncio a task that is cancelled as it starts never runs."""
+    with anyio.CancelScope() as scope:
+
+        async def refuse_as_the_loop_is_cancelled(_: Any) -> dict[int, Exception]:
+            scope.cancel()
+            return dict.fromkeys(range(3), DOWN)
+
+        mailbox.next("join", refuse_as_the_loop_is_cancelled)
+        loop = MainLoop(mailbox, quick, concurrency=3)
+        await mailbox.send_many(range(3))
+        await loop.run()
+    assert loop.outcomes == {"lost": 3}
+    assert loop.in_flight == 0
+
+
 @pytest.mark.parametrize("how", ["shutdown", "pause"])
 async def test_the_end_and_a_pause_leave_nothing_unacknowledged(mailbox, how, virtual_clock):
     async def handle(job: int) -> None:
