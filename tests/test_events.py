@@ -7,6 +7,7 @@ import dataclasses
 import logging
 from functools import partial
 
+import anyio
 import pytest
 
 from mainspring import ConfigError, InvalidParameterError, events
@@ -25,6 +26,20 @@ def test_events_are_frozen_values_with_a_meaning(kind):
     assert kind.__dataclass_params__.frozen
     assert kind.__doc__
     assert not kind.__doc__.startswith(f"{kind.__name__}(")  # one that dataclass made up
+
+
+@pytest.mark.parametrize("kind", [kind for kind in EVENTS if kind is not events.Event])
+def test_every_event_says_when_it_was(kind):
+    assert issubclass(kind, events.Event)
+
+
+async def test_an_event_is_stamped_by_the_clock_of_its_run_and_compared_without_that(virtual_clock):
+    first = LeaseLost("loop", "m1")
+    await anyio.sleep(90)
+    second = LeaseLost("loop", "m1")
+    assert (second.at - first.at).total_seconds() == 90
+    assert second.at.utcoffset().total_seconds() == 0
+    assert first == second
 
 
 def test_subscribers_are_told_in_the_order_in_which_they_subscribed():

@@ -35,6 +35,19 @@ async def test_a_loop_that_stood_still_is_told_of_with_its_line(caplog, monkeypa
     assert said.endswith("; leave what blocks to a plain `def` handler or to an OffloadPool")
 
 
+async def test_the_lag_of_the_event_loop_is_known_while_it_is_late_and_for_a_minute_after():
+    watch = BlockWatch(block_threshold=5, guardian=False)  # beats each half a second
+    assert watch.lag is None
+    async with watch:
+        await anyio.sleep(0.01)
+        assert watch.lag < 0.5
+        time.sleep(0.7)
+        late = watch.lag
+        assert late > 0.15
+        await anyio.sleep(0.01)
+        assert watch.lag >= late
+
+
 def test_a_moment_is_not_told_of_and_a_long_one_once_when_it_is_over():
     watcher = _Watcher(30.0, guardian=False, stream=None)
     try:

@@ -33,7 +33,7 @@ RUNNING, STOPPED, DEGRADED = ServiceState.RUNNING, ServiceState.STOPPED, Service
 CASES = [
     (events.LoopStateChanged("indexer", ServiceState.STARTING, RUNNING, 0.5), "INFO", "running (starting for 0.500 s)"),
     (events.LoopStateChanged("indexer", RUNNING, DEGRADED, 0.5), "WARNING", "degraded"),
-    (events.LoopStateChanged("indexer", RUNNING, ServiceState.STOPPING, 0.5), "DEBUG", "stopping"),
+    (events.LoopStateChanged("indexer", RUNNING, ServiceState.STOPPING, 0.5), "INFO", "stopping"),
     (events.LoopStateChanged("indexer", ServiceState.STOPPING, STOPPED, 0.5), "INFO", "stopped"),
     (events.LoopCrashed("indexer", crash(), 1.25), "ERROR", "crashed, restart in 1.2 s: ValueError: no way, at "),
     (events.LoopCrashed("indexer", ValueError("x"), None), "ERROR", "crashed, it stays down: ValueError: x"),
@@ -88,7 +88,7 @@ def test_an_event_is_one_line_of_its_level(
 
 def test_every_event_has_a_line() -> None:
     known = {kind for kind in vars(events).values() if hasattr(kind, "__dataclass_fields__")}
-    known -= {events.DispatchResult, events.Dispatcher}
+    known -= {events.Event, events.DispatchResult, events.Dispatcher}
     assert known == {type(event) for event, _, _ in CASES}
 
 
@@ -174,6 +174,7 @@ def test_json_lines(stderr: Callable[[], list[str]]) -> None:
     dead, crashed = map(json.loads, stderr())
     assert datetime.fromisoformat(dead.pop("time")).tzinfo is not None
     assert dead.pop("pid") > 0
+    assert datetime.fromisoformat(dead.pop("at")).tzinfo is not None
     assert dead == {
         "level": "ERROR",
         "logger": "mainspring.message",
@@ -190,6 +191,8 @@ def test_json_lines(stderr: Callable[[], list[str]]) -> None:
         "retry_in": None,
         "where": "",
         "traceback": "",
+        "error_type": None,
+        "queue_seconds": None,
     }
     assert crashed["restart_in"] == 1.0
     assert "ValueError" in crashed["traceback"]

@@ -248,13 +248,19 @@ if TYPE_CHECKING:
         Snapshot as Snapshot,
     )
     from mainspring.signals import ShutdownCoordinator as ShutdownCoordinator
+    from mainspring.states import ServiceState as ServiceState
     from mainspring.ticket import (
         Ticket as Ticket,
     )
     from mainspring.ticket import (
         TicketWriter as TicketWriter,
     )
-    from mainspring.watchdog import Watchdog as Watchdog
+    from mainspring.watchdog import (
+        HeartbeatSubject as HeartbeatSubject,
+    )
+    from mainspring.watchdog import (
+        Watchdog as Watchdog,
+    )
 
 _HOMES = {
     "budget": ("Budget", "BudgetTracker"),
@@ -299,8 +305,9 @@ _HOMES = {
     "session.session": ("Session",),
     "session.snapshot": ("Snapshot",),
     "signals": ("ShutdownCoordinator",),
+    "states": ("ServiceState",),
     "ticket": ("Ticket", "TicketWriter"),
-    "watchdog": ("Watchdog",),
+    "watchdog": ("HeartbeatSubject", "Watchdog"),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -14,10 +14,12 @@ from types import CoroutineType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mainspring.callables import code_of, is_async, name_of
+from mainspring.clock import utc_now
 from mainspring.errors import ConfigError, InvalidParameterError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from datetime import datetime
 
     from mainspring.states import GroupState, ServiceState
 
@@ -25,8 +27,18 @@ _log = logging.getLogger("mainspring")
 
 
 @dataclass(frozen=True, slots=True)
-class LoopStateChanged:
-    """A loop moved to another state; ``seconds`` is how long the old one lasted."""
+class Event:
+    """What every event has: ``at``, when it was made, an aware datetime in UTC. Events are compared without it."""
+
+    at: datetime = field(default_factory=utc_now, kw_only=True, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class LoopStateChanged(Event):
+    """A loop moved to another state; ``seconds`` is how long the old one lasted.
+
+    It is stopping from the moment it is told to stop until it has ended: its drain is part of that.
+    """
 
     loop: str
     old: ServiceState
@@ -35,7 +47,7 @@ class LoopStateChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class LoopCrashed:
+class LoopCrashed(Event):
     """An exception came out of a loop itself (not out of a handler); ``restart_in`` is None where it stays down."""
 
     loop: str
@@ -44,7 +56,7 @@ class LoopCrashed:
 
 
 @dataclass(frozen=True, slots=True)
-class MessageStarted:
+class MessageStarted(Event):
     """A handler is about to run."""
 
     loop: str
@@ -55,12 +67,14 @@ class MessageStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class MessageFinished:
+class MessageFinished(Event):
     """A delivery ended. ``outcome``: acknowledged, retried, released, dead_lettered, kept (a dead letter that stays one), lost
     (the lease ran out), cancelled (by its id).
 
     ``seconds`` is how long the handler ran. ``charged`` says of a retried one whether the attempt counts, and ``retry_in``
-    in how many seconds it comes again. Where there was an error, ``where`` is the line it came from.
+    in how many seconds it comes again. Where there was an error, ``where`` is the line it came from, and ``error_type`` the
+    name of its class, unless that is Retry or Reject, which are instructions. ``queue_seconds`` is the time from the send to
+    the first delivery, a delay included; it is None of later deliveries.
     """
 
     loop: str
@@ -74,6 +88,8 @@ class MessageFinished:
     retry_in: float | None = None
     where: str = ""
     traceback: str = ""
+    error_type: str | None = None
+    queue_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +99,7 @@ class MessageNotAcknowledged(MessageFinished):
 
 
 @dataclass(frozen=True, slots=True)
-class SettlementFailed:
+class SettlementFailed(Event):
     """An outcome could not be written, and the message will come again when its lease ends."""
 
     loop: str
@@ -93,7 +109,7 @@ class SettlementFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class SettlementDelayed:
+class SettlementDelayed(Event):
     """An outcome could not be written yet, and is tried again. ``first``: of those since the loop last wrote one."""
 
     loop: str
@@ -105,7 +121,7 @@ class SettlementDelayed:
 
 
 @dataclass(frozen=True, slots=True)
-class SettlementRecovered:
+class SettlementRecovered(Event):
     """The mailbox of a loop takes outcomes again after ``failures`` that could not be written."""
 
     loop: str
@@ -113,7 +129,7 @@ class SettlementRecovered:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseRenewalFailed:
+class LeaseRenewalFailed(Event):
     """A renewal failed and is tried again while the lease is still trusted for ``trusted_for`` seconds.
 
     ``first``: of those since the loop's renewals last went well. Only that one is logged as a warning.
@@ -127,7 +143,7 @@ class LeaseRenewalFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseRenewalRecovered:
+class LeaseRenewalRecovered(Event):
     """The mailbox of a loop answers again after ``failures`` failed renewals."""
 
     loop: str
@@ -135,7 +151,7 @@ class LeaseRenewalRecovered:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseLost:
+class LeaseLost(Event):
     """The lease of a running handler is gone; the handler is cancelled so that no two workers run one message."""
 
     loop: str
@@ -143,7 +159,7 @@ class LeaseLost:
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiveFailed:
+class ReceiveFailed(Event):
     """The mailbox could not be reached; the loop tries again in ``retry_in`` seconds and running handlers go on.
 
     ``first``: of those since it was last reached. Only that one is logged as a warning.
@@ -156,7 +172,7 @@ class ReceiveFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiveRecovered:
+class ReceiveRecovered(Event):
     """The mailbox answers again after ``failures`` failed receives."""
 
     loop: str
@@ -164,7 +180,7 @@ class ReceiveRecovered:
 
 
 @dataclass(frozen=True, slots=True)
-class HandlerStalled:
+class HandlerStalled(Event):
     """A message gave no beat for the watchdog threshold; its handler is cancelled.
 
     Without a ``message_id`` it is a loop of foreign make, or a receive that was not answered for so long past its wait.
@@ -177,7 +193,7 @@ class HandlerStalled:
 
 
 @dataclass(frozen=True, slots=True)
-class HandlerStuck:
+class HandlerStuck(Event):
     """What was cancelled as stalled did not end within ``cancel_grace``; the process is about to be killed."""
 
     loop: str
@@ -187,7 +203,7 @@ class HandlerStuck:
 
 
 @dataclass(frozen=True, slots=True)
-class ShutdownRequested:
+class ShutdownRequested(Event):
     """A shutdown began; ``reason`` says why (a signal's name, "drain", "all loops ended", a crash …)."""
 
     group: str
@@ -195,7 +211,7 @@ class ShutdownRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupPaused:
+class GroupPaused(Event):
     """The loops of a group take no new work until it is resumed; ``reason`` says who asked for it."""
 
     group: str
@@ -203,7 +219,7 @@ class GroupPaused:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupResumed:
+class GroupResumed(Event):
     """The loops of a group take new work again."""
 
     group: str
@@ -211,7 +227,7 @@ class GroupResumed:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupStateChanged:
+class GroupStateChanged(Event):
     """A group moved on: start, running, each phase of its shutdown; ``seconds`` is how long the old one lasted."""
 
     group: str
@@ -221,7 +237,7 @@ class GroupStateChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupStopped:
+class GroupStopped(Event):
     """A group's run is over; ``report`` is the text of its ShutdownReport."""
 
     group: str
@@ -230,7 +246,7 @@ class GroupStopped:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckChanged:
+class CheckChanged(Event):
     """A readiness check passes (``error`` is None) or fails, unlike before."""
 
     group: str
@@ -239,7 +255,7 @@ class CheckChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class CalibrationWarning:
+class CalibrationWarning(Event):
     """Two timeouts of a group do not fit together; ``text`` says which and what would."""
 
     group: str

@@ -33,6 +33,8 @@ KILL_AFTER = 0.4
 """Seconds past its exit instant after which the guardian kills a process that has not even begun to leave."""
 LEAVE_TIME = 1.0
 """Seconds that the watching thread gives itself, once it has begun to end the process."""
+LAG_KEPT = 60.0
+"""Seconds for which a late beat counts in :attr:`BlockWatch.lag`: a scrape a minute sees each."""
 LONG = 3.0
 """Seconds without a beat that are worth a warning: three beats, and longer than what asks a probe waits for its answer."""
 
@@ -63,11 +65,27 @@ class BlockWatch:
         self._stream = stream
         self._watcher: _Watcher | None = None
         self._scope = DaemonScope("block watch")
+        self._late: deque[tuple[float, float]] = deque()
+        self._next_beat: float | None = None
 
     @property
     def guardian_pid(self) -> int | None:
         """The guardian's process id; None before it has been spawned (the thread does that, at once) or without one."""
         return self._watcher.guardian_pid if self._watcher is not None else None
+
+    @property
+    def lag(self) -> float | None:
+        """By how many seconds the event loop was late to turn, at most, in the last minute; None under a virtual clock, and
+        before the first beat.
+
+        It is measured by the beats, each at most a second after the one before; ask on the event loop.
+        """
+        if self._next_beat is None:
+            return None
+        now = anyio.current_time()
+        while self._late and self._late[0][0] < now - LAG_KEPT:
+            self._late.popleft()
+        return max(now - self._next_beat, 0.0, *(late for _, late in self._late))
 
     async def __aenter__(self) -> Self:
         if self._watcher is not None and not self._watcher.closed:
@@ -120,7 +138,12 @@ class BlockWatch:
             if judging:
                 watcher.beat()
             watcher.log_notices()
+            self._next_beat = anyio.current_time() + interval
             await anyio.sleep(interval)
+            now = anyio.current_time()
+            while self._late and self._late[-1][1] <= now - self._next_beat:  # what is less and older says nothing more
+                self._late.pop()
+            self._late.append((now, now - self._next_beat))
 
     def _entered(self) -> _Watcher:
         if self._watcher is None:

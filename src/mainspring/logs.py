@@ -41,6 +41,7 @@ _message = logging.getLogger("mainspring.message")
 
 _STATE_LEVELS = {
     ServiceState.RUNNING: logging.INFO,
+    ServiceState.STOPPING: logging.INFO,
     ServiceState.STOPPED: logging.INFO,
     ServiceState.DEGRADED: logging.WARNING,
     ServiceState.RESTARTING: logging.WARNING,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ class LoopStatus:
     """How far messages in flight are, where their handlers say so: done and total, by the message's id."""
     paused: bool = False
     """Whether it has been told to take no new work until it is resumed."""
+    state_seconds: float = 0.0
+    """How long the present state has lasted."""
+    uptime: float = 0.0
+    """How long its present run has lasted, from its start or its last restart; 0 while it does not run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,8 @@ class GroupStatus:
     """Seconds without a beat after which a message counts as stalled; ages are judged against it."""
     paused: bool = False
     """Whether all of its loops that have not ended are paused."""
+    event_loop_lag: float | None = None
+    """By how many seconds the event loop was late to turn, at most, in the last minute; None where no block watch runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +80,15 @@ class MailboxStatus:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON holds it: dataclasses as objects, seconds to the millisecond, what is not finite as null."""
+    """``value`` as JSON holds it: dataclasses as objects, seconds and dates to the millisecond, what is not finite as null."""
     if is_dataclass(value):
         return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
+    if isinstance(value, datetime):
+        return value.isoformat(timespec="milliseconds")
     if isinstance(value, float):
         return round(value, 3) if math.isfinite(value) else None
     if value is None or isinstance(value, (bool, int)):

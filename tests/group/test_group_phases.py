@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import anyio
 import pytest
-from group_support import box, one_loop_group, running, states
+from group_support import Foreign, box, one_loop_group, running, states
 
-from mainspring import Context, InMemoryMailbox, LoopGroup, MainLoop
-from mainspring.events import GroupStopped, ShutdownRequested
+from mainspring import (
+    Context,
+    DrainRequest,
+    InMemoryMailbox,
+    LoopGroup,
+    MailboxConnectionError,
+    MainLoop,
+    RestartPolicy,
+    ShutdownRequest,
+)
+from mainspring.events import GroupStopped, LoopStateChanged, ShutdownRequested
 
 
 async def take_long(body, ctx: Context):
@@ -360,3 +369,109 @@ async def test_a_mailbox_that_does_not_close_stands_in_the_report(virtual_clock)
     assert (str(loop.ending), stuck.name, str(stuck.ending)) == ("finished", "mailbox jobs", "stuck")
     assert "await anyio.sleep_forever()" in stuck.where[0]
     assert group.report.exit_status == 70
+
+
+def moves(group, name):
+    """The states that a loop goes through, as ``(state, seconds of the one before)``; filled as it goes."""
+    seen = []
+    group.dispatcher.subscribe(
+        LoopStateChanged, lambda e: e.loop == name and seen.append((str(e.new), round(e.seconds, 6)))
+    )
+    return seen
+
+
+TOLD = {
+    "group": lambda group, loop: group.request_shutdown(),
+    "drain": lambda group, loop: group.request_drain(),
+    "loop": lambda group, loop: loop.request_shutdown(),
+    "control": lambda group, loop: group.actors[0].tell(DrainRequest()),
+    "control with a timeout": lambda group, loop: group.actors[0].tell(ShutdownRequest(timeout=60)),
+}
+
+
+@pytest.mark.parametrize("told", TOLD)
+async def test_a_loop_is_stopping_from_when_it_is_told_to_the_end_of_its_drain(told, virtual_clock):
+    group, mailbox = one_loop_group(take_long, loop={"name": "loop"})
+    other = box("other")
+    group = LoopGroup([*group.loops, MainLoop(other, take_long, name="other", body=dict)], restart=RestartPolicy())
+    seen = moves(group, "loop")
+    await mailbox.send({"seconds": 21})
+    async with running(group):
+        await anyio.sleep(1)
+        TOLD[told](group, group.loops[0])
+        await anyio.sleep(10)
+        loop = group.status().loops[0]
+        assert (loop.state, loop.ready, loop.in_flight) == ("stopping", False, 1)
+        assert (loop.state_seconds, loop.uptime) == (10, 11)
+        assert (await group.check_health())[0].reason == "stopping"
+        await anyio.sleep(11)
+        assert not group.running or group.status().loops[0].uptime == 0
+        await group.shutdown()
+    assert seen == [("starting", 0), ("running", 0), ("stopping", 1), ("stopped", 20)]
+    assert group.report.parts[0].seconds == 20
+
+
+async def test_a_loop_of_foreign_make_and_one_whose_store_is_away_are_stopping_too(virtual_clock):
+    class Lingers(Foreign):
+        async def work(self):
+            await self.stop.wait()
+            await anyio.sleep(7)
+
+    class Away(InMemoryMailbox):
+        async def _claim(self, *args):
+            raise MailboxConnectionError("away")
+
+    async def slow_to_end(body):
+        pass
+
+    group = LoopGroup([Lingers(name="foreign"), MainLoop(Away("away", body=dict), slow_to_end, name="away")])
+    foreign, away = moves(group, "foreign"), moves(group, "away")
+    async with running(group):
+        await anyio.sleep(3)
+        group.request_shutdown()
+        await anyio.sleep(1)
+        assert [loop.state for loop in group.status().loops] == ["stopping", "stopped"]
+    assert foreign == [("starting", 0), ("running", 0), ("stopping", 3), ("stopped", 7)]
+    assert [state for state, _ in away] == ["starting", "running", "degraded", "stopping", "stopped"]
+
+
+async def test_a_loop_that_was_told_to_stop_is_not_restarted_when_its_drain_crashes(virtual_clock):
+    class Breaks(Foreign):
+        async def work(self):
+            await self.stop.wait()
+            await anyio.sleep(1)
+            raise ValueError("broken")
+
+    group = LoopGroup([Breaks(name="breaks"), MainLoop(box(), take_long)], restart=RestartPolicy())
+    seen = moves(group, "breaks")
+
+    async def crash():
+        async with running(group):
+            group.actors[0].tell(DrainRequest())
+            await anyio.sleep(5)
+
+    with pytest.raises(ValueError, match="broken"):
+        await crash()
+    assert [state for state, _ in seen] == ["starting", "running", "stopping", "stopped"]
+
+
+async def test_the_uptime_of_a_loop_begins_anew_with_a_restart(virtual_clock):
+    class Crashes(Foreign):
+        runs = 0
+
+        async def work(self):
+            self.runs += 1
+            if self.runs == 1:
+                await anyio.sleep(10)
+                raise ValueError("broken")
+            await self.stop.wait()
+
+    group = LoopGroup([Crashes(name="crashes")], restart=RestartPolicy(initial_delay=4, jitter="none"))
+    async with running(group):
+        await anyio.sleep(9)
+        assert group.status().loops[0].uptime == 9
+        await anyio.sleep(3)
+        assert (group.status().loops[0].uptime, group.status().loops[0].state_seconds) == (0, 2)
+        await anyio.sleep(3)
+        assert (group.status().loops[0].uptime, group.status().loops[0].state_seconds) == (1, 1)
+        await group.shutdown()

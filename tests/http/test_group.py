@@ -13,6 +13,7 @@ import pytest
 
 from mainspring import InMemoryMailbox, LoopGroup, MainLoop
 from mainspring.errors import ConfigError
+from mainspring.events import CalibrationWarning
 from mainspring.http.server import bind
 
 if TYPE_CHECKING:
@@ -66,7 +67,12 @@ async def test_from_work_through_a_drain_to_the_end() -> None:
                 assert (await client.post("/drain")).status_code == 202
                 reasons = (await until(client, "/health/ready", 503)).json()["reasons"]
                 assert reasons[0] == "shutting down: drain requested over HTTP"
-                assert (await client.get("/health/live")).status_code == 200
+                live = await client.get("/health/live")
+                assert live.status_code == 200
+                assert live.json()["loops"][0]["state"] == "stopping"
+                assert (
+                    'mainspring_loop_state{loop="indexer",state="stopping"} 1.0' in (await client.get("/metrics")).text
+                )
                 assert 'mainspring_shutdown_seconds{phase="finish"}' in (await client.get("/metrics")).text
                 assert (await client.get("/status")).json()["shutdown_reason"] == "drain requested over HTTP"
                 hold.set()
@@ -85,6 +91,24 @@ async def test_a_busy_port_keeps_the_group_from_starting() -> None:
         with pytest.raises(ConfigError, match=f"health_port {port} on 127.0.0.1 is in use"):
             async with group:
                 raise AssertionError("it started")
+
+
+@pytest.mark.parametrize(
+    ("host", "inside", "warned"), [("127.0.0.1", True, True), ("127.0.0.1", False, False), ("0.0.0.0", True, False)]
+)
+async def test_probes_that_a_kubelet_cannot_reach_are_warned_of(
+    host: str, inside: bool, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    if inside:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    group = LoopGroup([MainLoop(InMemoryMailbox("jobs", body=str), lambda job: None)], health_host=host, health_port=0)
+    said: list[str] = []
+    group.dispatcher.subscribe(CalibrationWarning, lambda event: said.append(event.text))
+    async with group:
+        pass
+    about = [text for text in said if "health_host='0.0.0.0'" in text]
+    assert len(about) == warned
 
 
 SERVICE = """

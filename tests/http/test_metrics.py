@@ -18,10 +18,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 from trio.testing import MockClock
 
-from mainspring import events
+from mainspring import Context, InMemoryMailbox, LoopGroup, MainLoop, Retry, RetryPolicy, events
 from mainspring.http.metrics import BUCKETS, FAULTS, GroupMetrics
 from mainspring.loops.outcome import Outcome
-from mainspring.states import GroupState
+from mainspring.states import GroupState, ServiceState
 from mainspring.status import MailboxStatus
 
 if TYPE_CHECKING:
@@ -55,8 +55,9 @@ def counting(**changes: Any) -> tuple[GroupMetrics, events.Dispatcher]:
 
 
 async def test_the_names_and_their_labels() -> None:
-    metrics, dispatcher = counting(checks={"database": None})
+    metrics, dispatcher = counting(checks={"database": None}, event_loop_lag=0.01)
     dispatcher.dispatch(finished())
+    dispatcher.dispatch(events.MessageNotAcknowledged("indexer", "m", "r", "retried", 1.0, 1, error_type="KeyError"))
     dispatcher.dispatch(events.GroupStateChanged("shop", GroupState.RUNNING, GroupState.FINISH, 9.0))
     depths = [MailboxStatus("jobs", {"delayed": 1, "pending": 2, "in_flight": 3, "settled": 4, "dead": 5})]
     found = scrape(metrics, depths)
@@ -70,6 +71,13 @@ async def test_the_names_and_their_labels() -> None:
         "mainspring_message_duration_seconds_bucket": {("le", "loop")},
         "mainspring_message_duration_seconds_count": {("loop",)},
         "mainspring_message_duration_seconds_sum": {("loop",)},
+        "mainspring_time_in_queue_seconds_bucket": {("le", "loop")},
+        "mainspring_time_in_queue_seconds_count": {("loop",)},
+        "mainspring_time_in_queue_seconds_sum": {("loop",)},
+        "mainspring_errors_total": {("loop", "type")},
+        "mainspring_event_loop_lag_seconds": {()},
+        "mainspring_loop_state": {("loop", "state")},
+        "mainspring_loop_uptime_seconds": {("loop",)},
         "mainspring_faults_total": {("kind", "loop")},
         "mainspring_in_flight": {("loop",)},
         "mainspring_concurrency": {("loop",)},
@@ -80,6 +88,39 @@ async def test_the_names_and_their_labels() -> None:
         "mainspring_shutdown_seconds": {("phase",)},
     }
     assert {"process_resident_memory_bytes", "process_open_fds", "process_cpu_seconds_total"} <= labels.keys()
+
+
+async def test_one_state_of_a_loop_is_1_and_its_uptime_is_told() -> None:
+    stopping = loop_status(state=ServiceState.STOPPING, uptime=12.5)
+    found = scrape(counting(loops=(stopping,))[0])
+    states = {dict(labels)["state"]: value for labels, value in found["mainspring_loop_state"].items()}
+    assert states == {str(state): float(state is ServiceState.STOPPING) for state in ServiceState}
+    assert found["mainspring_loop_uptime_seconds"] == {(("loop", "indexer"),): 12.5}
+
+
+async def test_errors_by_type_and_the_time_in_the_queue_of_first_deliveries(virtual_clock: Any) -> None:
+    """From a real loop: what a Retry asks for is no error, and a later delivery has waited for another reason."""
+
+    class TooBad(Exception):
+        pass
+
+    async def handle(job: str, ctx: Context) -> None:
+        if ctx.attempt == 1:
+            raise {"bad": TooBad("x"), "later": Retry(delay=5)}.get(job, KeyError("y"))
+
+    mailbox: InMemoryMailbox[str, None] = InMemoryMailbox("jobs")
+    loop = MainLoop(mailbox, handle, name="indexer", retry=RetryPolicy(initial_delay=100, jitter="none"))
+    metrics = GroupMetrics(FakeGroup())
+    metrics.subscribe(loop.dispatcher)
+    await mailbox.send_many(["bad", "bad", "other", "later"])
+    await anyio.sleep(20)
+    group = LoopGroup([loop])
+    await group.run(install_signals=False, until_empty=True)
+    found = scrape(metrics)
+    errors = {dict(labels)["type"]: value for labels, value in found["mainspring_errors_total"].items()}
+    assert {name.rpartition(".")[2]: value for name, value in errors.items()} == {"TooBad": 2, "KeyError": 1}
+    assert found["mainspring_time_in_queue_seconds_count"] == {(("loop", "indexer"),): 4}
+    assert found["mainspring_time_in_queue_seconds_sum"][(("loop", "indexer"),)] == pytest.approx(80)
 
 
 async def test_messages_are_counted_by_outcome_from_zero() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from bisect import bisect_left
+from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 import anyio
@@ -22,7 +23,7 @@ from prometheus_client.utils import floatToGoString
 import mainspring
 from mainspring import events
 from mainspring.loops.outcome import Outcome
-from mainspring.states import BEFORE_SHUTDOWN, GroupState
+from mainspring.states import BEFORE_SHUTDOWN, GroupState, ServiceState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -59,18 +60,40 @@ class StatusSource(Protocol):
         """The present picture."""
 
 
+class _Histogram:
+    """Seconds by bucket."""
+
+    __slots__ = ("_buckets", "_sum")
+
+    def __init__(self) -> None:
+        self._buckets = [0] * len(_BOUNDS)
+        self._sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._buckets[bisect_left(BUCKETS, seconds)] += 1
+        self._sum += seconds
+
+    def fill(self, family: HistogramMetricFamily, loop: str) -> None:
+        totals = accumulate(self._buckets, initial=0)
+        next(totals)
+        family.add_metric(
+            [loop], [(bound, float(total)) for bound, total in zip(_BOUNDS, totals, strict=True)], self._sum
+        )
+
+
 class _LoopFigures:
     """What is counted for one loop. Plain numbers: one event loop writes and reads them, so nothing is locked."""
 
-    __slots__ = ("buckets", "faults", "outcomes", "seconds")
+    __slots__ = ("errors", "faults", "in_queue", "outcomes", "took")
 
     def __init__(self) -> None:
         self.outcomes: dict[str, int] = dict.fromkeys(
             map(str, Outcome), 0
         )  # zeros, so that a rate sees the first one too
         self.faults: dict[str, int] = dict.fromkeys(FAULTS.values(), 0)
-        self.buckets = [0] * len(_BOUNDS)
-        self.seconds = 0.0
+        self.errors: dict[str, int] = {}
+        self.took = _Histogram()
+        self.in_queue = _Histogram()
 
 
 class GroupMetrics:
@@ -158,10 +181,13 @@ class _Collector:
 
     def finished(self, event: events.MessageFinished) -> None:
         figures = self._loops.get(event.loop) or self._figures(event.loop)
-        outcome, seconds = event.outcome, event.seconds
+        outcome = event.outcome
         figures.outcomes[outcome] = figures.outcomes.get(outcome, 0) + 1
-        figures.buckets[bisect_left(BUCKETS, seconds)] += 1
-        figures.seconds += seconds
+        figures.took.add(event.seconds)
+        if event.queue_seconds is not None:
+            figures.in_queue.add(event.queue_seconds)
+        if event.error_type is not None:
+            figures.errors[event.error_type] = figures.errors.get(event.error_type, 0) + 1
 
     def fault(
         self,
@@ -222,22 +248,34 @@ class _Collector:
         duration = HistogramMetricFamily(
             "mainspring_message_duration_seconds", "How long deliveries took, start to end.", labels=["loop"]
         )
+        in_queue = HistogramMetricFamily(
+            "mainspring_time_in_queue_seconds", "From the send of a message to its first delivery.", labels=["loop"]
+        )
+        errors = CounterMetricFamily(
+            "mainspring_errors", "Deliveries that ended with an error, by its type.", labels=["loop", "type"]
+        )
         faults = CounterMetricFamily("mainspring_faults", "What went wrong, by kind.", labels=["loop", "kind"])
         for name, figures in self._loops.items():
             for outcome, count in figures.outcomes.items():
                 total.add_metric([name, outcome], count)
             for kind, count in figures.faults.items():
                 faults.add_metric([name, kind], count)
-            running = 0
-            buckets = []
-            for bound, count in zip(_BOUNDS, figures.buckets, strict=True):
-                running += count
-                buckets.append((bound, float(running)))
-            duration.add_metric([name], buckets, figures.seconds)
-        return total, duration, faults
+            for kind, count in figures.errors.items():
+                errors.add_metric([name, kind], count)
+            figures.took.fill(duration, name)
+            figures.in_queue.fill(in_queue, name)
+        return total, duration, in_queue, errors, faults
 
     def _group(self, status: GroupStatus) -> Iterable[Metric]:
         yield GaugeMetricFamily("mainspring_ready", "1 while the group is ready for work.", float(status.ready))
+        lag = GaugeMetricFamily(
+            "mainspring_event_loop_lag_seconds",
+            "By how much the event loop was late to turn, at most, in the last minute.",
+            labels=[],
+        )
+        if status.event_loop_lag is not None:
+            lag.add_metric([], status.event_loop_lag)
+        yield lag
         checks = GaugeMetricFamily("mainspring_check_passing", "1 while a readiness check passes.", labels=["check"])
         for name, error in status.checks.items():
             checks.add_metric([name], float(error is None))
@@ -260,10 +298,21 @@ def _loops(loops: Sequence[LoopStatus]) -> Iterable[Metric]:
     age = GaugeMetricFamily("mainspring_heartbeat_age_seconds", "Time since the last sign of life.", labels=["loop"])
     ready = GaugeMetricFamily("mainspring_loop_ready", "1 while a loop runs and can claim work.", labels=["loop"])
     restarts = CounterMetricFamily("mainspring_loop_restarts", "Restarts after a crash.", labels=["loop"])
+    state = GaugeMetricFamily(
+        "mainspring_loop_state",
+        "1 for the state that a loop is in; stopping covers its drain.",
+        labels=["loop", "state"],
+    )
+    uptime = GaugeMetricFamily(
+        "mainspring_loop_uptime_seconds", "How long a loop's present run has lasted.", labels=["loop"]
+    )
     for loop in loops:
         in_flight.add_metric([loop.name], loop.in_flight)
         concurrency.add_metric([loop.name], loop.concurrency)
         age.add_metric([loop.name], loop.heartbeat_age)
         ready.add_metric([loop.name], float(loop.ready))
         restarts.add_metric([loop.name], loop.restarts)
-    return in_flight, concurrency, age, ready, restarts
+        uptime.add_metric([loop.name], loop.uptime)
+        for each in ServiceState:
+            state.add_metric([loop.name, str(each)], float(each is loop.state))
+    return in_flight, concurrency, age, ready, restarts, state, uptime

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from typing import TYPE_CHECKING
 
+from mainspring.events import CalibrationWarning
 from mainspring.http.app import health_app
 from mainspring.http.metrics import GroupMetrics
 from mainspring.http.server import HealthServer, bind, is_loopback
@@ -21,6 +24,12 @@ async def start(group: Source, scope: DaemonScope, host: str, port: int) -> str:
     Raises :class:`ConfigError` where the address cannot be had. The metrics count while the server runs.
     """
     sock = bind(host, port)
+    if "KUBERNETES_SERVICE_HOST" in os.environ and sock.family != socket.AF_UNIX and is_loopback(sock):
+        text = (
+            f"the health server listens on {host}, where the kubelet's probes do not reach it: set health_host='0.0.0.0'"
+            " (--health-host 0.0.0.0, or MAINSPRING_HEALTH_HOST)"
+        )
+        group.dispatcher.dispatch(CalibrationWarning(group.status().name, text))
     metrics = GroupMetrics(group)
     server = HealthServer(health_app(group, metrics=metrics, loopback=is_loopback(sock)), sock)
 

@@ -71,6 +71,8 @@ class LoopActor:
         """When it was told to stop (anyio's clock), or None."""
         self.stopped = anyio.Event()
         """Set once it is told to stop."""
+        self.on_stop: Callable[[], object] | None = None
+        """Called once it is told to stop, on its event loop."""
         self.cancelled_at: tuple[str, ...] | None = None
         """The lines its work stood on when that was cancelled, or None."""
         self._belong_here()
@@ -201,6 +203,8 @@ class LoopActor:
         if self.stop_began is None:
             self.stop_began = anyio.current_time()
             self.stopped.set()
+            if self.on_stop is not None:
+                self.on_stop()
             if self._at_work:  # else the loop would remember it, and its next run would end before it began
                 self.loop.stop_intake()
 

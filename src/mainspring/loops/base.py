@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import anyio
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from mainspring.heartbeat import Heartbeat
 
@@ -44,6 +44,8 @@ class Steerable(Runnable, Protocol):
     shutdown_timeout: float | None
     shutdown_priority: int
     pausable: bool
+    on_stop: Callable[[], object] | None
+    """Called when a run is told to stop, by whichever of its calls; perhaps more than once."""
 
     def pause(self) -> None:
         """Take no new work until :meth:`resume`."""

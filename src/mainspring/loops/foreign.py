@@ -13,7 +13,7 @@ from mainspring.stacks import where
 from mainspring.values import MAX_DELAY
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from mainspring.errors import HandlerStalledError
     from mainspring.heartbeat import Heartbeat
@@ -35,6 +35,7 @@ class ForeignLoop:
         self.shutdown_timeout: float | None = _option(loop, "shutdown_timeout", None)
         self.shutdown_priority: int = _option(loop, "shutdown_priority", 0)
         self.claims: Sequence[Any] = ()
+        self.on_stop: Callable[[], object] | None = None
         self._scope: anyio.CancelScope | None = None
         self._stop = anyio.Event()
         self._subject: _ForeignRun | None = None
@@ -88,6 +89,8 @@ class ForeignLoop:
     def stop_intake(self) -> None:
         """Have its ``shutdown`` called."""
         self._stop.set()
+        if self.on_stop is not None:
+            self.on_stop()
 
     def pause(self) -> None:
         """Call its ``pause``."""

@@ -108,6 +108,7 @@ class MainLoop:
         self.outcomes = Tally()
         self.dispatcher = Dispatcher()
         self.capacity: Capacity | None = None
+        self.on_stop: Callable[[], object] | None = None
         self._wrappers: list[Wrapper] = []
         self._settings = WorkerSettings(
             concurrency=concurrency,
@@ -243,7 +244,12 @@ class MainLoop:
     def stop_intake(self) -> None:
         """Receive no more; what was claimed and not begun is handed back."""
         self._stop_asked = True
-        self._tell(Worker.shut_down)
+        self._tell(self._shut_down)
+
+    def _shut_down(self, worker: Worker) -> None:
+        worker.shut_down()
+        if self.on_stop is not None:
+            self.on_stop()
 
     def pause(self) -> None:
         """Take no new work until :meth:`resume`; what was claimed and not begun is handed back, running handlers go on.

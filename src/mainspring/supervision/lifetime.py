@@ -334,6 +334,11 @@ class Lifetime:
         found = [getattr(loop, "mailbox", None) for loop in self._loops]
         return list(dict.fromkeys(mailbox for mailbox in found if isinstance(mailbox, Mailbox)))
 
+    @property
+    def event_loop_lag(self) -> float | None:
+        """See :attr:`BlockWatch.lag`."""
+        return None if self._watch is None else self._watch.lag
+
     def _subjects(self) -> Iterable[Any]:
         for member in self.members:
             if member.stopping and isinstance(member.loop, ForeignLoop):

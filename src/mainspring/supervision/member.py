@@ -44,6 +44,7 @@ class Member:
         self.restarts = 0
         self.stop_began: float | None = None
         self.ended_at: float | None = None
+        self._up_since: float | None = None
         self._cancelled = False
         self._dispatcher = dispatcher
         self._restart = restart
@@ -66,19 +67,31 @@ class Member:
         return self._machine.state
 
     @property
+    def state_since(self) -> float:
+        """Since when it is there."""
+        return self._machine.since
+
+    def uptime(self, now: float) -> float:
+        """How long its present run has lasted."""
+        return 0.0 if self._up_since is None else now - self._up_since
+
+    @property
     def stopping(self) -> bool:
         """Whether it was told to stop: with the group, or alone."""
         return self.stop_began is not None or self.actor.stop_began is not None
 
     async def run(self, keywords: dict[str, Any]) -> None:
         """Run the loop until it ends for good. Its last error is kept, not raised: the group decides what it means."""
+        self.actor.on_stop = self._enter_stopping
+        self.loop.on_stop = self._pass_on_stop
         try:
             async with self.actor.serving():
                 await self._run_until_told(keywords)
         finally:
+            self.actor.on_stop = self.loop.on_stop = None
             for unsubscribe in self._unsubscribe:
                 unsubscribe()
-            self._to(ServiceState.STOPPING)
+            self._enter_stopping()
             self._to(ServiceState.STOPPED)
             self.ended_at = anyio.current_time()
             self.begun.set()
@@ -86,7 +99,8 @@ class Member:
             self._changed()
 
     async def _run_until_told(self, keywords: dict[str, Any]) -> None:
-        self._to(ServiceState.STARTING)
+        if not self.stopping:
+            self._to(ServiceState.STARTING)
         while not self.stopping:
             self._to(ServiceState.RUNNING)
             self.begun.set()
@@ -132,7 +146,17 @@ class Member:
         """Tell it to take no new work; once."""
         if self.stop_began is None:
             self.stop_began = now
+            self._enter_stopping()  # also where no actor serves yet
             self.actor.tell(DrainRequest())
+
+    def _pass_on_stop(self) -> None:
+        """The loop was told past its actor, by its own ``shutdown()``: that stops the member, as any other way does."""
+        if self.actor.stop_began is None:
+            self.actor.tell(DrainRequest())
+
+    def _enter_stopping(self) -> None:
+        if self._machine.can(ServiceState.STOPPING):
+            self._to(ServiceState.STOPPING)
 
     def cancel_work(self) -> None:
         """Tell it to cancel its work; once."""
@@ -147,8 +171,8 @@ class Member:
     def report(self, now: float) -> PartReport:
         """How it ended, or how it stands."""
         until = now if self.ended_at is None else self.ended_at
-        began = self.actor.stop_began if self.stop_began is None else self.stop_began
-        seconds = 0.0 if began is None else max(0.0, until - began)
+        told = [at for at in (self.stop_began, self.actor.stop_began) if at is not None]
+        seconds = max(0.0, until - min(told)) if told else 0.0
         cancelled_at = self.actor.cancelled_at
         if not self.ended.is_set():
             # The remembered lines first: this may be called on another thread, for which a task that spins has no line.
@@ -169,4 +193,8 @@ class Member:
         self._machine.to(new, anyio.current_time())
 
     def _emit(self, transition: Transition[ServiceState]) -> None:
+        if transition.old is ServiceState.STARTING and transition.new is ServiceState.RUNNING:
+            self._up_since = transition.at
+        elif transition.new in (ServiceState.RESTARTING, ServiceState.STOPPED):
+            self._up_since = None
         self._dispatcher.dispatch(LoopStateChanged(self.name, transition.old, transition.new, transition.seconds))

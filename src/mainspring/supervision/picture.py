@@ -28,7 +28,7 @@ def picture(lifetime: Lifetime) -> GroupStatus:
     """A group that runs."""
     now = anyio.current_time()
     threshold = lifetime.settings.watchdog_threshold
-    loops = tuple(_loop(member, threshold) for member in lifetime.members)
+    loops = tuple(_loop(member, threshold, now) for member in lifetime.members)
     reasons = [f"loop {loop.name!r}: {loop.reason}" for loop in loops if loop.reason is not None]
     reasons += [f"check {name!r}: {error}" for name, error in lifetime.checks.results.items() if error is not None]
     if lifetime.shutdown.requested.is_set():
@@ -52,10 +52,11 @@ def picture(lifetime: Lifetime) -> GroupStatus:
         phases=dict(lifetime.phases),
         watchdog_threshold=threshold,
         paused=bool(living) and all(loop.paused for loop in living),
+        event_loop_lag=lifetime.event_loop_lag,
     )
 
 
-def _loop(member: Member, threshold: float | None) -> LoopStatus:
+def _loop(member: Member, threshold: float | None, now: float) -> LoopStatus:
     loop, health = member.loop, member.actor.health()
     oldest = health.oldest_beat_age
     overdue = max((claim.beat_age() for claim in loop.claims if not claim.done), default=0.0)
@@ -80,4 +81,6 @@ def _loop(member: Member, threshold: float | None) -> LoopStatus:
         outcomes=dict(getattr(loop, "outcomes", {})),
         progress={run.message_id: made for run in loop.runs if (made := getattr(run, "progress_made", None))},
         paused=health.paused,
+        state_seconds=now - member.state_since,
+        uptime=member.uptime(now),
     )
