@@ -20,7 +20,7 @@ from datetime import datetime
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from anyio import to_thread
+from anyio import CapacityLimiter, to_thread
 
 from mainspring import clock
 from mainspring.errors import InvalidParameterError, OverrideDamagedError, OverrideError, OverrideLockedError
@@ -296,7 +296,7 @@ def _is_tag(tag: object) -> bool:
 async def _in_thread(fn: Callable[..., V], parts: tuple[str, ...], *args: Any) -> V:
     try:
         with clock.real_work():
-            return await to_thread.run_sync(fn, parts, *args)
+            return await to_thread.run_sync(fn, parts, *args, limiter=CapacityLimiter(1))
     except OSError as error:
         named = f"override {'/'.join(parts)!r}" if parts else "the overrides"
         raise OverrideError(f"{named}: {error.strerror or error}") from error

@@ -68,7 +68,7 @@ class SourceWatch:
         while True:
             await anyio.sleep(INTERVAL)
             directories = frozenset(self._directories)
-            after = await anyio.to_thread.run_sync(snapshot, directories)
+            after = await anyio.to_thread.run_sync(snapshot, directories, limiter=anyio.CapacityLimiter(1))
             known = {path: seen for path, seen in self._before.items() if os.path.dirname(path) in directories}
             path = changed(known, after)
             if path is not None:

@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 from nats.aio.client import Client
+from nats.aio.transport import TcpTransport
 from nats.errors import Error, MaxPayloadError, ProtocolError
 from nats.protocol.parser import PERMISSIONS_ERR, STALE_CONNECTION
 
 from mainspring.errors import describe
 from mainspring.mailbox.nats_parser import Heard, QuickParser
+from mainspring.resolver import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from urllib.parse import ParseResult
 
     from nats.aio.client import Srv
     from nats.aio.subscription import Subscription
@@ -26,6 +29,34 @@ class NoTlsError(Error):
 
 class LoginError(Error):
     """No login can be made of the credentials."""
+
+
+class _Transport(TcpTransport):
+    """The driver's, but that it finds the server's addresses without the event loop's default executor."""
+
+    def __bool__(self) -> bool:
+        """The driver would take an unconnected one for none, and make its own."""
+        return True
+
+    async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
+        with anyio.fail_after(connect_timeout):
+            addresses = await resolve(uri.hostname or "")
+            for address in addresses:
+                share = anyio.CancelScope(deadline=anyio.current_time() + connect_timeout / len(addresses))
+                with share:
+                    try:
+                        await super().connect(_at(uri, address), buffer_size, connect_timeout)
+                    except OSError:
+                        if address == addresses[-1]:
+                            raise
+                    else:
+                        return
+        raise TimeoutError
+
+
+def _at(uri: ParseResult, address: str) -> ParseResult:
+    host = f"[{address}]" if ":" in address else address
+    return uri._replace(netloc=f"{host}:{uri.port}")
 
 
 class StrictClient(Client):
@@ -155,6 +186,8 @@ class StrictClient(Client):
             if task is not None:
                 task.cancel()  # of a try that failed late: it would go on with the new connection, beside its own
         self._let_go()
+        if self._transport is None:
+            self._transport = _Transport()  # type: ignore[no-untyped-call]
         await super()._connect_to_server(s)
 
     async def _process_connect_init(self) -> None:

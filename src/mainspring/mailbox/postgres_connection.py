@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import psycopg
+from anyio import CapacityLimiter
+from psycopg import capabilities
 from psycopg.conninfo import make_conninfo
 from psycopg.pq import PGconn, PollingStatus, TransactionStatus
 from psycopg.rows import tuple_row
@@ -20,6 +22,7 @@ from psycopg.waiting import wait_async
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, MainspringError
 from mainspring.mailbox.limits import SILENCE
 from mainspring.mailbox.postgres_arrays import register
+from mainspring.resolver import resolve
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -79,6 +82,11 @@ class Connection(psycopg.AsyncConnection[Any]):
     is_expendable = False
     leave_off = LEAVE_OFF
 
+    @classmethod
+    async def _get_connection_params(cls, conninfo: str, **keywords: Any) -> dict[str, Any]:
+        """The driver's, with the addresses of the hosts: it would look for them in the event loop's default executor."""
+        return await _with_addresses(dict(await super()._get_connection_params(conninfo, **keywords)))
+
     async def wait(self, gen: Any, interval: float = 0.1, *args: Any, **keywords: Any) -> Any:
         """Wait for an operation of the driver; the parameters are its own (its versions differ in them)."""
         try:
@@ -95,7 +103,10 @@ class Connection(psycopg.AsyncConnection[Any]):
         ended = False
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + self.leave_off):
             try:
-                await self.cancel_safe(timeout=self.leave_off)
+                if capabilities.has_cancel_safe():
+                    await self.cancel_safe(timeout=self.leave_off)
+                else:  # which would be done in the event loop's default executor
+                    await anyio.to_thread.run_sync(self.cancel, abandon_on_cancel=True, limiter=CapacityLimiter(1))
                 await wait_async(gen, self.pgconn.socket, interval=0.1)
                 ended = True
             except psycopg.errors.QueryCanceled:
@@ -104,6 +115,36 @@ class Connection(psycopg.AsyncConnection[Any]):
                 pass
         if not ended:
             self.pgconn.finish()
+
+
+async def _with_addresses(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Parameters of libpq in which each host stands once for each of its addresses.
+
+    Raises ``psycopg.OperationalError`` where none of the hosts has one.
+    """
+    hosts, addresses, ports = (
+        str(parameters.get(key) or os.environ.get(variable, ""))
+        for key, variable in (("host", "PGHOST"), ("hostaddr", "PGHOSTADDR"), ("port", "PGPORT"))
+    )
+    names = hosts.split(",")
+    numbers = ports.split(",") if "," in ports else [ports] * len(names)
+    if not hosts or addresses or len(numbers) != len(names):
+        return parameters
+    found: list[tuple[str, str, str]] = []
+    failed: OSError | None = None
+    for name, port in zip(names, numbers, strict=True):
+        try:
+            resolved = [""] if not name or name.startswith(("/", "@")) else await resolve(name)
+        except OSError as error:
+            failed = error
+            continue
+        found += [(name, address, port) for address in resolved]
+    if not found:
+        raise psycopg.OperationalError(f"failed to resolve host {hosts!r}: {failed}") from failed
+    if not any(address for _, address, _ in found):  # sockets in the file system
+        return parameters
+    keys = ("host", "hostaddr", "port") if ports else ("host", "hostaddr")
+    return {**parameters, **{key: ",".join(each) for key, each in zip(keys, zip(*found, strict=True), strict=False)}}
 
 
 class _Out:

@@ -15,6 +15,7 @@ from anyio.streams.tls import TLSStream
 
 from mainspring.errors import ConfigError, MailboxConnectionError, describe, message_of, remedy
 from mainspring.mailbox.direct_stream import DirectStream
+from mainspring.resolver import connect_tcp
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,7 +111,7 @@ async def connect(server: Server, host: Host, *, sentinel: bool = False) -> Wire
 
     Raises what :data:`LOST` names, and :class:`ServerError`; :class:`ConfigError` where the server is too old.
     """
-    tcp = await anyio.connect_tcp(host[0], host[1])
+    tcp = await connect_tcp(*host)
     wire = Wire(tcp, host)
     try:
         wire._stream = stream = DirectStream(tcp)  # noqa: SLF001 - its own
@@ -158,7 +159,7 @@ async def _encrypted(stream: ByteStream, host: Host, context: ssl.SSLContext) ->
 
 async def _speaks_plainly(host: Host) -> bool:
     try:
-        async with await anyio.connect_tcp(host[0], host[1]) as stream:
+        async with await connect_tcp(*host) as stream:
             await stream.send(b"PING\r\n")
             return (await stream.receive(1))[:1] in (b"+", b"-")
     except LOST:

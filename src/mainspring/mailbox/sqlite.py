@@ -130,7 +130,7 @@ class SQLiteMailbox(Mailbox[T, R]):
         file = DatabaseFile(self.path)
         file.busy_timeout = self._busy_timeout
         with clock.real_work():
-            return await anyio.to_thread.run_sync(file.has_mailbox, self.name)
+            return await anyio.to_thread.run_sync(file.has_mailbox, self.name, limiter=anyio.CapacityLimiter(1))
 
     async def _open(self, scope: DaemonScope) -> None:
         writer = Writer.shared(self.path)
