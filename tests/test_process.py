@@ -93,6 +93,41 @@ def test_a_fork_takes_none_of_it_along():
     assert done.stdout.split() == ["0", "5"]
 
 
+LET_GO = """
+import gc, os, signal
+from mainspring import process
+class Thing:
+    def __init__(self, name): self.name = name
+    def forget(self): said.append(self.name)
+said = []
+things = [Thing(name) for name in ("first", "second", "gone", "withdrawn")]
+for thing in things:
+    process.on_fork(thing, Thing.forget)
+process.off_fork(things[3])
+process.off_fork(things[3])
+del things[2], thing
+read, write = os.pipe()
+os.set_blocking(write, False)
+signal.set_wakeup_fd(write)
+pid = os.fork()
+if pid == 0:
+    if said != ["second", "first"] or signal.set_wakeup_fd(-1) != -1 or signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+        os._exit(1)
+    grandchild = os.fork()
+    if grandchild == 0:
+        os._exit(len(said))
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said, signal.set_wakeup_fd(-1) == write)
+print(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+"""
+
+
+def test_a_forked_child_has_let_go_of_what_is_its_parents():
+    """The last registered first, and each once; signals come again as before on both sides."""
+    done = subprocess.run([sys.executable, "-c", LET_GO], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == ["2 [] True", "set()"]
+
+
 @pytest.mark.anyio
 async def test_the_event_loop_and_its_library(anyio_backend):
     assert process.async_library() == anyio_backend[0]

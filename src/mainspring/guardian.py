@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn, Self, TextIO
 
 import anyio
 
-from mainspring import clock
+from mainspring import clock, process
 from mainspring.errors import ConfigError
 from mainspring.guardian_child import Silence, look_interval
 from mainspring.guardian_process import Board, GuardianProcess, dump_signal
@@ -135,6 +135,8 @@ class BlockWatch:
     async def _beat(self, watcher: _Watcher, judging: bool) -> None:
         interval = look_interval(self._threshold)
         while True:
+            if watcher.forked:
+                process.end_returned_child()
             if judging:
                 watcher.beat()
             watcher.log_notices()
@@ -151,6 +153,9 @@ class BlockWatch:
         return self._watcher
 
 
+_new_lock = threading.RLock
+
+
 @dataclass(frozen=True, slots=True)
 class _Exit:
     at: float
@@ -163,12 +168,13 @@ class _Watcher:
 
     def __init__(self, threshold: float, *, guardian: bool, stream: TextIO | None) -> None:
         self.closed = False
+        self.forked = False
         self._threshold = threshold
         self._interval = look_interval(threshold)
         self._stream = stream
         self._loop_thread = threading.get_ident()
         self._notices: deque[str] = deque()
-        self._lock = threading.RLock()
+        self._lock = _new_lock()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # its put may be called from a signal handler
         self._exit: _Exit | None = None
         self._ended = False
@@ -190,11 +196,22 @@ class _Watcher:
         if self._dump is not None:
             signum = self._dump.acquire(sys.stderr if self._stream is None else self._stream)
             self._guardian = GuardianProcess(self._board, self._threshold, signum, self._notices.append)
+        process.on_fork(self, _Watcher._forget)
         try:
             self._thread.start()
         except RuntimeError:
             self._end()
             raise
+
+    def _forget(self) -> None:
+        """In a forked child, which has no watching thread: leave everything that is shared with the guardian alone."""
+        self._lock = _new_lock()
+        self.forked = self.closed = self._ended = True
+        self._board.forget()
+        if self._dump is not None:
+            self._dump.forget()
+        if self._guardian is not None:
+            self._guardian.forget()
 
     def beat(self) -> None:
         self._board.beat = clock.monotonic()
@@ -318,6 +335,7 @@ class _Watcher:
             self._board.beat = 0.0
 
     def _end(self) -> None:
+        process.off_fork(self)
         with self._lock:
             self._ended = True
         if self._guardian is not None:

@@ -51,13 +51,19 @@ class Board:
     def kill_at(self, instant: float) -> None:
         self._words[guardian_child.KILL_AT] = instant
 
+    def forget(self) -> None:
+        """Leave the page to the process that this one was forked from, and write to a private one from now on."""
+        self.close()
+        self._map = mmap.mmap(-1, guardian_child.BOARD_SIZE)
+        self._words = memoryview(self._map).cast("d")
+
     def close(self) -> None:
         """Give the memory back (idempotent)."""
-        if self.descriptor >= 0:
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
             self._words.release()
             self._map.close()
-            os.close(self.descriptor)
-            self.descriptor = -1
+            os.close(descriptor)
 
 
 class DumpSignal:
@@ -88,6 +94,12 @@ class DumpSignal:
                 faulthandler.unregister(self.number)
                 process.disclaim(_DUMP_SIGNAL)
                 self.number = 0
+
+    def forget(self) -> None:
+        """Unregister it in a forked child, which is not watched (idempotent)."""
+        if self.number:
+            faulthandler.unregister(self.number)
+            self.number = 0
 
     def _register(self, stream: TextIO) -> None:
         number = free_signal(_signals_in_use(), range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1))
@@ -179,12 +191,21 @@ class GuardianProcess:
                 with suppress(BlockingIOError):  # it has been poked enough
                     os.write(self._write, b".")
 
+    def forget(self) -> None:
+        """Let go of the pipe in a forked child, whose death must not be taken for its parent's life."""
+        self._child = None
+        self._close_pipe()
+
+    def _close_pipe(self) -> None:
+        write, self._write = self._write, -1  # first: a child forked in between would close what has the number next
+        if write >= 0:
+            os.close(write)
+            os.close(self._read)
+
     def stop(self) -> None:
         """End the child and reap it. It keeps nothing, so SIGKILL is the quickest way; the pipe's end would do as well."""
         with self._lock:
-            os.close(self._write)
-            os.close(self._read)
-            self._write = -1
+            self._close_pipe()
         if self._child is None:
             return
         self._child.kill()

@@ -7,25 +7,16 @@ them, whatever they are doing. A child that the owner forks must not hold them, 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 
-from mainspring.process import inherited, shared
-
-
-class _Ends:
-    """The ends that this process holds."""
-
-    def __init__(self) -> None:
-        self.held: set[int] = set()
+from mainspring import process
 
 
 class Lifeline:
     """One worker's pipe. ``theirs`` is the descriptor that the worker gets."""
 
     def __init__(self) -> None:
-        self._ends = shared("lifelines", "offload", _Ends)
         self.theirs, self._ours = os.pipe()
-        self._ends.held.add(self._ours)
+        process.on_fork(self, Lifeline._forget)
 
     def given(self) -> None:
         """The worker has its end, or never will."""
@@ -33,17 +24,8 @@ class Lifeline:
 
     def close(self) -> None:
         """Let go of the worker, which dies of it where it has not ended."""
-        self._ends.held.discard(self._ours)  # first: a child forked in between would close what has the number next
+        process.off_fork(self)  # first: a child forked in between would close what has the number next
+        self._forget()
+
+    def _forget(self) -> None:
         os.close(self._ours)
-
-
-def _let_go() -> None:
-    ends = inherited("lifelines", "offload")
-    if ends is not None:
-        for end in ends.held:
-            with suppress(OSError):
-                os.close(end)
-        ends.held.clear()  # a child of the child finds nothing to close
-
-
-os.register_at_fork(after_in_child=_let_go)  # after what `process` does there, which is imported before

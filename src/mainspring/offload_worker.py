@@ -73,14 +73,13 @@ def main(descriptor: int, lifeline: int, owner: int) -> None:
     """Take jobs until told to leave. The process ``owner`` is at the other end of the connection ``descriptor``, and holds
     that of the pipe ``lifeline`` for as long as it lives."""
     _die_with_the_owner(lifeline)
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        # The owner decides when a worker ends: a service manager signals all of a service's processes at once, and a job in
-        # hand is to be finished. A handler, unlike SIG_IGN, is not passed on to programs that a job starts.
-        signal.signal(signum, _leave_it_to_the_owner)
+    # The owner decides when a worker ends: a service manager signals all of a service's processes at once, and a job in
+    # hand is to be finished. A handler, unlike SIG_IGN, is not passed on to programs that a job starts.
+    handlers = {signum: signal.signal(signum, _leave_it_to_the_owner) for signum in (signal.SIGINT, signal.SIGTERM)}
     connection, worker = Connection(descriptor), os.getpid()
     # What a job starts or forks off has no part in it: it could take jobs, and would hide the end of this process.
     os.set_inheritable(descriptor, False)
-    os.register_at_fork(after_in_child=connection.close)
+    _fork_without(connection, handlers)
     try:
         spawn.prepare(pickle.loads(connection.recv_bytes()))  # noqa: S301 - sys.path, __main__ and the like
         threading.Thread(target=_watch_the_owner, args=(descriptor, owner), name="owner", daemon=True).start()
@@ -100,6 +99,25 @@ def _end_child() -> None:
     """A job has forked, and this is its child, which came out of the job too: one worker does not become two."""
     os.write(2, b"mainspring worker: the job forked, and its child came back from it; the child is ended\n")
     os._exit(1)
+
+
+def _fork_without(connection: Connection, handlers: dict[signal.Signals, Any]) -> None:
+    """Give what a job forks off these signal handlers, and no connection. Signals are held back until it has them."""
+    forking = threading.local()
+
+    def before() -> None:
+        forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+    def after() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
+
+    def begin() -> None:
+        connection.close()
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+        after()
+
+    os.register_at_fork(before=before, after_in_parent=after, after_in_child=begin)
 
 
 def _leave_it_to_the_owner(signum: int, frame: Any) -> None:

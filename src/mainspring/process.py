@@ -1,7 +1,8 @@
 """The one registry of what there is one of per process by nature, and hence the only module-level mutable state.
 
 The signal receiver, the names of ``memory://`` mailboxes and the open store files: each is claimed here by an owner and
-given back. A fork takes none of them along.
+given back. A fork takes none of them along: a forked child starts with an empty registry, without the parent's wake-up
+descriptor, and after every object that called :func:`on_fork` has let go of what belongs to the parent.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import signal
 import sys
 import threading
 from contextvars import Context, copy_context
-from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from anyio.lowlevel import current_token
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from anyio.abc import Process
 
+T = TypeVar("T")
 V = TypeVar("V")
 
 
@@ -39,19 +41,56 @@ class _Registry:
         self.shared: WeakValueDictionary[tuple[str, str], Any] = WeakValueDictionary()
         self.current: dict[str, Any] = {}
         self.inherited: dict[tuple[str, str], Any] = {}
+        self.on_fork: WeakKeyDictionary[Any, Callable[[Any], object]] = WeakKeyDictionary()
+        self.fork = threading.local()
 
 
 _registry = _Registry()
 
 
-def _after_fork() -> None:
+def _before_fork() -> None:
+    """Hold signals back until the child has its own handlers: one that comes earlier would count as the parent's."""
+    _registry.fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+
+def _after_fork_in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _registry.fork.mask)
+
+
+def _after_fork_in_child() -> None:
     global _registry
     parent, _registry = _registry, _Registry()
-    # Kept, not used: what the parent goes on using must not be torn down here when nobody refers to it any more.
+    # Kept, not used: what the parent goes on using must not be torn down here when the last reference to it is dropped.
     _registry.inherited = {**parent.inherited, **dict(parent.shared)}
+    try:
+        signal.set_wakeup_fd(-1)  # a socket of the parent's event loop
+        for thing, forget in reversed(list(parent.on_fork.items())):
+            forget(thing)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, parent.fork.mask)
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+
+
+def on_fork(thing: T, forget: Callable[[T], object]) -> None:
+    """Call ``forget(thing)`` in each child that is forked off this process, until :func:`off_fork` or the end of ``thing``.
+
+    The last registered is called first. ``forget`` must not take a lock that ``thing`` has: a thread of the parent may
+    have held it at the fork.
+    """
+    _registry.on_fork[thing] = forget
+
+
+def off_fork(thing: object) -> None:
+    """Undo :func:`on_fork` (idempotent)."""
+    _registry.on_fork.pop(thing, None)
+
+
+def end_returned_child() -> NoReturn:
+    """End a forked child that has come back from the code of the user that forked: the parent's event loop is not its own."""
+    os.write(2, b"mainspring: a handler forked, and its child came back from it; the child is ended\n")
+    os._exit(1)
 
 
 def identity() -> object:

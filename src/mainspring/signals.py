@@ -39,9 +39,13 @@ class EarlySignals:
 
     def __init__(self, signals: Iterable[int] = DEFAULT_SIGNALS) -> None:
         self.held: deque[int] = deque()
-        for signum in signals:
-            signal.signal(signum, self._hold)
+        self._previous = {signum: signal.signal(signum, self._hold) for signum in signals}
         process.set_current("early signals", self)
+        process.on_fork(self, EarlySignals._forget)
+
+    def _forget(self) -> None:
+        for signum, previous in self._previous.items():
+            _restore(signum, previous)
 
     def _hold(self, signum: int, frame: FrameType | None) -> None:
         self.held.append(signum)
@@ -70,6 +74,7 @@ class _Hub:
         self.listeners: list[Callable[[int], None]] = []
         self._turn = anyio.Lock()
         self._previous = signal.getsignal(signum)
+        process.on_fork(self, _Hub._forget)
         self._context: AbstractContextManager[Any] = anyio.open_signal_receiver(signal.Signals(signum))
         self._receiver = self._context.__enter__()
         early = process.current("early signals")
@@ -79,6 +84,10 @@ class _Hub:
         self._context.__exit__(None, None, None)
         if self._previous is not None:
             signal.signal(self.signum, self._previous)
+        process.off_fork(self)
+
+    def _forget(self) -> None:
+        _restore(self.signum, self._previous)
 
     async def receive(self) -> None:
         async with self._turn:
@@ -91,6 +100,17 @@ class _Hub:
     def _tell(self) -> None:
         for listener in tuple(self.listeners):
             listener(self.signum)
+
+
+def _restore(signum: int, previous: Any) -> None:
+    """Give a forked child the handler that the signal had before, unless that is an event loop's (or C code's)."""
+    module = getattr(getattr(previous, "func", previous), "__module__", None) or ""
+    if previous is None or module.partition(".")[0] in {
+        "asyncio",
+        "trio",
+    }:  # those cancel a task of the parent at Ctrl-C
+        previous = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
+    signal.signal(signum, previous)
 
 
 def _join(signum: int, listener: Callable[[int], None]) -> _Hub:

@@ -362,7 +362,14 @@ KINDS: list[tuple[type[Broken], list[str]]] = [
     (IgnoresExpiry, ["an_expired_message_goes_to_the_dead_letters", "send_checks_expires_in"]),
     (SendsSome, ["send_many_is_all_or_nothing"]),
     (ClosesSilently, ["close_ends_a_waiting_receive_at_once"]),
-    (StaysOpen, ["a_closed_mailbox_refuses_every_call", "a_message_of_a_closed_mailbox_cannot_be_settled"]),
+    (
+        StaysOpen,
+        [
+            "a_closed_mailbox_refuses_every_call",
+            "a_message_of_a_closed_mailbox_cannot_be_settled",
+            "a_forked_child_is_refused_every_call",
+        ],
+    ),
     (LosesTheUndecodable, ["bytes_that_are_no_json_go_to_the_dead_letters"]),
     (RepliesLate, ["a_reply_arrives_and_acknowledges"]),
     (RepliesUnfenced, ["reply_after_the_expiry_is_refused", "reply_after_a_redelivery_is_refused"]),

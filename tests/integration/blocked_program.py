@@ -80,10 +80,15 @@ async def main() -> None:
         await until_spawned(watch)
         if HOW == "fork" and os.fork() == 0:
             time.sleep(60)  # a child that holds all that its parent held, the liveness pipe too
+        if HOW == "fork-exit" and os.fork() == 0:
+            try:
+                watch.exit_by(0.0, status=70, explain=why)
+            except RuntimeError:
+                time.sleep(60)  # it neither leaves nor beats
         print(watch.guardian_pid, time.monotonic(), flush=True)
         if HOW in BLOCK:
             BLOCK[HOW]()
-        elif HOW in ("turn", "fork"):
+        elif HOW in ("turn", "fork", "fork-exit"):
             await anyio.to_thread.run_sync(sys.stdin.readline)
         elif HOW == "stuck":
             await get_stuck()

@@ -205,6 +205,15 @@ def test_the_guardian_dies_with_its_process_however_that_ends(how):
             os.killpg(process.pid, signal.SIGKILL)  # the fork that held the pipe open
 
 
+def test_a_forked_child_is_neither_judged_nor_does_it_end_its_parent():
+    with program("fork-exit", start_new_session=True) as process:
+        time.sleep(THRESHOLD * 2)  # the child does not beat, and has asked for the end of its process
+        process.stdin.write(b"\n")
+        assert process.stdout.readline() == b"left\n"
+        assert process.wait(LIMIT) == 0
+        os.killpg(process.pid, signal.SIGKILL)  # the child
+
+
 def test_the_guardian_outlives_signals_to_the_family_and_holds_none_of_its_files():
     with program("turn", threshold=30, start_new_session=True) as process:
         status = Path(f"/proc/{process.guardian}/status").read_text()

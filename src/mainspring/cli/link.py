@@ -15,6 +15,8 @@ import threading
 from contextlib import suppress
 from typing import Any
 
+from mainspring import process
+
 VARIABLE = "MAINSPRING_PARENT_LINK"
 """Holds ``FD:NUMBER``: the inherited socket, and which worker this is, from 1."""
 
@@ -31,6 +33,7 @@ class ParentLink:
     def __init__(self, end: socket.socket, number: int) -> None:
         self.number = number
         self._end = end
+        process.on_fork(self, ParentLink._forget)
         self._stop_within = LOAD_TIMEOUT
 
     @classmethod
@@ -49,6 +52,10 @@ class ParentLink:
     def start(self) -> None:
         """Watch the parent from a thread: it works during an import, and where the event loop is stuck."""
         threading.Thread(target=self._watch, name="mainspring parent link", daemon=True).start()
+
+    def _forget(self) -> None:
+        """In a forked child: the parent must see the end of this process, not of its children."""
+        self._end.close()
 
     def tell(self, **news: Any) -> bool:
         """Send one object to the parent; whether it was sent. ``stop_within``: how long a shutdown may take."""

@@ -28,6 +28,7 @@ from mainspring.loops.outcome import (
 from mainspring.loops.run import Clocks, Phase
 from mainspring.mailbox.message import Ack, Dead, Return
 from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
+from mainspring.process import end_returned_child, identity
 from mainspring.scope import lone_error, nobody_asked
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class Attempts:
         self._heartbeat = heartbeat
         self._clock = clock
         self._clocks = Clocks()
+        self._process = identity()
 
     async def make(self, run: Run, scope: anyio.CancelScope) -> Decision:
         """Run the handler once and decide what its end means.
@@ -128,6 +130,8 @@ class Attempts:
             wrapped.__cause__ = error
             return self._failed(run, scope, wrapped)
         finally:
+            if identity() is not self._process:
+                end_returned_child()
             run.phase = Phase.ENDED
             run.coroutine = None
             if run.deadline is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from mainspring.callables import code_of, instead_of, is_async, name_of
 from mainspring.errors import ConfigError, OffloadPickleError
 from mainspring.offload import OffloadPool
+from mainspring.process import end_returned_child, identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -89,7 +90,7 @@ class Handler:
         """
         if pool is None:
             return self.fn
-        fn, name, run_to_the_end = self.fn, self.name, pool.run_to_the_end
+        fn, name, run_to_the_end, process = self.fn, self.name, pool.run_to_the_end, identity()
 
         async def run_in_thread(run: Run, *args: Any) -> Any:
             def handle() -> Any:
@@ -97,6 +98,8 @@ class Handler:
                 try:
                     return fn(*args)
                 finally:
+                    if identity() is not process:
+                        end_returned_child()
                     run.thread_id = None
 
             handle.__qualname__ = name

@@ -36,7 +36,7 @@ from mainspring.mailbox.limits import (
 from mainspring.mailbox.message import ACK, Ack, Counts, Dead, Delivery, Envelope, Message, Settlement
 from mainspring.mailbox.requests import RequestCalls
 from mainspring.mailbox.sync import SyncCalls
-from mainspring.process import async_library
+from mainspring.process import async_library, identity, off_fork, on_fork, process_id
 from mainspring.scope import DaemonScope
 from mainspring.states import MAILBOX, MailboxState, StateMachine
 from mainspring.values import MAX_VISIBILITY
@@ -68,6 +68,7 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         self._state: StateMachine[MailboxState] = StateMachine(MAILBOX, MailboxState.UNOPENED, name=f"mailbox {name!r}")
         self._usable = self.works_unopened
         self._thread: int | None = None
+        self._process: object = None
         self._scope: DaemonScope | None = None
         self._routers: list[ReplyRouter] = []
         self._open_ones: WeakSet[Mailbox[Any, Any]] | None = None
@@ -103,6 +104,7 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         from mainspring.mailbox.replies import open_mailboxes
 
         if self._scope is not None:
+            self._check_process()
             raise ConfigError(f"mailbox {self.name!r} is already open; open it in one place and pass it on")
         self._scope = scope = DaemonScope(f"mailbox {self.name}")
         try:
@@ -118,7 +120,8 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         self._end_routing = self.route_replies(scope)
         self._state.to(MailboxState.OPEN, anyio.current_time())
         self._usable = True
-        self._thread = get_ident()
+        self._thread, self._process = get_ident(), identity()
+        on_fork(self, Mailbox._forget)
         self._open_ones = open_mailboxes()
         self._open_ones.add(self)
         return self
@@ -151,11 +154,12 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         Messages in flight stay leased until their leases end. Later calls raise :class:`MailboxClosedError`. Cancelled, it
         leaves the mailbox closed to its users, and what it had not finished is finished when the ``async with`` block ends.
         """
-        if self._state.state is MailboxState.CLOSED:
+        if self._state.state is MailboxState.CLOSED or self._is_forked():
             return
         opened = self._state.state is MailboxState.OPEN
         self._state.to(MailboxState.CLOSED, anyio.current_time())
         self._usable = False
+        off_fork(self)
         if self._open_ones is not None:
             self._open_ones.discard(self)
         self._wake_all()
@@ -379,6 +383,7 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
 
     def _check_open(self) -> None:
         if not self._usable:
+            self._check_process()
             raise MailboxClosedError(
                 f"mailbox {self.name!r} is {self._state.state}; use it inside `async with` or under a running LoopGroup"
             )
@@ -386,6 +391,21 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
             raise ConfigError(
                 f"mailbox {self.name!r} is open in the event loop of another thread; open a mailbox of your own here, or"
                 " use mailbox.sync"
+            )
+
+    def _forget(self) -> None:
+        """In a forked child: its connections and its event loop are the parent's."""
+        self._usable = False
+
+    def _is_forked(self) -> bool:
+        return self._process is not None and self._process is not identity()
+
+    def _check_process(self) -> None:
+        if self._is_forked() and self._state.state is MailboxState.OPEN:
+            raise ConfigError(
+                f"mailbox {self.name!r} is open in process {process_id(self._process)}, from which this one was forked, and"
+                " must not be used across a fork; open one of its own here (for SQLite: in a process that subprocess or the"
+                " spawn method has started)"
             )
 
     def _check_async_backend(self) -> None:

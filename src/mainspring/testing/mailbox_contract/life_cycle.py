@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -11,6 +13,8 @@ from mainspring.errors import ConfigError, MailboxClosedError
 from mainspring.testing.mailbox_contract.harness import Harness, behaviour, check, equal, ids, raises, texts
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
     from mainspring.mailbox.base import Mailbox
 
 
@@ -51,6 +55,42 @@ async def a_message_of_a_closed_mailbox_cannot_be_settled(h: Harness) -> None:
         with raises(MailboxClosedError, f"{name} after the close"):
             await call()
     check(not message.is_settled, "the message counts as settled though nothing was")
+
+
+@behaviour()
+async def a_forked_child_is_refused_every_call(h: Harness) -> None:
+    """In a child that is forked while a mailbox is open, each call on it raises ConfigError; the parent's goes on."""
+    async with h.open() as box:
+        await box.send("held")
+        message = await h.one(box)
+        calls = (lambda: box.send("late"), box.receive, box.counts, box.purge, box.dead_letters, message.acknowledge)
+        equal(_refused_in_a_child(calls), len(calls), "calls refused in the child")
+        await message.acknowledge()
+        await h.counts(box, settled=1)
+
+
+def _refused_in_a_child(calls: Sequence[Callable[[], Coroutine[Any, Any, object]]]) -> int:
+    """How many calls raise ConfigError in a forked child. Each is stepped by hand: an event loop might refuse to run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on, of a fork beside threads
+        child = os.fork()
+    if child == 0:
+        refused = 0
+        try:
+            refused = sum(_raises_config_error(call()) for call in calls)
+        finally:
+            os._exit(refused)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _raises_config_error(call: Coroutine[Any, Any, object]) -> bool:
+    try:
+        call.send(None)
+    except ConfigError:
+        return True
+    except BaseException:
+        return False
+    return False
 
 
 @behaviour()
