@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import anyio
 import pytest
@@ -188,6 +189,193 @@ async def test_an_installed_one_is_found_before_it_is_entered():
         raise_signal()
         await until(lambda: coordinator.triggered)
     assert ShutdownCoordinator.get() is None
+
+
+# --------------------------------------------------------------------------------------------------------------- installed
+
+
+async def test_install_returns_the_one_that_is_installed_or_entered():
+    installed = ShutdownCoordinator.install((USR1,))
+    assert ShutdownCoordinator.install() is installed
+    assert ShutdownCoordinator.install((USR1,)) is installed
+    with pytest.raises(ConfigError, match="is for other signals \\(SIGUSR1\\)"):
+        ShutdownCoordinator.install((USR1, USR2))
+    async with installed:
+        assert ShutdownCoordinator.install() is installed
+    assert ShutdownCoordinator.get() is None
+    async with ShutdownCoordinator.install((USR1,)) as another:
+        assert another is not installed
+
+
+async def test_a_nested_block_leaves_the_outer_one_as_it_is():
+    called = []
+    async with ShutdownCoordinator.install((USR1,)) as outer:
+        outer.register(lambda: called.append("outer"))
+        async with ShutdownCoordinator.install() as inner:
+            inner.register(lambda: called.append("inner"))
+        assert ShutdownCoordinator.get() is outer
+        assert called == []
+        raise_signal()
+        await until(lambda: called)
+    assert called == ["outer", "inner"]
+    assert ShutdownCoordinator.get() is None
+
+
+@pytest.mark.parametrize("same", [False, True])
+async def test_of_blocks_side_by_side_the_one_that_stays_hears(same):
+    """Also where both have entered the same one, and the first to come is the first to go."""
+    called = []
+    first = ShutdownCoordinator((USR1,))
+    second = first if same else ShutdownCoordinator((USR1,))
+    second.register(lambda: called.append(True))
+    leave = {first: anyio.Event()}, {second: anyio.Event()}
+
+    async def stay(number, *, task_status):
+        [(coordinator, left)] = leave[number].items()
+        async with coordinator:
+            task_status.started()
+            await left.wait()
+
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(stay, 0)
+        await tasks.start(stay, 1)
+        leave[0][first].set()
+        await anyio.wait_all_tasks_blocked()
+        assert ShutdownCoordinator.get() is second
+        raise_signal()
+        await until(lambda: called)
+        leave[1][second].set()
+    assert ShutdownCoordinator.get() is None
+
+
+DROPPED = """
+import gc, sys
+from mainspring import ShutdownCoordinator
+
+def close_database(): ...
+async def close_more(): ...
+
+coordinator = ShutdownCoordinator.install()
+coordinator.register(close_database)
+coordinator.register(close_more)
+if sys.argv[1] == "entered":
+    with coordinator:
+        pass
+elif sys.argv[1] == "triggered":
+    coordinator.unregister(close_more)
+    coordinator.trigger()
+"""
+
+
+@pytest.mark.parametrize(("how", "warned"), [("never entered", True), ("entered", False), ("triggered", False)])
+def test_callbacks_that_nothing_has_called_are_told_at_the_end_of_the_interpreter(how, warned):
+    program = subprocess.run([sys.executable, "-c", DROPPED, how], capture_output=True, text=True, timeout=60)
+    assert program.returncode == 0
+    assert ("nothing called its callbacks (close_database, close_more)" in program.stderr) is warned
+    assert warned or not program.stderr
+
+
+# ------------------------------------------------------------------------------------------------- without an event loop
+
+
+def test_a_plain_loop_ends_at_a_signal():
+    called, rounds = [], 0
+    before = signal.getsignal(USR1)
+    with ShutdownCoordinator.install((USR1,)) as coordinator:
+        assert ShutdownCoordinator.get() is coordinator
+        coordinator.register(lambda: called.append("first"))
+        coordinator.register(lambda: called.append(coordinator.reason))
+        while not coordinator.triggered:
+            rounds += 1
+            if rounds == 3:
+                raise_signal()
+        coordinator.register(lambda: called.append("late"))
+        assert called == ["first", "SIGUSR1", "late"]
+    assert rounds >= 3
+    assert ShutdownCoordinator.get() is None
+    assert signal.getsignal(USR1) is before
+
+
+def test_there_async_ones_are_called_when_the_block_is_left():
+    called = []
+
+    async def close(name):
+        await anyio.sleep(0)
+        called.append(name)
+
+    with ShutdownCoordinator.install(()) as coordinator:
+        coordinator.register(partial(close, "async"))
+        coordinator.register(lambda: close("in a plain one"))
+        coordinator.register(lambda: called.append("plain"))
+        coordinator.trigger()
+        assert called == ["plain"]
+    assert sorted(called) == ["async", "in a plain one", "plain"]
+
+
+def test_there_a_raising_callback_and_another_signal_disturb_nothing(caplog):
+    def broken():
+        raise ValueError("broken callback")
+
+    repeats, called = [], []
+    with ShutdownCoordinator((USR1,), on_repeat=lambda *told: repeats.append(told)) as coordinator:
+        coordinator.register(broken)
+        coordinator.register(lambda: called.append(True))
+        raise_signal()
+        raise_signal()
+        with ShutdownCoordinator.install(), pytest.raises(LookupError):  # the same again
+            raise LookupError
+        raise_signal()
+    assert called == [True]
+    assert repeats == [(USR1, 2), (USR1, 3)]
+    assert "broken callback" in caplog.text
+
+
+async def test_in_an_event_loop_a_plain_block_is_refused():
+    with pytest.raises(ConfigError, match="use `async with`"), ShutdownCoordinator.install(()):
+        pytest.fail("it opened")
+    async with ShutdownCoordinator.install():
+        pass
+
+
+def test_an_event_loop_within_a_plain_block_receives_for_both(anyio_backend):
+    backend, options = anyio_backend
+    called = []
+
+    async def main():
+        async with ShutdownCoordinator.install() as same, ShutdownCoordinator((USR1,)) as other:
+            assert same is outer
+            other.register(lambda: called.append("other"))
+            raise_signal()
+            await until(lambda: len(called) == 2)
+
+    with ShutdownCoordinator.install((USR1,)) as outer:
+        outer.register(lambda: called.append("outer"))
+        anyio.run(main, backend=backend, backend_options=options)
+        assert ShutdownCoordinator.get() is outer
+        assert outer.triggered
+    assert sorted(called) == ["other", "outer"]
+
+
+def test_a_forked_child_does_not_receive_for_its_parent():
+    before = signal.getsignal(USR1)
+    with ShutdownCoordinator.install((USR1,)) as coordinator:
+        child = os.fork()
+        if not child:
+            os._exit(signal.getsignal(USR1) is not before or ShutdownCoordinator.get() is not None)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        raise_signal()
+        assert coordinator.triggered
+
+
+def test_a_held_signal_reaches_a_plain_block():
+    code = (
+        "import os, signal; from mainspring.signals import EarlySignals, ShutdownCoordinator; EarlySignals();"
+        "os.kill(os.getpid(), signal.SIGTERM);"
+        "c = ShutdownCoordinator.install(); c.__enter__(); print(c.triggered, c.reason)"
+    )
+    program = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert program.stdout == "True SIGTERM\n"
 
 
 # --------------------------------------------------------------------------------------------------------- early signals

@@ -11,7 +11,16 @@ import pytest
 from anyio import from_thread, to_thread
 from group_support import box, one_loop_group, running, settled, states
 
-from mainspring import ConfigError, Context, InMemoryMailbox, LoopGroup, MailboxConnectionError, MainLoop
+from mainspring import (
+    ConfigError,
+    Context,
+    InMemoryMailbox,
+    LoopGroup,
+    LoopThread,
+    MailboxConnectionError,
+    MainLoop,
+    ShutdownCoordinator,
+)
 
 
 async def quick(body):
@@ -341,6 +350,99 @@ async def test_two_groups_in_one_process_share_the_signals_and_not_the_shutdown(
             assert two.running
             os.kill(os.getpid(), signal.SIGTERM)  # still received, by the one that is left
     assert two.report.reason == "SIGTERM"
+
+
+# ------------------------------------------------------------------------------------------------ an installed coordinator
+
+
+def run_on(anyio_backend, fn):
+    backend, options = anyio_backend
+    return anyio.run(fn, backend=backend, backend_options=options)
+
+
+def test_a_group_enters_the_installed_coordinator_and_calls_what_was_registered_before(anyio_backend):
+    called = []
+
+    async def close():
+        await anyio.sleep(0)
+        called.append("async")
+
+    async def run():
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(group.run)
+                await mailbox.send({})
+                while not await settled(mailbox):
+                    await anyio.sleep(0.001)
+                assert ShutdownCoordinator.get() is installed
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    group, mailbox = one_loop_group(quick, guardian=False)
+    installed = ShutdownCoordinator.install((signal.SIGUSR1,))  # the group receives its own besides
+    installed.register(lambda: called.append("plain"))
+    installed.register(close)
+    run_on(anyio_backend, run)
+    assert called == ["plain", "async"]
+    assert group.report.reason == "SIGTERM"
+    assert ShutdownCoordinator.get() is None
+
+
+@pytest.mark.anyio
+async def test_one_that_was_not_triggered_stays_installed_for_the_next_run():
+    group, mailbox = one_loop_group(quick, guardian=False)
+    installed = ShutdownCoordinator.install()
+    await group.run(until_empty=True)
+    assert ShutdownCoordinator.get() is installed
+    installed.trigger("before the run")
+    await mailbox.send({})
+    report = await group.run(until_empty=True)
+    assert (report.reason, await settled(mailbox)) == ("before the run", 0)
+    assert ShutdownCoordinator.get() is None
+
+
+@pytest.mark.anyio
+async def test_a_trigger_ends_a_group_in_its_block_and_a_second_signal_skips_to_the_cancelling():
+    group, mailbox = one_loop_group(take_long, guardian=False)
+    await mailbox.send({"seconds": 1000})
+    with anyio.fail_after(20):
+        async with ShutdownCoordinator.install() as around, anyio.create_task_group() as tasks:
+            tasks.start_soon(group.run)
+            while not (await mailbox.counts()).in_flight:
+                await anyio.sleep(0.001)
+            await to_thread.run_sync(around.trigger, "mine")
+            while group.status().state != "finish":
+                await anyio.sleep(0.001)
+            for _ in range(2):  # the first puts the usual limit on it
+                os.kill(os.getpid(), signal.SIGINT)
+                await anyio.sleep(0.01)
+    assert (group.report.reason, group.report.forced_by) == ("mine", signal.SIGINT)
+
+
+def test_a_plain_block_around_a_group_hears_of_its_signal_and_ends_it(anyio_backend):
+    async def run():
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(group.run)
+                while not group.loops[0].running:
+                    await anyio.sleep(0.001)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    group, _ = one_loop_group(quick, guardian=False)
+    with ShutdownCoordinator.install() as around:
+        run_on(anyio_backend, run)
+        assert around.triggered
+    assert group.report.reason == "SIGTERM"
+
+
+def test_a_plain_block_ends_a_group_beside_it(anyio_backend):
+    backend, options = anyio_backend
+    group, _ = one_loop_group(quick, guardian=False)
+    with LoopThread(backend=backend, backend_options=options) as thread, ShutdownCoordinator.install() as shutdown:
+        shutdown.register(group.request_shutdown)
+        report = group.start_in(thread)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert shutdown.triggered
+        assert report.wait_sync(20).clean
 
 
 async def test_groups_that_share_an_unopened_mailbox_do_not_close_it_on_each_other(virtual_clock):

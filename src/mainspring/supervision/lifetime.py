@@ -113,9 +113,8 @@ class Lifetime:
         try:
             async with AsyncExitStack() as stack:
                 if self._owner:
-                    coordinator = ShutdownCoordinator(on_repeat=self._on_signal_again)
-                    coordinator.register(lambda: self.request(coordinator.reason))
-                    await stack.enter_async_context(coordinator)
+                    coordinator = ShutdownCoordinator.get() or ShutdownCoordinator()
+                    await stack.enter_async_context(coordinator.during_run(self._on_trigger, self._on_signal_again))
                 self._enter(GroupState.STARTING)
                 await self._watch_for_blocks(stack)
                 health = await stack.enter_async_context(DaemonScope(f"{self.name} health", timeout=5.0))
@@ -223,6 +222,9 @@ class Lifetime:
             self.request(signal.Signals(signum).name)
         if self.shutdown.forced_by is None:
             self.shutdown.force(signum)
+
+    def _on_trigger(self, reason: str) -> None:
+        self.entry.call(partial(self.request, reason))
 
     def _on_signal_again(self, signum: int, count: int) -> None:
         if count == 1:  # the shutdown was asked for by other means before: this puts the usual limit on it
