@@ -13,7 +13,7 @@ import anyio
 import apsw
 import pytest
 
-from mainspring.errors import ConfigError, MailboxConnectionError, SerializationError
+from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, SerializationError
 from mainspring.mailbox import limits
 from mainspring.mailbox import sqlite_schema as sql
 from mainspring.mailbox.message import Counts
@@ -330,3 +330,151 @@ async def test_a_cancelled_program_still_releases_under_a_shield(path, anyio_bac
                     await message.release()
     async with SQLiteMailbox(path) as mailbox:
         assert await mailbox.counts() == Counts(pending=1)
+
+
+# --------------------------------------------------------- I/O errors, and tables that lack what they should have
+
+
+class FaultyFiles(apsw.VFS):
+    """The system's files, which can neither be read nor written while ``broken``."""
+
+    broken = False
+
+    def __init__(self):
+        super().__init__("faulty", "unix")
+
+    def xOpen(self, name, flags):
+        return FaultyFile(self, name, flags)
+
+
+class FaultyFile(apsw.VFSFile):
+    def __init__(self, files, name, flags):
+        super().__init__("unix", name, flags)
+        self._files = files
+
+    def xRead(self, amount, offset):
+        if self._files.broken:
+            raise apsw.IOError("disk I/O error")
+        return super().xRead(amount, offset)
+
+    def xWrite(self, data, offset):
+        if self._files.broken:
+            raise apsw.IOError("disk I/O error")
+        return super().xWrite(data, offset)
+
+
+@pytest.fixture
+def files():
+    made = FaultyFiles()
+    apsw.set_default_vfs("faulty")
+    yield made
+    apsw.set_default_vfs("unix")
+
+
+async def test_an_io_error_is_told_as_what_it_is_and_passes(path, files, anyio_backend):
+    async with SQLiteMailbox(path) as mailbox:
+        await mailbox.send("before")
+        files.broken = True
+        for _ in range(3):  # on the connection, and as it is opened anew
+            with pytest.raises(MailboxConnectionError, match=r"cannot be read or written: .*I/O error"):
+                await mailbox.send("refused")
+        files.broken = False
+        assert [message.body for message in await mailbox.receive()] == ["before"]
+    files.broken = True
+    await refused(path, MailboxConnectionError, "cannot be read or written")
+
+
+async def test_an_io_error_while_others_wait_ends_no_thread(path, files, anyio_backend):
+    async with SQLiteMailbox(path) as mailbox, SQLiteMailbox(path) as sender:
+        heard = []
+
+        async def wait():
+            try:
+                await mailbox.receive(wait_time_seconds=60)
+            except MailboxConnectionError as error:
+                heard.append(error)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(wait)
+            await anyio.sleep(0.1)
+            files.broken = True
+            with pytest.raises(MailboxConnectionError):
+                await sender.send("refused")
+            with anyio.fail_after(10):
+                while not heard:
+                    await anyio.sleep(0.01)
+        files.broken = False
+        await works(mailbox)
+
+
+async def test_a_full_disk_says_so_also_where_it_shows_as_an_io_error(path, files, anyio_backend, monkeypatch):
+    files.broken = True
+    full = os.statvfs_result((4096, 4096, 100, 0, 0, 10, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _: full)
+    await refused(path, MailboxConnectionError, "cannot grow: the disk is full; free some space")
+
+
+async def tamper(path, *statements):
+    connection = apsw.Connection(str(path))
+    for statement in statements:
+        connection.execute(statement)
+    connection.close()
+
+
+async def test_expired_messages_of_which_the_index_of_expiries_lacks_some_are_buried(mailbox, path):
+    for number in range(3):
+        await mailbox.send(number, expires_in=0.01)
+    await mailbox.send("lasts", expires_in=1_000)
+    await tamper(path, "DELETE FROM expiring WHERE seq % 2")
+    await anyio.sleep(0.02)
+    with anyio.fail_after(10):
+        assert [message.body for message in await mailbox.receive(max_messages=10)] == ["lasts"]
+    assert len(await mailbox.dead_letters()) == 3
+    assert await mailbox.counts() == Counts(in_flight=1, dead=3)
+
+
+async def test_places_of_no_message_are_cleared_and_nobody_gets_anothers_lease(mailbox, path):
+    await mailbox.send_many(["lost", "kept", "last"])
+    await tamper(path, "DELETE FROM messages WHERE seq = (SELECT min(seq) FROM messages)")
+    kept, last = await mailbox.receive(max_messages=3)
+    await kept.acknowledge()
+    await last.nack()
+    (again,) = await mailbox.receive(max_messages=3)
+    assert (kept.body, last.body, again.body) == ("kept", "last", "last")
+
+
+@pytest.mark.parametrize("place", ["leases", "delayed", "expiring"])
+async def test_what_is_due_of_no_message_is_not_due_for_ever(mailbox, path, place):
+    options = {"delayed": {"delay": 0.01}, "expiring": {"expires_in": 0.01}}.get(place, {})
+    await mailbox.send("lost", **options)
+    if place == "leases":
+        await mailbox.receive(visibility_timeout=0.01)
+    await tamper(path, "DELETE FROM messages")
+    await anyio.sleep(0.02)
+    before = mailbox.transactions
+    assert await mailbox.receive(wait_time_seconds=0.3) == []
+    assert mailbox.transactions - before < 10
+    connection = apsw.Connection(str(path))
+    assert connection.execute(f"SELECT count(*) FROM {place}").fetchall() == [(0,)]
+    connection.close()
+
+
+async def test_a_file_without_its_counter_says_so(mailbox, path):
+    await tamper(path, "DELETE FROM store")
+    for call in (partial(mailbox.send, "x"), mailbox.receive, mailbox.counts):
+        with pytest.raises(MailboxError, match="is damaged: its table `store` is empty"):
+            await call()
+    await refused(path, MailboxError, "is damaged: its table `store` is empty", busy_timeout=0.2)
+
+
+async def test_a_mailbox_without_its_row_harms_no_other_mailbox(mailbox, path, anyio_backend):
+    async with SQLiteMailbox(path, name="other", busy_timeout=0.2) as other:
+        await mailbox.send("x")
+        await mailbox.receive(visibility_timeout=0.01)
+        await tamper(path, "DELETE FROM mailboxes WHERE name = 'jobs'")
+        await anyio.sleep(0.02)
+        await works(other)
+        for call in (partial(mailbox.send, "x"), partial(mailbox.send_many, ["x"]), mailbox.counts, mailbox.purge):
+            with pytest.raises(MailboxError, match="was dropped"):
+                await call()
+        await works(other)

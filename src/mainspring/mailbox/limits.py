@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from mainspring.errors import ConfigError, InvalidParameterError, MailboxFullError, SerializationError
+from mainspring.errors import ConfigError, InvalidParameterError, MailboxError, MailboxFullError, SerializationError
 from mainspring.values import MAX_DELAY, MAX_VISIBILITY, is_number, is_whole
 
 if TYPE_CHECKING:
@@ -88,6 +88,14 @@ def full(waiting: int, capacity: int, more: int) -> MailboxFullError:
     return MailboxFullError(
         f"the mailbox holds {waiting} of at most {capacity} messages, so {more} more do not fit; send again once some are"
         " settled"
+    )
+
+
+def dropped(what: str) -> MailboxError:
+    """The error of a call on a mailbox that is not on its store any more, though it is open here."""
+    return MailboxError(
+        f"{what} was dropped from its store while it was open here, with all that was in it: nothing that is sent to it would"
+        " be received; close it, and open it again to make a new one"
     )
 
 

@@ -47,7 +47,10 @@ def enqueue(work: Work, mailbox: int, seq: int, rank: int, pos: int, delay: floa
 
 def _end_leases(work: Work, limit: int) -> None:
     """Whoever held it may have died of it: the attempt is charged, and the message goes to the tail."""
-    for lease, mailbox, seq, claimed_at, rank, expires_at in work.rows(sql.ENDED_LEASES, (work.boot, limit)):
+    ended = work.rows(sql.ENDED_LEASES, (work.boot, limit))
+    if not ended:  # what is due is of no message: left there, it would be due for ever
+        work.execute(sql.LEASES_OF_NONE, (work.boot,))
+    for lease, mailbox, seq, claimed_at, rank, expires_at in ended:
         work.execute(sql.DROP_LEASE, (lease,))
         work.execute(sql.CAME_BACK, (1, claimed_at, seq))
         work.tally(mailbox).in_flight -= 1
@@ -56,7 +59,10 @@ def _end_leases(work: Work, limit: int) -> None:
 
 
 def _end_delays(work: Work, limit: int) -> None:
-    for due, seq, mailbox, rank, expires_at in work.rows(sql.DUE, (work.wall, limit)):
+    over = work.rows(sql.DUE, (work.wall, limit))
+    if not over:
+        work.execute(sql.DELAYS_OF_NONE, (work.wall,))
+    for due, seq, mailbox, rank, expires_at in over:
         work.execute(sql.FORGET_DELAYED, (due, seq))
         work.tally(mailbox).delayed -= 1
         if expires_at is not None:
@@ -67,12 +73,22 @@ def _end_delays(work: Work, limit: int) -> None:
 
 def expire(work: Work, limit: int) -> None:
     """Move to the dead letters what waited too long, the earliest first."""
-    for expires_at, seq, pos, due, mailbox, rank in work.rows(sql.EXPIRED, (work.wall, limit)):
-        work.execute(sql.NOT_EXPIRING, (expires_at, seq))
+    expired = work.rows(sql.EXPIRED, (work.wall, limit))
+    if not expired:
+        work.execute(sql.EXPIRIES_OF_NONE, (work.wall,))
+    for expires_at, seq, pos, due, mailbox, rank in expired:
         if due is None:
-            work.execute(sql.FORGET_READY, (mailbox, rank, pos))
-            work.tally(mailbox).pending -= 1
+            expire_ready(work, mailbox, rank, pos, seq, expires_at)
         else:
+            work.execute(sql.NOT_EXPIRING, (expires_at, seq))
             work.execute(sql.FORGET_DELAYED, (due, seq))
             work.tally(mailbox).delayed -= 1
-        work.bury(mailbox, seq, EXPIRED, 0, None, expires_at)
+            work.bury(mailbox, seq, EXPIRED, 0, None, expires_at)
+
+
+def expire_ready(work: Work, mailbox: int, rank: int, pos: int, seq: int, expires_at: float) -> None:
+    """Move a message that has expired at its place in the queue to the dead letters."""
+    work.execute(sql.NOT_EXPIRING, (expires_at, seq))
+    work.execute(sql.FORGET_READY, (mailbox, rank, pos))
+    work.tally(mailbox).pending -= 1
+    work.bury(mailbox, seq, EXPIRED, 0, None, expires_at)

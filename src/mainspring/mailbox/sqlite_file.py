@@ -25,6 +25,8 @@ OLDEST_SQLITE = (3, 51, 3)
 """Earlier ones can corrupt a WAL file that several processes write (the WAL-reset bug)."""
 CHECKPOINT_PAGES = 2_000
 """Pages (of 4 KiB) in the write-ahead log from which they are copied into the database after a commit."""
+INDEX_BYTES = 32_768
+"""Bytes by which the index of the write-ahead log grows."""
 LOG_PAGES = 20_000
 """Pages from which a checkpoint waits for readers, so that the log can start over: it never grows much beyond."""
 
@@ -86,7 +88,7 @@ class DatabaseFile:
         try:
             self._check_identity()
             return question(self._connection or self._open())
-        except (apsw.Error, MainspringError) as error:
+        except Exception as error:  # the thread must outlive it
             self._after_trouble(error)
             return None
 
@@ -103,8 +105,7 @@ class DatabaseFile:
         """Disconnect; the last process to do so empties the log."""
         connection, self._connection = self._connection, None
         if connection is not None:
-            with contextlib.suppress(apsw.Error):
-                connection.close()
+            _close(connection)
 
     def leave(self) -> None:
         """Disconnect for good: nobody knows anything of the file any more, and the next user may find another one."""
@@ -141,11 +142,24 @@ class DatabaseFile:
     def _explain(self, error: Exception) -> Exception:
         if isinstance(error, MainspringError):
             return error
-        for kind, text in _TROUBLE.items():
+        for kind in _TROUBLE:
             if isinstance(error, kind):
-                what = text.format(error=str(error).strip(), timeout=self.busy_timeout)
+                full = kind is apsw.IOError and self._is_disk_full()
+                what = _TROUBLE[apsw.FullError if full else kind].format(
+                    error=str(error).strip(), timeout=self.busy_timeout
+                )
                 return MailboxConnectionError(f"the mailbox file {self.path} {what}")
+        if isinstance(error, OSError):
+            return MailboxConnectionError(f"the mailbox file {self.path} cannot be read or written: {error}")
         return MailboxError(f"the mailbox file {self.path} could not be used: {type(error).__name__}: {error}")
+
+    def _is_disk_full(self) -> bool:
+        """Return True if nothing can be added: SQLite tells of that by an I/O error where it is the log's index that grows."""
+        try:
+            found = os.statvfs(os.path.dirname(self.path))
+        except OSError:
+            return False
+        return found.f_bavail * found.f_frsize < INDEX_BYTES
 
     def _check_identity(self) -> None:
         """Refuse to go on where the file is not the one that was opened.
@@ -211,10 +225,10 @@ class DatabaseFile:
             connection.set_busy_handler(self._busy)
             yield connection
         except apsw.NotADBError:
-            connection.close()
+            _close(connection)
             raise ConfigError(f"the mailbox file {self.path} is no SQLite database; name another file") from None
         except BaseException:
-            connection.close()
+            _close(connection)
             raise
 
     def _check(self, connection: apsw.Connection) -> int:
@@ -222,13 +236,13 @@ class DatabaseFile:
 
         The three questions are one transaction: in between, another process could make its tables in an empty file.
         """
-        connection.execute("SAVEPOINT looking")
-        try:
-            version: int = connection.pragma("user_version")
-            ours = connection.pragma("application_id") == sql.APPLICATION_ID
-            empty = ours or connection.execute("SELECT count(*) FROM sqlite_schema").fetchall() == [(0,)]
-        finally:
-            connection.execute("RELEASE looking")
+        connection.execute(
+            "SAVEPOINT looking"
+        )  # an error in here closes the connection: it may have ended that already
+        version: int = connection.pragma("user_version")
+        ours = connection.pragma("application_id") == sql.APPLICATION_ID
+        empty = ours or connection.execute("SELECT count(*) FROM sqlite_schema").fetchall() == [(0,)]
+        connection.execute("RELEASE looking")
         if not ours and (version or not empty):
             raise ConfigError(f"{self.path} is the database of another program; name another file for the mailbox")
         if version > sql.SCHEMA_VERSION:
@@ -276,6 +290,11 @@ class DatabaseFile:
 def _identity(path: str) -> tuple[int, int]:
     found = os.stat(path)
     return found.st_dev, found.st_ino
+
+
+def _close(connection: apsw.Connection) -> None:
+    with contextlib.suppress(apsw.Error):
+        connection.close()
 
 
 def _roll_back(connection: apsw.Connection) -> None:

@@ -154,6 +154,11 @@ DUE = """SELECT d.due, d.seq, d.mailbox, m.rank, m.expires_at
 EXPIRED = """SELECT e.expires_at, e.seq, e.pos, e.due, m.mailbox, m.rank
     FROM expiring AS e CROSS JOIN messages AS m ON m.seq = e.seq WHERE e.expires_at <= ? ORDER BY 1, 2 LIMIT ?"""
 
+_NO_MESSAGE = "seq NOT IN (SELECT seq FROM messages)"
+LEASES_OF_NONE = f"DELETE FROM leases WHERE until <= ? AND {_NO_MESSAGE}"
+DELAYS_OF_NONE = f"DELETE FROM delayed WHERE due <= ? AND {_NO_MESSAGE}"
+EXPIRIES_OF_NONE = f"DELETE FROM expiring WHERE expires_at <= ? AND {_NO_MESSAGE}"
+
 # ------------------------------------------------------------------------------------------------------------ sending
 
 MESSAGE_COLUMNS = "seq, mailbox, rank, id, body, enqueued_at, reply_to, headers, dedup_key, expires_at"
@@ -175,6 +180,8 @@ FIRST_READY = """SELECT r.rank, r.pos, m.seq, m.id, m.body, m.enqueued_at, m.rep
 LEASE_FIRST = """INSERT INTO leases SELECT ? + row_number() OVER (ORDER BY rank, pos), mailbox, seq, pos, ?, ?
     FROM (SELECT * FROM ready WHERE mailbox = ? ORDER BY rank, pos LIMIT ?)"""
 TAKE_UP_TO = "DELETE FROM ready WHERE mailbox = ? AND (rank, pos) <= (?, ?)"
+DROP_LEASES_FROM = "DELETE FROM leases WHERE lease > ?"
+ADD_LEASE = "INSERT INTO leases VALUES (?, ?, ?, ?, ?, ?)"
 NOT_EXPIRING = "DELETE FROM expiring WHERE expires_at = ? AND seq = ?"
 
 # ----------------------------------------------------------------------------------------------------------- settling

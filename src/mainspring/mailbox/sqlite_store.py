@@ -19,7 +19,7 @@ from mainspring.mailbox.hooks import TRANSIENT, TRANSIENT_LIFE
 from mainspring.mailbox.limits import full
 from mainspring.mailbox.message import Counts, Dead, Delivery
 from mainspring.mailbox.sqlite_cancel import cancel, drop, forget_mailbox
-from mainspring.mailbox.sqlite_due import do_what_is_due, enqueue, expire
+from mainspring.mailbox.sqlite_due import do_what_is_due, enqueue, expire_ready
 from mainspring.mailbox.sqlite_inserts import Inserts
 from mainspring.mailbox.sqlite_work import Work
 
@@ -41,6 +41,7 @@ def perform(connection: Connection, commands: Sequence[StoreCommand], boot: floa
     the claims. The callers of one transaction do not know of each other, so any order is right.
     """
     work = Work(connection, boot, wall)
+    work.named = {getattr(command, "mailbox", 0) for command in commands}
     exact = any(type(command) in _EXACT for command in commands)
     do_what_is_due(work, exact)
     kinds: dict[type, list[Any]] = {}
@@ -116,16 +117,22 @@ def _lease(work: Work, mailbox: int, limit: int, visibility: float) -> tuple[lis
     """Lease what comes first; and how many more were buried in its place, as they cannot be read."""
     wall = work.wall
     rows = work.rows(sql.FIRST_READY, (mailbox, limit))
-    while any(row[-1] is not None and row[-1] <= wall for row in rows):  # so many expired that not all were swept
-        expire(work, limit)
+    while expired := [row for row in rows if row[-1] is not None and row[-1] <= wall]:  # more than were swept
+        for rank, pos, seq, *_, expires_at in expired:
+            expire_ready(work, mailbox, rank, pos, seq, expires_at)
         rows = work.rows(sql.FIRST_READY, (mailbox, limit))
     if not rows:
+        work.counts(mailbox)  # which tells the receivers of one that is gone
         return [], 0
     until = work.boot + visibility
     lease = work.tick
     found = len(rows)
     work.execute(sql.LEASE_FIRST, (lease, until, wall, mailbox, found))
     work.execute(sql.TAKE_UP_TO, (mailbox, rows[-1][0], rows[-1][1]))
+    if work.changes() != found:  # some places were those of no message, and have leases that belong to others
+        work.execute(sql.DROP_LEASES_FROM, (lease,))
+        places = [(lease + at, mailbox, row[2], row[1], until, wall) for at, row in enumerate(rows, 1)]
+        work.many(sql.ADD_LEASE, places)
     work.tick += found
     work.lease_until(until)
     tally = work.tally(mailbox)
@@ -290,7 +297,7 @@ def _json_list(leases: list[str]) -> str:
 def _count(work: Work, commands: list[do.CountAll]) -> None:
     work.flush()
     for command in commands:
-        command.result = Counts(*work.row(sql.COUNTS, (command.mailbox,)))
+        command.result = Counts(*work.counts(command.mailbox))
 
 
 def _sweep(work: Work, commands: list[do.Sweep]) -> None:
@@ -300,7 +307,7 @@ def _sweep(work: Work, commands: list[do.Sweep]) -> None:
 def _purge(work: Work, commands: list[do.PurgeAll]) -> None:
     for command in commands:
         work.flush()
-        delayed, pending, in_flight, _, _ = work.row(sql.COUNTS, (command.mailbox,))
+        delayed, pending, in_flight, _, _ = work.counts(command.mailbox)
         for statement in sql.PURGE:
             work.execute(statement, (command.mailbox,))
         tally = work.tally(command.mailbox)

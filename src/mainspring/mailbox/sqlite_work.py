@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from mainspring.errors import MailboxError
 from mainspring.mailbox import sqlite_schema as sql
 from mainspring.mailbox.hooks import TRANSIENT
+from mainspring.mailbox.limits import dropped
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from apsw import Connection
 
@@ -54,11 +56,18 @@ class Work:
         self.cancelled: list[tuple[int, str]] = []
         self.soonest = math.inf
         self.dated = False
+        self.named: Collection[int] = ()
+        """The mailboxes that the commands of the transaction are for."""
         self._tallies: dict[int, Tally] = {}
         self.ends: float | None
         self.due: float | None
         self.expires: float | None
-        self.tick, self.ends, self.due, self.expires = self.row(sql.HEAD)
+        head = self.rows(sql.HEAD)
+        if not head:
+            raise MailboxError(
+                "the mailbox file is damaged: its table `store` is empty; restore a copy, or begin a new file"
+            )
+        self.tick, self.ends, self.due, self.expires = head[0]
         self._first_tick = self.tick
 
     def rows(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
@@ -80,9 +89,16 @@ class Work:
             found = self._tallies[mailbox] = Tally()
         return found
 
+    def counts(self, mailbox: int) -> tuple[int, ...]:
+        """Its messages as they were written: delayed, pending, in flight, settled, dead. Raises where the mailbox is gone."""
+        found = self.rows(sql.COUNTS, (mailbox,))
+        if not found:
+            raise dropped("the mailbox")
+        return found[0]
+
     def waiting(self, mailbox: int) -> int:
         """How many messages of the mailbox are still to be done, by now."""
-        delayed, pending, in_flight, _, _ = self.row(sql.COUNTS, (mailbox,))
+        delayed, pending, in_flight, _, _ = self.counts(mailbox)
         tally = self.tally(mailbox)
         return int(delayed + pending + in_flight + tally.delayed + tally.pending + tally.in_flight)
 
@@ -128,11 +144,13 @@ class Work:
         self._see(date)
 
     def flush(self) -> None:
-        """Write the counter and the counts."""
+        """Write the counter and the counts. Raises where a mailbox of :attr:`named` is gone."""
         for mailbox, tally in self._tallies.items():
             values = (tally.delayed, tally.pending, tally.in_flight, tally.settled, tally.dead)
             if any(values):
                 self.execute(sql.ADD_COUNTS, (*values, mailbox))
+                if not self.changes() and mailbox in self.named:
+                    raise dropped("the mailbox")
             if tally.gained:
                 self.gained[mailbox] = self.gained.get(mailbox, 0) + tally.gained
         self._tallies.clear()
