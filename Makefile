@@ -10,7 +10,7 @@ JOBS ?= 2
 TEST_JOBS ?= 3
 SOURCES := $(shell find src examples -type f -not -path '*/__pycache__/*' -not -name '.*') pyproject.toml README.md
 
-.PHONY: help demo test lint simulate chaos soak mutants bench docs clean
+.PHONY: help demo test lint simulate chaos soak mutants bench bench-paired docs clean
 
 help:
 	@echo "make demo    index the Python files of this environment with two workers, and hurt them meanwhile"
@@ -21,6 +21,7 @@ help:
 	@echo "make soak    offload pools and loop threads, used hard; nothing may be left behind (RUNS= CONCURRENCY= DEADLINE_MS= TIMEOUT_PER_RUN= RACE_ROUNDS=)"
 	@echo "make mutants the faults of scripts/mutants.toml, planted one at a time: the tests must catch 95 % of them (MUTANTS=)"
 	@echo "make bench   the benchmarks, beside those of peers"
+	@echo "make bench-paired  this code's speed beside that of an earlier revision (BASE= BENCH=)"
 	@echo "make docs    the documentation as a site, in site/"
 	@echo "make clean   remove the virtual environment and what the tools left behind"
 
@@ -67,6 +68,11 @@ mutants: $(VENV)/installed-dev
 BENCH ?=
 bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/run.py $(BENCH)
+
+# This code beside an earlier revision, in turns: make bench-paired BASE=v0.1 BENCH="redis --quick"
+BASE ?= HEAD~1
+bench-paired: $(VENV)/installed-dev
+	$(BIN)/python benchmarks/paired.py $(BASE) $(BENCH)
 
 docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
