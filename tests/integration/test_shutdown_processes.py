@@ -276,6 +276,7 @@ def test_a_start_that_hangs_is_left_by_force(case, outcome):
     assert outcome.status == 70
     assert outcome.seconds < WITHIN
     assert "shutdown (SIGTERM)" in outcome.err
+    assert "not clean, exit status 70" in outcome.err
     assert outcome.counts.pending == 2
 
 
@@ -292,6 +293,8 @@ def test_a_store_that_does_not_close_is_left_by_force(case, outcome):
     assert outcome.status == 70
     assert outcome.seconds < 0.1 + WITHIN
     assert "stop daemons" in outcome.err  # the phase that it did not get out of
+    assert "not clean, exit status 70" in outcome.err
+    assert re.search(r"^  mailbox \w+: stuck after .*\n      waiting at ", outcome.err, re.MULTILINE)
     assert outcome.counts.settled == 2
 
 
@@ -315,7 +318,8 @@ def test_a_thread_that_its_cancelled_handler_left_behind_does_not_keep_the_proce
 @cases("abandon-early", "finish", until=("misbehaving",), loops=LOOPS[:2])
 def test_a_thread_that_a_finished_handler_left_behind_does_not_keep_the_process(case, outcome):
     assert outcome.status == 70
-    assert ": clean\n" in outcome.err
+    assert outcome.err.count("not clean, exit status 70") == 1
+    assert re.search(r"^  thread '.*': stuck after .*\n      waiting at .*shutdown_program", outcome.err, re.MULTILINE)
     assert outcome.seconds < WITHIN
     assert outcome.counts.settled == 2
 

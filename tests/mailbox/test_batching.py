@@ -9,6 +9,7 @@ import pytest
 
 from mainspring.errors import MailboxClosedError, MailboxConnectionError
 from mainspring.mailbox.batching import Batcher, Command
+from mainspring.mailbox.limits import CLOSE_TIMEOUT, COURTESY
 from mainspring.scope import DaemonScope
 
 pytestmark = pytest.mark.anyio
@@ -282,6 +283,37 @@ async def test_close_finishes_what_is_queued_and_takes_nothing_new(store):
             await store.batcher.call(Add(3))
         store.gate.set()
     assert results == [2, 3]
+
+
+class Ask(Add):
+    __slots__ = ()
+    asks_only = True
+
+
+@pytest.mark.parametrize(
+    ("command", "cancelled", "within"), [(Ask, False, COURTESY), (Add, True, COURTESY), (Add, False, CLOSE_TIMEOUT)]
+)
+async def test_a_close_waits_long_for_what_is_owed_to_a_caller_only(command, cancelled, within, virtual_clock):
+    store = Store()
+    async with DaemonScope("test", timeout=60) as scope:
+        scope.start_soon(store.batcher.run, name="runner", stop=store.batcher.stop)
+        async with anyio.create_task_group() as tasks:
+
+            async def call():
+                with pytest.raises(MailboxClosedError, match="was closed while the operation was out"):
+                    await store.batcher.call(command(1))
+
+            tasks.start_soon(call)
+            await store.out.wait()  # and the store does not answer any more
+            if cancelled:
+                tasks.cancel_scope.cancel()
+            else:
+                began = anyio.current_time()
+                await store.batcher.close()
+        if cancelled:
+            began = anyio.current_time()
+            await store.batcher.close()
+        assert anyio.current_time() - began == within
 
 
 async def test_a_close_that_is_cancelled_lets_nobody_hang(anyio_backend):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import anyio
 
 from mainspring.errors import MailboxClosedError, MailboxConnectionError, copied
-from mainspring.mailbox.limits import CLOSE_TIMEOUT
+from mainspring.mailbox.limits import CLOSE_TIMEOUT, COURTESY
 from mainspring.scope import native_cancels, nobody_asked
 
 if TYPE_CHECKING:
@@ -29,10 +29,13 @@ class Command:
 
     ``first``: its caller goes on before the others of its batch, where the event loop keeps order. So the work that a claim
     brings is there when those look for more whose settlements have travelled with it, and none of them falls idle.
+
+    ``asks_only``: nothing is lost where it is not done.
     """
 
     __slots__ = ("done", "error", "forsaken", "result")
     first: ClassVar[bool] = False
+    asks_only: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.result: Any = None
@@ -88,6 +91,7 @@ class Batcher(Generic[C]):
         self._shield = anyio.CancelScope(shield=True)
         self._callers = 0
         self._running = False  # whether a batch is out
+        self._out: list[C] = []  # the last one
         self._cut_off: list[C] | None = None  # what a cancelled caller was executing
         self._size = 0  # of the last batch
         self._closing = False
@@ -178,10 +182,16 @@ class Batcher(Generic[C]):
             self._shield.cancel()
 
     def stop(self) -> None:
-        """Begin to close: what is queued and out still has :data:`CLOSE_TIMEOUT` seconds to finish."""
+        """Begin to close: what is queued and out still has :data:`CLOSE_TIMEOUT` seconds to finish.
+
+        Where none of it is owed to a caller it has :data:`COURTESY` seconds: a server that does not answer keeps no idle
+        process from ending.
+        """
         if not self._closing:
             self._closing = True
-            self._shield.deadline = anyio.current_time() + CLOSE_TIMEOUT
+            left = [*self._next.commands, *(self._out if self._running else ())]
+            owed = any(not (command.forsaken or command.asks_only) for command in left)
+            self._shield.deadline = anyio.current_time() + (CLOSE_TIMEOUT if owed else COURTESY)
         self._wake.set()
 
     async def _has_ended(self) -> bool:
@@ -258,6 +268,7 @@ class Batcher(Generic[C]):
     async def _perform(self, commands: list[C], execute: Callable[[list[C]], Awaitable[None]]) -> None:
         self.batches += 1
         self._size = len(commands)
+        self._out = commands
         try:
             await execute(commands)
         except Exception as error:

@@ -21,6 +21,9 @@ LONGEST = 400_000_000
 all that its message had, and a row must stay below 1 GB in SQLite, below 1 GiB on its way to and from PostgreSQL."""
 CLOSE_TIMEOUT = 10.0
 """Seconds that a close, or a settlement that must not be cut short, may take before it is given up."""
+COURTESY = 1.0
+"""Seconds that a close gives the store for what no caller waits for: to take back a claim, to forget this process. Where it
+does not answer, nothing is lost: leases end by themselves."""
 
 SILENCE = 10.0
 """Seconds after which a connection to a server on which nothing is answered is given up, where the mailbox sets no other."""

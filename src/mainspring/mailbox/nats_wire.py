@@ -16,7 +16,7 @@ from mainspring.errors import (
     MainspringError,
     describe,
 )
-from mainspring.mailbox.limits import CLOSE_TIMEOUT, SILENCE
+from mainspring.mailbox.limits import CLOSE_TIMEOUT, COURTESY, SILENCE
 from mainspring.mailbox.nats_errors import NotAllowedError, denied, in_words, no_connection, parse
 from mainspring.mailbox.nats_pull import Puller
 from mainspring.policies import backoff
@@ -197,8 +197,8 @@ class Wire:
             self._looking.cancel()
             self._looking = None
         self._fail_all(MailboxClosedError(f"the connection of {self._name} was closed while the operation was out"))
-        if client is not None:
-            await client.hang_up(CLOSE_TIMEOUT / 2)
+        if client is not None:  # one that is connected may have something to write
+            await client.hang_up(CLOSE_TIMEOUT / 2 if client.is_connected else COURTESY)
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = describe(error)

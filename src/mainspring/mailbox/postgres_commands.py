@@ -48,6 +48,7 @@ class Look(Command):
     """Do what is due and see what could be claimed, for those who wait; results in (pending, seconds until more is due)."""
 
     __slots__ = ()
+    asks_only = True
 
 
 class Count(Command):

@@ -20,7 +20,7 @@ from psycopg.rows import tuple_row
 from psycopg.waiting import wait_async
 
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, MainspringError
-from mainspring.mailbox.limits import SILENCE
+from mainspring.mailbox.limits import COURTESY, SILENCE
 from mainspring.mailbox.postgres_arrays import register
 from mainspring.resolver import resolve
 
@@ -314,6 +314,13 @@ class Pool:
         """Close what idles, and from now on what comes back; see :meth:`keep_open`."""
         self._keeps = self._welcome = False
         await self.drop_idle()
+
+    def hasten(self) -> None:
+        """A mailbox closes: what is out and cancelled from now on has the server's answer within :data:`COURTESY` seconds, or
+        loses its connection."""
+        for out in self._out:
+            if out.connection is not None:
+                out.connection.leave_off = min(out.connection.leave_off, COURTESY)
 
     def keep_open(self) -> None:
         """Keep connections that come back, for the next who needs one."""

@@ -64,6 +64,7 @@ class Lanes:
 
     async def close(self) -> None:
         """Finish what is queued and out, and take nothing new."""
+        self.hub.pool.hasten()
         try:
             async with anyio.create_task_group() as tasks:
                 for batcher in (*self.keyed.batchers, self.sends, self.work):

@@ -47,6 +47,7 @@ class Pass(Operation):
     """This process was woken for nothing: so many others shall look."""
 
     __slots__ = ("count",)
+    asks_only = True
     turn = 7
 
     def __init__(self, count: int) -> None:
@@ -112,6 +113,7 @@ class Look(Operation):
     """
 
     __slots__ = ("waiter",)
+    asks_only = True
     turn = 9
 
     def __init__(self, waiter: Callable[[], str]) -> None:
@@ -130,6 +132,7 @@ class Leave(Operation):
     """
 
     __slots__ = ("for_good", "heard", "left", "name", "waiters")
+    asks_only = True
     owed = True
 
     def __init__(
@@ -153,6 +156,7 @@ class Unlist(Operation):
     """No receive here wants to be called as one of ``waiters`` any more. What is on its way to them is heard still."""
 
     __slots__ = ("waiters",)
+    asks_only = True
     owed = True
 
     def __init__(self, waiters: set[str]) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mainspring import clock
 from mainspring.last_resort import last_words
-from mainspring.stacks import all_stacks
+from mainspring.report import Ending, PartReport
+from mainspring.stacks import all_stacks, where_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
+
+    from mainspring.report import ShutdownReport
 
 
 class Leftovers:
@@ -32,13 +36,14 @@ class Leftovers:
             if not thread.daemon and thread is not threading.main_thread() and thread.ident not in self._before
         ]
 
-    def leave_by(self, limit: float, status: int, explain: Callable[[], str]) -> None:
+    def leave_by(self, limit: float, status: int, report: ShutdownReport) -> None:
         """Once the main thread has ended and ``limit`` is past, leave with ``status`` if threads are still at work."""
-        args = (self.threads(), limit, status, explain)
+        args = (self.threads(), limit, status, report)
         threading.Thread(target=_leave, args=args, name="mainspring-leftovers", daemon=True).start()
 
 
-def _leave(threads: Iterable[threading.Thread], limit: float, status: int, explain: Callable[[], str]) -> None:
+def _leave(threads: Iterable[threading.Thread], limit: float, status: int, report: ShutdownReport) -> None:
+    began = clock.monotonic()
     for thread in threads:
         thread.join(max(0.0, limit - clock.monotonic()))
     if not any(thread.is_alive() for thread in threads):
@@ -47,10 +52,18 @@ def _leave(threads: Iterable[threading.Thread], limit: float, status: int, expla
     left = [thread for thread in threads if thread.is_alive()]
     if left:
         stacks = all_stacks(without=(threading.get_ident(),))
+        waited = clock.monotonic() - began
+        stuck = [
+            PartReport(
+                f"thread {one.name!r}", Ending.STUCK, waited, tuple(filter(None, (where_thread(one.ident or 0),)))
+            )
+            for one in left
+        ]
+        told = replace(report, parts=(*report.parts, *stuck))
         last_words(
             lambda: (
                 f"mainspring: {len(left)} thread(s) that handlers had left behind did not end; leaving with status {status}\n"
-                f"{explain()}\nThe stacks of its threads:\n{stacks}"
+                f"{told}\nThe stacks of its threads:\n{stacks}"
             )
         )
         os._exit(status)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,9 +31,10 @@ from mainspring.loops.foreign import ForeignLoop
 from mainspring.loops.main import MainLoop
 from mainspring.mailbox.base import Mailbox
 from mainspring.mailbox.keeper import open_in
-from mainspring.report import EXIT_BY_SIGNAL, EXIT_CANCELLED, Ending, ShutdownReport
+from mainspring.report import EXIT_BY_SIGNAL, EXIT_CANCELLED, Ending, PartReport, ShutdownReport
 from mainspring.scope import DaemonScope
 from mainspring.signals import ShutdownCoordinator
+from mainspring.stacks import where_thread
 from mainspring.states import BEFORE_SHUTDOWN, GROUP, GroupState, StateMachine, Transition
 from mainspring.supervision.burst import UntilEmpty
 from mainspring.supervision.checks import Checks
@@ -128,7 +130,7 @@ class Lifetime:
             if self._watch is not None:
                 self._watch.call_off()
             if self._owner and self.report is not None and self._leftovers.threads():
-                self._leftovers.leave_by(self._exit_at, EXIT_CANCELLED, self.report.__str__)
+                self._leftovers.leave_by(self._exit_at, EXIT_CANCELLED, self.report)
             self.ended.set()
 
     async def _watch_for_blocks(self, stack: AsyncExitStack) -> None:
@@ -143,10 +145,13 @@ class Lifetime:
 
     async def _run_loops(self, ready: Callable[[], object]) -> None:
         grace = self.settings.cancel_grace
-        async with (
-            DaemonScope(f"{self.name} mailboxes", timeout=grace) as mailboxes,
-            DaemonScope(self.name, timeout=grace) as scope,
-        ):
+        async with DaemonScope(f"{self.name} mailboxes", timeout=grace) as mailboxes:
+            await self._run_loops_on(mailboxes, ready)
+            for daemon in reversed(mailboxes.daemons):
+                daemon.ask()  # all at once: each may have to wait for a server that does not answer
+
+    async def _run_loops_on(self, mailboxes: DaemonScope, ready: Callable[[], object]) -> None:
+        async with DaemonScope(self.name, timeout=self.settings.cancel_grace) as scope:
             self._scopes += (scope, mailboxes)
             with self._starting:
                 if self.shutdown.requested.is_set():
@@ -281,7 +286,7 @@ class Lifetime:
                 left,
                 status=status,
                 # Called on another thread, where the event loop's clock cannot be read.
-                explain=lambda: str(self._make_report(now + clock.monotonic() - read_at)),
+                explain=lambda: str(self._make_report(now + clock.monotonic() - read_at, by_force=True)),
             )
 
     # -------------------------------------------------------------------------------------------------------- ending
@@ -308,12 +313,24 @@ class Lifetime:
         stopped = self.machine.state is GroupState.STOPPED
         self.report = self._make_report(self.machine.since if stopped else anyio.current_time())
 
-    def _make_report(self, now: float) -> ShutdownReport:
+    def _make_report(self, now: float, *, by_force: bool = False) -> ShutdownReport:
+        """How the run ended, or stands; ``by_force``: the process leaves now, and what has not ended is stuck."""
         phases = dict(self.phases)
         if self.machine.state not in BEFORE_SHUTDOWN and self.machine.state is not GroupState.STOPPED:
             phases[str(self.machine.state)] = now - self.machine.since  # the one that is not over
         loops = tuple(member.report(now) for member in self.members) if self.started else ()
         daemons = [part for scope in self._scopes for part in scope.reports if part.ending is not Ending.FINISHED]
+        if by_force and all(part.ending is not Ending.STUCK for part in loops):
+            left = [daemon for scope in self._scopes for daemon in scope.daemons if not daemon.done]
+            known = {part.name for part in daemons}
+            daemons += [
+                PartReport(daemon.name, Ending.STUCK, now - self.machine.since, tuple(filter(None, (daemon.where,))))
+                for daemon in left
+                if daemon.name not in known
+            ]
+            if not left and not daemons:
+                line = where_thread(threading.main_thread().ident or 0)
+                daemons.append(PartReport("the main thread", Ending.STUCK, now - self.machine.since, (line,)))
         return ShutdownReport(
             reason=self.shutdown.reason or "never started",
             duration=max(0.0, now - self.shutdown.began) if self.shutdown.reason else 0.0,
