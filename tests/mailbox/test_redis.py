@@ -14,7 +14,6 @@ from anyio.abc import SocketAttribute
 
 from mainspring import MailboxConnectionError, MailboxFullError, open_mailbox
 from mainspring.errors import ConfigError
-from mainspring.mailbox import redis_receive
 from mainspring.mailbox.message import Counts, Envelope
 from mainspring.mailbox.redis import RedisMailbox
 from redis_support import place
@@ -30,9 +29,9 @@ def here(redis_url):
 
 
 @pytest.fixture
-def never_by_itself(monkeypatch):
+def never_by_itself(here):
     """Waiting processes do not look again by themselves: only a call wakes them."""
-    monkeypatch.setattr(redis_receive, "LOOK_AGAIN", 3_600.0)
+    here.options["fallback_interval"] = 3_600.0
 
 
 async def park(group, mailbox, got, count=1):
@@ -142,7 +141,7 @@ async def test_a_process_that_died_is_passed_over(here, never_by_itself, anyio_b
 
 async def test_a_message_whose_call_was_lost_is_found(here, monkeypatch, anyio_backend):
     """A process took the call and died of it: those that wait look for themselves after a while."""
-    monkeypatch.setattr(redis_receive, "LOOK_AGAIN", 0.2)
+    here.options["fallback_interval"] = 0.2
     got: list = []
     async with here.mailbox() as waiting, here.mailbox() as sender:
         with anyio.fail_after(10):

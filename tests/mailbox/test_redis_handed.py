@@ -6,7 +6,6 @@ import anyio
 import pytest
 
 from mainspring import MailboxConnectionError
-from mainspring.mailbox import redis_receive
 from mainspring.mailbox.message import Counts
 from redis_support import place
 from stopwatch import Stopwatch
@@ -16,9 +15,8 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def here(redis_url, monkeypatch):
-    monkeypatch.setattr(redis_receive, "LOOK_AGAIN", 3_600.0)  # only what is sent to it wakes a process
-    with place(redis_url) as made:
+def here(redis_url):
+    with place(redis_url, fallback_interval=3_600) as made:  # only what is sent to it wakes a process
         yield made
 
 

@@ -13,7 +13,7 @@ import pytest
 from test_redis_handed import Waiting, counts
 
 from mainspring import MailboxConnectionError
-from mainspring.mailbox import batching, redis_receive, redis_wake
+from mainspring.mailbox import batching, redis_wake
 from mainspring.mailbox.message import Counts
 from mainspring.mailbox.redis_link import Link
 from mainspring.mailbox.redis_server import Directory
@@ -26,9 +26,8 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def here(redis_url, monkeypatch):
-    monkeypatch.setattr(redis_receive, "LOOK_AGAIN", 3_600.0)  # only what is sent to it wakes a process
-    with place(redis_url) as made:
+def here(redis_url):
+    with place(redis_url, fallback_interval=3_600) as made:  # only what is sent to it wakes a process
         yield made
 
 
@@ -462,7 +461,7 @@ async def test_what_was_sent_is_not_kept(here, anyio_backend):
 
 async def test_what_is_owed_waits_for_no_call_of_anybodys(here, monkeypatch, anyio_backend):
     """The answer to a claim is lost, and its process asks for nothing more."""
-    monkeypatch.setattr(redis_receive, "LOOK_AGAIN", 0.05)
+    here.options["fallback_interval"] = 0.05
     async with here.mailbox() as mailbox, here.mailbox() as other:
         await other.send("x")
         read, wire = type(mailbox._link._wire).read, mailbox._link._wire

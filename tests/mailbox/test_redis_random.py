@@ -9,7 +9,6 @@ from functools import partial
 import anyio
 import pytest
 
-from mainspring.mailbox import redis_receive
 from mainspring.mailbox.message import Counts
 from redis_support import place
 
@@ -19,9 +18,8 @@ BURSTS = 25
 
 
 @pytest.fixture
-def here(redis_url, monkeypatch):
-    monkeypatch.setattr(redis_receive, "LOOK_AGAIN", 3_600.0)  # a call that is missed is not made good
-    with place(redis_url) as made:
+def here(redis_url):
+    with place(redis_url, fallback_interval=3_600) as made:  # a call that is missed is not made good
         yield made
 
 

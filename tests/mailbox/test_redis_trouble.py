@@ -16,7 +16,7 @@ from mainspring import (
     SerializationError,
 )
 from mainspring.mailbox import redis as redis_mailbox
-from mainspring.mailbox import redis_beside, redis_calls, redis_receive, redis_server
+from mainspring.mailbox import redis_beside, redis_calls, redis_server
 from mainspring.mailbox.message import CancelOutcome, Counts, Envelope
 from mainspring.mailbox.redis_beside import Beside
 from mainspring.mailbox.redis_server import Directory
@@ -288,7 +288,7 @@ async def test_a_claim_makes_a_transient_mailbox_exist_again(here, anyio_backend
 
 async def test_requests_work_again_after_the_server_lost_everything(here, monkeypatch, anyio_backend):
     """The mailbox for the replies too, which nobody opens again."""
-    monkeypatch.setattr(redis_receive, "LOOK_AGAIN", 0.1)
+    here.options["fallback_interval"] = 0.1
 
     async def double(body: int) -> int:
         return 2 * body
@@ -306,7 +306,7 @@ async def test_requests_work_again_after_the_server_lost_everything(here, monkey
 
 
 async def test_a_process_whose_place_among_the_waiters_was_lost_is_on_the_list_again(here, monkeypatch, anyio_backend):
-    monkeypatch.setattr(redis_receive, "LOOK_AGAIN", 0.1)
+    here.options["fallback_interval"] = 0.1
     async with here.mailbox() as waiting, here.mailbox() as sender:
         got: list = []
 
@@ -332,7 +332,7 @@ class Nodes:
     """Stands for the connections to other nodes: those to mailboxes named ``dead…`` do not answer."""
 
     def __init__(self, monkeypatch) -> None:
-        self.answer: list = [[b"id"], [-1, 0]]
+        self.answer: list = [[b"id"], [-1, 0, 0]]
         self.sent: list[bytes] = []
         self.open: list = []
         nodes = self
@@ -401,7 +401,7 @@ async def test_only_connections_that_nobody_uses_are_given_up(monkeypatch, anyio
 
 async def test_a_reply_for_which_another_node_has_no_memory_is_not_sent(monkeypatch, anyio_backend):
     nodes = Nodes(monkeypatch)
-    nodes.answer = [[b"oom", b"OOM command not allowed"], [-1, 0]]
+    nodes.answer = [[b"oom", b"OOM command not allowed"], [-1, 0, 0]]
     with pytest.raises(MailboxConnectionError, match="OOM"):
         await nodes.beside(5).send(reply("full"), "m")
 
@@ -423,8 +423,9 @@ def lines(caplog) -> list[str]:
 
 async def test_a_server_that_may_evict_replies_is_warned_of(caplog, anyio_backend):
     caplog.set_level(logging.WARNING)
-    with RedisServer("--maxmemory-policy", "volatile-ttl") as evicting, place(evicting.url) as there:
-        async with there.mailbox():
+    limits = ("--maxmemory-policy", "volatile-ttl", "--maxmemory", "1gb")
+    with RedisServer(*limits) as evicting, place(evicting.url) as there:
+        async with there.mailbox(allow_eviction=True):
             pass
     (line,) = lines(caplog)
     assert "may evict the replies to requests" in line

@@ -19,7 +19,7 @@ from mainspring.mailbox.limits import SILENCE, check_silence
 from mainspring.mailbox.message import Ack, Dead
 from mainspring.mailbox.open import reads_query
 from mainspring.mailbox.redis_calls import base_of
-from mainspring.mailbox.redis_url import parse_server, read_options
+from mainspring.mailbox.redis_url import FALLBACK, RECOVERY, parse_server, read_options
 from mainspring.values import is_number, is_whole
 
 if TYPE_CHECKING:
@@ -42,10 +42,10 @@ class RedisMailbox(Mailbox[T, R]):
 
     Operations of concurrent callers leave together, as one call of a function there that does all of them in one step. Leases,
     delays and expiries are by the server's clock. A send returns once the server has it; whether it outlives the server's end
-    depends on its settings. On opening, a server without ``appendonly yes``, or with a ``maxmemory-policy`` other than
-    ``noeviction``, is warned of in the log, once; ``appendfsync``, which not everybody may ask for, is not looked at. One
-    ``send_many`` takes up to 250,000 messages (:class:`InvalidParameterError` beyond). A mailbox object has two connections:
-    one for calls, one on which the server calls when there are messages to wait for.
+    depends on its settings. On opening, a server without ``appendonly yes`` is warned of in the log, once; ``appendfsync``,
+    which not everybody may ask for, is not looked at. One ``send_many`` takes up to 250,000 messages
+    (:class:`InvalidParameterError` beyond). A mailbox object has two connections: one for calls, one on which the server calls
+    when there are messages to wait for.
 
     :param url: ``redis://[user:password@]host:6379/0``, ``rediss://…`` (TLS), ``redis+sentinel://host:26379,host/service/0``,
         ``redis+cluster://host:6379,host``. The other parameters can stand in its query instead, as in ``?name=jobs``, but for
@@ -57,9 +57,14 @@ class RedisMailbox(Mailbox[T, R]):
         :class:`MailboxFullError`; None: as many as the server's memory holds.
     :param timeout: seconds that a call may take, connecting included, before :class:`MailboxConnectionError`.
     :param silence: seconds after which a connection on which the server answers nothing is given up for a new one.
+    :param fallback_interval: seconds after which a receive that waits looks for itself, in case that a call was lost.
+    :param recovery_interval: seconds between two looks, of all processes together, for messages that no index has any more as
+        somebody has deleted a key. They are pending again, with a warning in the log.
+    :param allow_eviction: open also on a server that evicts keys when its memory is full, and loses messages by that.
     :param options: ``username``, ``password``, ``sentinel_password``; for TLS ``ca_file``, ``cert_file``, ``key_file``, or
         ``ssl_context``.
-    :raises ConfigError: a value cannot work, or the extra is missing. On opening: the server refuses the login, or is too old.
+    :raises ConfigError: a value cannot work, or the extra is missing. On opening: the server refuses the login or a
+        command that is needed, is too old, or evicts keys.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -77,6 +82,9 @@ class RedisMailbox(Mailbox[T, R]):
         capacity: int | None = None,
         timeout: float = 5.0,
         silence: float = SILENCE,
+        fallback_interval: float = FALLBACK,
+        recovery_interval: float = RECOVERY,
+        allow_eviction: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(name, body=body, reply=reply)
@@ -87,10 +95,15 @@ class RedisMailbox(Mailbox[T, R]):
             raise ConfigError(f"mailbox {name!r}: capacity must be a whole number from 1, or None, not {capacity!r}")
         if not is_number(timeout, 0.001):
             raise ConfigError(f"mailbox {name!r}: timeout must be above 0 seconds, not {timeout!r}")
+        for option, interval in (("fallback", fallback_interval), ("recovery", recovery_interval)):
+            if not is_number(interval, 0.001):
+                raise ConfigError(f"mailbox {name!r}: {option}_interval must be above 0 seconds, not {interval!r}")
         _need_driver()
         self._capacity = capacity
         self._timeout = float(timeout)
         self._silence = check_silence(name, silence)
+        self._intervals = float(fallback_interval), float(recovery_interval)
+        self._allow_eviction = bool(allow_eviction)
         self._link: Link | None = None
 
     @classmethod
@@ -122,7 +135,7 @@ class RedisMailbox(Mailbox[T, R]):
         from mainspring.mailbox.redis_beside import Beside
         from mainspring.mailbox.redis_link import Link
         from mainspring.mailbox.redis_receive import Receiving
-        from mainspring.mailbox.redis_server import Directory, warn
+        from mainspring.mailbox.redis_server import Directory, check
 
         if virtual_clock() is not None:  # which would jump past each deadline while the server is asked
             raise ConfigError(
@@ -136,6 +149,8 @@ class RedisMailbox(Mailbox[T, R]):
             link,
             self._timeout,
             self._silence,
+            fallback=self._intervals[0],
+            recovery=self._intervals[1],
             usable=lambda: self._usable,
             on_cancelled=self._announce_cancelled,
         )
@@ -143,8 +158,8 @@ class RedisMailbox(Mailbox[T, R]):
         self._beside: Beside = Beside(self._directory, self._timeout)
         scope.start_soon(receiving.keep_time, name=f"mailbox {self.name} timers")
         try:
-            await receiving.batches.execute([do.Open()])
-            await link.ask(warn, self.name, self._server.address)
+            await link.ask(check, self.name, self._server.address, self._allow_eviction)
+            await receiving.open()
             await scope.start(receiving.listener.run, name=f"mailbox {self.name} listener")
         except BaseException:
             await link.close()
@@ -293,12 +308,14 @@ class RedisMailbox(Mailbox[T, R]):
         sibling: RedisMailbox[Any, Any] = RedisMailbox.__new__(type(self))
         Mailbox.__init__(sibling, name, body=body, reply=reply)
         sibling._server, sibling._timeout, sibling._silence = self._server, self._timeout, self._silence
+        sibling._intervals, sibling._allow_eviction = self._intervals, self._allow_eviction
         sibling._capacity = sibling._link = None
         return sibling
 
 
 _ALLOWED = (
-    "name, capacity, timeout, silence, username, password, sentinel_password;"
+    "name, capacity, timeout, silence, fallback_interval, recovery_interval, allow_eviction, username, password,"
+    " sentinel_password;"
     " for TLS also ca_file, cert_file, key_file, ssl_context"
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from mainspring.mailbox.redis_calls import Call
     from mainspring.mailbox.redis_commands import Operation
     from mainspring.mailbox.redis_link import Link
+
+_log = logging.getLogger("mainspring.mailbox")
 
 
 class Batches:
@@ -92,10 +95,20 @@ class Batches:
             raise
 
     def _take(self, call: Call, results: list[Any]) -> None:
-        due, then = call.take(results)
+        due, then, dropped = call.take(results)
+        if dropped:
+            _log.warning(
+                "mailbox %r: %d index entries without a message were dropped (a key was deleted)", self._name, dropped
+            )
+        again = [command for command in call.commands if command.owed and command.error is not None]
+        if again:
+            for command in again:
+                command.error, command.done = None, False
+            self._owed = joined([*self._owed, *again])
+            self._owing()
         self._ahead = self._asked_at - then / MICRO
         for claim in call.commands:
-            if type(claim) is Claim:
+            if type(claim) is Claim and claim.error is None:
                 for delivery in (*claim.result[-1:], *claim.unreadable[-1:]):
                     self._heard = max(self._heard, claimed_at(delivery.receipt_handle))
         if due >= 0:
@@ -104,7 +117,9 @@ class Batches:
     def _owe(self) -> None:
         """A call has failed: what is to be done all the same goes with the next, and what takes back its claims."""
         self._call = None
-        self._owed = joined([command for command in self._commands if command.owed and not command.done])
+        self._owed = joined(
+            [*self._owed, *(command for command in self._commands if command.owed and not command.done)]
+        )
         unheard = any(type(command) is Claim and not command.done for command in self._commands)
         if unheard and not any(type(command) is Unheard for command in self._owed):
             self._owed.append(Unheard(self.claimant, self._heard))

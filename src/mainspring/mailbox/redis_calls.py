@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from mainspring.errors import MailboxConnectionError
 from mainspring.mailbox.redis_claims import Claim, claim_alike
 from mainspring.mailbox.redis_commands import Acknowledge, Operation, Put, acknowledge, put_alike
 
@@ -50,7 +51,7 @@ class Call:
         self.keys: list[bytes] = list(keys)
         self.arguments: list[Argument] = []
         self.commands: list[Operation] = []
-        self._takers: list[Callable[[Any], None]] = []
+        self._takers: list[tuple[Callable[[Any], None], Sequence[Operation]]] = []
         self._numbers = {name: 0}
 
     @property
@@ -67,17 +68,28 @@ class Call:
 
     def add(self, taker: Callable[[Any], None], commands: Sequence[Operation]) -> None:
         """What takes the result of the operation that was just written, which is that of these commands."""
-        self._takers.append(taker)
+        self._takers.append((taker, commands))
         self.commands += commands
 
-    def take(self, results: list[Any]) -> tuple[int, int]:
-        """Give the results out; in how many microseconds the next thing is due (-1: not known), and the server's time."""
-        for taker, result in zip(self._takers, results, strict=False):
-            taker(result)
+    def take(self, results: list[Any]) -> tuple[int, int, int]:
+        """Give the results out. Return in how many microseconds the next thing is due (-1: not known), the server's time, and
+        how many index entries without a record were dropped.
+
+        An operation that failed on the server is the error of its own commands, and nothing to the others.
+        """
+        due, now, dropped, *failures = results[-1]
+        failed = dict(zip(failures[::2], failures[1::2], strict=True))
+        for number, (taker, commands) in enumerate(self._takers):
+            if number not in failed:
+                taker(results[number])
+                continue
+            for command in commands:
+                command.error = MailboxConnectionError(
+                    f"the Redis server says: {failed[number].decode('utf-8', 'replace')}"
+                )
         for command in self.commands:
             command.done = True
-        due, now = results[-1]
-        return due, now
+        return due, now, dropped
 
 
 def calls(

@@ -70,12 +70,15 @@ class OfDelivery(Operation):
 
 
 class Open(Operation):
-    """Make the mailbox known, so that a transient one exists."""
+    """Make the mailbox known, so that a transient one exists; results in what stands in the way of its operations."""
 
     __slots__ = ()
 
     def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
         out.append("open")
+
+    def take(self, result: Any) -> None:
+        self.result = [str(obstacle, "utf-8", "replace") for obstacle in result]
 
 
 class Acknowledge(Operation):

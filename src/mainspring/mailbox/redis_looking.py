@@ -8,7 +8,7 @@ from mainspring.errors import SerializationError
 from mainspring.mailbox.limits import full
 from mainspring.mailbox.message import UNKNOWN, Cancelled, CancelOutcome, Counts
 from mainspring.mailbox.redis_commands import Operation
-from mainspring.mailbox.redis_records import letter, read
+from mainspring.mailbox.redis_records import MICRO, letter, micro, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -149,6 +149,26 @@ class FindDead(Operation):
 
     def take(self, result: Any) -> None:
         self.result = None if result == -1 else [letter(*row) for row in result]
+
+
+class Recover(Operation):
+    """Mend what was lost with a deleted key, where that is due; looks for it every ``interval`` seconds, as the whole fleet.
+
+    Results in how many messages and dead letters were found again, and in how many seconds there is more to do.
+    """
+
+    __slots__ = ("interval",)
+    turn = 11
+
+    def __init__(self, interval: float) -> None:
+        super().__init__()
+        self.interval = interval
+
+    def write(self, out: list[Argument], number: Callable[[str], int]) -> None:
+        out += ("recover", micro(self.interval))
+
+    def take(self, result: Any) -> None:
+        self.result = result[0], result[1] / MICRO
 
 
 class Drop(Operation):

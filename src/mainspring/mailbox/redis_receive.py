@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import anyio
 
 from mainspring import clock
-from mainspring.errors import MainspringError, ReceiptHandleExpiredError
+from mainspring.errors import ConfigError, MailboxClosedError, MainspringError, ReceiptHandleExpiredError
 from mainspring.mailbox.batching import Batcher
 from mainspring.mailbox.redis_batches import Batches
 from mainspring.mailbox.redis_calls import base_of
 from mainspring.mailbox.redis_claims import Claim, Leave, Look, Pass, Unclaim, Unlist
-from mainspring.mailbox.redis_commands import Bury, Operation
+from mainspring.mailbox.redis_commands import Bury, Open, Operation
+from mainspring.mailbox.redis_looking import Recover
 from mainspring.mailbox.redis_records import UNREADABLE, claimed_at, delivered, micro
 from mainspring.mailbox.redis_wake import Listener, Told, Waiters
+from mainspring.mailbox.redis_wire import ServerError
 from mainspring.periodic import Periodic
 
 if TYPE_CHECKING:
@@ -25,14 +29,14 @@ if TYPE_CHECKING:
     from mainspring.mailbox.redis_link import Link
     from mainspring.mailbox.redis_server import Directory
 
-LOOK_AGAIN: Final = 5.0
-"""Seconds after which a waiting process looks for itself: a call may have gone to a process that was just stopped. A message
-that was sent along is that process's until its lease ends. For so long, too, what is owed waits for a call to leave with."""
+_log = logging.getLogger("mainspring.mailbox")
 
 
 class Receiving:
     """The receives of the mailbox ``name``, and the batcher by which they, and all other operations, reach the library.
 
+    :param fallback: seconds between two looks of those who wait (see :class:`~mainspring.mailbox.redis.RedisMailbox`).
+    :param recovery: seconds between two looks for what is to be mended.
     :param usable: whether receives may still have messages; once it is not, what is claimed for them goes back.
     :param on_cancelled: told the ids of messages that somebody has cancelled.
     """
@@ -45,6 +49,8 @@ class Receiving:
         timeout: float,
         silence: float,
         *,
+        fallback: float,
+        recovery: float,
         usable: Callable[[], bool],
         on_cancelled: Callable[[list[str]], None],
     ) -> None:
@@ -58,6 +64,10 @@ class Receiving:
             self.batches.execute, undo=self._undo, resume=self.batches.resume, name=f"mailbox {name!r}"
         )
         self.sweeper = Periodic(self._look)
+        self._recoverer = Periodic(self._recover)
+        self._name = name
+        self._fallback = fallback
+        self._recovery = recovery
         self._shield = anyio.CancelScope(shield=True)
         self._link = link
         self._usable = usable
@@ -165,7 +175,7 @@ class Receiving:
             self.sweeper.wake_by(self._now() + seconds)
 
     def _look_soon(self) -> None:
-        self.sweeper.wake_by(self._now() + LOOK_AGAIN)
+        self.sweeper.wake_by(self._now() + self._fallback)
 
     async def _look(self, overslept: float) -> float:
         """Let what is due by now be done, for the receives that wait for it: the library calls those it is for.
@@ -174,7 +184,7 @@ class Receiving:
         """
         if not (self.waiters.active or self.batches.owes):
             return float("inf")
-        again = self._now() + LOOK_AGAIN
+        again = self._now() + self._fallback
         try:
             await self.batcher.call(Look(self._waiter))
         except MainspringError:
@@ -183,6 +193,48 @@ class Receiving:
             if not self.listener.live:  # nobody can call
                 self.waiters.wake_all()
         return again
+
+    async def open(self) -> None:
+        """Make the mailbox known; raises :class:`ConfigError` where the user or its keys do not allow its operations."""
+        opening, recover = Open(), Recover(self._recovery)
+        try:
+            await self.batches.execute([opening])
+        except ServerError as error:
+            if error.code not in {"NOPERM", "WRONGTYPE"}:
+                raise
+            opening.result = [f"has no use of it: {error.code} {error.detail}"]
+        if opening.error is not None:
+            raise opening.error
+        if opening.result:
+            raise ConfigError(
+                f"mailbox {self._name!r}: the user of the URL {', '.join(opening.result)}; grant the commands with ACL SETUSER"
+                " (how-to/redis says which), and rename keys that are another program's"
+            )
+        if not self._name.startswith("~"):  # one for replies lives no longer than those who wait for them
+            await self.batches.execute([recover])
+            self._recoverer.wake_by(self._now() + self._recovered(recover))
+
+    async def _recover(self, overslept: float) -> float:
+        recover = Recover(self._recovery)
+        try:
+            await self.batcher.call(recover)
+        except MailboxClosedError:
+            return math.inf
+        except MainspringError:  # it is tried again; who uses the mailbox hears of it
+            return self._now() + self._recovery
+        return self._now() + self._recovered(recover)
+
+    def _recovered(self, recover: Recover) -> float:
+        if recover.result is None:
+            return self._recovery
+        found, again = recover.result
+        if found:
+            _log.warning(
+                "mailbox %r: %d messages or dead letters that no index had are back (a key was deleted)",
+                self._name,
+                found,
+            )
+        return float(again)
 
     def _waiter(self) -> str:
         """As whom this process is on the list for those who wait here: for the one that has waited longest."""
@@ -199,6 +251,7 @@ class Receiving:
                 timers.start_soon(self.batches.watch.run)
                 timers.start_soon(self.waiters.alarm.run)
                 timers.start_soon(self.listener.watch.run)
+                timers.start_soon(self._recoverer.run)
 
     def end(self) -> None:
         """End the timers: there is nothing more to wait for."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Envelope
 
 MICRO: Final = 1_000_000
+LONGEST_NUMBER: Final = 20
 PLAIN: Final = b"-"
 UNREADABLE: Final = Dead("what the store holds for this message was not written by a mailbox", "SerializationError")
 
@@ -69,12 +70,29 @@ def delivered(token: bytes, value: bytes, few: dict[bytes, bytes] | None, leased
     delivery = Delivery(message_id, body, receipt, 1, 1, sent, claimed, reply_to, headers, None, leased_at)
     if few is not None:
         if b"b" in few:
-            ended, charged, first = few[b"b"].split()
-            delivery.delivery_count, delivery.attempt = int(ended) + 1, int(charged) + 1
-            delivery.first_received_at = int(first) / MICRO
+            ended, charged, first = _numbers(few[b"b"], 3)
+            delivery.delivery_count, delivery.attempt = ended + 1, charged + 1
+            delivery.first_received_at = first / MICRO
         delivery.checkpoint = few.get(b"c")
-        delivery.history = few[b"h"].decode() if b"h" in few else None
+        delivery.history = few[b"h"].decode("utf-8", "replace") if b"h" in few else None
     return delivery, True
+
+
+def _numbers(text: bytes, count: int) -> list[int]:
+    """So many numbers, 0 for each that is missing, or that no mailbox wrote."""
+    parts = text.split()[:count] + [b"0"] * (count - len(text.split()))
+    return [int(part) if part.isdigit() and len(part) < LONGEST_NUMBER else 0 for part in parts]
+
+
+def _read_reason(why: bytes) -> Dead:
+    """Why a message is dead; where nothing is kept of it, it expired."""
+    if not why:
+        return EXPIRED
+    try:
+        error, error_type, traceback = json.loads(why)
+    except (ValueError, TypeError, RecursionError):
+        return UNREADABLE
+    return Dead(str(error), str(error_type), str(traceback))
 
 
 def claimed_at(receipt: str) -> int:
@@ -90,18 +108,18 @@ def letter(
         sent, body, reply_to, headers = read(value)
     except SerializationError:
         sent, body, reply_to, headers = 0.0, value, None, {}
-    ended, charged, first, died = (marks.split() + [b"0"] * 4)[:4]
+    ended, charged, first, died = _numbers(marks, 4)
     delivery = Delivery(
         message_id.decode("utf-8", "replace"),
         body,
         "",
-        int(ended),
-        int(charged),
+        ended,
+        charged,
         sent,
-        int(first) / MICRO,
+        first / MICRO,
         reply_to,
         headers,
     )
     delivery.checkpoint = checkpoint
-    delivery.history = None if history is None else history.decode()
-    return delivery, Dead(*json.loads(why)) if why else EXPIRED, int(died) / MICRO
+    delivery.history = None if history is None else history.decode("utf-8", "replace")
+    return delivery, _read_reason(why), died / MICRO

@@ -157,25 +157,38 @@ def _node(row: list[Any], asked: Host) -> Host:
     return row[0].decode() if row[0] else asked[0], int(row[1])
 
 
-async def warn(wire: Wire, name: str, address: str) -> None:
-    """Log, one line each and once for a server, what of its settings can lose messages: as far as it tells everybody."""
+async def check(wire: Wire, name: str, address: str, allow_eviction: bool) -> None:
+    """Refuse a server that evicts keys; log once for a server that it has no file. Both as far as it tells everybody.
+
+    :raises ConfigError: there is a ``maxmemory`` with a policy other than ``noeviction``, and no ``allow_eviction``.
+    """
+    memory = await _info(wire, "memory")
+    policy = memory.get("maxmemory_policy", "")
+    evicts = policy.startswith(("allkeys", "volatile")) and memory.get("maxmemory", "0") != "0"
+    if evicts and not allow_eviction:
+        raise ConfigError(
+            f"mailbox {name!r}: the Redis server evicts keys when its memory is full (maxmemory-policy {policy}), and with them"
+            f" {_evicted(policy)}; set maxmemory-policy noeviction there, or pass allow_eviction=true to accept the loss"
+        )
     if address in _warned():
         return
-    memory = await _info(wire, "memory")
     persistence = await _info(wire, "persistence")
     if address in _warned():  # by another mailbox meanwhile
         return
     process.set_current(WARNED, _warned() | {address})
-    policy = memory.get("maxmemory_policy", "")
-    if policy.startswith(("allkeys", "volatile")):
+    if evicts:
         _log.warning(
             "mailbox %r: the Redis server may evict %s when its memory is full (maxmemory-policy %s); set noeviction",
             name,
-            "messages" if policy.startswith("allkeys") else "the replies to requests",  # which are kept for a day
+            _evicted(policy),
             policy,
         )
     if persistence.get("aof_enabled", "1") != "1":
         _log.warning("mailbox %r: the Redis server keeps messages in memory only; set appendonly yes", name)
+
+
+def _evicted(policy: str) -> str:
+    return "messages" if policy.startswith("allkeys") else "the replies to requests"  # which are kept for a day
 
 
 def _warned() -> frozenset[str]:

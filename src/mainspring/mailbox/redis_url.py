@@ -12,9 +12,15 @@ from mainspring.urls import shown
 
 if TYPE_CHECKING:
     import ssl
+    from collections.abc import Callable
 
 SENTINEL_PORT: Final = 26379
 PORT: Final = 6379
+FALLBACK: Final = 5.0
+"""Seconds after which a waiting process looks for itself: a call may have gone to a process that was just stopped. A message
+that was sent along is that process's until its lease ends. For so long, too, what is owed waits for a call to leave with."""
+RECOVERY: Final = 60.0
+"""Seconds between two looks, of all processes together, for what was lost with a deleted key."""
 
 Host = tuple[str, int]
 
@@ -55,17 +61,27 @@ class Server:
 
 
 def read_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a URL, which is given without them, each in its type. Raises :class:`ConfigError` for what is no number."""
+    """Options of a URL, which is given without them, each in its type. Raises :class:`ConfigError` for what is of another."""
     values = dict(options)
-    for key, convert in (("capacity", int), ("timeout", float), ("silence", float)):
+    for key, (convert, kind) in _OF_TEXT.items():
         if isinstance(values.get(key), str):
             try:
                 values[key] = convert(values[key])
-            except ValueError:
+            except (ValueError, KeyError):
                 raise ConfigError(
-                    f"{shown(url)!r}: the option {key} of a Redis mailbox must be a number, not {values[key]!r}"
+                    f"{shown(url)!r}: the option {key} of a Redis mailbox must be {kind}, not {values[key]!r}"
                 ) from None
     return values
+
+
+_OF_TEXT: Final[dict[str, tuple[Callable[[str], Any], str]]] = {
+    "capacity": (int, "a number"),
+    "timeout": (float, "a number"),
+    "silence": (float, "a number"),
+    "fallback_interval": (float, "a number"),
+    "recovery_interval": (float, "a number"),
+    "allow_eviction": ({"true": True, "1": True, "false": False, "0": False}.__getitem__, "true or false"),
+}
 
 
 def parse_server(url: str, options: dict[str, Any]) -> Server:

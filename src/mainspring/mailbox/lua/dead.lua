@@ -12,19 +12,35 @@ local function letters(box, ids)
   return found
 end
 
+-- Without those whose record somebody has deleted by hand.
+local function with_record(box, ids)
+  local there, gone = {}, {}
+  for _, id in ipairs(ids) do
+    local list = redis.call('HEXISTS', box.dead, id) == 1 and there or gone
+    list[#list + 1] = id
+  end
+  bulk('ZREM', box.deaths, gone)
+  box.dropped = box.dropped + #gone
+  return there, #gone
+end
+
 local function list_dead(box, limit, after)
   local from = 0
   if after ~= '' then
     local rank = redis.call('ZRANK', box.deaths, after)
     from = rank and rank + 1 or 0
   end
-  return letters(box, redis.call('ZRANGE', box.deaths, from, from + limit - 1))
+  local ids, gone
+  repeat
+    ids, gone = with_record(box, redis.call('ZRANGE', box.deaths, from, from + limit - 1))
+  until gone == 0
+  return letters(box, ids)
 end
 
 -- Those of ARGV[from] on that are dead, in the order of their deaths; with no count, up to `most` of all.
 local function chosen(box, from, count, most)
   if count < 0 then
-    return redis.call('ZRANGE', box.deaths, 0, most - 1)
+    return (with_record(box, redis.call('ZRANGE', box.deaths, 0, most - 1)))
   end
   local given = {}
   local seen = {}
@@ -40,7 +56,7 @@ local function chosen(box, from, count, most)
   for i, found in ipairs(given) do
     ids[i] = found[2]
   end
-  return ids
+  return (with_record(box, ids))
 end
 
 local function replay(box, ids)

@@ -5,11 +5,15 @@ local function end_leases(box)
   if #ended == 0 then
     return
   end
-  redis.call('ZREM', box.leases, unpack(ended))
   for _, receipt in ipairs(ended) do
     local claimed, rank, _, id = of_receipt(receipt)
-    came_back(box, id, claimed, 1) -- whoever held it may have died of it
-    enqueue(box, id, rank, nil, 0)
+    if claimed then
+      came_back(box, id, claimed, 1) -- whoever held it may have died of it
+      enqueue(box, id, rank, nil, 0)
+    else
+      box.dropped = box.dropped + 1
+    end
+    redis.call('ZREM', box.leases, receipt)
   end
 end
 
@@ -18,34 +22,44 @@ local function end_delays(box)
   if #over == 0 then
     return
   end
-  redis.call('ZREM', box.delayed, unpack(over))
   for _, member in ipairs(over) do
     local rank, id = string.match(member, '^(%-?%d+)%.(.*)$')
-    enqueue(box, id, rank, nil, 0)
+    if id then
+      enqueue(box, id, rank, nil, 0)
+    else
+      box.dropped = box.dropped + 1
+    end
+    redis.call('ZREM', box.delayed, member)
   end
 end
 
--- Take a message from where it waits; false where somebody holds it. Also its value.
-local function take_waiting(box, id)
+-- Where a message waits, as key and member of the index; nil where somebody holds it. Before that, its value.
+local function find_waiting(box, id)
   local value = redis.call('HGET', box.messages, id)
   if not value then
-    return false, nil
+    return nil
   end
   local place, rank = of_head(value)
-  place = redis.call('HGET', box.more, 'p' .. id) or place
-  local taken = redis.call('ZREM', box.ready, place .. id) == 1
-    or redis.call('ZREM', box.delayed, rank .. '.' .. id) == 1
-  return taken, value
+  local spot = (redis.call('HGET', box.more, 'p' .. id) or place) .. id
+  if redis.call('ZSCORE', box.ready, spot) then
+    return value, box.ready, spot
+  end
+  spot = rank .. '.' .. id
+  if redis.call('ZSCORE', box.delayed, spot) then
+    return value, box.delayed, spot
+  end
+  return value
 end
 
 local function expire_one(box, id, at)
-  redis.call('ZREM', box.expiry, id)
-  local waited, value = take_waiting(box, id)
-  if waited then
+  local value, key, spot = find_waiting(box, id)
+  if spot then
     bury(box, id, nil, nil, nil, tonumber(at))
+    redis.call('ZREM', key, spot)
   elseif value then
     redis.call('HSET', box.more, 'l' .. id, at)
   end
+  redis.call('ZREM', box.expiry, id)
 end
 
 local function expire(box)

@@ -12,6 +12,12 @@ local function written(strings)
   return table.concat(lines, '\r\n')
 end
 
+-- Send a word on a channel. Whether it was received; who may not send there reaches nobody.
+local function tell(box, name, word)
+  local heard = redis.pcall('SPUBLISH', box.base .. name, word)
+  return type(heard) == 'number' and heard > 0
+end
+
 -- Put one that waits on the list, if it is not there. `nobody`: the list was found empty in this call.
 local function list_waiter(box, waiter)
   redis.call('ZADD', box.waiters, 'NX', now, waiter)
@@ -40,7 +46,7 @@ local function hand(box, name, visible, receipt, value, extras)
   if size > HANDED then -- before all of it is copied
     return false
   end
-  if redis.call('SPUBLISH', box.base .. name, 'm' .. written(strings)) == 0 then
+  if not tell(box, name, 'm' .. written(strings)) then
     return false -- nobody listens as that any more; what was sent there before is still to go back
   end
   local last = #box.handed
@@ -58,11 +64,12 @@ local function hand_new(box, spot, rank, value)
     local tick = box.tick
     box.tick = math.max(tick + 1, now)
     local receipt = text(box.tick) .. '.' .. rank .. '.' .. name .. '.' .. spot
+    redis.call('ZADD', box.leases, text(now + visible), receipt)
     if hand(box, name, visible, receipt, value, {}) then
-      redis.call('ZADD', box.leases, text(now + visible), receipt)
       due_at(box, now + visible)
       return true
     end
+    redis.call('ZREM', box.leases, receipt)
     box.tick = tick
   end
   redis.call('ZADD', box.waiters, who[2], who[1])

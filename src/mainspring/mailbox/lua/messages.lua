@@ -15,11 +15,14 @@ end
 -- End a message wherever it is: whether it waited (else somebody held it, whose receipt is void), and its value; nil: there
 -- is none.
 local function end_message(box, id)
-  local waited, value = take_waiting(box, id)
+  local value, key, spot = find_waiting(box, id)
   if not value then
     return false, nil
   end
-  if not waited then
+  verify(box)
+  if spot then
+    redis.call('ZREM', key, spot)
+  else
     local held_by = {}
     each_lease(box, function(receipt)
       local _, _, _, holder = of_receipt(receipt)
@@ -31,39 +34,43 @@ local function end_message(box, id)
   end
   forget(box, { id })
   box.settled = box.settled + 1
-  return waited, value
+  return spot ~= nil, value
 end
 
--- Let the message `id` have a dedup key: the id of the unfinished one that has it already, else nil.
+-- Let the message `id` have a dedup key: the id of the unfinished one that has it already, else nil. `own`: the ids of those
+-- that are about to be stored with it.
 --
 -- One whose id another one has, alive or dead, ends that: both would be one in most keys, and the end of the one would take
 -- the other along. An id comes twice only where the sender made it of something (a dead letter's id), or sends something
 -- once more, and then there is a dedup key; all other ids are new.
-local function give_key(box, id, key)
+local function give_key(box, id, key, own)
   local holder = redis.call('HGET', box.keyed, key)
   local ends = holder and redis.call('ZSCORE', box.expiry, holder)
   if ends and tonumber(ends) <= now then -- and so many with it that it has not been swept
     expire_one(box, holder, ends)
     holder = redis.call('HGET', box.keyed, key)
   end
+  if holder and not own[holder] and redis.call('HEXISTS', box.messages, holder) == 0 then -- somebody has deleted it by hand
+    holder = false
+    box.dropped = box.dropped + 1
+  end
   if holder or full then
     return holder
   end
-  redis.call('HSET', box.keyed, key, id)
   end_message(box, id)
   if redis.call('HEXISTS', box.dead, id) == 1 then
+    verify(box)
     drop_dead(box, id)
     box.settled = box.settled + 1
   end
   redis.call('HSET', box.more, 'k' .. id, key)
+  redis.call('HSET', box.keyed, key, id)
 end
 
--- Store `count` messages, from ARGV[from] on: id and body (with its flags), and the dedup key where `keyed`. Their ids; nil
--- where there is no memory for them, `anyway` or not: then none is stored.
-local function put(box, from, count, rank, delay, expires, keyed, anyway)
-  local at, step = from, keyed and 3 or 2
-  local ids = {}
-  local values, spots, last = {}, {}, 0 -- the arguments of the commands that store them
+-- See put. `values`, `spots` and `keys` become the arguments of the commands that store them, and their dedup keys.
+local function put_all(box, values, spots, keys, from, count, rank, delay, expires, keyed, anyway)
+  local at, step, last = from, keyed and 3 or 2, 0
+  local ids, own = {}, {}
   local sent = '|' .. text(now) .. '|' .. rank .. '|'
   local score = delay > 0 and text(now + delay) or rank
   local behind = delay > 0 and rank .. '.'
@@ -72,9 +79,15 @@ local function put(box, from, count, rank, delay, expires, keyed, anyway)
     if keyed then
       local key = ARGV[at + 2]
       if key ~= '' then
-        same = give_key(box, id, key)
+        keys[#keys + 1] = key
+        keys[#keys + 1] = id
+        same = give_key(box, id, key, own)
+        if same then
+          keys[#keys], keys[#keys - 1] = nil, nil
+        end
       end
       ids[i] = same or id
+      own[ids[i]] = true
     end
     if not same then
       if full and not anyway then
@@ -90,13 +103,6 @@ local function put(box, from, count, rank, delay, expires, keyed, anyway)
     at = at + step
   end
   bulk('HSET', box.messages, values)
-  if delay > 0 then
-    bulk('ZADD', box.delayed, spots)
-    due_at(box, now + delay)
-  elseif last ~= 2 or not hand_new(box, spots[2], rank, values[2]) then
-    bulk('ZADD', box.ready, spots)
-    box.gained = box.gained + last / 2
-  end
   if expires > 0 then
     local ends, instant = {}, text(now + expires)
     for i = 1, last, 2 do
@@ -106,7 +112,44 @@ local function put(box, from, count, rank, delay, expires, keyed, anyway)
     bulk('ZADD', box.expiry, ends)
     due_at(box, now + expires)
   end
+  if delay > 0 then
+    bulk('ZADD', box.delayed, spots)
+    due_at(box, now + delay)
+  elseif last ~= 2 or not hand_new(box, spots[2], rank, values[2]) then
+    bulk('ZADD', box.ready, spots)
+    box.gained = box.gained + last / 2
+  end
   return ids
+end
+
+-- Undo what was written of a send that failed, as far as that is possible.
+local function unput(box, values, spots, keys)
+  local ids, members = {}, {}
+  for i = 2, #values, 2 do
+    ids[i / 2], members[i / 2] = values[i - 1], spots[i]
+  end
+  pcall(bulk, 'ZREM', box.ready, members)
+  pcall(bulk, 'ZREM', box.delayed, members)
+  pcall(bulk, 'ZREM', box.expiry, ids)
+  for i = 1, #keys, 2 do
+    if redis.pcall('HGET', box.keyed, keys[i]) == keys[i + 1] then
+      redis.pcall('HDEL', box.keyed, keys[i])
+    end
+    redis.pcall('HDEL', box.more, 'k' .. keys[i + 1])
+  end
+  pcall(bulk, 'HDEL', box.messages, ids)
+end
+
+-- Store `count` messages, from ARGV[from] on: id and body (with its flags), and the dedup key where `keyed`. Their ids; nil
+-- where there is no memory for them, `anyway` or not: then none is stored.
+local function put(box, ...)
+  local values, spots, keys = {}, {}, {}
+  local done, result = pcall(put_all, box, values, spots, keys, ...)
+  if not done then
+    unput(box, values, spots, keys)
+    error(result, 0)
+  end
+  return result
 end
 
 local function waiting(box)
@@ -131,52 +174,84 @@ local function how_many_new(box, from, count, keyed)
   return new
 end
 
--- Lease up to `limit` messages, first come first served; their receipts and values, and what the few have: counts,
--- checkpoint and history.
-local function lease(box, limit, visible, claimant)
-  local receipts, values, extras, got = {}, {}, {}, 0
+-- Take the first `most` of those that are pending: their ids, values and receipts, and what the few have; how many index
+-- entries were read. The leases stand before the index entries go.
+local function lease_some(box, most, visible, claimant)
+  local spots = redis.call('ZRANGE', box.ready, 0, most - 1, 'WITHSCORES')
+  if #spots == 0 then
+    return 0
+  end
+  local ids = {}
+  for i = 1, #spots, 2 do
+    ids[(i + 1) / 2] = string.sub(spots[i], 17)
+  end
+  local found = redis.call('HMGET', box.messages, unpack(ids))
   local tick, by, ends = box.tick, '.' .. claimant .. '.', text(now + visible)
-  while got < limit do
-    local popped = redis.call('ZPOPMIN', box.ready, math.min(limit - got, 1000))
-    if #popped == 0 then
+  local receipts, values, leases, held, last = {}, {}, {}, {}, 0
+  for i, id in ipairs(ids) do
+    if found[i] then -- else somebody has deleted it by hand
+      tick = math.max(tick + 1, now)
+      last = last + 1
+      local receipt = text(tick) .. '.' .. spots[2 * i] .. by .. spots[2 * i - 1]
+      receipts[last], values[last], held[last] = receipt, found[i], id
+      leases[2 * last - 1], leases[2 * last] = ends, receipt
+    end
+  end
+  local known = {}
+  if last > 0 and has_more(box) then
+    for _, letter in ipairs({ 'b', 'c', 'h' }) do
+      known[letter] = redis.call('HMGET', box.more, unpack(fields(letter, held)))
+    end
+  end
+  if last > 0 then
+    redis.call('ZADD', box.leases, unpack(leases))
+  end
+  local taken = redis.pcall('ZREMRANGEBYRANK', box.ready, 0, #ids - 1)
+  if type(taken) == 'table' then
+    if last > 0 then
+      redis.call('ZREM', box.leases, unpack(receipts))
+    end
+    error(taken, 0)
+  end
+  box.tick = tick
+  box.dropped = box.dropped + #ids - last
+  return #ids, receipts, values, known
+end
+
+-- Lease up to `limit` messages, first come first served; their receipts and values, and what the few have: counts,
+-- checkpoint and history. Whether the rest is to be asked for again: there is more that is to be dropped.
+local function lease(box, limit, visible, claimant)
+  local receipts, values, extras, got, read = {}, {}, {}, 0, 0
+  while got < limit and (got > 0 or read < 10 * AT_ONCE) do
+    local done, count, some, of_some, known = pcall(lease_some, box, math.min(limit - got, 1000), visible, claimant)
+    if not done then
+      if got > 0 then -- these are leased, and the next claim fails
+        break
+      end
+      error(count, 0)
+    end
+    if count == 0 then
+      read = nil
       break
     end
-    local ids = {}
-    for i = 1, #popped, 2 do
-      ids[(i + 1) / 2] = string.sub(popped[i], 17)
+    for i = 1, #some do
+      receipts[got + i], values[got + i] = some[i], of_some[i]
     end
-    local found = redis.call('HMGET', box.messages, unpack(ids))
-    local leases, held, base = {}, {}, got
-    for i, id in ipairs(ids) do
-      if found[i] then -- else somebody has deleted it by hand
-        tick = math.max(tick + 1, now)
-        local receipt = text(tick) .. '.' .. popped[2 * i] .. by .. popped[2 * i - 1]
-        got = got + 1
-        receipts[got], values[got] = receipt, found[i]
-        local last = got - base
-        held[last] = id
-        leases[2 * last - 1], leases[2 * last] = ends, receipt
-      end
-    end
-    if got > base then
-      redis.call('ZADD', box.leases, unpack(leases))
-      due_at(box, now + visible)
-      if has_more(box) then
-        for _, letter in ipairs({ 'b', 'c', 'h' }) do
-          local known = redis.call('HMGET', box.more, unpack(fields(letter, held)))
-          for i = 1, #held do
-            if known[i] then
-              extras[#extras + 1] = base + i - 1
-              extras[#extras + 1] = letter
-              extras[#extras + 1] = known[i]
-            end
-          end
+    for letter, parts in pairs(known) do
+      for i = 1, #some do
+        if parts[i] then
+          extras[#extras + 1] = got + i - 1
+          extras[#extras + 1] = letter
+          extras[#extras + 1] = parts[i]
         end
       end
     end
+    got, read = got + #some, read + count
   end
-  box.tick = tick
-  return { receipts, values, extras }
+  if got > 0 then
+    due_at(box, now + visible)
+  end
+  return { receipts, values, extras }, got == 0 and read ~= nil
 end
 
 -- Whether a lease is held.
@@ -185,12 +260,11 @@ local function held(box, receipt)
   return ends ~= nil and ends > now
 end
 
--- End a lease that is held; time of the claim, rank, place and id, or nil.
-local function take(box, receipt)
+-- A lease that is held: time of the claim, rank, place and id, or nil. It is ended last, once the message is elsewhere.
+local function leased(box, receipt)
   if not held(box, receipt) then
     return nil
   end
-  redis.call('ZREM', box.leases, receipt)
   return of_receipt(receipt)
 end
 
@@ -209,8 +283,8 @@ local function acknowledge(box, receipts)
     end
   end
   if last > 0 then
-    bulk('ZREM', box.leases, good)
     forget(box, ids)
+    bulk('ZREM', box.leases, good)
     box.settled = box.settled + last
   end
   return refused
@@ -219,9 +293,10 @@ end
 -- Take claims back as if they had not been made.
 local function unclaim(box, receipts)
   for _, receipt in ipairs(receipts) do
-    if redis.call('ZREM', box.leases, receipt) == 1 then
+    if redis.call('ZSCORE', box.leases, receipt) then
       local _, rank, place, id = of_receipt(receipt)
       enqueue(box, id, rank, place, 0)
+      redis.call('ZREM', box.leases, receipt)
     end
   end
 end
@@ -239,7 +314,7 @@ local function unclaim_unheard(box, claimant, known)
 end
 
 local function give_back(box, receipt, delay, charged, front, history)
-  local claimed, rank, place, id = take(box, receipt)
+  local claimed, rank, place, id = leased(box, receipt)
   if not claimed then
     return 0
   end
@@ -248,6 +323,7 @@ local function give_back(box, receipt, delay, charged, front, history)
     redis.call('HSET', box.more, 'h' .. id, history)
   end
   enqueue(box, id, rank, front and place or nil, delay)
+  redis.call('ZREM', box.leases, receipt)
   return 1
 end
 
@@ -276,7 +352,7 @@ local function cancel(box, id)
     return { 0, '' }
   end
   if not waited then -- in flight
-    redis.call('SPUBLISH', box.base .. 'all', 'x' .. id)
+    tell(box, 'all', 'x' .. id)
   end
   return { waited and 1 or 2, value }
 end

@@ -1,5 +1,6 @@
--- One batch. ARGV: operations, each a name and its arguments; the reply has one result for each, and at last in how many
--- microseconds the next thing is due (-1: nothing is, or nobody asked), and when this was. KEYS: those of the mailbox, then
+-- One batch. ARGV: operations, each a name and its arguments, all of which it reads before it does anything; the reply has one
+-- result for each, and at last in how many microseconds the next thing is due (-1: nothing is, or nobody asked), when this was,
+-- how many index entries without a record were dropped, and the number and the error of each that failed. KEYS: those of the mailbox, then
 -- those of the mailboxes that replies go to.
 
 local box, others -- the mailbox, and those that replies of this batch go to, by their numbers
@@ -31,18 +32,18 @@ local function is_gone(of)
   return of.transient and redis.call('EXISTS', of.state) == 0
 end
 
--- A reply: to the mailbox of that number; only read where it is not `wanted`.
-local function answer(wanted)
+-- A reply: to the mailbox of that number, its rank, and where in ARGV it is; nil: there is none.
+local function next_reply()
   local number = next_number()
   if number < 0 then
-    return
+    return nil
   end
-  local from = at + 1
   local rank = next_argument()
   at = at + 2
-  if not wanted then
-    return
-  end
+  return number, rank, at - 2
+end
+
+local function answer(number, rank, from)
   local to = box
   if number > 0 then
     to = others[number] or box_of(number * KEYS_OF_ONE)
@@ -94,8 +95,11 @@ local operations = {
     if sweep_expired(box) then -- others want to be served before the rest of it is done
       return { {}, {}, {}, 1 }
     end
-    local found = lease(box, limit, visible, claimant)
+    local found, again = lease(box, limit, visible, claimant)
     local got = #found[1]
+    if again then
+      return { {}, {}, {}, 1 }
+    end
     if got < limit then
       box.gained = 0 -- all that came has been taken
       asked = true
@@ -118,12 +122,18 @@ local operations = {
   open = function()
     exist(box)
     forget_listeners(box)
-    return 1
+    return {}
   end,
   answer = function()
-    local done = #acknowledge(box, { next_argument() }) == 0
-    answer(done)
-    return done and 1 or 0
+    local receipt, number, rank, from = next_argument(), next_reply()
+    if not held(box, receipt) then
+      return 0
+    end
+    if number then
+      answer(number, rank, from)
+    end
+    acknowledge(box, { receipt })
+    return 1
   end,
   back = function()
     local receipt, delay, charged = next_argument(), next_number(), next_number()
@@ -132,12 +142,17 @@ local operations = {
   end,
   bury = function()
     local receipt, why, history = next_argument(), next_argument(), next_argument()
-    local claimed, _, _, id = take(box, receipt)
-    answer(claimed)
+    local number, rank, from = next_reply()
+    local claimed, _, _, id = leased(box, receipt)
     if not claimed then
       return 0
     end
+    verify(box)
+    if number then
+      answer(number, rank, from)
+    end
     bury(box, id, why, claimed, history)
+    redis.call('ZREM', box.leases, receipt)
     return 1
   end,
   extend = function()
@@ -202,9 +217,14 @@ local operations = {
     return sweep(box) and {} or counts(box)
   end,
   purge = function()
+    verify(box)
     return sweep(box) and -1 or purge(box)
   end,
+  recover = function()
+    return recover(box, next_number())
+  end,
   drop = function() -- all of it
+    verify(box)
     redis.call('UNLINK', unpack(KEYS, 1, KEYS_OF_ONE))
     box = box_of(0)
     return 1
@@ -221,6 +241,7 @@ local operations = {
     local capacity, most, count = next_number(), next_number(), next_number()
     local from = at
     at = at + math.max(count, 0)
+    verify(box)
     if sweep(box) then
       return -1
     end
@@ -237,6 +258,7 @@ local operations = {
     local most, count = next_number(), next_number()
     local from = at
     at = at + math.max(count, 0)
+    verify(box)
     return sweep(box) and -1 or discard(box, chosen(box, from, count, most))
   end,
   cancel = function()
@@ -247,7 +269,7 @@ local operations = {
 -- Hand over the message that is first in turn. Whether that was possible.
 local function hand_first(of, name, visible)
   local gained, dated = of.gained, of.dated
-  local receipts, values, extras = unpack(lease(of, 1, tonumber(visible), name))
+  local receipts, values, extras = unpack((lease(of, 1, tonumber(visible), name)))
   if not receipts[1] then
     return false
   end
@@ -276,9 +298,7 @@ local function wake(of)
     redis.call('ZADD', of.waiters, who[2], who[1])
   end
   while wanted > 0 and who do
-    if
-      name and (alone and hand_first(of, name, visible) or redis.call('SPUBLISH', of.base .. name, 'w' .. of.gained) > 0)
-    then
+    if name and (alone and hand_first(of, name, visible) or tell(of, name, 'w' .. of.gained)) then
       wanted = wanted - 1
     end
     if wanted > 0 then
@@ -293,45 +313,68 @@ local function others_wait(of)
   return waiters > 1 or waiters == 1 and not (of.told and redis.call('ZSCORE', of.waiters, of.told))
 end
 
-local function finish(of)
+local function call_waiters(of)
   if of.gained > 0 and not of.nobody then
     wake(of)
   end
   local due = of.dated and others_wait(of) and next_due(of)
   if due and of.dated <= due then
-    redis.call('SPUBLISH', of.base .. 'all', 'd' .. text(of.dated - now))
+    tell(of, 'all', 'd' .. text(of.dated - now))
   end
+end
+
+-- What is behind the operations of a batch. They have been done: nothing of this is an error of theirs. Who should have been
+-- called and was not, looks by itself after a while.
+local function finish(of)
+  pcall(call_waiters, of)
   if of.seq ~= of.first_seq or of.tick ~= of.first_tick then
     local known, last = of.handed, #of.handed
     known[last + 1], known[last + 2], known[last + 3], known[last + 4] = 'seq', text(of.seq), 'tick', text(of.tick)
-    bulk('HSET', of.state, known)
+    pcall(bulk, 'HSET', of.state, known)
   end
-  if of.settled > 0 then
-    redis.call('HINCRBY', of.state, 'settled', of.settled)
+  if of.settled > 0 and type(redis.pcall('HINCRBY', of.state, 'settled', of.settled)) == 'table' then
+    redis.pcall('HSET', of.state, 'settled', of.settled) -- what stood there was no number
   end
   if of.transient then -- all of it lives for a day after somebody last used it
-    local left = of.used and DAY or math.max(redis.call('PTTL', of.state), 1000)
+    local known = redis.pcall('PTTL', of.state)
+    local left = of.used and DAY or math.max(tonumber(known) or DAY, 1000)
     for i = 1, KEYS_OF_ONE do
-      redis.call('PEXPIRE', KEYS[of.behind + i], left)
+      redis.pcall('PEXPIRE', KEYS[of.behind + i], left)
     end
   end
 end
 
 local function run(keys, arguments)
   KEYS, ARGV = keys, arguments
+  if ARGV[1] == 'open' then
+    local found = obstacles(box_at(0))
+    if found[1] then
+      return { found, { -1, 0, 0 } }
+    end
+  end
   local time = redis.call('TIME')
   now = time[1] * 1000000 + time[2]
   box, others, asked, at = box_of(0), {}, false, 1
-  local results = {}
+  local results, failed = {}, {}
   while at <= #ARGV do
-    results[#results + 1] = operations[next_argument()]()
+    local done, result = pcall(operations[next_argument()])
+    if not done then
+      failed[#failed + 1] = #results
+      failed[#failed + 1] = type(result) == 'table' and result.err or tostring(result)
+      result = 0
+    end
+    results[#results + 1] = result
   end
   finish(box)
   for _, other in pairs(others) do
     finish(other)
   end
   local due = asked and next_due(box)
-  results[#results + 1] = { due and math.max(due - now, 0) or -1, now }
+  local told = { due and math.max(due - now, 0) or -1, now, box.dropped }
+  for i = 1, #failed do
+    told[#told + 1] = failed[i]
+  end
+  results[#results + 1] = told
   return results
 end
 

@@ -1,13 +1,20 @@
 -- The keys of a mailbox, and what every operation stands on. The files of this directory are joined into one library of
--- functions, in the order store, due, handing, messages, dead, run; a call performs a whole batch of operations on one mailbox,
--- and nothing of it happens halfway. All instants are the server's, in microseconds.
+-- functions, in the order store, rights, due, handing, messages, dead, recovery, run; a call performs a whole batch of operations
+-- on one mailbox. All instants are the server's, in microseconds.
+--
+-- Redis does not undo what a function wrote before it raised an error. An operation therefore reads first, and writes in an
+-- order of which each part is safe: a record is stored before an index entry points at it, the new index entry is written
+-- before the old one goes, and the record goes last. A send that fails is undone (see unput). An operation that is rare, or
+-- that moves a message between its record and its dead letter, first looks whether all its commands can succeed (see verify).
+-- An error ends only its own operation. What is left in spite of all that (a key that was deleted), recovery.lua mends.
 --
 --   messages  hash   id -> head and body. The head: place (16 digits) "|" time of sending "|" rank "|"
 --   ready     zset   place .. id -> rank (the negative priority): in the order of delivery
 --   delayed   zset   rank "." id -> when it is due
 --   leases    zset   receipt -> when it ends. A receipt: time of the claim "." rank "." claimant "." place id
 --   state     hash   seq: the last place given; tick: the last claim's time, no two are equal; settled: how many are; g and the
---                    name of a channel: the tick of the last message that was claimed for its listener and sent there
+--                    name of a channel: the tick of the last message that was claimed for its listener and sent there;
+--                    recovery and recovered: see recovery.lua
 --   more      hash   what only some messages have, by a letter and the id: b: deliveries, attempts and first claim of one that
 --                    came back; c: checkpoint; h: history; k: dedup key; l: its expiry, which came while it was in flight;
 --                    p: its place, where it is another than the one in its head
@@ -56,17 +63,26 @@ local function look_up(command, key, list)
 end
 
 -- The mailbox whose keys begin behind KEYS[behind].
-local function box_of(behind)
+local function box_at(behind)
   local box = {
-    behind = behind, gained = 0, settled = 0, handed = {},
+    behind = behind, gained = 0, settled = 0, dropped = 0, handed = {},
     messages = KEYS[behind + 1], ready = KEYS[behind + 2], delayed = KEYS[behind + 3], leases = KEYS[behind + 4],
     state = KEYS[behind + 5], more = KEYS[behind + 6], keyed = KEYS[behind + 7], expiry = KEYS[behind + 8],
     dead = KEYS[behind + 9], deaths = KEYS[behind + 10], epitaph = KEYS[behind + 11], waiters = KEYS[behind + 12],
   }
-  local state = redis.call('HMGET', box.state, 'seq', 'tick')
   box.base = string.sub(box.state, 1, -6) -- up to the ":"
   box.transient = string.sub(box.state, 1, 5) == '{ms:~'
-  box.seq = tonumber(state[1]) or 0
+  return box
+end
+
+-- The same, with its counters.
+local function box_of(behind)
+  local box = box_at(behind)
+  local state = redis.call('HMGET', box.state, 'seq', 'tick')
+  box.seq = tonumber(state[1])
+  if not box.seq then -- new, or somebody has deleted the key: what is sent now comes behind what is there
+    box.seq = redis.call('HLEN', box.messages) > 0 and now or 0
+  end
   box.tick = tonumber(state[2]) or 0
   box.first_seq, box.first_tick = box.seq, box.tick
   return box
@@ -125,6 +141,9 @@ end
 
 local function of_receipt(receipt)
   local claimed, rank, claimant, spot = string.match(receipt, '^(%d+)%.(%-?%d+)%.(%w*)%.(.*)$')
+  if not claimed then -- no mailbox wrote it
+    return nil
+  end
   return claimed, rank, string.sub(spot, 1, 16), string.sub(spot, 17), claimant
 end
 
@@ -136,7 +155,7 @@ end
 
 -- Forget messages that have ended and have no place any more.
 local function forget(box, ids)
-  bulk('HDEL', box.messages, ids)
+  local expire = redis.call('ZCARD', box.expiry) > 0
   if has_more(box) then
     local keys = look_up('HMGET', box.more, fields('k', ids))
     local given = {}
@@ -152,9 +171,10 @@ local function forget(box, ids)
       bulk('HDEL', box.more, fields(letter, ids))
     end
   end
-  if redis.call('ZCARD', box.expiry) > 0 then
+  if expire then
     bulk('ZREM', box.expiry, ids)
   end
+  bulk('HDEL', box.messages, ids)
 end
 
 local function drop_dead(box, id)
@@ -170,7 +190,7 @@ local function counts_of(box, id)
     return 0, 0, nil
   end
   local deliveries, attempts, first = string.match(back, '^(%d+) (%d+) (%d+)$')
-  return tonumber(deliveries), tonumber(attempts), first
+  return tonumber(deliveries) or 0, tonumber(attempts) or 0, first
 end
 
 -- Move a message that has no place any more to the dead letters. `why` nil: it expired.
@@ -206,11 +226,17 @@ local function bury(box, id, why, claimed, history, at)
   forget(box, { id })
 end
 
--- Let a message that is nobody's wait: at its old place, at the tail (place nil), or first for `delay` microseconds.
+-- Let a message that is nobody's wait: at its old place, at the tail (place nil), or first for `delay` microseconds. Its old
+-- index entry goes behind this.
 local function enqueue(box, id, rank, place, delay)
+  if redis.call('HEXISTS', box.messages, id) == 0 then -- somebody has deleted it by hand
+    box.dropped = box.dropped + 1
+    bulk('HDEL', box.more, { 'b' .. id, 'c' .. id, 'h' .. id, 'k' .. id, 'l' .. id, 'p' .. id })
+    return
+  end
   local late = redis.call('HGET', box.more, 'l' .. id)
   if late then
-    bury(box, id, nil, nil, nil, tonumber(late))
+    bury(box, id, nil, nil, nil, tonumber(late) or now)
     return
   end
   if delay > 0 then

@@ -1,0 +1,164 @@
+-- Mending what is lost with a key that somebody deleted, or that the server evicted: records that no index entry points at are
+-- pending again, index entries and notes without a record are dropped.
+--
+-- All processes of the mailbox ask for it now and then; the state tells when it is next due ("recovery": an instant, a number
+-- and a cursor), so that only one of them does it. As a rule that is to compare how many records and index entries there are.
+-- Where they differ, and once a day, all keys are gone through, some entries at a time. The notes come first: then the
+-- difference is that of records which nothing points at.
+
+local SOME = 100
+local PAUSE = 50000
+
+-- The ids of the messages in flight, and how many leases have no record: those end by themselves.
+local function in_flight(box)
+  local ids, without = {}, 0
+  each_lease(box, function(receipt)
+    local _, _, _, id = of_receipt(receipt)
+    if id and redis.call('HEXISTS', box.messages, id) == 1 then
+      ids[id] = true
+    else
+      without = without + 1
+    end
+  end)
+  return ids, without
+end
+
+-- Make those of the messages pending that are neither pending nor delayed nor in flight. How many that were.
+local function restore(box, found)
+  local ids, spots, late = {}, {}, {}
+  for i = 1, #found, 2 do
+    ids[#ids + 1] = found[i]
+  end
+  local moved = redis.call('HMGET', box.more, unpack(fields('p', ids)))
+  for i, id in ipairs(ids) do
+    local place, rank = of_head(found[2 * i])
+    spots[i], late[i] = (moved[i] or place) .. id, rank .. '.' .. id
+  end
+  local pending = redis.call('ZMSCORE', box.ready, unpack(spots))
+  local delayed = redis.call('ZMSCORE', box.delayed, unpack(late))
+  local keys = redis.call('HMGET', box.more, unpack(fields('k', ids)))
+  local held, lost
+  local count = 0
+  for i, id in ipairs(ids) do
+    if keys[i] then
+      redis.call('HSETNX', box.keyed, keys[i], id)
+    end
+    if not pending[i] and not delayed[i] then
+      if not held then
+        local without
+        held, without = in_flight(box)
+        lost = redis.call('HLEN', box.messages) - waiting(box) + without
+      end
+      if not held[id] and count < lost then -- else it has an index entry with another place, which `more` has lost
+        local place, rank = of_head(found[2 * i])
+        place = moved[i] or place
+        enqueue(box, id, rank, string.len(place) == 16 and place or nil, 0)
+        count = count + 1
+      end
+    end
+  end
+  return count
+end
+
+-- Drop the entries of an index whose records are gone: `id_of` an entry of it; nil: it is no entry.
+local function drop_without_record(box, found, remove, key, records, id_of)
+  local gone = {}
+  for i = 1, #found, 2 do
+    local id = id_of(found[i], found[i + 1])
+    if not id or redis.call('HEXISTS', records, id) == 0 then
+      gone[#gone + 1] = found[i]
+    end
+  end
+  bulk(remove, key, gone)
+  box.dropped = box.dropped + #gone
+  return 0
+end
+
+-- Dead letters that the order of the deaths has lost die once more; those that live are no dead letters.
+local function restore_dead(box, found)
+  local count = 0
+  for i = 1, #found, 2 do
+    local id = found[i]
+    if not redis.call('ZSCORE', box.deaths, id) then
+      if redis.call('HEXISTS', box.messages, id) == 1 then
+        drop_dead(box, id)
+      else
+        box.seq = box.seq + 1
+        redis.call('ZADD', box.deaths, box.seq, id)
+        count = count + 1
+      end
+    end
+  end
+  return count
+end
+
+local PARTS = {
+  { 'ZSCAN', 'ready', function(box, found)
+    return drop_without_record(box, found, 'ZREM', box.ready, box.messages, function(spot)
+      return string.sub(spot, 17)
+    end)
+  end },
+  { 'ZSCAN', 'delayed', function(box, found)
+    return drop_without_record(box, found, 'ZREM', box.delayed, box.messages, function(spot)
+      return string.match(spot, '^%-?%d+%.(.*)$')
+    end)
+  end },
+  { 'HSCAN', 'keyed', function(box, found)
+    return drop_without_record(box, found, 'HDEL', box.keyed, box.messages, function(_, id)
+      return id
+    end)
+  end },
+  { 'HSCAN', 'more', function(box, found)
+    return drop_without_record(box, found, 'HDEL', box.more, box.messages, function(field)
+      return string.sub(field, 2)
+    end)
+  end },
+  { 'ZSCAN', 'deaths', function(box, found)
+    return drop_without_record(box, found, 'ZREM', box.deaths, box.dead, function(id)
+      return id
+    end)
+  end },
+  { 'HSCAN', 'messages', restore },
+  { 'HSCAN', 'dead', restore_dead },
+}
+
+local function is_whole(box)
+  return redis.call('HLEN', box.messages) == waiting(box) and redis.call('HLEN', box.dead) == redis.call('ZCARD', box.deaths)
+end
+
+-- Do what is due of it; how many messages and dead letters have been found again, and in how many microseconds to come again.
+-- `every` microseconds it is looked whether there is anything to mend.
+local function recover(box, every)
+  local known = redis.call('HMGET', box.state, 'recovery', 'recovered')
+  local due, part, cursor = string.match(known[1] or '', '^(%d+) (%d+) (%d+)$')
+  due, part = tonumber(due), tonumber(part)
+  if due and due > now and due - now <= math.max(every, PAUSE) then
+    return { 0, due - now }
+  end
+  local last = tonumber(known[2] or nil)
+  if not PARTS[part] then
+    if is_whole(box) and (not last or now - last < DAY) then
+      redis.call('HSET', box.state, 'recovery', text(now + every) .. ' 0 0', 'recovered', text(last or now))
+      return { 0, every }
+    end
+    part, cursor = 1, '0'
+  end
+  verify(box)
+  local found, seen = 0, 0
+  while PARTS[part] and seen < SOME do
+    local scanned = redis.call(PARTS[part][1], box[PARTS[part][2]], cursor, 'COUNT', SOME)
+    if #scanned[2] > 0 then
+      found = found + PARTS[part][3](box, scanned[2])
+    end
+    cursor, seen = scanned[1], seen + #scanned[2] / 2
+    if cursor == '0' then
+      part = part + 1
+    end
+  end
+  local pause = PARTS[part] and PAUSE or every
+  redis.call('HSET', box.state, 'recovery', text(now + pause) .. ' ' .. part .. ' ' .. cursor)
+  if not PARTS[part] then
+    redis.call('HSET', box.state, 'recovered', text(now))
+  end
+  return { found, pause }
+end
