@@ -59,6 +59,28 @@ def start_and_sleep(path):
     time.sleep(60)
 
 
+FAMILY = """
+import os, subprocess, sys, time
+child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+with open(sys.argv[1] + ".new", "w") as file:
+    file.write(f"{sys.argv[2]} {os.getpid()} {child.pid}")
+os.replace(sys.argv[1] + ".new", sys.argv[1])
+time.sleep(60)
+"""
+
+
+def start_family(path):
+    """Start a program in a session of its own, which does the same, and say in a file who all of them are."""
+    subprocess.Popen([sys.executable, "-c", FAMILY, path, str(os.getpid())], start_new_session=True)
+    while not os.path.exists(path):
+        time.sleep(0.005)
+
+
+def start_family_and_sleep(path):
+    start_family(path)
+    time.sleep(60)
+
+
 def kill_oneself(*args):
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -533,6 +533,27 @@ async def test_the_death_of_the_owner_ends_a_busy_worker_and_what_it_has_started
             await ended(process)
 
 
+async def test_what_a_job_has_started_in_sessions_of_its_own_is_killed_with_its_worker(tmp_path):
+    path = tmp_path / "pids"
+    async with OffloadPool("process", workers=1) as pool, anyio.create_task_group() as tasks:
+        tasks.start_soon(pool.run, offload_work.start_family_and_sleep, str(path))
+        processes = await told(path)
+        assert len(processes) == 3
+        tasks.cancel_scope.cancel()
+    for process in processes:
+        await ended(process)
+
+
+async def test_what_a_finished_job_has_left_running_is_killed_when_the_pool_is_closed(tmp_path):
+    path = tmp_path / "pids"
+    async with OffloadPool("process", workers=1) as pool:
+        await pool.run(offload_work.start_family, str(path))
+        processes = await told(path)
+        assert all(map(is_there, processes))
+    for process in processes:
+        await ended(process)
+
+
 async def test_a_script_without_a_guard_is_told_of_it(tmp_path):
     program = tmp_path / "unguarded.py"
     program.write_text(

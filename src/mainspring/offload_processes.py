@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from mainspring import offload_worker
 from mainspring.callables import name_of
 from mainspring.clock import monotonic
+from mainspring.descendants import descendants, hold, kill_family, kill_held
 from mainspring.errors import OffloadClosedError, OffloadPickleError, OffloadWorkerDiedError, describe
 from mainspring.offload_lifeline import Lifeline
 from mainspring.offload_worker import BEGUN, LEAVE, READY, TAG_SIZE
@@ -201,7 +202,7 @@ class ProcessJob:
         with self._lock:
             self._given_up = True
             if self._worker is not None:
-                self._worker.kill()
+                self._worker.kill_soon()
             return self._begun
 
     def _hold(self, worker: WorkerProcess) -> bool:
@@ -226,7 +227,7 @@ class WorkerDied(Exception):  # noqa: N818 - between the worker and its job
 class WorkerProcess:
     """A child that does one job after the other. It is one thread's own, but for ``kill``.
 
-    It has a session of its own, so that a terminal's Ctrl-C does not reach it, and what its jobs start ends with it.
+    It has a session of its own, so that a terminal's Ctrl-C does not reach it, and what its jobs start is killed with it.
     """
 
     def __init__(self) -> None:
@@ -246,6 +247,8 @@ class WorkerProcess:
             theirs.close()
             self._lifeline.given()
         self._jobs = 0
+        self._killed = False
+        self._family: list[int] = []
         self._lock = threading.Lock()  # no signal may go to a number that was reaped, and may be another's by now
 
     @property
@@ -285,16 +288,26 @@ class WorkerProcess:
         raise WorkerDied("answered something else than what became of it", begun=True)
 
     def ask_to_leave(self) -> None:
-        """Ask it to end, if it is idle."""
+        """Ask it to end, if it is idle. What its jobs have left running is killed once it has ended."""
+        self._family = hold(descendants(self.pid))
         with suppress(OSError):
             self._connection.send_bytes(LEAVE)
 
     def kill(self) -> None:
-        """Kill it and what it has started; does not wait for its end."""
+        """Kill it and what it has started; does not wait for its end. Takes milliseconds, and works once."""
         with self._lock:
-            if self._child.returncode is None:
-                with suppress(ProcessLookupError):
+            if self._child.returncode is None and not self._killed:
+                self._killed = True
+                kill_family(self._child.pid)
+                with suppress(ProcessLookupError):  # what has lost its parent, and is in the session still
                     os.killpg(self._child.pid, signal.SIGKILL)
+
+    def kill_soon(self) -> None:
+        """Have a thread kill it; callable from the event loop."""
+        try:
+            threading.Thread(target=self.kill, name="mainspring offload kill", daemon=True).start()
+        except RuntimeError:  # no more threads to be had
+            self.kill()
 
     def wait(self, seconds: float) -> None:
         """Wait until it has ended, at most ``seconds``."""
@@ -308,6 +321,8 @@ class WorkerProcess:
         """
         if self._end < 0:
             return
+        family, self._family = self._family, []
+        kill_held(family)
         if wait([self._end], REAP_WITHIN):
             with self._lock:
                 self._child.wait()
