@@ -10,9 +10,9 @@ import anyio
 import apsw
 import pytest
 
-from mainspring.errors import ConfigError, MailboxFullError, ReceiptHandleExpiredError
+from mainspring.errors import ConfigError, MailboxError, MailboxFullError, ReceiptHandleExpiredError
 from mainspring.mailbox import sqlite_schema as sql
-from mainspring.mailbox.message import Ack, Counts
+from mainspring.mailbox.message import Ack, Counts, Envelope
 from mainspring.mailbox.open import open_mailbox
 from mainspring.mailbox.sqlite import SQLiteMailbox
 
@@ -216,12 +216,17 @@ async def test_one_failure_leaves_its_neighbours_alone(path, anyio_backend):
             except Exception as error:
                 outcomes[type(error).__name__] += 1
 
+        async def put_no_text():
+            with pytest.raises(MailboxError, match="UnicodeEncodeError"):
+                await good._put([Envelope("id", b"1", dedup_key="\udc80")])  # past the checks
+            outcomes["refused"] += 1
+
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(send, good)
-            tasks.start_soon(lambda: send(good, dedup_key="\udc80"))  # no valid text
+            tasks.start_soon(put_no_text)
             tasks.start_soon(send, small)
             tasks.start_soon(send, good)
-        assert outcomes == {"sent": 2, "MailboxError": 1, "MailboxFullError": 1}
+        assert outcomes == {"sent": 2, "refused": 1, "MailboxFullError": 1}
         assert (await good.counts()).pending == 2
         assert (await small.counts()).pending == 1
 

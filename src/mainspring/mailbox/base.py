@@ -32,6 +32,7 @@ from mainspring.mailbox.limits import (
     MAX_MESSAGES,
     check_receive,
     check_seconds,
+    is_name,
 )
 from mainspring.mailbox.message import ACK, Ack, Counts, Dead, Delivery, Envelope, Message, Settlement
 from mainspring.mailbox.requests import RequestCalls
@@ -64,6 +65,10 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
     def __init__(self, name: str, *, body: Any = None, reply: Any = None) -> None:
         if not name or not isinstance(name, str):
             raise ConfigError(f"a mailbox needs a name of at least one character, not {name!r}")
+        if not is_name(name):
+            raise ConfigError(
+                f"the name of a mailbox must be text that UTF-8 can hold, without NUL characters, not {name!r:.100}"
+            )
         super().__init__(name, body, reply)
         self._state: StateMachine[MailboxState] = StateMachine(MAILBOX, MailboxState.UNOPENED, name=f"mailbox {name!r}")
         self._usable = self.works_unopened
@@ -282,6 +287,8 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         address = reply.reply_to or ""
         local = self._local_name(address)
         if local is not None:
+            if not is_name(local):
+                raise ReplyNotAvailableError(f"the reply cannot be sent to {address!r}: that is no name of a mailbox")
             await self._settle(delivery, replace(settlement, reply=replace(reply, reply_to=local)))
             return
         if not self._routers:

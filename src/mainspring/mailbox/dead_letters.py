@@ -11,6 +11,7 @@ from mainspring import clock
 from mainspring.errors import InvalidParameterError, SerializationError
 from mainspring.mailbox.bodies import Bodies
 from mainspring.mailbox.history import remember
+from mainspring.mailbox.limits import check_id
 from mainspring.mailbox.message import Dead, DeadLetter, Envelope
 from mainspring.values import is_whole
 
@@ -50,11 +51,14 @@ class DeadLetterCalls(Bodies, Generic[T]):
         self._check_open()
         if not is_whole(limit, 1):
             raise InvalidParameterError(f"dead_letters: limit must be at least 1, not {limit!r}")
+        if after is not None:
+            check_id("dead_letters: after", after)
         return [self._dead_letter(*found) for found in await self._dead_letters(limit, after)]
 
     async def dead_letter(self, message_id: str) -> DeadLetter[T] | None:
         """The dead letter of that id, or None where there is none (any more)."""
         self._check_open()
+        check_id("dead_letter: message_id", message_id)
         for found in await self._find_dead([message_id]):
             return self._dead_letter(*found)
         return None
@@ -108,4 +112,7 @@ class DeadLetterCalls(Bodies, Generic[T]):
 def _ids(message_ids: Iterable[str] | None) -> list[str] | None:
     if message_ids is None:
         return None
-    return [message_ids] if isinstance(message_ids, str) else list(message_ids)
+    ids = [message_ids] if isinstance(message_ids, str) else list(message_ids)
+    for message_id in ids:
+        check_id("dead letters: a message id", message_id)
+    return ids

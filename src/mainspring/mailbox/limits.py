@@ -46,6 +46,8 @@ def check_send(
         raise InvalidParameterError(f"send: priority must be a whole number within ±{MAX_PRIORITY}, not {priority!r}")
     if dedup_key is not None and not (isinstance(dedup_key, str) and dedup_key):
         raise InvalidParameterError(f"send: dedup_key must be a string of at least one character, not {dedup_key!r}")
+    if dedup_key is not None:
+        check_text("send: dedup_key", dedup_key)
     if expires_in is not None:
         check_seconds("send: expires_in", expires_in, MAX_DELAY)
         if not expires_in:
@@ -59,12 +61,39 @@ def check_send(
     for key, value in pairs:
         if not (isinstance(key, str) and isinstance(value, str)):
             raise InvalidParameterError(f"send: headers are strings by string, not {key!r}: {value!r}")
+        check_text("send: a header", key)
+        check_text(f"send: the header {key!r}", value)
 
 
 def check_id(what: str, message_id: str) -> None:
-    """Raise :class:`InvalidParameterError` for what is no string."""
+    """Raise :class:`InvalidParameterError` for what is no string of text."""
     if not isinstance(message_id, str):
         raise InvalidParameterError(f"{what} must be a string, not {message_id!r}")
+    check_text(what, message_id)
+
+
+def is_text(value: str) -> bool:
+    """Return True if UTF-8 can hold ``value``: half a surrogate pair, as of bytes that are no text, it cannot."""
+    if value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def is_name(value: str) -> bool:
+    """Return True if ``value`` can be, on every store, the name of a mailbox or the address of one."""
+    return is_text(value) and "\0" not in value
+
+
+def check_text(what: str, value: str) -> None:
+    """Raise :class:`InvalidParameterError` for a string that no store can keep."""
+    if not is_text(value):
+        raise InvalidParameterError(
+            f"{what} must be text that UTF-8 can hold, without lone surrogates, not {value!r:.200}"
+        )
 
 
 def check_size(what: str, size: int, most: int, whose: str) -> None:
@@ -110,6 +139,10 @@ def reply_address(reply_to: Any) -> str | None:
     if not (isinstance(address, str) and address):
         raise InvalidParameterError(
             f"send: reply_to must be a mailbox, or the name or the URL of one, or None, not {reply_to!r}"
+        )
+    if not is_name(address):
+        raise InvalidParameterError(
+            f"send: reply_to must be text that UTF-8 can hold, without NUL characters, not {address!r:.200}"
         )
     return address
 

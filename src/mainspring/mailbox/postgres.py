@@ -26,7 +26,6 @@ from mainspring.mailbox.postgres_address import (
     check_parameters,
     check_schema,
     conninfo_of,
-    is_text,
     local_name,
     options_of,
 )
@@ -224,10 +223,6 @@ class PostgresMailbox(Mailbox[T, R]):
     async def _ready_for(self, envelopes: list[Envelope]) -> None:
         for envelope in envelopes:
             check_column("a message", size_of(envelope))
-            if envelope.reply_to is not None and not is_text(envelope.reply_to):
-                raise InvalidParameterError(
-                    f"send: reply_to must be text without NUL characters, not {envelope.reply_to!r}"
-                )
         new = {-envelope.priority for envelope in envelopes} - self._ranks
         if new:
             await self._here.rows("add_ranks", self._number, numbers(Shorts, sorted(new)))

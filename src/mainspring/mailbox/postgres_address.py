@@ -44,10 +44,8 @@ _WAY = (
 
 def check_name(name: str) -> None:
     """Raise :class:`ConfigError` for the name of a mailbox that no database can keep."""
-    if not is_text(name) or len(name.encode()) > LONGEST_NAME:
-        raise ConfigError(
-            f"the name of a mailbox must be text of up to {LONGEST_NAME} bytes without NUL characters, not {name!r:.100}"
-        )
+    if len(name.encode()) > LONGEST_NAME:
+        raise ConfigError(f"the name of a mailbox must be text of up to {LONGEST_NAME} bytes, not {name!r:.100}")
 
 
 def check_schema(schema: str) -> str:
@@ -192,13 +190,6 @@ def conninfo_of(url: str, parameters: dict[str, Any], timeout: float = math.inf,
 def is_parameter(key: str) -> bool:
     """Whether libpq has a connection parameter of that name."""
     return any(option.keyword.decode() == key for option in psycopg.pq.Conninfo.get_defaults())
-
-
-def is_text(value: str) -> bool:
-    try:
-        return b"\0" not in value.encode()
-    except UnicodeEncodeError:
-        return False
 
 
 def _truth(text: str) -> bool:

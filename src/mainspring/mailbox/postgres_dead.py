@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from mainspring.mailbox.limits import full
-from mainspring.mailbox.postgres_address import is_text
+from mainspring.mailbox.limits import full, is_name
 from mainspring.mailbox.postgres_arrays import texts
 from mainspring.mailbox.postgres_values import dead_row, portions
 
@@ -78,5 +77,5 @@ class DeadLetters:
 
 
 def known(message_ids: list[str]) -> list[str]:
-    """Ids as the server takes them: what is no text is the id of nothing."""
-    return [message_id if is_text(message_id) else "" for message_id in message_ids]
+    """Ids as the server takes them: what it cannot keep is the id of nothing."""
+    return [message_id if is_name(message_id) else "" for message_id in message_ids]

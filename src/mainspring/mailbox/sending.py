@@ -48,6 +48,7 @@ class SendCalls(DeadLetterCalls[T], Generic[T]):
             nothing is said, that of the code that sends it (a handler's message, a ``deadline.scope()``); None: without one.
         :param connection: of a mailbox with ``Capabilities.transactions``: the sender's own connection to the same database,
             whose transaction the message joins: it exists, and wakes receivers, if and when that commits.
+        :raises InvalidParameterError: a value is outside its limits, or a string that UTF-8 cannot hold.
         :raises MailboxClosedError: the mailbox is not open.
         :raises MailboxFullError: it holds as many messages as it may.
         :raises SerializationError: the body does not fit the mailbox's type, or is larger than the store takes.

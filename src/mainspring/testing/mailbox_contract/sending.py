@@ -9,7 +9,7 @@ from typing import Any
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12, and brings it along
 
 from mainspring import clock
-from mainspring.errors import SerializationError
+from mainspring.errors import InvalidParameterError, SerializationError
 from mainspring.testing.mailbox_contract.harness import Harness, behaviour, check, equal, ids, raises, texts
 
 
@@ -40,6 +40,40 @@ async def a_sent_message_arrives_as_it_was_sent(h: Harness) -> None:
         equal((dict(message.headers), message.reply_to, message.checkpoint), ({}, None, None), "what was not sent")
         check(bool(message.receipt_handle), "there is no receipt handle")
         check(not message.is_settled, "a fresh delivery counts as settled")
+
+
+@behaviour()
+async def what_is_no_text_is_refused(h: Harness) -> None:
+    """Half a surrogate pair in a key, a header, an address or an id raises InvalidParameterError; a neighbour is sent."""
+    async with h.open() as box:
+        await box.send("before")
+        for odd in ("\ud800", "a\udc80"):
+            for what, call in (
+                ("dedup_key", lambda odd=odd: box.send("x", dedup_key=odd)),
+                ("a header", lambda odd=odd: box.send("x", headers={"k": odd})),
+                ("a header's name", lambda odd=odd: box.send_many(["x"], headers={odd: "v"})),
+                ("reply_to", lambda odd=odd: box.send("x", reply_to=odd)),
+                ("reply_to of many", lambda odd=odd: box.send_many(["x"], reply_to=odd)),
+                ("the id of dead letters", lambda odd=odd: box.replay_dead_letters([odd])),
+                ("the id of a dead letter", lambda odd=odd: box.dead_letter(odd)),
+                ("the id that a page begins after", lambda odd=odd: box.dead_letters(after=odd)),
+            ):
+                with raises(InvalidParameterError, f"{what} that is no text"):
+                    await call()
+        with raises(InvalidParameterError, "a NUL character in reply_to"):
+            await box.send("x", reply_to="a\0b")
+        await h.counts(box, pending=1)
+        await box.send("a", dedup_key="a\0b", headers={"k": "a\0b"})
+        await h.one(box)
+        equal(dict((await h.one(box)).headers), {"k": "a\0b"}, "a NUL character in a header")
+
+
+@behaviour("cancel")
+async def an_id_that_is_no_text_is_refused(h: Harness) -> None:
+    """cancel() raises InvalidParameterError for an id that no message can have."""
+    async with h.open() as box:
+        with raises(InvalidParameterError, "cancel with half a surrogate pair"):
+            await box.cancel("\ud800")
 
 
 @behaviour()
