@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from datetime import datetime
@@ -9,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mainspring import events, logs
+from mainspring import InMemoryMailbox, LoopGroup, MainLoop, Reject, events, logs
 from mainspring.errors import ConfigError
+from mainspring.loggers import Logger
 from mainspring.states import GroupState, ServiceState
+from mainspring.testing import run_virtual
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -216,3 +219,70 @@ def test_configure_again_replaces_its_own_handler_and_no_other(stderr: Callable[
 def test_a_level_that_is_none_is_one_line() -> None:
     with pytest.raises(ConfigError, match="must be one of DEBUG, INFO, WARNING, ERROR, CRITICAL, not 'loud'"):
         logs.configure("loud")
+
+
+class Raising(logging.Handler):
+    """A handler whose part raises: the handler itself, its filter, or its formatter."""
+
+    def __init__(self, part: str, error: BaseException) -> None:
+        super().__init__()
+        self.part, self.error = part, error
+        if part == "filter":
+            self.addFilter(self.fail)
+
+    def fail(self, record: logging.LogRecord) -> bool:
+        raise self.error
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.fail(record)
+
+
+@pytest.mark.parametrize("part", ["handler", "filter", "filter of the logger"])
+@pytest.mark.parametrize("kind", [ValueError, SystemExit, asyncio.CancelledError])
+def test_what_a_handler_raises_ends_no_loop_and_is_said_once(
+    part: str, kind: type[BaseException], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor do subscribers and heartbeat callbacks that raise, which are logged, by that very handler."""
+    error = type("BadError", (kind,), {})("no")  # a kind of its own, so that it is said here
+    handler = Raising(part, error)
+    loggers = [logging.getLogger(f"mainspring{name}") for name in ("", ".loop", ".group", ".message")]
+
+    def fail(event: object = None) -> None:
+        raise error
+
+    async def handle(job: int) -> None:
+        if job == 2:
+            raise Reject("no")
+
+    async def main() -> None:
+        box: InMemoryMailbox[int, None] = InMemoryMailbox(body=int)
+        await box.send_many([1, 2, 3])
+        loop = MainLoop(box, handle)
+        loop.heartbeat.add_callback(fail)
+        group = LoopGroup([loop])
+        for heard in (events.MessageFinished, events.LoopStateChanged, events.GroupStateChanged):
+            group.dispatcher.subscribe(heard, fail)
+        report = await group.run(install_signals=False, until_empty=True)
+        assert report.exit_status == 0
+        assert dict(loop.outcomes) == {"acknowledged": 2, "dead_lettered": 1}
+
+    with caplog.at_level(logging.DEBUG, "mainspring"):
+        for logger in loggers:
+            logger.addFilter(handler.fail) if part == "filter of the logger" else logger.addHandler(handler)
+        try:
+            run_virtual(main)
+        finally:
+            for logger in loggers:
+                logger.removeHandler(handler)
+                logger.removeFilter(handler.fail)
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mainspring: a handler of the")]
+    assert said
+    assert len(said) == len(set(said)) <= len(loggers) + 1
+    assert repr(error) in said[0]
+
+
+def test_a_record_names_the_line_that_logged_it(caplog: pytest.LogCaptureFixture) -> None:
+    Logger("mainspring.test").warning("%d of %d", 1, 2, extra={"event": "e"})
+    (record,) = caplog.records
+    assert (record.name, record.getMessage(), record.filename) == ("mainspring.test", "1 of 2", "test_logs.py")
+    assert (record.funcName, vars(record)["event"]) == ("test_a_record_names_the_line_that_logged_it", "e")

@@ -6,7 +6,6 @@ before it returns. One from elsewhere is handed over, in the order of arrival, a
 
 from __future__ import annotations
 
-import logging
 from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import anyio
 
 from mainspring.errors import ConfigError, LoopNotRunningError, TicketAbandonedError
+from mainspring.loggers import Logger
 from mainspring.process import call_soon, event_loop, identity, in_task_of, process_id
 from mainspring.ticket import Ticket
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_log = logging.getLogger("mainspring")
+_log = Logger("mainspring")
 
 
 class Entry:

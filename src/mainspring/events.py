@@ -7,7 +7,6 @@ live objects, so that a subscriber can keep them.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections import defaultdict
 from dataclasses import dataclass, field
 from types import CoroutineType
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mainspring.callables import code_of, is_async, name_of
 from mainspring.clock import utc_now
 from mainspring.errors import ConfigError, InvalidParameterError
+from mainspring.loggers import Logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from mainspring.states import GroupState, ServiceState
 
-_log = logging.getLogger("mainspring")
+_log = Logger("mainspring")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import queue
@@ -20,6 +19,7 @@ from mainspring.errors import ConfigError
 from mainspring.guardian_child import Silence, look_interval
 from mainspring.guardian_process import Board, GuardianProcess, dump_signal
 from mainspring.last_resort import kill_self, last_words
+from mainspring.loggers import Logger
 from mainspring.scope import DaemonScope
 from mainspring.stacks import all_stacks, describe, in_debugger, place_of, where_thread
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType, TracebackType
 
-_log = logging.getLogger("mainspring")
+_log = Logger("mainspring")
 
 KILL_AFTER = 0.4
 """Seconds past its exit instant after which the guardian kills a process that has not even begun to leave."""

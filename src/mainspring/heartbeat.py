@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from mainspring import clock
+from mainspring.loggers import Logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_log = logging.getLogger("mainspring")
+_log = Logger("mainspring")
 
 
 class Heartbeat:
@@ -37,7 +37,9 @@ class Heartbeat:
         for callback in self._callbacks:
             try:
                 callback()
-            except (Exception, SystemExit):
+            except KeyboardInterrupt:
+                raise
+            except BaseException:  # a plain function cannot be cancelled: what it raises so is of something else
                 _log.exception("the heartbeat callback %r raised", callback)
 
     def elapsed(self) -> float:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mainspring import events
 from mainspring.clock import local_time
 from mainspring.errors import ConfigError
+from mainspring.loggers import Logger
 from mainspring.stacks import where_raised
 from mainspring.states import GroupState, ServiceState
 from mainspring.status import plain
@@ -35,9 +36,9 @@ if TYPE_CHECKING:
 
 LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
-_group = logging.getLogger("mainspring.group")
-_loop = logging.getLogger("mainspring.loop")
-_message = logging.getLogger("mainspring.message")
+_group = Logger("mainspring.group")
+_loop = Logger("mainspring.loop")
+_message = Logger("mainspring.message")
 
 _STATE_LEVELS = {
     ServiceState.RUNNING: logging.INFO,
@@ -261,7 +262,7 @@ def _calibration(event: events.CalibrationWarning) -> None:
     _say(_group, logging.WARNING, event, f"{event.group}: {event.text}")
 
 
-def _say(logger: logging.Logger, level: int, event: object, text: str, error: BaseException | None = None) -> None:
+def _say(logger: Logger, level: int, event: object, text: str, error: BaseException | None = None) -> None:
     if logger.isEnabledFor(level):
         logger.log(level, "%s", one_line(text), extra={"event": event}, exc_info=error)
 

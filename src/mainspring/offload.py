@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from inspect import CO_COROUTINE
@@ -16,6 +15,7 @@ from anyio import CapacityLimiter, to_thread
 from mainspring.callables import instead_of, is_async
 from mainspring.clock import real_work
 from mainspring.errors import ConfigError, InvalidParameterError, OffloadClosedError
+from mainspring.loggers import Logger
 from mainspring.offload_calls import GONE_WITHIN, Calls
 from mainspring.process import identity
 from mainspring.values import is_number, is_whole
@@ -34,7 +34,7 @@ MOST_THREADS = 32
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
-_log = logging.getLogger("mainspring.offload")
+_log = Logger("mainspring.offload")
 
 
 class OffloadPool:

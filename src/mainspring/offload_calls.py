@@ -6,7 +6,6 @@ many as workers) from its begin to the real end of its work, so that work nobody
 
 from __future__ import annotations
 
-import logging
 import math
 import sys
 import threading
@@ -27,6 +26,7 @@ from mainspring.errors import (
     TaskExitError,
     describe,
 )
+from mainspring.loggers import Logger
 from mainspring.process import call_soon, event_loop
 from mainspring.stacks import where_thread
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 GONE_WITHIN = 5.0
 """Seconds that are waited for a process that was killed to be gone. It takes longer where the kernel holds it in a call."""
 
-_log = logging.getLogger("mainspring.offload")
+_log = Logger("mainspring.offload")
 
 
 class Job(Protocol):

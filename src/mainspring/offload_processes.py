@@ -10,7 +10,6 @@ the whole of a ``concurrent.futures.ProcessPoolExecutor``. How a fresh interpret
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle  # noqa: TID251 - between this process and its own children, as in the standard library's pools
 import signal
@@ -27,6 +26,7 @@ from mainspring.callables import name_of
 from mainspring.clock import monotonic
 from mainspring.descendants import descendants, hold, kill_family, kill_held
 from mainspring.errors import OffloadClosedError, OffloadPickleError, OffloadWorkerDiedError, describe
+from mainspring.loggers import Logger
 from mainspring.offload_lifeline import Lifeline
 from mainspring.offload_worker import BEGUN, LEAVE, READY, TAG_SIZE
 
@@ -43,7 +43,7 @@ REAP_WITHIN = 2.0
 Answer = tuple[str, Any, str]
 """``(how, what, text)``, as :func:`offload_worker.perform` has it."""
 
-_log = logging.getLogger("mainspring.offload")
+_log = Logger("mainspring.offload")
 
 
 def _tell_nobody(starts: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import inspect
-import logging
 import os
 import sys
 import threading
@@ -18,6 +17,7 @@ import anyio.lowlevel
 
 from mainspring import clock
 from mainspring.errors import ConfigError, LoopNotRunningError
+from mainspring.loggers import Logger
 from mainspring.portal_state import IDLE, JOIN_WITHIN, RUNNING, STARTING, Gate, Life
 from mainspring.portal_submission import Submission
 from mainspring.process import call_soon, event_loop
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskGroup
 
-_log = logging.getLogger("mainspring")
+_log = Logger("mainspring")
 
 _within: ContextVar[LoopCore] = ContextVar("mainspring_loop_thread")
 """Whose work this code is: a callback or a task of its event loop, or what one of them has given to a worker thread."""

@@ -11,7 +11,6 @@ entered; the first is the current one.
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import signal
 import threading
@@ -27,6 +26,7 @@ from mainspring import process
 from mainspring.callables import is_async, name_of
 from mainspring.entry import Entry
 from mainspring.errors import ConfigError
+from mainspring.loggers import Logger
 from mainspring.scope import DaemonScope, nobody_asked
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskStatus
 
-_log = logging.getLogger("mainspring.signals")
+_log = Logger("mainspring.signals")
 
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CALLBACK_TIMEOUT = 10.0

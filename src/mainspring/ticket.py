@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Generic, Self, TypeVar, cast
@@ -17,6 +16,7 @@ from mainspring.errors import (
     TicketTimeoutError,
     describe,
 )
+from mainspring.loggers import Logger
 from mainspring.logs import one_line
 from mainspring.process import call_soon, event_loop, identity, in_event_loop, in_main_thread, process_id
 from mainspring.stacks import where_raised
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_log = logging.getLogger("mainspring")
+_log = Logger("mainspring")
 
 
 class Ticket(Generic[T]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import signal
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +19,7 @@ from mainspring.cli.sources import loaded_directories
 from mainspring.cli.target import load_group
 from mainspring.errors import MainspringError
 from mainspring.events import GroupStateChanged
+from mainspring.loggers import Logger
 from mainspring.states import GroupState
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _warn_of_own_mailboxes(group: LoopGroup) -> None:
         if isinstance(loop, MainLoop) and not loop.mailbox.capabilities.cross_process
     ):
         text = "%s: mailbox %r is not shared by the worker processes: each has one of its own"
-        logging.getLogger("mainspring.group").warning(text, group.name, name)
+        Logger("mainspring.group").warning(text, group.name, name)
 
 
 def _who(group: LoopGroup, link: ParentLink | None) -> str:
@@ -148,7 +148,7 @@ def _who(group: LoopGroup, link: ParentLink | None) -> str:
 
 def _tell_health_url(group: LoopGroup, event: GroupStateChanged) -> None:
     if event.new is GroupState.RUNNING and group.health_url is not None:
-        logging.getLogger("mainspring.group").info("%s: health server at %s", group.name, group.health_url)
+        Logger("mainspring.group").info("%s: health server at %s", group.name, group.health_url)
 
 
 def _set_health_address(group: LoopGroup, options: RunOptions, link: ParentLink | None) -> None:

@@ -19,6 +19,7 @@ import anyio
 from starlette.responses import PlainTextResponse
 
 from mainspring.clock import monotonic
+from mainspring.loggers import Logger
 
 if TYPE_CHECKING:
     import socket
@@ -36,7 +37,8 @@ _CONNECTED_WITHIN = 1.0
 _NO_DESCRIPTOR = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _GONE_ALREADY = {errno.EAGAIN, errno.ECONNABORTED, errno.EPROTO}
 
-log = logging.getLogger("mainspring.http")
+_log = Logger("mainspring.http")
+log = _log.logger
 
 
 def default_limit() -> int:
@@ -117,7 +119,7 @@ class Connection:
 
         async def call(scope: Scope, receive: Receive, send: Send) -> None:
             if not self._connections.begin(self, scope.get("path", "")):
-                log.warning("the health server refuses requests: as many as it can answer are under way")
+                _log.warning("the health server refuses requests: as many as it can answer are under way")
                 await PlainTextResponse("too many requests are under way\n", 503)(scope, receive, send)
                 return
             try:
@@ -141,7 +143,7 @@ async def accept_all(
             accepted, _ = listener.accept()
         except OSError as error:
             if error.errno in _NO_DESCRIPTOR:
-                log.warning("the health server cannot accept connections: %s", error)
+                _log.warning("the health server cannot accept connections: %s", error)
                 connections.give_way()
                 await anyio.sleep(_ACCEPT_PAUSE)
             elif error.errno not in _GONE_ALREADY:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from bisect import bisect_left
 from itertools import accumulate
@@ -22,6 +21,7 @@ from prometheus_client.utils import floatToGoString
 
 import mainspring
 from mainspring import events
+from mainspring.loggers import Logger
 from mainspring.loops.outcome import Outcome
 from mainspring.states import BEFORE_SHUTDOWN, GroupState, ServiceState
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from mainspring.status import GroupStatus, LoopStatus, MailboxStatus
 
-_log = logging.getLogger("mainspring.http")
+_log = Logger("mainspring.http")
 
 FAULTS = {
     events.HandlerStalled: "stalled",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections import deque
@@ -29,6 +28,7 @@ from mainspring.errors import (
     TicketTimeoutError,
     describe,
 )
+from mainspring.loggers import Logger
 from mainspring.loops.base import Runnable, Steerable, stop_in_time
 from mainspring.loops.foreign import ForeignLoop
 from mainspring.loops.worker import is_inside
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from mainspring.heartbeat import Heartbeat
     from mainspring.ticket import TicketWriter
 
-_log = logging.getLogger("mainspring")
+_log = Logger("mainspring")
 
 T = TypeVar("T")
 

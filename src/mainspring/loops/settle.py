@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import traceback
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from mainspring.errors import (
     describe,
 )
 from mainspring.events import SettlementDelayed, SettlementFailed, SettlementRecovered
+from mainspring.loggers import Logger
 from mainspring.loops.outcome import LOST, Decision, as_settled, is_unanswered
 from mainspring.mailbox.message import Ack, Return
 from mainspring.policies import backoff
@@ -44,7 +44,7 @@ LATE_REPLY_TIMEOUT = GRACE - 1.0
 
 NO_RESULT = "the handler acknowledged the message, and was cancelled before it had a result"
 
-_log = logging.getLogger("mainspring.message")
+_log = Logger("mainspring.message")
 
 
 def bounded(*, shield: bool = True) -> anyio.CancelScope:

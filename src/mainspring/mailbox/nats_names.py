@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import dataclass
 from typing import Any
 
 from mainspring.errors import ConfigError
+from mainspring.loggers import Logger
 from mainspring.mailbox.hooks import TRANSIENT, TRANSIENT_LIFE
 
 CONSUMER = "mainspring"
@@ -16,7 +16,7 @@ MAX_NAME = 180
 DELAYED_ACK_WAIT = 2.0
 """Seconds after which another process takes over a due message from one that has taken it and does not move it."""
 _SECOND = 1_000_000_000
-_log = logging.getLogger("mainspring.mailbox")
+_log = Logger("mainspring.mailbox")
 
 
 def nanoseconds(seconds: float) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 
 from mainspring import process
 from mainspring.errors import ConfigError, MailboxConnectionError
+from mainspring.loggers import Logger
 from mainspring.mailbox.redis_calls import base_of, keys_of
 from mainspring.mailbox.redis_link import Link
 from mainspring.mailbox.redis_wire import LOST, ServerError, Wire, connect, trouble
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LONGEST: Final = 536_870_912
 """The most bytes of one argument that a server takes which was not told otherwise (``proto-max-bulk-len``)."""
 WARNED = "Redis servers that were warned of"
-_log = logging.getLogger("mainspring.mailbox")
+_log = Logger("mainspring.mailbox")
 
 
 class Directory:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.events import DispatchResult, log_error
+from mainspring.loggers import Logger
 from mainspring.session.reducers import check_event_type
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mainspring.session.slices import Slices, Values
     from mainspring.ticket import Ticket
 
-_log = logging.getLogger("mainspring")
+_log = Logger("mainspring")
 
 
 class Ignored(DispatchResult):

@@ -8,7 +8,6 @@ back.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import threading
@@ -28,6 +27,7 @@ from mainspring.errors import (
     describe,
 )
 from mainspring.events import DispatchResult, log_error
+from mainspring.loggers import Logger
 from mainspring.logs import one_line
 from mainspring.session.changes import Change, Held, Ignored, Step, each, refused, work
 from mainspring.session.record import entry_of_events
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from mainspring.session.transaction import Transaction
     from mainspring.ticket import Ticket
 
-_log = logging.getLogger("mainspring")
+_log = Logger("mainspring")
 
 AT_ONCE = 10_000
 """The most entries of one write."""
