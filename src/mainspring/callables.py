@@ -5,7 +5,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
+from typing import Any, TypeVar
+
+from mainspring.errors import InvalidParameterError
+
+T = TypeVar("T")
 
 
 def innermost(fn: Any) -> Any:
@@ -26,6 +31,40 @@ def is_async(fn: Any) -> bool:
     return inspect.iscoroutinefunction(code_of(fn))
 
 
+def is_generator(fn: Any) -> bool:
+    """True if a call of ``fn`` only makes a generator, plain or async; it is seen through as by :func:`is_async`."""
+    code = code_of(fn)
+    return inspect.isgeneratorfunction(code) or inspect.isasyncgenfunction(code)
+
+
+def ran(result: T, called: str) -> T:
+    """Return what a call gave, unless that is work which has not run: a generator, or something that was not awaited.
+
+    A coroutine that has not begun is closed, so that Python does not warn of it as well. ``called`` names what was called.
+
+    :raises InvalidParameterError: it is such work.
+    """
+    if result is None:
+        return result
+    kind = type(result)
+    if kind is GeneratorType or kind is AsyncGeneratorType:
+        what, advice = "a generator", "return the result instead of yielding"
+    elif hasattr(kind, "__await__"):
+        what, advice = ("a coroutine" if kind is CoroutineType else f"an awaitable ({kind.__qualname__})"), "await it"
+    else:
+        return result
+    close_unbegun(result)
+    raise InvalidParameterError(f"{called} returned {what}, so its work has not run to its end; {advice}")
+
+
+def close_unbegun(given: Any) -> bool:
+    """Close a coroutine that has not begun: it will not be awaited, and Python would warn. True if it was one."""
+    unbegun = type(given) is CoroutineType and inspect.getcoroutinestate(given) == inspect.CORO_CREATED
+    if unbegun:
+        given.close()
+    return unbegun
+
+
 def name_of(fn: Any) -> str:
     """The name of what is called, for people to read: without where it was defined, and without wrappings."""
     fn = innermost(fn)
@@ -36,11 +75,10 @@ def name_of(fn: Any) -> str:
 def instead_of(given: Any, call: str) -> str:
     """The end of an error about what is no function: what it is, and, of a coroutine, how to write the ``call`` instead.
 
-    A coroutine that has not begun is closed, as nobody will await it: Python would complain of that in a second place.
+    A coroutine that has not begun is closed: see :func:`close_unbegun`.
     """
     if not inspect.iscoroutine(given):
         return f"not {given!r}"
-    if inspect.getcoroutinestate(given) == inspect.CORO_CREATED:
-        given.close()
+    close_unbegun(given)
     name = given.__name__
     return f"not a coroutine: write {call}({name}, …) instead of {call}({name}(…))"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -105,14 +105,9 @@ inherited = _current.get
 """The deadline of the present code: :meth:`Deadline.current` for paths where each call counts."""
 
 
-def enter(deadline: Deadline) -> Token[Deadline | None]:
-    """Make it the current one, without a scope, until :func:`leave`: for who has a scope already."""
-    return _current.set(deadline)
-
-
-def leave(entered: Token[Deadline | None]) -> None:
-    """End what :func:`enter` began."""
-    _current.reset(entered)
+def enter(deadline: Deadline) -> None:
+    """Make it the current one of this context, without a scope: for code that has a scope and a context of its own."""
+    _current.set(deadline)
 
 
 def with_deadline(headers: Mapping[str, str] | None, deadline: Deadline | Inherited | None) -> Mapping[str, str] | None:

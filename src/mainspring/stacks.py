@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from mainspring.contexts import driven
+
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator
 
@@ -161,7 +163,7 @@ def _await_chain(awaitable: Any) -> Iterator[tuple[FrameType, int | None]]:
         if isinstance(awaitable, CoroutineType):
             frame, awaitable = awaitable.cr_frame, awaitable.cr_await
         elif isinstance(awaitable, GeneratorType):
-            frame, awaitable = awaitable.gi_frame, awaitable.gi_yieldfrom
+            frame, awaitable = awaitable.gi_frame, awaitable.gi_yieldfrom or driven(awaitable)
         elif isinstance(awaitable, AsyncGeneratorType):
             frame, awaitable = awaitable.ag_frame, awaitable.ag_await
         else:

@@ -6,6 +6,7 @@ The annotations of this module are strings (the ``__future__`` import above), as
 from __future__ import annotations
 
 import functools
+import re
 import threading
 from collections.abc import Awaitable, Coroutine  # noqa: TC003 - the annotations are resolved at run time
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 import mainspring
-from mainspring import Context, InMemoryMailbox, MainLoop
+from mainspring import Context, DeadLetterPolicy, DLQConsumer, InMemoryMailbox, MainLoop, RetryPolicy
 from mainspring.errors import ConfigError, SerializationError
 from mainspring.loops.handler import inspect_handler
 from support import settled
@@ -344,3 +345,166 @@ async def test_partials_methods_and_objects_run():
             await mailbox.send(1)
             await settled(mailbox)
     assert got == [("method", 1, 1), ("object", 1), ("a", 1, "z")]
+
+
+# --------------------------------------------------------------------------------------- results that have not run
+
+
+async def other(job: int) -> None:
+    raise AssertionError("it was not to run")
+
+
+async def yields(job: int):
+    yield job
+
+
+def decorated(fn):
+    async def call(job: int):
+        return fn(job)
+
+    return call
+
+
+class Later:
+    def __await__(self):
+        raise AssertionError("it was not to run")
+        yield
+
+
+async def forgets_await(job: int):
+    return other(job)
+
+
+async def returns_an_awaitable(job: int):
+    return Later()
+
+
+UNRUN = [
+    (forgets_await, "forgets_await returned a coroutine, so its work has not run to its end; await it"),
+    (returns_an_awaitable, "returned an awaitable (Later), so its work has not run to its end; await it"),
+    (
+        decorated(yields),
+        "returned a generator, so its work has not run to its end; return the result instead of yielding",
+    ),
+    (decorated(lambda job: (step for step in "ab")), "returned a generator"),
+    (lambda job: (step for step in "ab"), "returned a generator"),
+    (lambda job: yields(job), "returned a generator"),
+    (
+        lambda job: forgets_await(job),
+        "returned a coroutine",
+    ),  # what a plain function leaves to the event loop is awaited
+]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("handler", "says"), UNRUN)
+@pytest.mark.parametrize("wrapped", [False, True])
+async def test_a_result_that_has_not_run_is_a_failed_attempt(handler, says, wrapped):
+    mailbox = InMemoryMailbox()
+    loop = MainLoop(
+        mailbox, handler, body=int, retry=RetryPolicy(initial_delay=0), dead_letter=DeadLetterPolicy(max_attempts=2)
+    )
+    if wrapped:
+
+        @loop.wrap
+        async def drops_the_result(message, call):
+            await call()
+
+    async with loop:
+        await mailbox.send(1)
+        await settled(mailbox)
+        (letter,) = await mailbox.dead_letters()
+    assert (letter.attempt, letter.error_type) == (2, "InvalidParameterError")
+    assert says in letter.error
+    assert loop.outcomes == {"retried": 1, "dead_lettered": 1}
+
+
+async def calls_only(message, call):
+    call()
+
+
+async def gives_the_call_back(message, call):
+    return call()
+
+
+async def drops_what_is_inside(message, call):
+    await call()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("wrappers", "says"),
+    [
+        ([calls_only], "a wrapper has called call() without `await`, so the handler has not run"),
+        ([calls_only, drops_what_is_inside], "a wrapper has called call() without `await`"),
+        ([gives_the_call_back], "gives_the_call_back returned a coroutine"),
+        ([gives_the_call_back, drops_what_is_inside], "gives_the_call_back returned a coroutine"),
+        ([lambda message, call: None], "can't be used in 'await' expression"),
+    ],
+)
+async def test_a_wrapper_that_does_not_run_the_handler_is_a_failed_attempt(wrappers, says):
+    mailbox = InMemoryMailbox()
+    loop = MainLoop(mailbox, other, dead_letter=DeadLetterPolicy(max_attempts=1))
+    for wrapper in wrappers:
+        loop.wrap(wrapper)
+    async with loop:
+        await mailbox.send(1)
+        await settled(mailbox)
+        (letter,) = await mailbox.dead_letters()
+    assert says in letter.error
+
+
+async def test_a_wrapper_may_leave_the_handler_out():
+    async def skips(message, call):
+        return None
+
+    mailbox = InMemoryMailbox()
+    loop = MainLoop(mailbox, other)
+    loop.wrap(skips)
+    async with loop:
+        await mailbox.send(1)
+        await settled(mailbox)
+    assert loop.outcomes == {"acknowledged": 1}
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "says"),
+    [
+        (yields, "wrapper yields is a generator, which would never run; write `async def`, and `return await call()`"),
+        (None, "a wrapper must be callable, not None"),
+        (Later, "wrapper Later is a class, of which a call makes an object and runs nothing; give an object of it"),
+    ],
+)
+def test_what_cannot_be_a_wrapper_is_refused(wrapper, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        MainLoop(InMemoryMailbox(), other).wrap(wrapper)
+
+
+def test_a_class_only_makes_an_object_and_is_refused():
+    class Handler:
+        def __init__(self, job: int) -> None: ...
+
+        async def __call__(self) -> None: ...
+
+    says = "handler Handler is a class, of which a call makes an object and runs nothing; give an object of it, or a function"
+    for handler in (Handler, functools.partial(Handler)):
+        with pytest.raises(ConfigError, match=says):
+            MainLoop(InMemoryMailbox(), handler)
+
+
+@pytest.mark.filterwarnings("error")
+async def test_an_unrun_result_of_a_dead_letter_handler_keeps_the_letter():
+    async def handle(letter):
+        return other(1)
+
+    mailbox = InMemoryMailbox(body=int)
+    async with mailbox:
+        await mailbox.send(1)
+        (message,) = await mailbox.receive()
+        await message.dead_letter("broken")
+        consumer = DLQConsumer(mailbox, handle, dead_letter=DeadLetterPolicy(max_attempts=1))
+        async with consumer:
+            while not consumer.outcomes:
+                await anyio.sleep(0.01)
+        assert consumer.outcomes == {"dead_lettered": 1} or consumer.outcomes == {"kept": 1}
+        assert [letter.body for letter in await mailbox.dead_letters()] == [1]

@@ -286,3 +286,89 @@ async def test_a_handler_of_another_loop_does_wait(virtual_clock):
         await mailbox.send(1)
         await anyio.sleep(20)
         assert loop.outcomes == {"acknowledged": 1}
+
+
+# ------------------------------------------------------------------------------------------- cancellation that is swallowed
+
+
+class Stubborn:
+    """A handler that swallows its cancellation and waits on, for a while; and how often it was cancelled by then."""
+
+    def __init__(self, way_on) -> None:
+        self.caught = 0
+        self.ended = False
+        self._way_on = way_on
+
+    async def __call__(self, job: int) -> None:
+        give_up = float("inf")
+        while anyio.current_time() < give_up and self.caught < 5_000:
+            try:
+                await self._way_on()
+            except anyio.get_cancelled_exc_class():
+                self.caught += 1
+                give_up = min(give_up, anyio.current_time() + 0.1)
+        self.ended = True
+
+
+async def in_a_scope_of_its_own() -> None:
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(anyio.lowlevel.checkpoint)
+        with anyio.CancelScope():
+            await anyio.sleep_forever()
+
+
+async def for_a_lock() -> None:
+    await anyio.Lock().acquire()  # looks for a cancellation by itself
+    await anyio.sleep_forever()
+
+
+@pytest.mark.parametrize(
+    ("by", "way_on"),
+    [
+        ("its timeout", anyio.sleep_forever),
+        ("its timeout", in_a_scope_of_its_own),
+        ("its timeout", for_a_lock),
+        ("a shutdown", anyio.sleep_forever),
+        ("the end of the loop's scope", anyio.sleep_forever),
+    ],
+)
+async def test_a_handler_that_swallows_its_cancellation_is_cancelled_again_ever_more_slowly(by, way_on):
+    """anyio cancels each `await` of cancelled code at once, so that this would keep a core busy."""
+    handler = Stubborn(way_on)
+    loop = MainLoop(InMemoryMailbox(body=int), handler, handler_timeout=0.01 if by == "its timeout" else None)
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(loop.run)
+            await loop.mailbox.send(1)
+            await anyio.sleep(0.02)
+            if by == "a shutdown":
+                await loop.shutdown(timeout=0)
+            elif by == "its timeout":
+                while not handler.ended:
+                    await anyio.sleep(0.01)
+            tasks.cancel_scope.cancel()
+    assert handler.ended
+    assert 1 < handler.caught < 60  # twenty at once, then one after 1, 2, 4 … ms
+
+
+async def test_clean_up_that_waits_under_a_shield_is_not_slowed(virtual_clock):
+    steps = []
+
+    async def handle(job: int) -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            for _ in range(100):
+                with anyio.move_on_after(0.001, shield=True):  # each ends by a cancellation of its own
+                    await anyio.sleep(0.0005)
+                    await anyio.sleep_forever()
+            steps.append(anyio.current_time())
+
+    mailbox = InMemoryMailbox(body=int)
+    loop = MainLoop(mailbox, handle)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(loop.run)
+        await mailbox.send(1)
+        await anyio.sleep(1)
+        assert not await loop.shutdown(timeout=0)
+    assert steps == [pytest.approx(1.1)]

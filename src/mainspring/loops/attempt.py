@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import anyio
 
 from mainspring import entropy
-from mainspring.deadline import deadline_of, enter, leave
-from mainspring.errors import Retry, SerializationError, TaskExitError
+from mainspring.callables import close_unbegun, name_of, ran
+from mainspring.contexts import resumed
+from mainspring.deadline import deadline_of, enter
+from mainspring.errors import InvalidParameterError, Retry, SerializationError, TaskExitError
 from mainspring.events import MessageStarted
 from mainspring.loops.context import Context
 from mainspring.loops.outcome import (
@@ -32,7 +34,8 @@ from mainspring.process import end_returned_child, identity
 from mainspring.scope import lone_error, nobody_asked
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+    from contextvars import Context as CallContext
 
     from mainspring.deadline import Deadline
     from mainspring.events import Dispatcher
@@ -49,6 +52,7 @@ Wrapper: TypeAlias = "Callable[[Message[Any, Any], Callable[[], Awaitable[Any]]]
 class WorkerSettings:
     """How a worker handles messages; see :class:`~mainspring.loops.main.MainLoop` for the meaning of each."""
 
+    handler: str = ""
     concurrency: int = 1
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     dead_letter: DeadLetterPolicy = field(default_factory=DeadLetterPolicy)
@@ -65,21 +69,27 @@ class Attempts:
         self,
         name: str,
         mailbox: Mailbox[Any, Any],
-        call: Callable[..., Awaitable[Any]],
+        call: Callable[..., Coroutine[Any, Any, Any]],
         settings: WorkerSettings,
         dispatcher: Dispatcher,
         heartbeat: Heartbeat,
         clock: Callable[[], float],
+        context: CallContext,
         wrappers: Sequence[Wrapper] = (),
     ) -> None:
         self.wrappers = wrappers
+        self.cancelled = False
+        """True once the loop itself is being cancelled, and its handlers with it."""
+        self._context = context
         self._name = name
         self._mailbox = mailbox
         self._call = call
         self._settings = settings
+        self._called = f"the handler {settings.handler}".rstrip()
         self._timeout = settings.handler_timeout
         self._wants_context = settings.wants_context
         self._in_thread = settings.in_thread
+        self._is_direct = not (settings.wants_context or settings.in_thread or wrappers)
         self._misfits = DeadLetterPolicy(settings.dead_letter.max_attempts)
         self._dispatcher = dispatcher
         self._heartbeat = heartbeat
@@ -106,20 +116,19 @@ class Attempts:
             return prepared
         body, due = prepared
         run.phase = Phase.HANDLING
-        entered = None
         try:
+            context = self._context.copy()
             if due is not None or self._timeout is not None:
-                run.end_within(self._timeout, due)
-            entered = None if due is None else enter(due)
-            args: tuple[Any, ...] = (body,)
-            if self._wants_context:
-                run.clocks = self._clocks
-                args = (body, Context(run))
-            if self.wrappers:
-                run.coroutine = self._wrapped(run, args)
+                self._limit(run, context, due)
+            run.coroutine = coroutine = self._call(body) if self._is_direct else self._begin(run, body)
+            try:
+                yielded = context.run(coroutine.send, None)
+            except StopIteration as ended:  # it has waited for nothing, and is spared the cost of what is below
+                result = ended.value
             else:
-                run.coroutine = self._call(run, *args) if self._in_thread else self._call(*args)
-            result = await run.coroutine
+                steps = resumed(coroutine, context, yielded, partial(self._is_cancelled, scope))
+                del yielded  # see `resumed`
+                result = await steps
             return self._succeeded(run, result)
         except anyio.get_cancelled_exc_class() as error:
             return await self._cancelled(run, scope, error)
@@ -136,8 +145,26 @@ class Attempts:
             run.coroutine = None
             if run.deadline is not None:
                 scope.deadline = math.inf
-            if entered is not None:
-                leave(entered)
+
+    def _limit(self, run: Run, context: CallContext, due: Deadline | None) -> None:
+        """Begin the time that the handler has: ``handler_timeout`` seconds, or until its message's deadline."""
+        if due is not None:
+            context.run(enter, due)
+        run.end_within(self._timeout, due)
+
+    def _begin(self, run: Run, body: Any) -> Coroutine[Any, Any, Any]:
+        """What runs the handler, with its context, in a thread, and inside of the wrappers."""
+        args: tuple[Any, ...] = (body,)
+        if self._wants_context:
+            run.clocks = self._clocks
+            args = (body, Context(run))
+        if self._in_thread:
+            args = (run, *args)
+        return self._wrapped(run.message, args) if self.wrappers else self._call(*args)
+
+    def _is_cancelled(self, scope: anyio.CancelScope) -> bool:
+        """True if the handler in ``scope`` has been cancelled, by itself or with its loop."""
+        return self.cancelled or scope.cancel_called
 
     def _prepare(self, run: Run, now: float) -> tuple[Any, Deadline | None] | Decision:
         """What the handler is to be called with, and its message's deadline; or what the message's end is without a call."""
@@ -155,20 +182,38 @@ class Attempts:
         due = deadline_of(message.headers) if message.headers else None
         return after_deadline(run.too_late(due)) if due is not None and due.passed else (body, due)
 
-    def _wrapped(self, run: Run, args: tuple[Any, ...]) -> Awaitable[Any]:
+    async def _wrapped(self, message: Message[Any, Any], args: tuple[Any, ...]) -> Any:
         """The handler's call inside of the wrappers, of which the last one is the outermost."""
+        begun: list[Coroutine[Any, Any, Any]] = []
 
-        def innermost() -> Awaitable[Any]:
-            return self._call(run, *args) if self._in_thread else self._call(*args)
+        def checked(call: Callable[[], Awaitable[Any]], name: str) -> Callable[[], Awaitable[Any]]:
+            async def run() -> Any:
+                return ran(await call(), name)
 
-        call: Callable[[], Awaitable[Any]] = innermost
+            def begin() -> Coroutine[Any, Any, Any]:
+                begun.append(coroutine := run())
+                return coroutine
+
+            return begin
+
+        call = checked(partial(self._call, *args), self._called)
         for wrapper in self.wrappers:
-            call = partial(wrapper, run.message, call)
-        return call()
+            call = checked(partial(wrapper, message, call), name_of(wrapper))
+        try:
+            result = await call()
+        finally:
+            unbegun = [coroutine for coroutine in begun if close_unbegun(coroutine)]
+        if unbegun:
+            raise InvalidParameterError(
+                "a wrapper has called call() without `await`, so the handler has not run; write `return await call()`"
+            )
+        return result
 
     def _succeeded(self, run: Run, result: Any) -> Decision:
         if run.lost:
             return run.fate
+        if result is not None:
+            ran(result, self._called)
         message = run.message
         if message.reply_to is None or (message.is_settled and not is_unanswered(message.settlement)):
             return DONE

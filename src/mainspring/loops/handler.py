@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from mainspring.callables import code_of, instead_of, is_async, name_of
+from mainspring.callables import code_of, innermost, instead_of, is_async, is_generator, name_of
 from mainspring.errors import ConfigError, OffloadPickleError
 from mainspring.offload import OffloadPool
 from mainspring.process import end_returned_child, identity
@@ -81,7 +81,7 @@ class Handler:
         except OffloadPickleError as error:
             raise ConfigError(f"handler {error}") from None
 
-    def caller(self, pool: OffloadPool | None) -> Callable[..., Awaitable[Any]]:
+    def caller(self, pool: OffloadPool | None) -> Callable[..., Coroutine[Any, Any, Any]]:
         """What the worker awaits: the coroutine function itself, or, for a plain function, ``(run, *args)`` in the pool.
 
         A cancelled handler's process is killed. A thread (or an interpreter) cannot be cancelled: the worker waits for it to
@@ -89,7 +89,7 @@ class Handler:
         meanwhile.
         """
         if pool is None:
-            return self.fn
+            return _as_coroutine_function(self.fn)
         fn, name, run_to_the_end, process = self.fn, self.name, pool.run_to_the_end, identity()
 
         async def run_in_thread(run: Run, *args: Any) -> Any:
@@ -112,6 +112,18 @@ class Handler:
         return run_in_thread if pool.kind == "thread" else run_elsewhere
 
 
+def _as_coroutine_function(fn: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """Return ``fn`` if a call of it runs nothing yet; else an ``async def`` that calls it. Some are only marked as async."""
+    code = getattr(code_of(fn), "__code__", None)
+    if code is not None and code.co_flags & inspect.CO_COROUTINE:
+        return fn
+
+    async def call(*args: Any) -> Any:
+        return await fn(*args)
+
+    return call
+
+
 def inspect_handler(fn: Callable[..., Any], names: Mapping[str, Any], *, body: Any = None) -> Handler:
     """Look at a handler: ``(job)`` or ``(job, ctx)``, async or plain.
 
@@ -124,15 +136,12 @@ def inspect_handler(fn: Callable[..., Any], names: Mapping[str, Any], *, body: A
             f"a handler must be callable, {what}; give an `async def` or a plain function, without calling it"
         )
     name = name_of(fn)
+    _check_runs(fn, f"handler {name}", "return the result instead of yielding")
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"handler {name}: its parameters cannot be read ({error}); wrap it in a function") from error
     target = code_of(fn)
-    if inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target):
-        raise ConfigError(
-            f"handler {name} is a generator, which would never run; return the result instead of yielding"
-        )
     positional = _parameters(name, signature)
     annotations = _Annotations(name, target, names)
     first = positional[0].name if positional else ""
@@ -144,6 +153,22 @@ def inspect_handler(fn: Callable[..., Any], names: Mapping[str, Any], *, body: A
         body_type=annotations.needed(first) if body is None else body,
         reply_type=_reply_type(annotations.known("return")),
     )
+
+
+def check_wrapper(wrapper: Any) -> None:
+    """Raise :class:`ConfigError` for what cannot be a wrapper of :meth:`MainLoop.wrap`."""
+    if not callable(wrapper):
+        raise ConfigError(f"a wrapper must be callable, {instead_of(wrapper, 'wrap')}")
+    _check_runs(wrapper, f"wrapper {name_of(wrapper)}", "write `async def`, and `return await call()`")
+
+
+def _check_runs(fn: Any, called: str, advice: str) -> None:
+    if is_generator(fn):
+        raise ConfigError(f"{called} is a generator, which would never run; {advice}")
+    if isinstance(innermost(fn), type):
+        raise ConfigError(
+            f"{called} is a class, of which a call makes an object and runs nothing; give an object of it, or a function"
+        )
 
 
 def _parameters(name: str, signature: inspect.Signature) -> list[inspect.Parameter]:

@@ -15,7 +15,7 @@ from mainspring.events import Dispatcher, Tally
 from mainspring.heartbeat import Heartbeat
 from mainspring.loops.attempt import WorkerSettings
 from mainspring.loops.base import stop_in_time
-from mainspring.loops.handler import inspect_handler
+from mainspring.loops.handler import check_wrapper, inspect_handler
 from mainspring.loops.worker import Worker, is_inside
 from mainspring.mailbox.base import Mailbox
 from mainspring.mailbox.keeper import kept_open
@@ -49,7 +49,9 @@ class MainLoop:
     :param mailbox: where messages come from; a LoopGroup, or ``async with loop``, opens it if nobody has, and closes it at its
         end. Open one that several of them share around all of them.
     :param handler: ``async def handle(job: Job)`` or ``(job: Job, ctx: Context)``; a plain ``def`` runs in a worker thread.
-        Its annotation gives the type of the bodies. What it returns is the reply, where the sender asked for one.
+        Its annotation gives the type of the bodies. What it returns is the reply, where the sender asked for one; a generator,
+        or a coroutine that it forgot to await, is a failed attempt. Each run has context variables of its own: a copy of those
+        that the loop was started with.
     :param name: for logs, metrics and reports; the handler's name by default.
     :param concurrency: how many handlers run at once; no more messages are leased than that.
     :param visibility_timeout: seconds a lease lasts (1 to 43,200); it is renewed while the handler runs, so it says how soon
@@ -111,6 +113,7 @@ class MainLoop:
         self.on_stop: Callable[[], object] | None = None
         self._wrappers: list[Wrapper] = []
         self._settings = WorkerSettings(
+            handler=self._handler.name,
             concurrency=concurrency,
             retry=retry or RetryPolicy(),
             dead_letter=dead_letter or DeadLetterPolicy(),
@@ -150,10 +153,14 @@ class MainLoop:
                 with timer(message.id):
                     return await call()
 
-        What it raises counts as raised by the handler, a cancellation of the handler passes through it, and it must not settle
+        It runs in the handler's context: a context variable that it sets is the handler's, and gone at the end of the run. What
+        it raises counts as raised by the handler, a cancellation of the handler passes through it, and it must not settle
         the message. Of several the one added last is the outermost. It holds from the next run on; where there is none,
         nothing is paid for it.
+
+        :raises ConfigError: it cannot be called, or is a generator, or a class.
         """
+        check_wrapper(wrapper)
         self._wrappers.append(wrapper)
         return wrapper
 

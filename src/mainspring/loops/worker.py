@@ -9,7 +9,7 @@ a round trip to wait for, where the mailbox can acknowledge many at once and han
 from __future__ import annotations
 
 from collections import deque
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from mainspring.policies import backoff
 from mainspring.scope import DaemonScope, first_error, native_cancels, nobody_asked
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     from anyio.abc import TaskGroup
 
@@ -62,7 +62,7 @@ class Worker:
         self,
         name: str,
         mailbox: Mailbox[Any, Any],
-        call: Callable[..., Awaitable[Any]],
+        call: Callable[..., Coroutine[Any, Any, Any]],
         settings: WorkerSettings,
         *,
         dispatcher: Dispatcher,
@@ -103,7 +103,9 @@ class Worker:
         self._lease = LeaseKeeper(
             name, places.runs, settings.lease, visibility, dispatcher=dispatcher, contact=self.contact
         )
-        self._attempts = Attempts(name, mailbox, call, settings, dispatcher, heartbeat, self._clock, wrappers)
+        context = copy_context()
+        context.run(_inside.set, self)
+        self._attempts = Attempts(name, mailbox, call, settings, dispatcher, heartbeat, self._clock, context, wrappers)
         self._ends = Ends(
             Settler(name, mailbox, dispatcher, self._attempts.judge, self.contact),
             places,
@@ -153,7 +155,7 @@ class Worker:
         """
         crash: Exception | None = None
         async with DaemonScope(f"{self.name} worker") as scope:
-            scope.start_soon(self._lease.run, self._mailbox.hear_cancelled, name=f"{self.name} leases")
+            scope.start_soon(self._keep_leases, name=f"{self.name} leases")
             async with anyio.create_task_group() as self._slots:
                 try:
                     await self.intake.run(partial(self._receive_until_held, max_iterations), self._hand_back)
@@ -171,6 +173,14 @@ class Worker:
             raise crash
         if self._slots.cancel_scope.cancel_called:  # by a task that was cancelled before it had begun
             raise TaskExitError("a slot was cancelled by itself, and not by the loop")
+
+    async def _keep_leases(self) -> None:
+        try:
+            await self._lease.run(self._mailbox.hear_cancelled)
+        finally:
+            self._attempts.cancelled = (
+                True  # it is stopped last: handlers that still run are being cancelled with the loop
+            )
 
     async def _receive_until_held(self, max_iterations: int | None) -> None:
         """Receive until told to stop or to pause; raises what made that impossible.
@@ -316,7 +326,6 @@ class Worker:
             self._rouse()
 
     async def _slot(self) -> None:
-        token = _inside.set(self)
         self._roused -= 1
         run: Run | None = None
         cancelling = native_cancels()
@@ -363,8 +372,6 @@ class Worker:
                 if self._ends.done:
                     await self._ends.acknowledge(scope)
             raise
-        finally:
-            _inside.reset(token)
 
     async def _await_run(self, scope: anyio.CancelScope) -> Run | None:
         """The next message for a slot that begins or has nothing to do, or None at the end and where the scope is used up.
