@@ -5,6 +5,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import functools
+import threading
+import time
 from typing import TYPE_CHECKING
 
 import anyio
@@ -382,3 +386,110 @@ def test_the_lone_error_inside_nested_groups():
     two = ExceptionGroup("a", [error, error])
     assert lone_error(two) is two
     assert lone_error(BaseExceptionGroup("outer", [two])) is two
+
+
+# --------------------------------------------------------------------------------------------------------------- threads
+
+REQUEST: contextvars.ContextVar[str] = contextvars.ContextVar("request", default="none")
+
+
+async def test_a_thread_has_a_copy_of_the_context_and_ends_when_it_is_asked_to():
+    stop, seen = threading.Event(), []
+
+    def work(number: int) -> None:
+        seen.append((number, REQUEST.get(), threading.current_thread().name))
+        REQUEST.set("changed")
+        stop.wait(20)
+
+    REQUEST.set("mine")
+    with anyio.fail_after(20):
+        async with DaemonScope("test") as scope:
+            scope.start_thread(work, 7, name="worker", stop=stop.set)
+            while not seen:
+                await anyio.sleep(0.001)
+    assert seen == [(7, "mine", "worker")]
+    assert REQUEST.get() == "mine"
+    assert [(part.name, part.ending) for part in scope.reports] == [("worker", Ending.FINISHED)]
+
+
+async def test_a_thread_that_does_not_end_is_left_behind_at_the_deadline_and_told_with_its_line(caplog):
+    end = threading.Event()
+
+    def deaf() -> None:
+        end.wait(20)
+
+    try:
+        with anyio.fail_after(10):
+            async with DaemonScope("test", timeout=0.03) as scope:
+                scope.start_thread(deaf, name="deaf", stop=lambda: None)
+                await anyio.sleep(0.01)
+    finally:
+        end.set()
+    (part,) = scope.reports
+    assert part.ending is Ending.STUCK
+    assert "in deaf: end.wait(20)" in part.where[0]
+    assert "the thread 'deaf' did not end" in caplog.text
+
+
+async def test_a_thread_that_raises_cancels_the_others_and_its_error_comes_out():
+    error = LookupError("in the thread")
+
+    def broken() -> None:
+        raise error
+
+    with pytest.raises(LookupError) as caught:
+        async with DaemonScope("test") as scope:
+            scope.start_soon(forever)
+            scope.start_thread(broken)
+            await anyio.sleep_forever()
+    assert caught.value is error
+
+
+async def test_an_error_of_the_block_asks_a_thread_to_stop_and_gives_it_the_grace():
+    stop, ended = threading.Event(), []
+
+    def work() -> None:
+        stop.wait(20)
+        ended.append(True)
+
+    with pytest.raises(LookupError):
+        async with DaemonScope("test", grace=20) as scope:
+            scope.start_thread(work, stop=stop.set)
+            await anyio.sleep(0.01)
+            raise LookupError
+    assert ended == [True]
+
+
+async def test_a_thread_in_virtual_time_is_waited_for(virtual_clock):
+    stop = threading.Event()
+
+    def work() -> None:
+        stop.wait(20)
+        time.sleep(0.02)
+
+    async with DaemonScope("test", timeout=5) as scope:
+        scope.start_thread(work, name="worker", stop=stop.set)
+        await anyio.sleep(60)
+    assert scope.reports[0].ending is Ending.FINISHED
+    assert virtual_clock.now == 60
+
+
+async def test_what_cannot_be_a_task_or_a_thread_is_refused_by_name():
+    @functools.wraps(forever)
+    def wrapped() -> object:
+        return forever()
+
+    async with DaemonScope("test") as scope:
+        scope.start_soon(wrapped)
+        scope.start_soon(functools.partial(anyio.sleep, 1000))
+        with pytest.raises(InvalidParameterError, match=r"sleep is no async function.*use start_thread\(\) for it"):
+            scope.start_soon(functools.partial(time.sleep, 1000), name="sleep")
+        with pytest.raises(InvalidParameterError, match="is no async function"):
+            await scope.start(time.sleep, 1000)
+        with pytest.raises(InvalidParameterError, match=r"forever is async; use start_soon\(\)"):
+            scope.start_thread(forever)
+        with pytest.raises(InvalidParameterError, match=r"not a coroutine: write start_thread\(forever, …\)"):
+            scope.start_thread(forever())
+        with pytest.raises(InvalidParameterError, match=r"stop= of .*forever is a plain function"):
+            scope.start_soon(forever, stop=forever)
+        assert len(scope.daemons) == 2

@@ -77,9 +77,13 @@ class ResumeRequest(ControlMessage[None]):
 @dataclass(frozen=True, slots=True)
 class DrainRequest(ControlMessage[bool]):
     """Take no new work, finish what is in hand however long that takes, and end. The answer comes at the end: whether
-    all of it ended by itself."""
+    all of it ended by itself.
+
+    ``within`` is told to a loop of foreign make: the seconds after which the sender will cancel what is left.
+    """
 
     ticket: Ticket[bool] = field(default_factory=partial(Ticket, "drain"))
+    within: float = field(default=math.inf, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)

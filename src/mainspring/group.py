@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mainspring.calibration import Timeouts
     from mainspring.control import HealthStatus
     from mainspring.loops.actor import LoopActor
-    from mainspring.loops.base import Runnable, Steerable
+    from mainspring.loops.base import AnyRunnable, Steerable
     from mainspring.mailbox.base import Mailbox
     from mainspring.policies import RestartPolicy
     from mainspring.portal import LoopThread
@@ -77,7 +77,7 @@ class LoopGroup:
 
     def __init__(
         self,
-        loops: Iterable[Runnable],
+        loops: Iterable[AnyRunnable],
         *,
         name: str | None = None,
         shutdown_timeout: float = 30,

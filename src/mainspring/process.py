@@ -163,8 +163,8 @@ def call_soon(loop: Any, fn: Callable[[], object]) -> None:
         call(fn)
 
 
-def carried_context(library: str) -> Context:
-    """The caller's context variables, for a task that runs elsewhere, on ``"asyncio"`` or ``"trio"``."""
+def carried_context(library: str | None) -> Context:
+    """The caller's context variables, for what runs elsewhere: on ``"asyncio"``, on ``"trio"``, or (None) in a plain thread."""
     context = copy_context()
     sniffio = sys.modules.get("sniffio")  # whose variable says on what its code runs; anyio and others ask it
     if sniffio is not None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 import math
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 
-from mainspring.callables import instead_of
+from mainspring.callables import innermost, instead_of, is_async
+from mainspring.clock import real_work
 from mainspring.errors import InvalidParameterError, TaskExitError
+from mainspring.own_thread import OwnThread
 from mainspring.process import async_library
 from mainspring.report import Ending, PartReport
 from mainspring.stacks import where
@@ -19,6 +24,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from anyio.abc import TaskGroup, TaskStatus
+
+
+_log = logging.getLogger("mainspring")
 
 
 class Daemon:
@@ -104,6 +112,46 @@ class Daemon:
         return PartReport(self.name, ending, anyio.current_time() - began, at)
 
 
+class ThreadDaemon(Daemon):
+    """One thread of a scope, and the task that waits for it. It cannot be cancelled: one that goes on is left behind."""
+
+    def __init__(self, name: str, stop: Callable[[], object] | None, fn: Callable[[], object], grace: float) -> None:
+        super().__init__(name, stop)
+        self._fn = fn
+        self._grace = grace
+        self._thread: OwnThread[object] | None = None
+
+    @property
+    def where(self) -> str:
+        """The line it executes."""
+        return "" if self._thread is None else self._thread.where
+
+    async def run(self) -> None:
+        """Run it, and wait for its end; cancelled, for ``grace`` seconds."""
+        self._thread = OwnThread(self._fn, self.name)
+        try:
+            await self._thread.wait()
+        except anyio.get_cancelled_exc_class():
+            if not await self._thread.wait_ended(self._grace):
+                _log.error("the thread %r did not end, and is left behind at %s", self.name, self.where)
+            raise
+
+    async def stop(self, deadline: float, grace: float) -> PartReport:
+        """Ask it to stop and wait until ``deadline``, then leave it behind."""
+        began = anyio.current_time()
+        self.ask()
+        with real_work(), anyio.move_on_after(max(0.0, deadline - began)):
+            await self.wait()
+        if self.done:
+            ending = Ending.CRASHED if isinstance(self.error, Exception) else Ending.FINISHED
+            return PartReport(self.name, ending, anyio.current_time() - began)
+        report = PartReport(self.name, Ending.STUCK, anyio.current_time() - began, tuple(filter(None, (self.where,))))
+        self._grace = 0.0  # it has had its time
+        self.cancel()
+        await self.wait()
+        return report
+
+
 class DaemonScope:
     """A task group for tasks that run as long as the program does.
 
@@ -167,12 +215,35 @@ class DaemonScope:
         name: str | None = None,
         stop: Callable[[], object] | None = None,
     ) -> Daemon:
-        """Start ``fn(*args)`` as a task of this scope. ``stop`` is called to ask it to end by itself.
+        """Start ``fn(*args)`` as a task of this scope. ``stop``, a plain function, is called to ask it to end by itself.
 
-        :raises InvalidParameterError: ``fn`` cannot be called (pass the function, not a coroutine).
+        :raises InvalidParameterError: ``fn`` is no async function: a plain one, which would block the event loop, runs by
+            :meth:`start_thread`, and of a coroutine the function is passed.
         """
-        daemon = self._add(fn, name, stop)
+        daemon = Daemon(self._check(fn, name, stop, "start_soon"), stop)
+        self._add(daemon)
         self._entered().start_soon(daemon._run, fn, args, name=daemon.name)  # noqa: SLF001 - one module
+        return daemon
+
+    def start_thread(
+        self,
+        fn: Callable[..., object],
+        *args: Any,
+        name: str | None = None,
+        stop: Callable[[], object] | None = None,
+    ) -> Daemon:
+        """Start ``fn(*args)``, a plain function, in a thread of its own, with a copy of this context.
+
+        ``stop`` is called on the event loop to ask it to end. A thread cannot be cancelled: stopping the scope waits for it
+        until the deadline, reports the line that it executes (``reports``), and leaves it behind. Where the scope is cancelled,
+        or left by an error, it has ``grace`` seconds. It is a daemon thread, which does not hold up the end of the program.
+        What it raises counts as raised by a task of the scope.
+
+        :raises InvalidParameterError: ``fn`` is async, or cannot be called.
+        """
+        daemon = ThreadDaemon(self._check(fn, name, stop, "start_thread"), stop, partial(fn, *args), self.grace)
+        self._add(daemon)
+        self._entered().start_soon(daemon._run, daemon.run, (), name=daemon.name)  # noqa: SLF001 - one module
         return daemon
 
     async def start(
@@ -182,8 +253,12 @@ class DaemonScope:
         name: str | None = None,
         stop: Callable[[], object] | None = None,
     ) -> Any:
-        """Start ``fn(*args, task_status=…)`` and wait until it calls ``task_status.started(value)``; that value."""
-        daemon = self._add(fn, name, stop)
+        """Start ``fn(*args, task_status=…)`` and wait until it calls ``task_status.started(value)``; that value.
+
+        :raises InvalidParameterError: as :meth:`start_soon` has it.
+        """
+        daemon = Daemon(self._check(fn, name, stop, "start"), stop)
+        self._add(daemon)
 
         async def run(*, task_status: TaskStatus[Any]) -> None:
             await daemon._run(fn, args, task_status=task_status)  # noqa: SLF001 - one module
@@ -211,17 +286,31 @@ class DaemonScope:
         for daemon in reversed(self._daemons):
             daemon.ask()
 
-    def _add(self, fn: Callable[..., Awaitable[Any]], name: str | None, stop: Callable[[], object] | None) -> Daemon:
+    def _check(self, fn: Callable[..., object], name: str | None, stop: Callable[[], object] | None, how: str) -> str:
+        """The name of the task; raises where it cannot be started by the method ``how``."""
         self._entered()
-        if not callable(fn):
-            raise InvalidParameterError(
-                f"DaemonScope {self.name!r}: a task is an async function and its arguments, {instead_of(fn, 'start_soon')}"
-            )
         label = name or getattr(fn, "__qualname__", None) or repr(fn)
+        in_thread = how == "start_thread"
+        problem: str | None = None
+        if not callable(fn):
+            what = "a plain function" if in_thread else "an async function"
+            problem = f"a task is {what} and its arguments, {instead_of(fn, how)}"
+        elif in_thread and is_async(fn):
+            problem = f"{label} is async; use start_soon() for it"
+        elif not in_thread and not (is_async(fn) or is_async(inspect.unwrap(innermost(fn)))):
+            problem = (
+                f"{label} is no async function, and would block the event loop; use start_thread() for it, or pass the async"
+                " function itself"
+            )
+        elif stop is not None and (not callable(stop) or is_async(stop)):
+            problem = f"stop= of {label} is a plain function without parameters, not {stop!r}"
+        if problem is not None:
+            raise InvalidParameterError(f"DaemonScope {self.name!r}: {problem}")
+        return label
+
+    def _add(self, daemon: Daemon) -> None:
         self._daemons[:] = [old for old in self._daemons if not old.done]
-        daemon = Daemon(label, stop)
         self._daemons.append(daemon)
-        return daemon
 
     def _entered(self) -> TaskGroup:
         if self._group is None:

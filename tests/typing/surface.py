@@ -229,6 +229,17 @@ def plain(job: Job) -> Result:
     return Result(str(job.number))
 
 
+class Sweeper:
+    """A loop that knows nothing of event loops."""
+
+    running = False
+    heartbeat = None
+
+    def run(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
 class Service:
     async def handle(self, job: Job) -> None: ...
 
@@ -274,6 +285,7 @@ async def loops(mailbox: Mailbox[Job, Result]) -> None:
     for handler in (simple, plain, Service().handle, Service(), partial(parts, "t"), lambda job: None):
         MainLoop(mailbox, handler)
     runnable: Runnable = loop
+    LoopGroup([loop, Sweeper()])
     assert_type(runnable.running, bool)
     assert_type(loop.heartbeat, Heartbeat)
     assert_type(await loop.shutdown(timeout=5), bool)

@@ -29,7 +29,7 @@ from mainspring.errors import (
     describe,
 )
 from mainspring.loggers import Logger
-from mainspring.loops.base import Runnable, Steerable, stop_in_time
+from mainspring.loops.base import AnyRunnable, Runnable, Steerable, stop_in_time
 from mainspring.loops.foreign import ForeignLoop
 from mainspring.loops.worker import is_inside
 from mainspring.process import call_soon, event_loop, identity, in_task_of, process_id
@@ -59,7 +59,7 @@ class LoopActor:
     :raises ConfigError: it is no loop, or is an actor already.
     """
 
-    def __init__(self, loop: Runnable) -> None:
+    def __init__(self, loop: AnyRunnable) -> None:
         if isinstance(loop, LoopActor):
             raise ConfigError(f"LoopActor: {loop!r} is an actor already; use it as it is")
         if not isinstance(loop, Runnable):
@@ -184,9 +184,9 @@ class LoopActor:
                 self.loop.resume()
                 answer.offer(None)
             case DrainRequest():
-                self._stop(answer)
+                self._stop(answer, message.within)
             case ShutdownRequest():
-                self._stop(answer)
+                self._stop(answer, message.timeout)
                 self._hurry(message)
             case _:
                 known = "health check, ping, pause, resume, drain and shutdown"
@@ -198,7 +198,7 @@ class LoopActor:
             await self.loop.wait_paused()
             answer.offer(None)
 
-    def _stop(self, answer: TicketWriter[bool]) -> None:
+    def _stop(self, answer: TicketWriter[bool], within: float) -> None:
         self._stops.append(answer)
         if self.stop_began is None:
             self.stop_began = anyio.current_time()
@@ -206,6 +206,8 @@ class LoopActor:
             if self.on_stop is not None:
                 self.on_stop()
             if self._at_work:  # else the loop would remember it, and its next run would end before it began
+                if isinstance(self.loop, ForeignLoop):
+                    self.loop.stop_within = within
                 self.loop.stop_intake()
 
     def _hurry(self, message: ShutdownRequest) -> None:

@@ -16,9 +16,17 @@ if TYPE_CHECKING:
 class Runnable(Protocol):
     """A loop of any make that a LoopGroup can run, watch and stop.
 
+    ``run`` and ``shutdown`` are each plain or async; ``running`` and ``heartbeat`` are attributes or plain methods. Their forms
+    are looked at when the loop is given to a group.
+
     ``run`` returns when the loop is done or was told to stop. It is passed those of the keywords ``max_iterations``,
-    ``visibility_timeout`` and ``wait_time_seconds`` that it accepts. ``shutdown`` asks it to stop, waits at most
-    ``timeout`` seconds, and says whether everything ended by itself; asked before ``run``, it is remembered for one run.
+    ``visibility_timeout`` and ``wait_time_seconds`` that it accepts. A plain one runs in a thread of its own, with a copy of
+    the group's context.
+
+    ``shutdown`` asks the loop to stop; asked before ``run``, it is remembered for one run. Where it takes a ``timeout``, it is
+    passed the seconds that are left until the run is cancelled (366 days in a drain). What it returns says whether everything
+    ended by itself; None counts as True. A plain one is called where ``run`` runs: on the event loop, which it must not block,
+    or in a thread.
     """
 
     async def run(self, *args: Any, **keywords: Any) -> Any:
@@ -33,7 +41,27 @@ class Runnable(Protocol):
 
     @property
     def heartbeat(self) -> Heartbeat:
-        """Its sign of life."""
+        """Its sign of life; None: it is not judged."""
+
+
+class AnyRunnable(Protocol):
+    """A :class:`Runnable` in any of its forms, as type checkers see it."""
+
+    @property
+    def run(self) -> Callable[..., Any]:
+        """Run until done or told to stop."""
+
+    @property
+    def shutdown(self) -> Callable[..., Any]:
+        """Stop."""
+
+    @property
+    def running(self) -> Any:
+        """Whether ``run`` is under way."""
+
+    @property
+    def heartbeat(self) -> Any:
+        """Its sign of life, or None."""
 
 
 @runtime_checkable

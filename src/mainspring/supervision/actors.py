@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from mainspring.errors import ConfigError
 from mainspring.loops.actor import LoopActor
-from mainspring.loops.base import Runnable
+from mainspring.loops.base import AnyRunnable, Runnable
 from mainspring.loops.foreign import ForeignLoop
 
 
-def actors_of(loops: Iterable[Runnable]) -> list[LoopActor]:
+def actors_of(loops: Iterable[AnyRunnable]) -> list[LoopActor]:
     """The actors of the loops; one that is an actor already stays as it is."""
     if isinstance(loops, Runnable) or not isinstance(loops, Iterable):
         raise ConfigError(f"LoopGroup: its first argument is a list of loops, not {loops!r}")
@@ -36,6 +36,6 @@ def actors_of(loops: Iterable[Runnable]) -> list[LoopActor]:
     return actors
 
 
-def _own(actor: LoopActor) -> Runnable:
+def _own(actor: LoopActor) -> AnyRunnable:
     """What the user made."""
     return actor.loop.loop if isinstance(actor.loop, ForeignLoop) else actor.loop

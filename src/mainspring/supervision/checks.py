@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import threading
-from contextvars import copy_context
 from typing import TYPE_CHECKING
 
 import anyio
 
-from mainspring import process
 from mainspring.callables import is_async
 from mainspring.clock import real_work
 from mainspring.errors import describe
 from mainspring.events import CheckChanged, Dispatcher
+from mainspring.own_thread import OwnThread
 from mainspring.scope import nobody_asked
 
 if TYPE_CHECKING:
@@ -91,24 +89,12 @@ class Checks:
         return await answer if inspect.isawaitable(answer) else answer
 
     async def _in_thread(self, name: str, check: Callable[[], object]) -> object:
-        answers: list[object] = []
-        errors: list[BaseException] = []
-        done, loop, context = anyio.Event(), process.event_loop(), copy_context()
-
-        def ask() -> None:
+        def ask() -> object:
             try:
-                answers.append(context.run(check))
-            except BaseException as error:
-                errors.append(error)
+                return check()
             finally:
                 self._out.discard(name)
-                process.call_soon(loop, done.set)
 
         self._out.add(name)
-        # No worker thread of anyio's: the interpreter waits for those at its end, for ever where a check never returns.
-        threading.Thread(target=ask, name=f"check {name}", daemon=True).start()
         with real_work():
-            await done.wait()
-        if errors:
-            raise errors[0]
-        return answers[0]
+            return await OwnThread(ask, f"check {name}").wait()

@@ -12,6 +12,7 @@ from mainspring import entropy
 from mainspring.control import DrainRequest, ShutdownRequest
 from mainspring.errors import TaskExitError
 from mainspring.events import Dispatcher, LoopCrashed, LoopStateChanged, ReceiveFailed, ReceiveRecovered
+from mainspring.loops.foreign import ForeignLoop
 from mainspring.report import Ending, PartReport
 from mainspring.scope import lone_error
 from mainspring.states import SERVICE, ServiceState, StateMachine, Transition
@@ -142,12 +143,12 @@ class Member:
 
     # ------------------------------------------------------------------------------------------------------ stopping
 
-    def stop_intake(self, now: float) -> None:
-        """Tell it to take no new work; once."""
+    def stop_intake(self, now: float, within: float) -> None:
+        """Tell it to take no new work, and that its work is cancelled ``within`` seconds from now; once."""
         if self.stop_began is None:
             self.stop_began = now
             self._enter_stopping()  # also where no actor serves yet
-            self.actor.tell(DrainRequest())
+            self.actor.tell(DrainRequest(within=within))
 
     def _pass_on_stop(self) -> None:
         """The loop was told past its actor, by its own ``shutdown()``: that stops the member, as any other way does."""
@@ -177,6 +178,8 @@ class Member:
         if not self.ended.is_set():
             # The remembered lines first: this may be called on another thread, for which a task that spins has no line.
             return PartReport(self.name, Ending.STUCK, seconds, cancelled_at or self.actor.where())
+        if isinstance(self.loop, ForeignLoop) and (left := self.loop.left_behind) is not None:
+            return PartReport(self.name, Ending.STUCK, seconds, (left,))
         if self.error is not None:
             return PartReport(self.name, Ending.CRASHED, seconds)
         if cancelled_at is not None:

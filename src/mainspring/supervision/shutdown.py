@@ -102,7 +102,7 @@ class Shutdown:
         for index, level in enumerate(levels):
             now = anyio.current_time()
             for member in level:
-                member.stop_intake(now)
+                member.stop_intake(now, self._left(member, now))
             left = len(levels) - index
             if left > 1:
                 await self._wait(lambda level=level: _ended(level), lambda now=now, left=left: self._share(now, left))  # type: ignore[misc]
@@ -124,7 +124,7 @@ class Shutdown:
             for level in levels:
                 now = anyio.current_time()
                 for member in level:
-                    member.stop_intake(now)
+                    member.stop_intake(now, self._left(member, now))
                     member.cancel_work()
                 if level is not levels[-1]:
                     with anyio.move_on_after(self._cancel_grace * IN_ORDER / (len(levels) - 1)):
@@ -151,6 +151,12 @@ class Shutdown:
                     end = min(end, own)
             with anyio.move_on_after(end - now):
                 await self._change.wait()
+
+    def _left(self, member: Member, now: float) -> float:
+        """The seconds that a member has from now on before its work is cancelled."""
+        own = member.loop.shutdown_timeout
+        limit = self._deadline if own is None or self._deadline == math.inf else min(self._deadline, now + own)
+        return max(0.0, limit - now)
 
     def _own_deadline(self, member: Member) -> float:
         own = member.loop.shutdown_timeout
