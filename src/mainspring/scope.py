@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 from contextlib import suppress
 from functools import partial
@@ -14,6 +13,7 @@ import anyio
 from mainspring.callables import innermost, instead_of, is_async
 from mainspring.clock import real_work
 from mainspring.errors import InvalidParameterError, TaskExitError
+from mainspring.loggers import Logger
 from mainspring.own_thread import OwnThread
 from mainspring.process import async_library
 from mainspring.report import Ending, PartReport
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup, TaskStatus
 
 
-_log = logging.getLogger("mainspring")
+_log = Logger("mainspring")
 
 
 class Daemon:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +14,7 @@ from mainspring.clock import real_work
 from mainspring.entry import Entry
 from mainspring.errors import ConfigError
 from mainspring.heartbeat import Heartbeat
+from mainspring.loggers import Logger
 from mainspring.loops.forms import RUN_KEYWORDS, Form, check_heartbeat, value_of
 from mainspring.own_thread import OwnThread
 from mainspring.stacks import where
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mainspring.errors import HandlerStalledError
     from mainspring.loops.base import AnyRunnable
 
-_log = logging.getLogger("mainspring")
+_log = Logger("mainspring")
 
 LEAVE_AFTER = 5.0
 """Seconds for which the thread of a plain ``run`` is waited for after its cancellation, unless a shutdown aborts it earlier."""
