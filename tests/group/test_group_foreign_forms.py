@@ -282,7 +282,7 @@ async def async_generator(self):
         ({"run": async_generator}, "run\\(\\) is a generator"),
         ({"run": lambda self, jobs: None}, "run\\(\\) needs 'jobs': give it a default"),
         ({"run": lambda self, wait_time_seconds: None}, "run\\(\\) needs 'wait_time_seconds'"),
-        ({"shutdown": None}, "shutdown must be a method"),
+        ({"shutdown": None}, "is no loop; it needs run\\(\\), shutdown\\(\\)"),
         ({"shutdown": lambda self, seconds: None}, "shutdown\\(\\) needs 'seconds'"),
         ({"shutdown": lambda self, timeout, /: None}, "shutdown\\(\\) needs 'timeout'"),
         ({"heartbeat": 3.5}, "heartbeat must be a Heartbeat, or None"),
