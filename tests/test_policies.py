@@ -44,15 +44,53 @@ def test_a_delay_of_nothing_stays_nothing():
     assert bound(100_000, 0.0, 5.0, 2.0) == 0.0
 
 
-def test_the_default_doubles_from_one_second_to_five_minutes():
+def test_the_default_grows_from_one_second_to_three_hours():
     policy = RetryPolicy(jitter="none")
-    assert [policy.delay(n, Random(0)) for n in (1, 2, 3, 9, 10, 99)] == [1, 2, 4, 256, 300, 300]
+    assert [policy.delay(n, Random(0)) for n in (1, 2, 3, 4, 11, 12, 99)] == [
+        1,
+        2.5,
+        6.25,
+        15.625,
+        pytest.approx(9_536.74, abs=0.01),
+        10_800,
+        10_800,
+    ]
 
 
-def test_full_jitter_is_the_default_and_spreads():
-    policy = RetryPolicy()
+@pytest.mark.parametrize(("jitter", "least"), [("full", 0), ("equal", 8)])
+def test_jitter_spreads(jitter, least):
+    policy = RetryPolicy(factor=2.0, jitter=jitter)
     drawn = [policy.delay(5, Random(seed)) for seed in range(200)]
-    assert min(drawn) < 2 < 14 < max(drawn) <= 16
+    assert least <= min(drawn) < least + 1 < 15 < max(drawn) <= 16
+
+
+@given(attempts, seconds, seconds, factors, st.integers())
+def test_equal_jitter_draws_between_half_the_bound_and_all_of_it(attempt, initial, more, factor, seed):
+    maximum = initial + more
+    drawn = backoff(attempt, initial=initial, maximum=maximum, factor=factor, jitter="equal", rng=Random(seed))
+    highest = bound(attempt, initial, maximum, factor)
+    assert highest / 2 <= drawn <= highest
+
+
+def test_the_default_retries_go_on_for_about_a_day():
+    least, most = RetryPolicy().horizon(DeadLetterPolicy().max_attempts)
+    assert (least / 3_600, most / 3_600) == (pytest.approx(14.21, abs=0.01), pytest.approx(28.41, abs=0.01))
+
+
+@pytest.mark.parametrize("jitter", ["full", "equal", "none"])
+@pytest.mark.parametrize("tries", [1, 2, 8, 40])
+def test_the_horizon_bounds_the_waits_between_so_many_tries(jitter, tries):
+    policy = RetryPolicy(initial_delay=2, max_delay=100, factor=3, jitter=jitter)
+    least, most = policy.horizon(tries)
+    for seed in range(20):
+        rng = Random(seed)
+        assert least <= sum(policy.delay(number, rng) for number in range(1, tries)) <= most
+    exact = sum(RetryPolicy(2, 100, 3, "none").delay(number, Random(0)) for number in range(1, tries))
+    assert (least, most) == ({"full": 0, "equal": exact / 2, "none": exact}[jitter], exact)
+
+
+def test_the_horizon_of_very_many_tries_is_known_at_once():
+    assert RetryPolicy(5, 5, 1, "none").horizon(10**12) == (5.0 * (10**12 - 1),) * 2
 
 
 def test_the_same_generator_gives_the_same_delays():
@@ -84,14 +122,14 @@ def test_the_longest_delay_must_not_be_shorter_than_the_first():
         RetryPolicy(initial_delay=10, max_delay=9)
 
 
-@pytest.mark.parametrize("value", ["equal", None, 3])
-def test_jitter_is_full_or_none(value):
-    with pytest.raises(ConfigError, match="jitter must be one of full, none"):
+@pytest.mark.parametrize("value", ["some", None, 3, []])
+def test_jitter_is_full_equal_or_none(value):
+    with pytest.raises(ConfigError, match="jitter must be one of full, equal, none"):
         RetryPolicy(jitter=value)
 
 
 def test_policies_are_values():
-    assert RetryPolicy() == RetryPolicy(1.0, 300.0, 2.0, "full")
+    assert RetryPolicy() == RetryPolicy(1.0, 10_800.0, 2.5, "equal")
     with pytest.raises(AttributeError):
         RetryPolicy().initial_delay = 5
 
@@ -127,10 +165,11 @@ def test_one_type_may_stand_alone_and_a_list_is_taken():
     assert DeadLetterPolicy(exclude=[ValueError, OSError]).exclude == (ValueError, OSError)
 
 
+@pytest.mark.parametrize("field", ["max_attempts", "max_crashes"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "5", None, True])
-def test_max_attempts_must_be_a_count(value):
-    with pytest.raises(ConfigError, match="max_attempts"):
-        DeadLetterPolicy(max_attempts=value)
+def test_how_often_must_be_a_count(field, value):
+    with pytest.raises(ConfigError, match=f"{field} must be a whole number from 1"):
+        DeadLetterPolicy(**{field: value})
 
 
 @pytest.mark.parametrize("field", ["include", "exclude"])

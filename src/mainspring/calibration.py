@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from mainspring.errors import ConfigError
+from mainspring.policies import DeadLetterPolicy, RetryPolicy
 from mainspring.values import MAX_VISIBILITY
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ class Timeouts:
 
     ``grace`` is how long the orchestrator waits between SIGTERM and SIGKILL, ``longest`` the longest processing of one
     message, ``beat_gap`` the longest that a handler goes without a beat (unknown: ``longest``, as if it never beat). None
-    means unknown for these three, and switched off for a threshold.
+    means unknown for these three, and switched off for a threshold. ``horizon`` is the least and the most time for which
+    failures are retried: ``max_attempts`` handler runs with the waits of the retry policy between them.
     """
 
     loop: str = ""
@@ -48,6 +50,9 @@ class Timeouts:
     grace: float | None = None
     longest: float | None = None
     beat_gap: float | None = None
+    max_attempts: int = DeadLetterPolicy().max_attempts
+    max_crashes: int = DeadLetterPolicy().max_crashes
+    horizon: tuple[float, float] = RetryPolicy().horizon(DeadLetterPolicy().max_attempts)
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -106,6 +111,16 @@ def rules(timeouts: Timeouts) -> list[Rule]:
 def all_rules(loops: Iterable[Timeouts]) -> list[Rule]:
     """The rules of several loops of one group: a rule that is the group's own stands there once."""
     return list(dict.fromkeys(rule for timeouts in loops for rule in rules(timeouts)))
+
+
+def retries(timeouts: Timeouts) -> str:
+    """Say in one line for how long the loop retries a message that fails, and when it gives one up."""
+    least, most = (_span(value) for value in timeouts.horizon)
+    over = f"over {least}" if least == most else f"over {least} to {most}"
+    return (
+        f"{timeouts.loop}: a failing message is tried {timeouts.max_attempts} times {over}; one whose worker dies each time is"
+        f" delivered {min(timeouts.max_crashes, timeouts.max_attempts)} times; then it is a dead letter"
+    )
 
 
 def unjudged(timeouts: Timeouts) -> list[str]:
@@ -285,3 +300,10 @@ def seconds(value: float) -> str:
     if value >= 600 and value % 60 == 0:
         return f"{value / 60:g} min"
     return f"{value:.4g} s" if value < 10_000 else f"{value:.0f} s"
+
+
+def _span(value: float) -> str:
+    """A long time for people, in hours where it has some: ``14.2 h``."""
+    if value < 600:
+        return seconds(value)
+    return f"{value / 3600:.1f} h" if value >= 3600 else f"{value / 60:.1f} min"

@@ -12,21 +12,27 @@ from mainspring.values import is_number, is_whole
 if TYPE_CHECKING:
     from random import Random
 
-Jitter = Literal["full", "none"]
-_JITTERS: tuple[Jitter, ...] = ("full", "none")
+Jitter = Literal["full", "equal", "none"]
+_FIXED: dict[Jitter, float] = {"full": 0.0, "equal": 0.5, "none": 1.0}
+"""The share of a delay that is not random."""
+
+
+def _bound(attempt: int, initial: float, maximum: float, factor: float) -> float:
+    try:
+        return min(maximum, initial * float(factor) ** (max(attempt, 1) - 1))
+    except OverflowError:
+        return maximum if initial else 0.0
 
 
 def backoff(attempt: int, *, initial: float, maximum: float, factor: float, jitter: Jitter, rng: Random) -> float:
     """Seconds to wait before try ``attempt + 1``, ``attempt`` counting from 1: exponential, capped, jittered.
 
-    Full jitter draws evenly between zero and the exponential bound, which spreads a crowd of clients best:
+    Full jitter draws evenly between zero and the exponential bound, which spreads a crowd of clients best; equal jitter
+    between half of it and all of it, so that no wait is next to nothing:
     https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/
     """
-    try:
-        bound = min(maximum, initial * float(factor) ** (max(attempt, 1) - 1))
-    except OverflowError:
-        bound = maximum if initial else 0.0
-    return rng.uniform(0.0, bound) if jitter == "full" else bound
+    bound = _bound(attempt, initial, maximum, factor)
+    return bound if jitter == "none" else rng.uniform(_FIXED[jitter] * bound, bound)
 
 
 def _check_backoff(name: str, initial: float, maximum: float, factor: float, jitter: Jitter) -> None:
@@ -36,22 +42,24 @@ def _check_backoff(name: str, initial: float, maximum: float, factor: float, jit
         raise ConfigError(f"{name}: max_delay must be at least initial_delay ({initial} s), not {maximum!r}")
     if not is_number(factor, 1):
         raise ConfigError(f"{name}: the factor must be 1 or more, not {factor!r}")
-    if jitter not in _JITTERS:
-        raise ConfigError(f"{name}: jitter must be one of {', '.join(_JITTERS)}, not {jitter!r}")
+    if not (isinstance(jitter, str) and jitter in _FIXED):
+        raise ConfigError(f"{name}: jitter must be one of {', '.join(_FIXED)}, not {jitter!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
     """How long a failed message waits before it is tried again. Delays are in seconds.
 
-    The defaults (1 s doubling to 5 min, full jitter) suit calls to other services: quick for a blip, gentle for an
-    outage. How often it is tried at all is :class:`DeadLetterPolicy`'s to say.
+    The first wait is ``initial_delay``; each further one is ``factor`` times as long, up to ``max_delay``. Of that, ``jitter``
+    makes all random (``"full"``), the second half (``"equal"``) or nothing (``"none"``). The defaults (1 s, times 2.5, to
+    3 hours) suit calls to other services: quick for a blip, gentle for an outage. How often a message is tried at all is
+    :class:`DeadLetterPolicy`'s to say; with its default of 20 attempts, they are spread over 14 to 28 hours.
     """
 
     initial_delay: float = 1.0
-    max_delay: float = 300.0
-    factor: float = 2.0
-    jitter: Jitter = "full"
+    max_delay: float = 10_800.0
+    factor: float = 2.5
+    jitter: Jitter = "equal"
 
     def __post_init__(self) -> None:
         _check_backoff("RetryPolicy", self.initial_delay, self.max_delay, self.factor, self.jitter)
@@ -67,25 +75,43 @@ class RetryPolicy:
             rng=rng,
         )
 
+    def horizon(self, attempts: int) -> tuple[float, float]:
+        """Return the least and the most seconds of waiting from the first of ``attempts`` failed tries to the last.
+
+        An outage shorter than the least costs no message that has all its attempts left. What the tries themselves take
+        comes on top, and so does a wait for a free worker.
+        """
+        most = 0.0
+        for number in range(1, attempts):
+            wait, next_wait = (_bound(n, self.initial_delay, self.max_delay, self.factor) for n in (number, number + 1))
+            if wait == next_wait:  # and so are all that follow
+                most += wait * (attempts - number)
+                break
+            most += wait
+        return _FIXED[self.jitter] * most, most
+
 
 @dataclass(frozen=True, slots=True)
 class DeadLetterPolicy:
     """When a message is given up: after ``max_attempts`` charged handler runs, or by the kind of error.
 
+    ``max_crashes`` bounds, among these attempts, the deliveries that ended with their worker: the lease ran out, as of a
+    process that was killed or lost the store. A message that has used them up is not handled again: it may be what kills.
     ``include``: exception types (subclasses count) that dead-letter at once. ``exclude``: types that are retried for
     ever. Where an error matches both, ``include`` wins: it is the narrower promise to an operator. A body that does not fit
     the handler's type is no error of the handler's: it is tried ``max_attempts`` times, as another worker may understand it.
     """
 
-    max_attempts: int = 5
+    max_attempts: int = 20
+    max_crashes: int = 5
     include: tuple[type[BaseException], ...] = ()
     exclude: tuple[type[BaseException], ...] = ()
 
     def __post_init__(self) -> None:
-        if not is_whole(self.max_attempts, 1):
-            raise ConfigError(
-                f"DeadLetterPolicy: max_attempts must be a whole number from 1, not {self.max_attempts!r}"
-            )
+        for name in ("max_attempts", "max_crashes"):
+            most = getattr(self, name)
+            if not is_whole(most, 1):
+                raise ConfigError(f"DeadLetterPolicy: {name} must be a whole number from 1, not {most!r}")
         for name in ("include", "exclude"):
             kinds = getattr(self, name)
             kinds = tuple(kinds) if isinstance(kinds, Iterable) and not isinstance(kinds, type) else (kinds,)

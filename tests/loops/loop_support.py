@@ -6,7 +6,7 @@ import anyio
 
 from mainspring import MailboxConnectionError, RetryPolicy
 
-EXACT = RetryPolicy(jitter="none")
+EXACT = RetryPolicy(initial_delay=1, max_delay=300, factor=2, jitter="none")
 DOWN = MailboxConnectionError("the store is away")
 
 

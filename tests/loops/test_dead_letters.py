@@ -321,7 +321,7 @@ def test_a_retry_comes_later_and_a_failure_by_the_policy():
             loop = DLQConsumer(mailbox, handle, retry=retry)
             await LoopGroup([loop]).run(install_signals=False, until_empty=True)
             assert at[1] - began == pytest.approx(600, abs=1)
-            assert at[2] - at[1] == pytest.approx(200, abs=1)
+            assert at[2] - at[1] == pytest.approx(250, abs=1)
             assert (await mailbox.counts()).dead == 0
 
     run_virtual(main)

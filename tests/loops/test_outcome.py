@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from random import Random
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from mainspring.errors import HandlerTimeoutError, Reject, Retry, TaskExitError
 from mainspring.loops.outcome import Outcome, after_failure, before_start
-from mainspring.mailbox.history import read_history, remember, silences
+from mainspring.mailbox.history import LAST, crashes_before, read_history, remember, silences, without_oldest
 from mainspring.mailbox.message import Dead, Return
 from mainspring.policies import DeadLetterPolicy, RetryPolicy
 
@@ -32,12 +33,12 @@ def test_an_error_is_a_charged_return_with_backoff():
     error = ValueError("broken")
     decision = decide(error, attempt=3)
     assert decision.outcome is Outcome.RETRIED
-    assert decision.settlement == Return(delay=4.0, charge=True)
+    assert decision.settlement == Return(delay=6.25, charge=True)
     assert decision.error is error
 
 
 def test_the_last_attempt_is_the_end():
-    assert [decide(ValueError(), attempt=n).outcome for n in (4, 5, 6)] == [
+    assert [decide(ValueError(), attempt=n).outcome for n in (19, 20, 21)] == [
         Outcome.RETRIED,
         Outcome.DEAD_LETTERED,
         Outcome.DEAD_LETTERED,
@@ -65,22 +66,22 @@ def test_reject_is_the_end_at_once():
 def test_retry_says_its_own_delay_or_leaves_it_to_the_policy():
     assert decide(Retry(delay=7), attempt=3).settlement == Return(7, True)
     assert decide(Retry(delay=0), attempt=3).settlement == Return(0, True)
-    assert decide(Retry(), attempt=3).settlement == Return(4.0, True)
+    assert decide(Retry(), attempt=3).settlement == Return(6.25, True)
 
 
 def test_a_charged_retry_runs_out_of_attempts():
-    assert decide(Retry(delay=7), attempt=5).outcome is Outcome.DEAD_LETTERED
+    assert decide(Retry(delay=7), attempt=20).outcome is Outcome.DEAD_LETTERED
 
 
 def test_an_uncharged_retry_never_does_and_backs_off_by_deliveries():
-    decision = decide(Retry(charge=False), attempt=5, deliveries=8)
-    assert decision.settlement == Return(128.0, False)
+    decision = decide(Retry(charge=False), attempt=20, deliveries=4)
+    assert decision.settlement == Return(15.625, False)
 
 
 def test_retry_is_an_instruction_and_no_kind_of_error():
     """``include=(Exception,)`` means errors; and an excluded one that charges would run out of attempts unrun."""
     assert decide(Retry(delay=1), include=(Exception,)).outcome is Outcome.RETRIED
-    assert decide(Retry(delay=1), attempt=5, exclude=(Exception,)).outcome is Outcome.DEAD_LETTERED
+    assert decide(Retry(delay=1), attempt=20, exclude=(Exception,)).outcome is Outcome.DEAD_LETTERED
 
 
 def test_included_errors_die_at_once():
@@ -92,7 +93,7 @@ def test_excluded_errors_are_retried_for_ever_uncharged(deliveries, attempts):
     decision = decide(ConnectionError(), attempt=attempts, deliveries=deliveries, max_attempts=1, exclude=(OSError,))
     assert decision.outcome is Outcome.RETRIED
     assert decision.settlement.charge is False
-    assert decision.settlement.delay == min(300.0, 2.0 ** (deliveries - 1))
+    assert decision.settlement.delay == PLAIN.delay(deliveries, Random(0))
 
 
 def test_included_wins_over_excluded():
@@ -111,14 +112,66 @@ def test_exactly_max_attempts_charged_runs(most):
     assert runs == most
 
 
-def test_attempts_used_up_by_lost_leases_are_the_end_unrun():
-    policy = DeadLetterPolicy(max_attempts=5)
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        (DeadLetterPolicy(), "5 of its deliveries ended with their worker (max_crashes is 5): their leases ran out"),
+        (
+            DeadLetterPolicy(max_attempts=5, max_crashes=9),
+            "5 attempts are used up (max_attempts is 5): the leases ran out",
+        ),
+    ],
+)
+def test_attempts_used_up_by_lost_leases_are_the_end_unrun(policy, said):
     assert before_start(5, policy, lambda: silences(None, 5)) is None
     given_up = before_start(6, policy, lambda: silences(None, 6))
     assert given_up.outcome is Outcome.DEAD_LETTERED
     assert given_up.settlement.error_type == "LeaseExpired"
-    assert "5 attempts are used up (max_attempts is 5): the leases ran out" in given_up.settlement.error
+    assert said in given_up.settlement.error
     assert [failure.attempt for failure in read_history(given_up.settlement.history)] == [1, 2, 3, 4, 5]
+
+
+def test_failures_do_not_use_up_the_crashes():
+    history = None
+    for attempt in range(1, 20):
+        history = remember(history, attempt, "no", "OSError", 0.0)
+    assert before_start(20, DeadLetterPolicy(max_crashes=1), lambda: silences(history, 20)) is None
+    dead = before_start(21, DeadLetterPolicy(max_attempts=99, max_crashes=1), lambda: silences(history, 21))
+    assert dead.settlement.error_type == "LeaseExpired"
+
+
+ENDS = st.lists(st.sampled_from(["crash", "failure", "uncharged"]), max_size=3 * LAST)
+
+
+@given(ENDS, st.integers(0, LAST))
+def test_crashes_are_counted_however_many_there_were_and_whatever_is_forgotten(ends, dropped):
+    """A crash writes nothing; the store knows the number of attempts, and what the last failure left."""
+    history, attempt = None, 1
+    for end in ends:
+        if end == "failure":
+            history = remember(history, attempt, "no", "OSError", 0.0)
+        attempt += end != "uncharged"
+    for _ in range(dropped):  # as a store does that has no room for it
+        history = None if history is None else without_oldest(history) or history
+    assert crashes_before(history, attempt) == ends.count("crash")
+    assert crashes_before(silences(history, attempt), attempt) == ends.count("crash")
+    assert len(read_history(history)) <= LAST
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "{}", '{"before": 3, "failures": []}', '{"before": [1], "failures": [3]}', "[[]]"]
+)
+def test_what_is_no_history_tells_of_no_failure(text):
+    assert read_history(text) == ()
+
+
+def test_a_history_as_it_was_written_before_is_read():
+    """As a list only: what had been forgotten by then is not taken for crashes."""
+    rows = [[number, "no", "OSError", 1.0] for number in range(4, 14)]
+    assert crashes_before(json.dumps(rows), 14) == 0
+    rows[3] = [7, "its lease ran out", "LeaseExpired", None]
+    assert crashes_before(json.dumps(rows), 15) == 2
+    assert [failure.attempt for failure in read_history(json.dumps(rows))] == list(range(4, 14))
 
 
 def test_attempts_used_up_otherwise_say_what_the_last_one_came_to():

@@ -53,7 +53,7 @@ async def test_each_delivery_starts_and_finishes_with_an_event():
     assert loop.outcomes == {"acknowledged": 1}
 
 
-async def test_failures_back_off_and_end_after_exactly_five_runs(virtual_clock):
+async def test_failures_back_off_and_end_after_exactly_so_many_runs(virtual_clock):
     starts = []
 
     async def handle(job: int, ctx: Context) -> None:
@@ -61,7 +61,7 @@ async def test_failures_back_off_and_end_after_exactly_five_runs(virtual_clock):
         raise ValueError("no luck")
 
     mailbox = InMemoryMailbox()
-    loop = MainLoop(mailbox, handle, retry=EXACT)
+    loop = MainLoop(mailbox, handle, retry=EXACT, dead_letter=DeadLetterPolicy(max_attempts=5))
     async with background(loop):
         await mailbox.send(1)
         await anyio.sleep(1_000)
@@ -72,7 +72,7 @@ async def test_failures_back_off_and_end_after_exactly_five_runs(virtual_clock):
         assert loop.outcomes == {"retried": 4, "dead_lettered": 1}
 
 
-async def test_backoff_is_drawn_with_full_jitter(virtual_clock):
+async def test_backoff_is_drawn_at_random_from_half_of_it_on(virtual_clock):
     starts = []
 
     async def handle(job: int) -> None:
@@ -85,8 +85,8 @@ async def test_backoff_is_drawn_with_full_jitter(virtual_clock):
         await anyio.sleep(10)
     again = starts[200:]
     assert len(again) == 200
-    assert 0 <= min(again) < 0.1
-    assert 0.9 < max(again) <= 1
+    assert 0.5 <= min(again) < 0.55
+    assert 0.95 < max(again) <= 1
 
 
 async def test_success_after_failures():
@@ -202,8 +202,64 @@ async def test_attempts_that_lost_leases_used_up_end_the_message_unrun(virtual_c
         await anyio.sleep(1)
         (dead,) = await mailbox.dead_letters()
         assert dead.error_type == "LeaseExpired"
-        assert "5 attempts are used up (max_attempts is 5): the leases ran out" in dead.error
+        assert "5 of its deliveries ended with their worker (max_crashes is 5): their leases ran out" in dead.error
     assert runs == []
+
+
+async def test_an_outage_of_hours_costs_no_message(virtual_clock):
+    """With the default policies, messages that fail while a server is away are done once it is back."""
+    back, done = 12 * 3_600.0, []
+
+    async def handle(job: int, ctx: Context) -> None:
+        if virtual_clock.now < back:
+            raise ConnectionError("the server is away")
+        done.append((job, ctx.attempt))
+
+    mailbox = InMemoryMailbox()
+    async with background(MainLoop(mailbox, handle)):
+        await mailbox.send_many([1, 2, 3])
+        await anyio.sleep(back + 3 * 3_600)
+        assert (await mailbox.counts()).settled == 3
+    assert len(done) == 3
+    assert all(attempt <= 20 for _, attempt in done)
+
+
+async def test_what_always_fails_is_dead_within_the_horizon(virtual_clock):
+    runs = []
+
+    async def handle(job: int) -> None:
+        runs.append(virtual_clock.now)
+        raise ValueError("never")
+
+    mailbox = InMemoryMailbox()
+    async with background(MainLoop(mailbox, handle)):
+        await mailbox.send(1)
+        await anyio.sleep(30 * 3_600)
+        (dead,) = await mailbox.dead_letters()
+    least, most = RetryPolicy().horizon(20)
+    assert (dead.attempt, len(runs)) == (20, 20)
+    assert least <= runs[-1] - runs[0] <= most
+
+
+async def test_what_kills_its_workers_is_dead_after_five_whatever_else_failed(virtual_clock):
+    mailbox, runs = InMemoryMailbox(), []
+
+    async def handle(job: int) -> None:
+        runs.append(job)
+        raise OSError("no")
+
+    await mailbox.send(1)
+    for crashed in range(1, 6):
+        async with background(MainLoop(mailbox, handle, retry=RetryPolicy(initial_delay=60, factor=1))):
+            await anyio.sleep(1)
+        assert len(runs) == crashed
+        (message,) = await mailbox.receive(visibility_timeout=10, wait_time_seconds=60)  # a worker that will die
+        assert (message.attempt, message.crashes) == (2 * crashed, crashed - 1)
+        await anyio.sleep(10)
+    async with background(MainLoop(mailbox, handle)):
+        await anyio.sleep(1)
+        (dead,) = await mailbox.dead_letters()
+    assert (dead.error_type, dead.attempt, len(runs)) == ("LeaseExpired", 11, 5)
 
 
 async def test_attempts_that_were_given_back_end_the_message_unrun_and_are_told_as_that(virtual_clock):
@@ -217,7 +273,7 @@ async def test_attempts_that_were_given_back_end_the_message_unrun_and_are_told_
         await message.nack()
     (message,) = await mailbox.receive()
     await message.nack(error="no more ideas")
-    async with background(MainLoop(mailbox, handle)):
+    async with background(MainLoop(mailbox, handle, dead_letter=DeadLetterPolicy(max_attempts=5))):
         await anyio.sleep(1)
         (dead,) = await mailbox.dead_letters()
     assert (dead.error_type, dead.error) == (

@@ -79,7 +79,7 @@ async def test_a_failed_handler_answers_nobody(virtual_clock):
         raise ValueError
 
     mailbox, replies = InMemoryMailbox(), InMemoryMailbox()
-    async with background(MainLoop(mailbox, handle)):
+    async with background(MainLoop(mailbox, handle, dead_letter=DeadLetterPolicy(max_attempts=3))):
         await mailbox.send(1, reply_to=replies)
         await anyio.sleep(1_000)
         assert await replies.approximate_count() == 0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from contextvars import copy_context
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import trio
-from simulation_planting import planted_fault, quick
+from simulation_planting import honest, planted_fault, quick
 
 from mainspring import Context, InMemoryMailbox, LoopGroup, MailboxConnectionError, MainLoop, Retry, entropy
 from mainspring.clock import VIRTUAL_EPOCH, utc_now
@@ -139,9 +140,16 @@ def a_shutdown_charges_an_attempt(patch: pytest.MonkeyPatch) -> Given:
 
 
 @planted_fault("attempts")
-def attempts_never_run_out(patch: pytest.MonkeyPatch) -> None:
+def attempts_never_run_out(patch: pytest.MonkeyPatch) -> Given:
     patch.setattr(DeadLetterPolicy, "is_dead", lambda self, attempt, error: False)
     patch.setattr(attempt, "before_start", lambda *_: None)
+    return {"build": partial(honest, dead_letter=DeadLetterPolicy(max_attempts=5))}
+
+
+@planted_fault("attempts", faults=Faults.just(crash=600))
+def a_message_may_kill_any_number_of_workers(patch: pytest.MonkeyPatch) -> Given:
+    patch.setattr(attempt, "before_start", lambda *_: None)
+    return {"build": partial(honest, dead_letter=DeadLetterPolicy(max_crashes=2))}
 
 
 @planted_fault("no crash")

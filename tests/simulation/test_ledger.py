@@ -200,6 +200,14 @@ def test_too_many_attempts(story: Story) -> None:
     assert story.broken == "attempts"
 
 
+def test_too_many_crashes(story: Story) -> None:
+    story.ledger.max_crashes = 1
+    story.claim("w0", lease=1)
+    story.now = 1
+    story.begin("w1", story.claim("w1", attempt=2))
+    assert story.broken == "attempts"
+
+
 def test_a_handler_that_begins_late(story: Story) -> None:
     held = story.claim("w0", lease=60)
     story.now = 61

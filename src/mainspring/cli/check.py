@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mainspring.calibration import Rule, Timeouts, all_rules, seconds, unjudged
+from mainspring.calibration import Rule, Timeouts, all_rules, retries, seconds, unjudged
 from mainspring.cli.problems import FAILED, Problem
 from mainspring.cli.target import load_group
 
@@ -34,7 +34,7 @@ def check_target(
     else:
         from rich.console import Console
 
-        _print(Console(), target, rules, open_questions)
+        _print(Console(), target, rules, open_questions, [retries(timeouts) for timeouts in loops])
     return FAILED if broken else 0
 
 
@@ -48,7 +48,7 @@ def _as_json(target: str, rules: list[Rule], open_questions: list[str], loops: l
     }
 
 
-def _print(console: Console, target: str, rules: list[Rule], open_questions: list[str]) -> None:
+def _print(console: Console, target: str, rules: list[Rule], open_questions: list[str], remarks: list[str]) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -57,6 +57,8 @@ def _print(console: Console, target: str, rules: list[Rule], open_questions: lis
         verdict = Text("holds", "green") if rule.ok else Text("fails", "red")
         table.add_row(rule.loop or "(group)", Text(rule.formula), seconds(rule.left), seconds(rule.right), verdict)
     console.print(table)
+    for line in remarks:
+        console.print(Text(line), soft_wrap=True)
     for rule in rules:
         if not rule.ok:
             console.print(Text(f"fails: {rule.name}: {rule.advice}", "red"), soft_wrap=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mainspring.errors import Reject, ReplyNotAvailableError, Retry
 from mainspring.mailbox.dead_letters import Keep
-from mainspring.mailbox.history import LEASE_EXPIRED, read_history
+from mainspring.mailbox.history import LEASE_EXPIRED, crashes_before, read_history
 from mainspring.mailbox.message import Ack, Dead, Return, Settlement
 from mainspring.scope import lone_error
 
@@ -115,16 +115,25 @@ def is_unanswered(settlement: Settlement | None) -> bool:
 def before_start(
     attempt: int, dead_letter: DeadLetterPolicy, history_until: Callable[[], str | None]
 ) -> Decision | None:
-    """Whether a message is given up unrun, because its attempts are used up before this one; its history says by what.
+    """Decide whether a message is given up unrun: its attempts are used up before this one, or too many of its workers died.
 
     A failure ends a message when it happens. So these were leases that ran out, as of workers that died, or it was given back
     by ``nack()``, or it failed where more attempts are allowed. ``history_until`` gives the history up to this attempt, or
-    None where the store keeps none.
+    None where the store keeps none: then it is not known how many of the attempts ended with their worker.
     """
     most = dead_letter.max_attempts
-    if attempt <= most:
+    if attempt <= min(most, dead_letter.max_crashes):
         return None
     history = history_until()
+    crashes = 0 if history is None else crashes_before(history, attempt)
+    if crashes >= dead_letter.max_crashes:
+        text = (
+            f"{crashes} of its deliveries ended with their worker (max_crashes is {dead_letter.max_crashes}): their leases ran"
+            " out, as of workers that died or lost the store"
+        )
+        return Decision(Outcome.DEAD_LETTERED, Dead(text, LEASE_EXPIRED, history=history))
+    if attempt <= most:
+        return None
     failures = read_history(history)
     used = f"{attempt - 1} attempts are used up (max_attempts is {most})"
     if not failures:

@@ -12,7 +12,7 @@ from typing_extensions import TypeVar
 
 from mainspring import clock
 from mainspring.errors import MessageSettledError, ReplyNotAvailableError, SerializationError, reason_of
-from mainspring.mailbox.history import Failure, read_history, remember, silences
+from mainspring.mailbox.history import Failure, crashes_before, read_history, remember, silences
 from mainspring.mailbox.limits import check_seconds
 from mainspring.values import MAX_DELAY
 
@@ -263,6 +263,17 @@ class Message(Generic[T, R]):
     def attempt(self) -> int:
         """Which charged attempt this is, from 1; releases and uncharged returns do not count."""
         return self._delivery.attempt
+
+    @property
+    def crashes(self) -> int:
+        """How many of its earlier deliveries ended with their worker: their leases ran out, and nothing was told of them.
+
+        Each counts as an attempt. It is 0 where the store keeps no history.
+        """
+        delivery = self._delivery
+        if delivery.attempt == 1 or not self._mailbox.capabilities.history:
+            return 0
+        return crashes_before(delivery.history, delivery.attempt)
 
     @property
     def enqueued_at(self) -> datetime:

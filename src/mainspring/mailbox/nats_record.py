@@ -144,7 +144,10 @@ class Record:
         """The same without the oldest failures of its history, where its payload has more than ``most`` bytes with them."""
         record = self
         while record.history is not None and len(record.encode()) > most:
-            record = replace(record, history=without_oldest(record.history))
+            shorter = without_oldest(record.history)
+            if shorter is None:
+                break
+            record = replace(record, history=shorter)
         return record
 
     def revived(self, dedup_key: str | None) -> Record:

@@ -83,6 +83,9 @@ class GroupSettings:
             drain_delay=self.drain_delay,
             shutdown_timeout=self.shutdown_timeout,
             cancel_grace=self.cancel_grace,
+            max_attempts=loop.dead_letter.max_attempts,
+            max_crashes=loop.dead_letter.max_crashes,
+            horizon=loop.retry.horizon(loop.dead_letter.max_attempts),
         )
 
     @property

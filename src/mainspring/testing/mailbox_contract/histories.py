@@ -77,6 +77,29 @@ async def a_lease_that_ran_out_is_in_the_history(h: Harness) -> None:
 
 
 @behaviour("history")
+async def crashes_are_told_from_failures(h: Harness) -> None:
+    """Message.crashes counts the deliveries whose leases ran out, and no other: also once their failures are forgotten."""
+    async with h.open() as box:
+        await box.send("x")
+        equal((await h.one(box, lease=h.short)).crashes, 0, "crashes at the first delivery")
+        await h.pass_time(h.short)
+        for number in range(2, LAST + 3):
+            message = await h.one(box)
+            equal((message.attempt, message.crashes), (number, 1), "attempt and crashes after failures")
+            await message.nack(error=f"{number}")
+        await (await h.one(box)).nack(charge=False)
+        await (await h.one(box)).release()
+        message = await h.one(box, lease=h.short)
+        equal((message.attempt, message.crashes), (LAST + 3, 1), "attempt and crashes after what is not charged")
+        await h.pass_time(h.short)
+        message = await h.one(box)
+        equal((message.attempt, message.crashes), (LAST + 4, 2), "attempt and crashes after another crash")
+        await message.dead_letter("enough")
+        await box.replay_dead_letters()
+        equal((await h.one(box)).crashes, 0, "crashes of a replayed message")
+
+
+@behaviour("history")
 async def the_history_is_bounded(h: Harness) -> None:
     """Only the latest failures are kept, and of each error only so much."""
     async with h.open() as box:

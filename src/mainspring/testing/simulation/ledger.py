@@ -6,6 +6,7 @@ what it is told, by the rules of the mailbox's semantics, and the first entry th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -54,6 +55,7 @@ class Account:
     place: Place = Place.QUEUED
     ready_at: float = 0.0
     charged: int = 0
+    crashes: int = 0
     deliveries: int = 0
     receipt: str = ""
     holder: str = ""
@@ -82,10 +84,12 @@ class Ledger:
     :param journal: where what happens is noted.
     :param stop: called once, when an invariant is broken.
     :param max_attempts: the policy's limit on charged attempts.
+    :param max_crashes: its limit on those whose leases ran out.
     """
 
     def __init__(self, journal: Journal, clock: Callable[[], float], stop: Callable[[], object]) -> None:
-        self.max_attempts = 5
+        self.max_attempts = 20
+        self.max_crashes = 5
         self.broken: Broken | None = None
         self.accounts: dict[str, Account] = {}
         self.last_progress = 0.0
@@ -150,6 +154,7 @@ class Ledger:
                     "one lease", f"{worker} was given it while {account.holder} holds it for {left:.3f} s more", label
                 )
             account.charged += 1  # that lease ran out
+            account.crashes += 1
             self._journal.add("store", "lease ran out", label, account.holder)
         elif now < account.ready_at - ROUNDING:
             self.fail("delay", f"{worker} was given it {account.ready_at - now:.3f} s before its delay was over", label)
@@ -224,7 +229,8 @@ class Ledger:
         """Dead letters (their ids before and after) have been sent again."""
         for message_id in before - after:
             account = self.accounts[message_id]
-            account.place, account.charged, account.ready_at = Place.QUEUED, 0, self._now()
+            account.place, account.charged, account.crashes = Place.QUEUED, 0, 0
+            account.ready_at = self._now()
 
     def discarded(self, before: set[str], after: set[str]) -> None:
         """Dead letters (their ids before and after) have been forgotten."""
@@ -259,6 +265,8 @@ class Ledger:
         self._journal.add(worker, "started", account.label, f"attempt {attempt}")
         if attempt > self.max_attempts:
             self.fail("attempts", f"{worker} runs attempt {attempt} of at most {self.max_attempts}", account.label)
+        if account.crashes >= self.max_crashes:
+            self.fail("attempts", f"{worker} runs it although {account.crashes} of its leases ran out", account.label)
         if account.receipt != receipt or now > account.lease_until + ROUNDING:
             self.fail("one lease", f"{worker} starts its handler without a valid lease", account.label)
         return work
@@ -355,6 +363,10 @@ class Ledger:
                 told = f"{account.replies} replies were given, the requester saw {account.seen_replies}"
                 self.fail("replies", told, account.label)
 
-    def waiting(self) -> list[Account]:
-        """The messages that are not finished."""
-        return [account for account in self.accounts.values() if account.place in (Place.QUEUED, Place.LEASED)]
+    def waiting(self, until: float = math.inf) -> list[Account]:
+        """Return the messages that are not finished, without those whose next try is to come after ``until``."""
+        return [
+            account
+            for account in self.accounts.values()
+            if account.place is Place.LEASED or (account.place is Place.QUEUED and account.ready_at <= until)
+        ]

@@ -41,9 +41,10 @@ class Probe:
         self.codec = mailbox.codec
         self.body_type = self.codec.body_type
         self.max_attempts = max(loop.dead_letter.max_attempts for loop in loops)
+        self.max_crashes = max(loop.dead_letter.max_crashes for loop in loops)
         self.lease = max(loop.visibility_timeout for loop in loops)
         settings = group.settings
-        slowest = max(self.lease + loop.wait_time_seconds + loop.retry.max_delay for loop in loops)
+        slowest = max(self.lease + loop.wait_time_seconds for loop in loops)
         stall = (settings.watchdog_threshold or 0.0) + settings.watchdog_interval
         self.patience = SPARE + 3 * (slowest + stall + settings.shutdown_timeout)
         self._body = body

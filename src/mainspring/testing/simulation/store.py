@@ -254,4 +254,5 @@ def _copy(entry: Delivery) -> Delivery:
         entry.headers,
         entry.checkpoint,
         entry.leased_at,
+        entry.history,
     )

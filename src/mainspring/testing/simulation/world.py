@@ -32,6 +32,8 @@ STOPPING = 86_400.0
 """Virtual seconds within which the last shutdown surely ends; each process's own budget is far below it."""
 SETTLING = 4 * 3600.0
 """Virtual seconds after the last fault within which what is left is given time to finish."""
+RETRYING = 600.0
+"""Virtual seconds after the last fault: a message whose next try comes later is left waiting for it."""
 
 
 class World:
@@ -57,7 +59,7 @@ class World:
         self._ended = trio.Event()
         self.journal = Journal(trio.current_time)
         self.ledger = Ledger(self.journal, trio.current_time, self.stop)
-        self.ledger.max_attempts = probe.max_attempts
+        self.ledger.max_attempts, self.ledger.max_crashes = probe.max_attempts, probe.max_crashes
         self.hold = TaskHold(_is_halted)
         self.store: Store
         self._root = trio.lowlevel.current_root_task()
@@ -123,8 +125,9 @@ class World:
             nursery.cancel_scope.cancel()
 
     async def _settle(self) -> None:
-        end = trio.current_time() + SETTLING
-        while self.ledger.waiting() and trio.current_time() < end:
+        """Let the fleet finish what is there; of what fails again and again, only the next tries."""
+        now = trio.current_time()
+        while self.ledger.waiting(until=now + RETRYING) and trio.current_time() < now + SETTLING:
             await trio.sleep(5.0)
             self._check_progress()
 
