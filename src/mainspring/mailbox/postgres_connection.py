@@ -20,7 +20,7 @@ from psycopg.rows import tuple_row
 from psycopg.waiting import wait_async
 
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, MainspringError
-from mainspring.mailbox.limits import COURTESY, SILENCE
+from mainspring.mailbox.limits import COURTESY, SILENCE, dropped
 from mainspring.mailbox.postgres_arrays import register
 from mainspring.resolver import resolve
 
@@ -46,6 +46,8 @@ _AWAY = (
     psycopg.errors.ReadOnlySqlTransaction,
     psycopg.errors.IdleInTransactionSessionTimeout,
 )
+DROPPED = "MS002"
+"""The code with which the functions refuse to work on a mailbox that is not there any more."""
 _ENDED = ("FATAL", "PANIC")
 """How severe it is when the server ends a connection, whatever for."""
 _MIGRATE = (
@@ -424,6 +426,8 @@ async def send(connection: psycopg.AsyncConnection[Any], calls: Sequence[Call]) 
 
 def explained(error: psycopg.Error) -> Exception:
     """What an error of the driver is to the user of a mailbox; itself, where it is the fault of a value."""
+    if error.sqlstate == DROPPED:
+        return dropped("the mailbox")
     if isinstance(error, psycopg.errors.LockNotAvailable):
         return HeldUpError(f"PostgreSQL: {one_line(error)}")
     if isinstance(error, _AGAIN):

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Envelope
     from mainspring.mailbox.sqlite_commands import StoreCommand
 
+ALL = 1_000_000
+"""More receives than wait for one mailbox."""
 _UNREADABLE = Dead("the stored headers are no JSON object of strings", "NotJsonError")
 
 
@@ -54,12 +56,16 @@ def perform(connection: Connection, commands: Sequence[StoreCommand], boot: floa
     return work
 
 
-def look(connection: Connection) -> tuple[dict[int, int], float, float]:
-    """How many messages are pending by mailbox; the earliest lease end (since boot) and due date (POSIX)."""
+def look(connection: Connection, waited_on: Sequence[int] = ()) -> tuple[dict[int, int], float, float]:
+    """How many messages are pending by mailbox; the earliest lease end (since boot) and due date (POSIX).
+
+    One of ``waited_on`` that is gone counts as one with something to receive: its receivers are to hear of that.
+    """
     head: list[tuple[Any, ...]] = connection.execute(sql.HEAD).fetchall()
     _, until, due, expires = head[0]
     waiting: list[tuple[Any, ...]] = connection.execute(sql.PENDING).fetchall()
     pending = dict(waiting)
+    pending |= dict.fromkeys((box for box in waited_on if not connection.execute(sql.COUNTS, (box,)).fetchall()), ALL)
     dates = [date for date in (due, expires) if date is not None]
     return pending, math.inf if until is None else until, min(dates, default=math.inf)
 

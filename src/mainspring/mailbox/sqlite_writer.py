@@ -232,7 +232,9 @@ class Writer:
                     process.call_soon(waiters.loop, partial(waiters.due_in, max(soonest - boot, SOONEST)))
 
     def _look(self) -> None:
-        seen = self.file.read(look)
+        with self._lock:
+            waited_on = list(self._waiters)
+        seen = self.file.read(partial(look, waited_on=waited_on))
         if seen is None:
             with self._lock:
                 self._wake_all()  # those who wait shall hear what is wrong

@@ -86,12 +86,23 @@ BEGIN
     ) - clock_timestamp());
 END $$;
 
+CREATE OR REPLACE FUNCTION mainspring.check_mailbox(box integer) RETURNS void LANGUAGE plpgsql AS $$
+-- For those who find nothing: whether the mailbox is there still.
+BEGIN
+    IF NOT EXISTS (SELECT FROM mainspring.mailboxes b WHERE b.id = box) THEN
+        RAISE EXCEPTION 'the mailbox was dropped' USING ERRCODE = 'MS002';
+    END IF;
+END $$;
+
 CREATE OR REPLACE FUNCTION mainspring.listen(box integer) RETURNS boolean LANGUAGE plpgsql AS $$
 -- Say that somebody waits, and so that senders must tell; whether nobody had said so lately.
 DECLARE at timestamptz := clock_timestamp();
         before timestamptz;
 BEGIN
     SELECT b.listened_until INTO before FROM mainspring.mailboxes b WHERE b.id = box;
+    IF NOT FOUND THEN
+        PERFORM mainspring.check_mailbox(box);
+    END IF;
     IF before < at + interval '30 seconds' THEN
         UPDATE mainspring.mailboxes b SET listened_until = at + interval '60 seconds'
             WHERE b.id = (SELECT c.id FROM mainspring.mailboxes c WHERE c.id = box FOR UPDATE SKIP LOCKED);
@@ -170,6 +181,8 @@ BEGIN
     ELSIF waits THEN
         first_received_at := CASE WHEN moved < 1000 THEN mainspring.next_due(box) ELSE 0 END;
         deliveries := CASE WHEN mainspring.listen(box) THEN 1 ELSE 0 END;
+    ELSE
+        PERFORM mainspring.check_mailbox(box);
     END IF;
     lease := moved;
     enqueued_at := extract(epoch FROM through);

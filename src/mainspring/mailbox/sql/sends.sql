@@ -31,6 +31,19 @@ BEGIN
     END IF;
 END $$;
 
+CREATE OR REPLACE FUNCTION mainspring.tell_sent(box integer, gained bigint) RETURNS void LANGUAGE plpgsql AS $$
+-- The same for what was sent into a mailbox, which must be there: what is in one that was dropped nobody receives.
+DECLARE listened_until timestamptz;
+BEGIN
+    SELECT b.listened_until INTO listened_until FROM mainspring.mailboxes b WHERE b.id = box;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'the mailbox was dropped' USING ERRCODE = 'MS002';
+    END IF;
+    IF listened_until > clock_timestamp() THEN
+        PERFORM pg_notify('mainspring', box || ' ' || gained);
+    END IF;
+END $$;
+
 CREATE OR REPLACE FUNCTION mainspring.put(box integer, ids text[], bodies bytea[]) RETURNS void LANGUAGE plpgsql AS $$
 -- Messages that want nothing special.
 DECLARE at timestamptz := clock_timestamp();
@@ -38,7 +51,7 @@ BEGIN
     INSERT INTO mainspring.messages (id, mailbox, state, rank, pos, enqueued_at, body)
         SELECT g.id, box, 0, 0, nextval('mainspring.positions'), at, g.body FROM unnest(ids, bodies) AS g (id, body);
     INSERT INTO mainspring.tallies (mailbox, pending) VALUES (box, cardinality(ids));
-    PERFORM mainspring.tell(box, cardinality(ids));
+    PERFORM mainspring.tell_sent(box, cardinality(ids));
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.put_special(
@@ -58,7 +71,7 @@ BEGIN
             AS g (id, body, delay, rank, reply_to, headers, life);
     SELECT count(*) INTO late FROM unnest(delays) AS d WHERE d > 0;
     INSERT INTO mainspring.tallies (mailbox, pending, delayed) VALUES (box, cardinality(ids) - late, late);
-    PERFORM mainspring.tell(box, cardinality(ids) - late);
+    PERFORM mainspring.tell_sent(box, cardinality(ids) - late);
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.bury_expired(box integer, key text) RETURNS void LANGUAGE plpgsql AS $$
@@ -114,7 +127,7 @@ BEGIN
         IF FOUND THEN
             INSERT INTO mainspring.tallies (mailbox, pending, delayed)
                 VALUES (box, CASE WHEN late THEN 0 ELSE 1 END, CASE WHEN late THEN 1 ELSE 0 END);
-            PERFORM mainspring.tell(box, CASE WHEN late THEN 0 ELSE 1 END);
+            PERFORM mainspring.tell_sent(box, CASE WHEN late THEN 0 ELSE 1 END);
             RETURN new_id;
         END IF;
     END LOOP;

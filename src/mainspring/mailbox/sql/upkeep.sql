@@ -4,6 +4,7 @@ CREATE OR REPLACE FUNCTION mainspring.counts(
     box integer, OUT delayed bigint, OUT pending bigint, OUT in_flight bigint, OUT settled bigint, OUT dead bigint
 ) LANGUAGE plpgsql AS $$
 BEGIN
+    PERFORM mainspring.check_mailbox(box);
     PERFORM mainspring.sweep_all(box);
     SELECT coalesce(sum(t.delayed), 0), coalesce(sum(t.pending), 0), coalesce(sum(t.in_flight), 0),
             coalesce(sum(t.settled), 0), coalesce(sum(t.dead), 0)
@@ -80,7 +81,7 @@ BEGIN
         END;
     END LOOP;
     INSERT INTO mainspring.tallies (mailbox, pending, dead) VALUES (box, number, -number);
-    PERFORM mainspring.tell(box, number);
+    PERFORM mainspring.tell_sent(box, number);
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.raise_dead(box integer, named text[]) RETURNS bigint LANGUAGE plpgsql AS $$
