@@ -53,6 +53,56 @@ async def test_a_delay_that_another_process_sets_is_waited_for(place, monkeypatc
             await sender.send("x", delay=0.2)
 
 
+@pytest.mark.parametrize("how", ["nack", "release", "delayed nack", "expiry", "replay"])
+async def test_what_is_given_back_wakes_another_process(place, monkeypatch, how):
+    monkeypatch.setattr(postgres_hub, "LOOK_AGAIN", 1_000.0)
+    monkeypatch.setattr(postgres_lanes, "QUICK_LOOKS", (1_000.0,))
+    async with place.mailbox() as receiver, place.mailbox(application_name="another hub") as worker:
+        await until(lambda: receiver._here.listening)
+        await worker.send("x")
+        (held,) = await worker.receive(visibility_timeout=0.2 if how == "expiry" else 600)
+        if how == "replay":
+            await held.dead_letter("no")
+        async with receiving(receiver):
+            if how == "nack":
+                await held.nack()
+            elif how == "delayed nack":
+                await held.nack(delay=0.1)
+            elif how == "release":
+                await held.release()
+            elif how == "replay":
+                await worker.replay_dead_letters()
+
+
+async def test_one_of_two_processes_that_leaves_has_kept_nothing_from_the_other(place, monkeypatch):
+    """Both are told of a message; the receive of one ends, at any point from then on."""
+    monkeypatch.setattr(postgres_hub, "LOOK_AGAIN", 1_000.0)
+    monkeypatch.setattr(postgres_lanes, "QUICK_LOOKS", (1_000.0,))
+    async with place.mailbox() as receiver, place.mailbox(application_name="another hub") as other:
+        await until(lambda: receiver._here.listening and other._here.listening)
+        for steps in range(0, 40, 5):
+            taken: list[object] = []
+            scope = anyio.CancelScope()
+
+            async def leave(scope=scope, taken=taken) -> None:
+                with scope:
+                    taken += await other.receive(wait_time_seconds=60)
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(leave)
+                await until(lambda: other._lanes.waiters.parked)
+                async with receiving(receiver) as got:
+                    await other.send("x")
+                    for _ in range(steps):
+                        await anyio.lowlevel.checkpoint()
+                    scope.cancel()
+                    await until(lambda got=got, taken=taken: got or taken)
+                    if not got:
+                        await other.send("x")
+            assert [message.attempt for message in (*got, *taken)] == [1] * (1 + len(taken))
+            await other.purge()
+
+
 async def test_nobody_waiting_costs_senders_no_notification(place):
     async with place.mailbox(listen=False) as mailbox, await place.connect(autocommit=True) as listener:
         await listener.execute(f"LISTEN {place.schema}")
