@@ -267,6 +267,20 @@ async def test_at_the_timeout_the_caller_goes_on_and_the_work_is_counted_until_i
         assert (pool.late, pool.ended_late) == (0, 1)
 
 
+async def test_a_pool_is_idle_with_its_late_calls_only_when_those_have_ended(gate):
+    async with OffloadPool(workers=2) as pool:
+        await pool.wait_idle(late=True)
+        await make_late(pool, gate.pass_through)
+        with anyio.move_on_after(0.01) as waited:
+            await pool.wait_idle(late=True)
+        assert waited.cancelled_caught
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pool.run, gate.open.set)
+            await pool.wait_idle(late=True)
+            assert (pool.in_flight, pool.queued, pool.late, pool.ended_late) == (0, 0, 0, 1)
+    await pool.wait_idle(late=True)
+
+
 async def test_a_cancelled_call_in_a_thread_is_late(gate):
     async with OffloadPool(workers=1) as pool:
         async with anyio.create_task_group() as tasks:

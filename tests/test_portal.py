@@ -959,6 +959,95 @@ def test_what_a_broken_loop_had_accepted_is_told(monkeypatch, caplog):
     assert "could not call 2 callbacks that were in its queue" in caplog.text
 
 
+# ----------------------------------------------------------------------------------------------------- in flight and idle
+
+
+def test_what_is_in_flight_is_counted_and_waited_for(thread):
+    gate, seen = threading.Event(), []
+
+    async def task():
+        await anyio.sleep(0)
+        while not gate.is_set():
+            await anyio.sleep(0.001)
+        seen.append("task")
+
+    def callback():
+        seen.append(thread.in_flight)
+        gate.wait(PATIENCE)
+
+    assert thread.in_flight == 0
+    assert thread.wait_idle() is True
+    ticket = thread.submit(task)
+    thread.post(callback)
+    thread.post(lambda: seen.append("callback"))
+    while not seen:
+        time.sleep(0.001)
+    assert seen == [3]  # in the callback: itself, the task, and the callback behind it
+    assert thread.in_flight == 3
+    assert thread.wait_idle(timeout=0.01) is False
+    gate.set()
+    assert thread.wait_idle(timeout=PATIENCE) is True
+    assert ticket.is_ready
+    assert sorted(seen[1:]) == ["callback", "task"]
+    assert thread.in_flight == 0
+
+
+def test_what_is_accepted_meanwhile_is_waited_for(thread):
+    done = []
+
+    async def chain(left):
+        await anyio.sleep(0.001)
+        if left:
+            thread.post(lambda: thread.submit(chain, left - 1))
+        else:
+            done.append(True)
+
+    for _ in range(3):
+        thread.submit(chain, 5)
+    waiting = [threading.Thread(target=thread.wait_idle) for _ in range(3)]
+    for one in waiting:
+        one.start()
+    assert thread.wait_idle(timeout=PATIENCE)
+    assert done == [True] * 3
+    for one in waiting:
+        one.join(PATIENCE)
+        assert not one.is_alive()
+
+
+def test_one_that_does_not_run_is_idle_and_its_end_ends_the_wait(make):
+    thread = make()
+    assert thread.wait_idle() is True
+    thread.start()
+    thread.submit(anyio.sleep_forever)
+    answers = []
+    waits = threading.Thread(target=lambda: answers.append(thread.wait_idle()))
+    waits.start()
+    time.sleep(0.005)
+    assert answers == []
+    thread.stop(timeout=0)
+    waits.join(PATIENCE)
+    assert answers == [True]
+    assert (thread.in_flight, thread.wait_idle()) == (0, True)
+
+
+def test_a_wait_that_could_not_end_is_refused_by_name(thread):
+    async def in_a_worker_thread():
+        with pytest.raises(ConfigError, match="would wait for what calls it"):
+            await anyio.to_thread.run_sync(thread.wait_idle)
+        with pytest.raises(ConfigError, match="would wait for what calls it"):
+            thread.wait_idle()
+
+    async def elsewhere():
+        with pytest.raises(ConfigError, match=r"await anyio.to_thread.run_sync\(thread.wait_idle\)"):
+            thread.wait_idle()
+        return await anyio.to_thread.run_sync(thread.wait_idle)
+
+    thread.submit(in_a_worker_thread).wait_sync(PATIENCE)
+    assert anyio.run(elsewhere) is True
+    with pytest.raises(InvalidParameterError, match="timeout must be 0 or more seconds"):
+        thread.wait_idle(timeout=-1)
+
+
 # ----------------------------------------------------------------------------------------------------------------- group
 
 

@@ -247,10 +247,18 @@ class OffloadPool:
         """How many calls have ended late since the pool was opened."""
         return 0 if self._calls is None else self._calls.ended_late_count
 
-    async def wait_idle(self) -> None:
-        """Wait until no call is queued or in flight; late ones do not count. Put a limit of your own around it."""
-        if self._calls is not None:
-            await self._calls.wait_idle()
+    async def wait_idle(self, *, late: bool = False) -> None:
+        """Wait until no call is queued or in flight, with ``late`` also until no late call runs any more.
+
+        A call that never ends is waited for: put a limit of your own around it.
+        """
+        calls = self._calls
+        if calls is None:
+            return
+        await calls.wait_idle()
+        while late and calls.late:
+            await calls.wait_for_late()
+            await calls.wait_idle()
 
     async def wait_for_late(self) -> None:
         """Wait until no late call runs any more. One that never ends is waited for: put a limit of your own around it."""

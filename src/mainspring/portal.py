@@ -140,6 +140,26 @@ class LoopThread:
             submission.fail(self._core.not_running())
         return submission.ticket
 
+    @property
+    def in_flight(self) -> int:
+        """How many posted callbacks and submitted tasks are accepted and not finished. From any thread at any time."""
+        return self._core.in_flight
+
+    def wait_idle(self, *, timeout: float | None = None) -> bool:
+        """Block this thread until nothing is in flight, at most ``timeout`` seconds (None: no limit); False where it still is.
+
+        What is accepted meanwhile is waited for as well, and so is a task that has no end, as that of a LoopGroup which runs in
+        the thread. Where the thread does not run it returns True at once, and when it ends. It may be called from any number of
+        threads.
+
+        :raises ConfigError: an event loop runs in this thread, and would stand still; or this is a part of what is in flight,
+            as a callback or a plain handler, and would wait for itself.
+        :raises InvalidParameterError: ``timeout`` is not a time.
+        """
+        if timeout is not None and not is_number(timeout, 0):
+            raise InvalidParameterError(f"{self._core}: timeout must be 0 or more seconds, or None, not {timeout!r}")
+        return self._core.wait_idle(timeout)
+
     def stop(self, *, timeout: float | None = None) -> bool:
         """Accept nothing more, do what was accepted, and wait for the end of the thread; whether all ended by itself.
 

@@ -20,7 +20,7 @@ from mainspring.errors import ConfigError, LoopNotRunningError
 from mainspring.loggers import Logger
 from mainspring.portal_state import IDLE, JOIN_WITHIN, RUNNING, STARTING, Gate, Life
 from mainspring.portal_submission import Submission
-from mainspring.process import call_soon, event_loop
+from mainspring.process import call_soon, event_loop, in_event_loop
 from mainspring.stacks import where_thread
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ class LoopCore:
         # Each entry is a list of the one function, so that it can be taken out of it once: to be called, or to be refused.
         self._queue: deque[list[Callable[[], object]]] = deque()
         self._awake = False
+        self._calling = False
+        self._idle_waiters: list[Gate] = []
         self._loop_runs = False
         self._loop: object = None
         self._stop_told: anyio.Event | None = None
@@ -166,6 +168,32 @@ class LoopCore:
                 raise
         return True
 
+    @property
+    def in_flight(self) -> int:
+        # Read in the order in which work moves on, so that none is missed; one that moves just now may count twice.
+        return 0 if self._over.is_open else len(self._queue) + self._calling + len(self.running)
+
+    def wait_idle(self, timeout: float | None) -> bool:
+        self._check_process()
+        if self._is_within():
+            raise ConfigError(f"{self}: wait_idle() would wait for what calls it; call it from another thread")
+        if in_event_loop():
+            raise ConfigError(
+                f"{self}: wait_idle() would block the event loop of this thread; use `await"
+                " anyio.to_thread.run_sync(thread.wait_idle)`"
+            )
+        if self._loop is None:  # nothing was accepted yet
+            return True
+        gate = Gate()
+        self._idle_waiters.append(gate)
+        try:
+            if self._over.is_open:  # asked after the registration: the end cannot be missed in between
+                return True
+            self._call_soon(self._tell_if_idle)
+            return gate.wait(timeout)
+        finally:
+            self._idle_waiters.remove(gate)
+
     def stop(self, timeout: float | None) -> bool:
         self._claim()
         self._ask_to_stop(timeout)
@@ -259,6 +287,8 @@ class LoopCore:
             self._give_up()
         # Else all that came in before the flip was called. What is left came after it, and its posters take it back.
         self._over.open()
+        for gate in tuple(self._idle_waiters):
+            gate.open()
 
     def _give_up(self) -> None:
         """Tell of what is in the queue of an event loop that broke."""
@@ -286,12 +316,27 @@ class LoopCore:
                 return
             self._awake = True
         end = clock.monotonic() + TURN
+        self._calling = True
         while self._queue and clock.monotonic() < end:
             fn = _taken(self._queue.popleft())
             if fn is not None:
                 self.call(fn)
+        self._calling = False
+        if self._idle_waiters:
+            self._tell_if_idle()
         # In every case: callbacks rarely come alone, and one look too many costs less than waking the loop for each.
         call_soon(self._loop, self._turn)
+
+    def _tell_if_idle(self) -> None:
+        if not self._queue and not self._calling and not self.running:
+            for gate in tuple(self._idle_waiters):
+                gate.open()
+
+    def has_ended(self, submission: Submission[Any]) -> None:
+        """Its task is over, and its ticket answered."""
+        self.running.discard(submission)
+        if self._idle_waiters:
+            self._tell_if_idle()
 
     def call(self, fn: Callable[[], object]) -> None:
         """Call what somebody has handed in, and let its failure harm nobody."""

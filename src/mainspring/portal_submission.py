@@ -88,7 +88,7 @@ class Submission(Generic[T]):
             if self._scope.cancel_called:  # whatever it has made of that
                 self._core.clean = False
             self._awaitable = None
-            self._core.running.discard(self)
+            self._core.has_ended(self)
 
     def _of_an_exit(self, error: BaseException) -> MainspringError:
         if _is_cancellation(error):
