@@ -66,8 +66,8 @@ class MailboxConnectionError(MailboxError):
 
 
 class SerializationError(MailboxError, ValueError):
-    """A body does not fit the mailbox's type, or stored bytes do not; the message names the type and the field. Or a body, a
-    reply or a checkpoint is larger than the store takes."""
+    """A body does not fit the mailbox's type, or stored bytes do not, or what is to be written would be read as something else;
+    the message names the type and the field. Or a body, a reply or a checkpoint is larger than the store takes."""
 
 
 class ReceiptHandleExpiredError(MailboxError):

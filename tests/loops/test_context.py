@@ -271,8 +271,11 @@ async def test_a_checkpoint_outlives_the_worker(virtual_clock):
 @pytest.mark.parametrize(
     ("state", "said"),
     [
-        (object(), "a checkpoint of type object is no JSON"),
-        (json.loads("[" * 201 + "1" + "]" * 201), "a checkpoint must not be nested more than 200 deep"),
+        (object(), "a checkpoint of type object cannot be written as JSON: Unable to serialize"),
+        (
+            json.loads("[" * 201 + "1" + "]" * 201),
+            "a checkpoint of type list cannot be written as JSON: it is nested more",
+        ),
     ],
     ids=["no JSON", "too deep"],
 )

@@ -30,7 +30,7 @@ class Joining(FaultyMailbox):
         self.joined: list[list[Any]] = []
 
     async def _acknowledge_many(self, deliveries: list[Any]) -> dict[int, Exception]:
-        self.joined.append([delivery.body for delivery in deliveries])
+        self.joined.append([int(delivery.body) for delivery in deliveries])
         return await self._through("join", len(deliveries), lambda: self._really(deliveries))
 
     async def _really(self, deliveries: list[Any]) -> dict[int, Exception]:

@@ -478,7 +478,12 @@ async def test_a_mailbox_without_checkpoints_says_so():
         (3, {}, InvalidParameterError, "name must be text"),
         ("x", {"key": 3}, InvalidParameterError, "key must be text, or None"),
         ("x", {"key": ""}, InvalidParameterError, "key must be text, or None"),
-        ("x", {"info": object()}, SerializationError, "info of tool call 'x' of type object is no JSON"),
+        (
+            "x",
+            {"info": object()},
+            SerializationError,
+            "the info of a tool call of type object cannot be written as JSON",
+        ),
     ],
 )
 async def test_bad_values_are_refused_where_they_are_given(name, options, error, words):
@@ -500,7 +505,7 @@ async def test_a_block_is_entered_once_and_a_call_is_settled_not_a_name():
         with pytest.raises(ConfigError, match="begins with its block"):
             _ = block.call
         async with block:
-            with pytest.raises(SerializationError, match="is no JSON"):
+            with pytest.raises(SerializationError, match="cannot be written as JSON"):
                 block.keep(object())
         with pytest.raises(ConfigError, match="made once"):
             await block.__aenter__()

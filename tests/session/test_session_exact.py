@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from datetime import datetime, timedelta
-from enum import Enum
-from typing import Annotated, Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import pytest
-from pydantic import BaseModel, ConfigDict
 from session_state import MemoryJournal
 
 from mainspring import ConfigError, SerializationError, Session, UnknownEventError, UnknownVersionError
 from mainspring.session import append, on, replace_latest, upsert_by, versioned
-from mainspring.session.exact import difference, is_exact, is_exact_event
 
 pytestmark = pytest.mark.anyio
 
@@ -82,7 +78,7 @@ async def test_a_class_that_is_not_registered_itself_is_not_taken_for_the_one_ab
     session = Session()
     session.register(Base, "log", append)
     await session.dispatch(Sub(1, 2))
-    with pytest.raises(SerializationError, match="slice 'log': it is a Sub and would come back as a Base"):
+    with pytest.raises(SerializationError, match=r"slice 'log': .* it is a Sub and would come back as a Base"):
         session.snapshot()
 
 
@@ -123,7 +119,8 @@ async def test_what_could_not_be_read_back_as_it_is_is_refused_at_its_dispatch(a
     journal = MemoryJournal()
     async with Session.open(Home, journal=journal) as session:
         with pytest.raises(
-            SerializationError, match=r"event \w+: (pet|what) is a \w+ and would come back as a \w+; annotate"
+            SerializationError,
+            match=r"event \w+: .* as it is: (pet|what) is a \w+ and would come back as a \w+; annotate",
         ):
             await session.dispatch(event)
         await session.dispatch(Adopted(Cat("b")))
@@ -215,47 +212,6 @@ async def test_two_types_of_one_stored_name_in_a_slice(anyio_backend):
         session.snapshot()
 
 
-# ------------------------------------------------------------------------------------------------------------- the decision
-
-
-class Colour(Enum):
-    RED = "red"
-
-
-class Mixed(Enum):
-    A = 1
-    B = "1"
-
-
-class Point(NamedTuple):
-    x: int
-    y: int
-
-
-class Model(BaseModel):
-    model_config = ConfigDict(frozen=True)
-    pet: Cat | Dog
-
-
-@pytest.mark.parametrize(
-    ("kind", "exact"),
-    [
-        (str, True), (int | None, True), (float | str, True), (datetime, True), (tuple[int, ...], True), (Colour, True),
-        (dict[str, list[float | None]], True), (Literal["a"], True),
-        (Any, False), (Cat, False), (Cat | None, False), (str | datetime, False), (tuple[Cat, ...], False), (Mixed, False),
-        (list, False), (object, False), (tuple, False), (Point, False),
-    ],
-)  # fmt: skip
-def test_types_that_need_not_be_looked_at(kind, exact):
-    assert is_exact(kind) is exact
-
-
-@dataclass(frozen=True)
-class Computed:
-    n: int
-    twice: int = field(init=False, default=0)
-
-
 @dataclass(frozen=True)
 class Shifting:
     n: int
@@ -264,39 +220,9 @@ class Shifting:
         object.__setattr__(self, "n", self.n + 1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "exact"), [(Opened, True), (Adopted, False), (Computed, False), (Shifting, False), (Model, False)]
-)
-def test_events_that_need_not_be_looked_at(kind, exact):
-    assert is_exact_event(kind) is exact
-
-
-NAN = float("nan")
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "found"),
-    [
-        (Cat("a"), Cat("a"), None), (1, 1.0, None), (NAN, NAN, None), ((1, [2]), (1, [2]), None), ({"a": 1}, {"a": 1}, None),
-        (Model(pet=Cat("a")), Model(pet=Cat("a")), None), (timedelta(1), timedelta(1), None),
-        (Cat("a"), Dog("a"), "it is a Cat and would come back as a Dog"),
-        ((1,), [1], "it is a tuple and would come back as a list"),
-        ((1, 2), (1,), "it would come back with 1 items of 2"), ({"a": 1}, {}, "a is 1 and would come back as None"),
-        (Model(pet=Dog("a")), Model(pet=Cat("a")), "pet is a Dog and would come back as a Cat"),
-        ((Cat("a"), Cat("b")), (Cat("a"), Cat("c")), "1.name is 'b' and would come back as 'c'"),
-        (Point(1, 2), Point(1, 3), "y is 2 and would come back as 3"),
-        (Point(1, 2), (1, 2), "it is a Point and would come back as a tuple"),
-        (frozenset({1}), frozenset({2}), "it is frozenset({1}) and would come back as frozenset({2})"),
-        (Colour.RED, "red", "it is <Colour.RED: 'red'> and would come back as 'red'"),
-    ],
-)  # fmt: skip
-def test_what_is_the_same(before, after, found):
-    assert difference(before, after) == found
-
-
 async def test_an_event_that_computes_its_fields_anew(anyio_backend):
     session = Session.open(journal=MemoryJournal())
     session.register(Shifting, "log", append)
     async with session:
-        with pytest.raises(SerializationError, match="event Shifting: n is 2 and would come back as 3"):
+        with pytest.raises(SerializationError, match=r"event Shifting: .* n is 2 and would come back as 3"):
             await session.dispatch(Shifting(1))

@@ -81,10 +81,13 @@ class Context:
         return self._kept().restored
 
     async def checkpoint(self, state: Any) -> None:
-        """Keep ``state`` (anything pydantic can write as JSON) with the message, for its next delivery; also a beat.
+        """Keep ``state`` with the message, for its next delivery; also a beat.
 
-        It is as durable as the mailbox when this returns. Raises :class:`SerializationError` for what is no JSON and
-        :class:`ReceiptHandleExpiredError` where the lease is lost; the earlier checkpoint then stands.
+        It is plain JSON, which :attr:`restored` gives back as equal; or a dataclass or model, of which it gives the JSON data
+        that its class reads. It is as durable as the mailbox when this returns.
+
+        :raises SerializationError: it is neither, or would be read as something else; the earlier checkpoint stands.
+        :raises ReceiptHandleExpiredError: the lease is lost; the earlier checkpoint stands.
         """
         await self._kept().save(to_json(state))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
@@ -11,7 +12,7 @@ from anyio import from_thread
 
 from mainspring import clock
 from mainspring.errors import ConfigError, InvalidParameterError, MailboxConnectionError, SerializationError
-from mainspring.mailbox.codec import MAX_DEPTH, is_too_deep
+from mainspring.mailbox.codec import Codec, why_unreadable
 from mainspring.process import in_event_loop
 
 if TYPE_CHECKING:
@@ -115,10 +116,8 @@ class Notes:
     async def _write(self, state: bytes | None, calls: dict[int, ToolCall]) -> None:
         """Write both, as one value. What is known here changes when it is written."""
         raw = _written(state, calls)
-        if is_too_deep(raw):
-            raise SerializationError(
-                f"a checkpoint must not be nested more than {MAX_DEPTH} deep: it could not be read back"
-            )
+        if (reason := why_unreadable(raw)) is not None:
+            raise SerializationError(f"a checkpoint cannot be written: {reason}, and could not be read back")
         self._run.beat()
         await self._run.message.save_checkpoint(raw)
         self.state, self._calls, self._restored = state, calls, None
@@ -128,7 +127,9 @@ class Notes:
 def _written(state: bytes | None, calls: dict[int, ToolCall]) -> bytes:
     if not calls and not (state or b"").startswith(_MARK):  # a state that looks like ours is not to be taken for it
         return b"null" if state is None else state
-    head = b'%s%d,"calls":%s,"state":' % (_MARK, _VERSION, to_json([asdict(call) for call in calls.values()]))
+    from pydantic_core import to_json as to_plain_json
+
+    head = b'%s%d,"calls":%s,"state":' % (_MARK, _VERSION, to_plain_json([asdict(call) for call in calls.values()]))
     return head + (b"null" if state is None else state) + b"}"
 
 
@@ -136,6 +137,7 @@ def _read(raw: bytes | None) -> tuple[bytes | None, list[ToolCall]]:
     if raw is None or not raw.startswith(_MARK):
         return raw, []
     from pydantic_core import from_json
+    from pydantic_core import to_json as to_plain_json
 
     value = from_json(raw)
     if value.keys() != {"$mainspring", "calls", "state"}:
@@ -143,18 +145,20 @@ def _read(raw: bytes | None) -> tuple[bytes | None, list[ToolCall]]:
     if value["$mainspring"] != _VERSION:
         raise SerializationError("the message's checkpoint was written by a newer version of Mainspring")
     calls = [ToolCall(**{**call, "begun_at": datetime.fromisoformat(call["begun_at"])}) for call in value["calls"]]
-    return to_json(value["state"]), calls
+    return to_plain_json(value["state"]), calls
 
 
 def to_json(value: Any, what: str = "a checkpoint") -> bytes:
-    """``value`` as JSON; :class:`SerializationError` where it is none."""
-    from pydantic_core import PydanticSerializationError
-    from pydantic_core import to_json as encode
+    """``value`` as JSON that is read as equal, or that a dataclass or a model is read from.
 
-    try:
-        return encode(value)
-    except (PydanticSerializationError, ValueError) as error:
-        raise SerializationError(f"{what} of type {type(value).__qualname__} is no JSON: {error}") from error
+    :raises SerializationError: it is neither plain JSON nor such an object, or would be read as another one.
+    """
+    return _codec(what).encode(value)
+
+
+@cache
+def _codec(what: str) -> Codec:
+    return Codec(by_alias=True, what=what)
 
 
 def _title(call: ToolCall) -> str:
@@ -172,7 +176,7 @@ class ToolCallBlock:
         from pydantic_core import from_json
 
         self._notes = notes
-        self._given = (name, key, from_json(to_json(info, f"info of tool call {name!r}")))
+        self._given = (name, key, from_json(to_json(info, "the info of a tool call")))
         self._call: ToolCall | None = None
         self._kept: bytes | None = None
 

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 class Bodies(MailboxHooks):
     """The part of a mailbox that knows what its bodies are."""
 
+    verifies: bool = True
+    """Whether a body (or reply) of a type that does not rule out a change on its way through JSON is read back and compared
+    when it is sent. Set it to False before the first send to save that time; what is received may then differ."""
+
     def __init__(self, name: str, body: Any, reply: Any) -> None:
         self.name = name
         self._body_type = body
@@ -48,14 +52,14 @@ class Bodies(MailboxHooks):
     def codec(self) -> Codec:
         """Encodes and decodes this mailbox's bodies; made at first use, when the type is known."""
         if self._codec is None:
-            self._codec = Codec(self._body_type)
+            self._codec = Codec(self._body_type, verifies=self.verifies)
         return self._codec
 
     @property
     def reply_codec(self) -> Codec:
         """Encodes and checks the replies; made at first use."""
         if self._reply_codec is None:
-            self._reply_codec = Codec(self._reply_type)
+            self._reply_codec = Codec(self._reply_type, verifies=self.verifies)
         return self._reply_codec
 
     @property

@@ -7,14 +7,18 @@ import json
 import math
 import sys
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from functools import partial
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, NotRequired, Required, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from mainspring.errors import ConfigError, SerializationError
+from mainspring.errors import ConfigError, SerializationError, describe
+from mainspring.mailbox.exact import Comparison, exactness
 
 MAX_DEPTH = 200
 """How deep lists and objects may be nested: pydantic reads no deeper, though it writes somewhat deeper."""
+MAX_DIGITS = 4_300
+"""How many digits a number may have: pydantic reads no more, though it writes any number."""
 
 
 class NotJsonError(SerializationError):
@@ -27,11 +31,20 @@ class Codec:
     Types are whatever pydantic's ``TypeAdapter`` takes: dataclasses, models, TypedDicts, unions, primitives. A body to be
     sent must be of the type as it is (pydantic's strict mode: an ``int`` is not taken for a ``str``); stored JSON is read
     in pydantic's lax mode, and whatever a type's own validators raise means that it does not fit.
+
+    What :meth:`encode` returns is decoded to what it was given, or it raises. Fields are written by their names, and read by
+    their names and aliases; secrets are written as their values, and computed fields not at all. Of a type that leaves it
+    open whether a value comes back as it was (see :mod:`mainspring.mailbox.exact`), each is read back and compared. Without
+    a type a dataclass or a model is written for a reader that knows its class; others get its JSON data.
+
+    :param verifies: False leaves out reading back and comparing.
+    :param by_alias: fields are written by their aliases, for readers that know the class and have only pydantic.
+    :param what: what is encoded, for errors.
     """
 
-    __slots__ = ("_adapter", "_check", "_dump", "_invalid", "_load", "_model", "_plain", "_unserializable", "body_type")
-
-    def __init__(self, body_type: Any = None) -> None:
+    def __init__(
+        self, body_type: Any = None, *, verifies: bool = True, by_alias: bool = False, what: str = "a body"
+    ) -> None:
         from pydantic import BaseModel, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
         from pydantic_core import PydanticSerializationError
 
@@ -40,27 +53,44 @@ class Codec:
             if inspect.isroutine(body_type) or isinstance(body_type, str):
                 raise TypeError(f"{body_type!r} is no type")
             self._adapter: TypeAdapter[Any] = TypeAdapter(_supported(self.body_type))
+            self._exact = exactness(self._adapter.core_schema)
         except (PydanticSchemaGenerationError, PydanticUserError, TypeError, NameError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(
                 f"{self.name} cannot be a message body: {reason}; use a dataclass, a pydantic model, a TypedDict or a"
                 " plain JSON type"
             ) from error
-        self._check = self._adapter.validator.validate_python
-        self._load = self._adapter.validator.validate_json
+        self._verifies, self._by_alias, self._what = verifies, by_alias, what
         self._invalid = ValidationError
         self._unserializable = (PydanticSerializationError, UnicodeError, ValueError, TypeError, RecursionError)
-        self._plain = self.body_type if self.body_type in (str, int, bool) else None
         self._model = body_type if isinstance(body_type, type) and issubclass(body_type, BaseModel) else None
+        self._base = BaseModel
+        self._is_any = self.body_type is Any
+        self._by_class: dict[type[Any], Codec] = {}
+        self._certain = _JSON_SCALARS if self._is_any else self._exact.certain
         # Where nothing can differ from the type, nothing is asked for: "error" costs a microsecond a body, any keyword a tenth.
+        self._plain = self.body_type if self.body_type in (str, int, bool) else None
+        names: dict[str, bool] = {"by_alias": True, "by_name": True} if self._exact.is_aliased else {}
+        self._check = partial(self._adapter.validator.validate_python, strict=True, **names)
+        load = self._adapter.validator.validate_json
+        self._load = partial(load, **names) if names else load
+        asked: dict[str, Any] = {"warnings": "error"}
+        if self._is_any:
+            asked = {"warnings": False}
+        elif not self._exact.certain:
+            asked |= {"round_trip": True, "by_alias": by_alias}
+        self._asked = asked
         to_json = self._adapter.serializer.to_json
-        asked = partial(to_json, warnings=False if self.body_type is Any else "error")
-        self._dump = asked if self._plain is None else to_json
+        self._to_json = to_json if self._plain is not None else partial(to_json, **asked)
+        self._dump = self._dump_revealed if self._exact.hides else self._to_json
 
     @property
     def name(self) -> str:
         """The type's name for messages to people."""
         return type_name(self.body_type)
+
+    def _of(self, body: Any) -> str:
+        return f"{self._what} of type {type_name(type(body))}"
 
     def check(self, body: Any) -> None:
         """Raise :class:`SerializationError` unless ``body`` is of the type, as it is."""
@@ -73,39 +103,105 @@ class Codec:
 
     def _validated(self, body: Any) -> Any:
         """What pydantic makes of ``body``: itself, where it is an instance of a class."""
-        if type(body) is self._plain or self.body_type is Any:
+        if type(body) is self._plain or self._is_any:
             return body
         if self._model is not None and not isinstance(body, self._model):  # pydantic takes a dict for one
             raise SerializationError(
-                f"a body of type {type_name(type(body))} does not fit {self.name}: the body: Input should be an instance of"
-                f" {self.name}"
+                f"{self._of(body)} does not fit {self.name}: the body: Input should be an instance of {self.name}"
             )
         try:
-            return self._check(body, strict=True)
+            return self._check(body)
         except self._invalid as error:
-            raise self._error(f"a body of type {type_name(type(body))}", error) from None
+            raise self._error(self._of(body), error) from None
         except Exception as error:
-            raise self._broken(f"a body of type {type_name(type(body))}", error) from error
+            raise self._broken(self._of(body), error) from error
 
     def encode(self, body: Any) -> bytes:
-        """JSON bytes of ``body``; raises :class:`SerializationError` where it is not of the type or is no JSON."""
-        if type(body) is not self._plain:
+        """JSON bytes of ``body``; raises :class:`SerializationError` where it is not of the type, is no JSON, or would not be
+        read as what it is."""
+        kind = type(body)
+        if self._is_any:
+            if kind not in _JSON and self._has_class(kind):
+                return self._encode_by_class(body)
+        elif kind is not self._plain:
             self._validated(body)
         try:
             raw = self._dump(body)
         except self._unserializable as error:
             raise self._unwritten(body, error) from error
-        if self._plain is None and is_too_deep(raw):
-            raise SerializationError(
-                f"a body of type {type_name(type(body))} cannot be written as JSON: it is nested more than {MAX_DEPTH} deep,"
-                " and no receiver could read it"
-            )
-        suspect = self._plain is None and b"null" in raw
-        if suspect and (field := _not_finite(self._adapter.serializer.to_python(body))) is not None:
-            raise SerializationError(  # JSON has no such number, and it would arrive as null
-                f"a body of type {type_name(type(body))} cannot be written as JSON: {field or 'the body'} is not finite"
-            )
+        if kind is str:
+            return raw
+        if self._verifies and kind not in self._certain:
+            self._verify(body, raw)
+            return raw
+        if self._plain is None and b"null" in raw:
+            self._check_finite(body)
+        if len(raw) > MAX_DIGITS or kind not in self._certain:
+            self._check_readable(body, raw)
         return raw
+
+    def _dump_revealed(self, body: Any) -> bytes:
+        """JSON with secrets as their values, where there are any."""
+        from pydantic_core import to_json
+
+        plain = self._adapter.serializer.to_python(body, **self._asked)
+        revealed, found = _revealed(plain)
+        return to_json(revealed) if found else self._to_json(body)
+
+    def _check_finite(self, body: Any) -> None:
+        """Raise :class:`SerializationError` for a number that JSON does not have: it would arrive as null."""
+        if (field := _not_finite(self._adapter.serializer.to_python(body))) is not None:
+            raise SerializationError(f"{self._of(body)} cannot be written as JSON: {field or 'the body'} is not finite")
+
+    def _has_class(self, kind: type[Any]) -> bool:
+        return issubclass(kind, self._base) or is_dataclass(kind)
+
+    def _encode_by_class(self, body: Any) -> bytes:
+        kind = type(body)
+        codec = self._by_class.get(kind)
+        if codec is None:
+            try:
+                codec = Codec(kind, verifies=self._verifies, by_alias=self._by_alias, what=self._what)
+            except ConfigError as error:
+                raise SerializationError(str(error)) from error
+            self._by_class[kind] = codec
+        return codec.encode(body)
+
+    def _check_readable(self, body: Any, raw: bytes) -> None:
+        if (reason := why_unreadable(raw)) is not None:
+            raise SerializationError(
+                f"{self._of(body)} cannot be written as JSON: {reason}, and no receiver could read it"
+            )
+
+    def _verify(self, body: Any, raw: bytes) -> None:
+        """Raise :class:`SerializationError` unless ``raw`` is read as what ``body`` is."""
+        try:
+            back = self._load(raw)
+        except Exception as error:
+            self._check_finite(body)
+            self._check_readable(body, raw)
+            raise self._lost(body, f"reading it back fails: {self._reason(error)}") from error
+        if self._exact.by_equality and (back is body or back == body):
+            return
+        comparison = Comparison(exactly=not self._exact.by_equality)
+        found = comparison.difference(body, back)
+        if found is None and comparison.undecided and self._dump(back) != raw:
+            found = f"{comparison.undecided[0]} would come back as another one"
+        if found is not None:
+            self._check_finite(body)
+            raise self._lost(body, found)
+
+    def _lost(self, body: Any, found: str) -> SerializationError:
+        if self._is_any:
+            advice = "send plain JSON, or say the type (body=…)"
+        elif self._exact.excludes:
+            advice = "a field with exclude=True is not written"
+        else:
+            advice = (
+                "annotate it with its class alone, and give classes of like fields one that tells them apart"
+                " (kind: Literal['cat'] = 'cat')"
+            )
+        return SerializationError(f"{self._of(body)} would not come back as it is: {found}; {advice}")
 
     def decode(self, raw: bytes) -> Any:
         """The body that ``raw`` holds.
@@ -122,18 +218,40 @@ class Codec:
         except Exception as error:
             raise self._broken("the stored body", error) from error
 
-    def _error(self, what: str, error: Any) -> SerializationError:
+    def _error(self, what: str, error: Exception) -> SerializationError:
+        return SerializationError(f"{what} does not fit {self.name}: {self._reason(error)}")
+
+    def _reason(self, error: Exception) -> str:
+        if not isinstance(error, self._invalid):
+            return describe(error)
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         field = ".".join(str(part) for part in first["loc"]) or "the body"
-        return SerializationError(f"{what} does not fit {self.name}: {field}: {first['msg']}")
+        return f"{field}: {first['msg']}"
 
     def _unwritten(self, body: Any, error: Exception) -> SerializationError:
         reason = " ".join(str(error).removeprefix("Pydantic serializer warnings:").split())
-        return SerializationError(f"a body of type {type_name(type(body))} cannot be written as JSON: {reason}")
+        return SerializationError(f"{self._of(body)} cannot be written as JSON: {reason}")
 
     def _broken(self, what: str, error: Exception) -> SerializationError:
         """A validator of the user's type raised what no validator should."""
         return SerializationError(f"{what} does not fit {self.name}: {type(error).__name__}: {error}")
+
+
+_JSON = frozenset({str, int, float, bool, NoneType, list, dict})
+_JSON_SCALARS = frozenset({str, int, float, bool, NoneType})
+
+
+def _revealed(value: Any) -> tuple[Any, bool]:
+    """``value`` (plain containers) with secrets as their values, and whether there are any."""
+    if hasattr(value, "get_secret_value"):
+        return value.get_secret_value(), True
+    if isinstance(value, dict):
+        inner = {key: _revealed(item) for key, item in value.items()}
+        return {key: item for key, (item, _) in inner.items()}, any(found for _, found in inner.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        items = [_revealed(item) for item in value]
+        return [item for item, _ in items], any(found for _, found in items)
+    return value, False
 
 
 def _supported(body_type: Any) -> Any:
@@ -181,17 +299,29 @@ def _not_finite(value: Any, path: str = "") -> str | None:
     return None
 
 
-def is_too_deep(raw: bytes) -> bool:
-    """Whether JSON is nested deeper than can be read back; it would be taken for bytes that are no JSON."""
-    if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
-        return False
+def why_unreadable(raw: bytes, within: int = 0) -> str | None:
+    """Why JSON that was written, and stands ``within`` so many levels of other JSON, cannot be read; None where it can.
+
+    Quick for what has few brackets and no long number.
+    """
+    is_deep = raw.count(b"[") + raw.count(b"{") > MAX_DEPTH - within
+    if not is_deep and not _may_have_long_number(raw):
+        return None
     from pydantic_core import from_json
 
     try:
-        from_json(raw)
+        from_json(b"%s%s%s" % (b"[" * within, raw, b"]" * within))
     except ValueError as error:
-        return "recursion limit" in str(error)
-    return False
+        if "recursion limit" in str(error):
+            return f"it is nested more than {MAX_DEPTH - within} deep"
+        if "out of range" in str(error):
+            return f"it has a number of more than {MAX_DIGITS:,} digits"
+    return None
+
+
+def _may_have_long_number(raw: bytes) -> bool:
+    half = MAX_DIGITS // 2  # a longer run of digits covers one of the pieces of half its length
+    return len(raw) > MAX_DIGITS and any(raw[at : at + half].isdigit() for at in range(0, len(raw) - half + 1, half))
 
 
 def type_name(body_type: Any) -> str:

@@ -41,8 +41,8 @@ class InMemoryMailbox(Mailbox[T, R]):
     :param name: for messages to people and metrics. Whatever its name, a mailbox made by the constructor is a queue of its
         own; ``open_mailbox("memory://name")`` gives the one queue of that name on the event loop.
     :param capacity: the most messages that may wait or be in flight; a send beyond it raises :class:`MailboxFullError`.
-    :param serialize: pass bodies through JSON, as a durable mailbox does; else the objects themselves are handed over,
-        after their type was checked.
+    :param serialize: pass bodies and replies through JSON, as a durable mailbox does, so that a test meets what production
+        would; False hands the objects themselves over after checking their type: quicker, and of no use to such a test.
     :param body: the type of the bodies; else the handler's annotation gives it, else anything goes.
     :param reply: the type of the replies.
 
@@ -92,7 +92,7 @@ class InMemoryMailbox(Mailbox[T, R]):
         name: str | None = None,
         *,
         capacity: int | None = None,
-        serialize: bool = False,
+        serialize: bool = True,
         body: Any = None,
         reply: Any = None,
         **unknown: Never,
@@ -120,7 +120,7 @@ class InMemoryMailbox(Mailbox[T, R]):
             raise ConfigError(f"{url!r}: a memory mailbox is named memory://NAME, as in memory://jobs")
         _check_options(url, options)
         capacity: Any = options.get("capacity")
-        serialize: Any = options.get("serialize", False)
+        serialize: Any = options.get("serialize", True)
         if isinstance(capacity, str):
             capacity = int(capacity) if capacity.isascii() and capacity.isdigit() else capacity
         if isinstance(serialize, str):

@@ -51,7 +51,8 @@ class SendCalls(DeadLetterCalls[T], Generic[T]):
         :raises InvalidParameterError: a value is outside its limits, or a string that UTF-8 cannot hold.
         :raises MailboxClosedError: the mailbox is not open.
         :raises MailboxFullError: it holds as many messages as it may.
-        :raises SerializationError: the body does not fit the mailbox's type, or is larger than the store takes.
+        :raises SerializationError: the body does not fit the mailbox's type, would not be received as it is, or is larger than
+            the store takes. It names the type and the field.
         :raises MailboxConnectionError: the store cannot be reached; trying again is safe with a ``dedup_key``.
 
         Cancelled before the message was handed over, it has sent nothing; afterwards it may have been sent.

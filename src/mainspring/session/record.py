@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
 from mainspring.errors import ConfigError, JournalDamagedError, SerializationError, UnknownEventError
-from mainspring.mailbox.codec import Codec
-from mainspring.session.exact import difference, is_exact_event
+from mainspring.mailbox.codec import Codec, why_unreadable
 from mainspring.session.versions import Version, version_of
 
 if TYPE_CHECKING:
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
 
 _SEAL = re.compile(rb',"crc":"([0-9a-f]{8})"\}')
 _HEAD = re.compile(rb'\{"seq":\d+')
+LEVELS = 3
+"""In how many lists and objects an event's data stands in an entry."""
 SEAL_LENGTH = len(b',"crc":"00000000"}')
 
 
@@ -53,7 +54,12 @@ def entry_of_events(seq: int, events: Iterable[bytes]) -> bytes:
 
 
 def entry_of_snapshot(seq: int, snapshot: bytes) -> bytes:
-    """An entry that replaces all that was before it."""
+    """An entry that replaces all that was before it.
+
+    :raises SerializationError: it could not be read.
+    """
+    if (reason := why_unreadable(snapshot, within=1)) is not None:
+        raise SerializationError(f"a snapshot cannot be written to the journal: {reason}, and could not be read back")
     return _seal(b'{"seq":%d,"snapshot":%s}' % (seq, snapshot))
 
 
@@ -103,7 +109,7 @@ class EventCodecs:
         self._where = f"session {session!r}: {holder}" if holder else f"session {session!r}"
         self._holder = self._where if holder else f"{self._where}: the journal"
         self._head = b'{"in":%s,' % _text(path) if path else b"{"
-        self._by_type: dict[type[Any], tuple[bytes, Codec, bool]] = {}
+        self._by_type: dict[type[Any], tuple[bytes, Codec]] = {}
         self._by_name: dict[str, tuple[type[Any], Version, Codec]] = {}
         for kind in kinds:
             self._add(kind)
@@ -121,7 +127,7 @@ class EventCodecs:
             raise ConfigError(f"session {self._session!r}: an event cannot be written as JSON: {error}") from error
         self._by_name[version.name] = kind, version, codec
         head = b'%s"type":%s,"v":%d,"data":' % (self._head, _text(version.name), version.number)
-        self._by_type[kind] = head, codec, is_exact_event(kind)
+        self._by_type[kind] = head, codec
 
     def knows(self, kind: type[Any]) -> bool:
         """Whether events of exactly that class can be written."""
@@ -139,11 +145,11 @@ class EventCodecs:
                 f"session {self._session!r}: {type(event).__qualname__} is not registered itself, only a class above it:"
                 " register it, so that the journal can be read again"
             )
-        head, codec, exact = found
+        head, codec = found
         try:
             raw = codec.encode(event)
-            if not exact:
-                check_same(event, codec.decode(raw))
+            if (reason := why_unreadable(raw, LEVELS)) is not None:
+                raise SerializationError(f"it cannot be written: {reason}, and could not be read back")
         except SerializationError as error:
             raise SerializationError(f"{self._where}: event {type(event).__qualname__}: {error}") from error
         return b"%s%s}" % (head, raw)
@@ -169,15 +175,6 @@ class EventCodecs:
             return codec.decode(to_json(data))
         except SerializationError as error:
             raise SerializationError(f"{self._where}: event {stored.type!r}: {error}") from error
-
-
-def check_same(before: Any, after: Any) -> None:
-    """Raise :class:`SerializationError` where what was read is not what was written."""
-    if (found := difference(before, after)) is not None:
-        raise SerializationError(
-            f"{found}; annotate it with its class alone, or give classes of like fields one that tells them apart"
-            " (kind: Literal['cat'] = 'cat')"
-        )
 
 
 def _text(value: str) -> bytes:

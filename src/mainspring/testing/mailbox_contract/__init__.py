@@ -28,6 +28,7 @@ from mainspring.testing.mailbox_contract import (
     counting,
     dead_letters,
     dead_views,
+    exact,
     histories,
     leases,
     life_cycle,
@@ -63,11 +64,13 @@ _ROOMS = (
     settling,
     dead_letters,
     dead_views,
+    exact,
     histories,
     replies,
     requests,
     cancelling,
     bodies,
+    exact,
     counting,
 )
 

@@ -1,0 +1,236 @@
+"""Types of bodies that are not received as they were sent unless a mailbox sees to it, and what is to become of each.
+
+A room of its own, imported when it is needed: its models cost time to define.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from decimal import Decimal
+from enum import StrEnum
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import (
+    AliasChoices,
+    AliasPath,
+    BaseModel,
+    ConfigDict,
+    Field,
+    Json,
+    PlainSerializer,
+    Secret,
+    SecretBytes,
+    SecretStr,
+    computed_field,
+)
+from pydantic.alias_generators import to_camel
+from typing_extensions import TypedDict
+
+
+class Names(BaseModel):
+    """Fields with other names, in all ways that there are."""
+
+    model_config = ConfigDict(extra="forbid")
+    both: int = Field(alias="Both")
+    read: int = Field(validation_alias="Read")
+    written: int = Field(serialization_alias="Written")
+    either: int = Field(validation_alias=AliasChoices("one", "other"))
+    within: int = Field(validation_alias=AliasPath("list", 0))
+
+
+class Camel(BaseModel):
+    """Names made by a generator."""
+
+    model_config = ConfigDict(alias_generator=to_camel, extra="forbid")
+    user_name: str
+    parts: list[Camel] = []
+
+
+class ByBoth(BaseModel):
+    """Names of which either may be given."""
+
+    model_config = ConfigDict(populate_by_name=True)
+    user_name: str = Field(alias="userName")
+
+
+@dataclass
+class NamedPart:
+    """A dataclass with another name for its field."""
+
+    size: Annotated[int, Field(alias="Size")]
+
+
+class Area(BaseModel):
+    """A computed field, in a model that takes no field it does not know."""
+
+    model_config = ConfigDict(extra="forbid")
+    width: int
+    height: int
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def area(self) -> int:
+        """What it computes."""
+        return self.width * self.height
+
+
+class Login(BaseModel):
+    """Secrets."""
+
+    user: str
+    password: SecretStr
+    key: SecretBytes = SecretBytes(b"")
+    pin: Secret[int] | None = None
+
+
+class Logins(BaseModel):
+    """Secrets in what is nested."""
+
+    logins: list[Login]
+
+
+class Packed(BaseModel):
+    """A field that is JSON in JSON."""
+
+    payload: Json[list[int]]
+
+
+class Hiding(BaseModel):
+    """A field that is not written."""
+
+    name: str
+    unwritten: str = Field("", exclude=True)
+
+
+class Measured(BaseModel):
+    """Numbers that JSON does not have, written as text."""
+
+    model_config = ConfigDict(ser_json_inf_nan="strings")
+    value: float
+
+
+@dataclass
+class Base:
+    """What another one is below."""
+
+    a: int
+
+
+@dataclass
+class Sub(Base):
+    """A class below, with a field more."""
+
+    b: int = 0
+
+
+@dataclass
+class Holder:
+    """A field for the class above."""
+
+    item: Base
+    items: list[Base] = field(default_factory=list)
+
+
+@dataclass
+class Cat:
+    """One of two that look alike."""
+
+    name: str
+
+
+@dataclass
+class Dog:
+    """The other one."""
+
+    name: str
+
+
+class Colour(StrEnum):
+    """Text that is more than text."""
+
+    RED = "red"
+
+
+class Point(NamedTuple):
+    """A tuple with names."""
+
+    x: int
+    y: int
+
+
+class Row(TypedDict):
+    """A dict with given keys."""
+
+    name: str
+    at: datetime
+
+
+class OneWay(BaseModel):
+    """A serializer without a validator that undoes it."""
+
+    tags: Annotated[list[str], PlainSerializer(",".join)]
+
+
+class Loose(BaseModel):
+    """A field for anything."""
+
+    value: Any
+
+
+def nested(depth: int) -> Any:
+    """So many lists in each other."""
+    body: Any = 1
+    for _ in range(depth):
+        body = [body]
+    return body
+
+
+NOW = datetime(2025, 1, 2, 3, 4, 5, 678, UTC)
+HUGE = 10**4_300
+
+ARRIVES: dict[str, tuple[Any, Any]] = {
+    "aliases": (Names, Names.model_construct(both=1, read=2, written=3, either=4, within=5)),
+    "generated aliases": (Camel, Camel(userName="a", parts=[Camel(userName="b")])),  # type: ignore[call-arg]
+    "either name": (ByBoth, ByBoth(userName="a")),
+    "a dataclass's aliases": (list[NamedPart], [NamedPart(3)]),
+    "a computed field": (Area, Area(width=2, height=3)),
+    "secrets": (Login, Login(user="a", password=SecretStr("geheim"), key=SecretBytes(b"k"), pin=Secret[int](1234))),
+    "nested secrets": (Logins, Logins(logins=[Login(user="a", password=SecretStr("x"))])),
+    "a secret alone": (SecretStr, SecretStr("geheim")),
+    "JSON in JSON": (Packed, Packed(payload="[1,2]")),
+    "an unset field that is not written": (Hiding, Hiding(name="a")),
+    "no number, as text": (Measured, Measured(value=float("inf"))),
+    "a class of one's own, nested": (Holder, Holder(Base(1), [Base(2)])),
+    "the first of a union": (Cat | Dog, Cat("a")),
+    "a union that is told apart": (int | str | None, "5"),
+    "a named tuple": (Point, Point(1, 2)),
+    "a tuple in a list": (list[tuple[int, str]], [(1, "a")]),
+    "a TypedDict": (Row, {"name": "a", "at": NOW}),
+    "a set of numbers": (set[int], {1, 2}),
+    "numbers as keys": (dict[int, float], {1: 0.5}),
+    "an exact decimal": (Decimal, Decimal("1.10")),
+    "the longest number": (int, 10**4_299),
+    "deep lists": (list[Any], nested(200)),
+}
+"""By what it is: the type, and a body of it."""
+
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "a field that is not written": (Hiding, Hiding(name="a", unwritten="t"), "unwritten"),
+    "a class below": (Base, Sub(1, 2), "Sub"),
+    "a nested class below": (Holder, Holder(Base(1), [Sub(1, 2)]), "items.0"),
+    "the second of a union": (Cat | Dog, Dog("a"), "Dog"),
+    "a colour that looks like text": (Colour | str, Colour.RED, "Colour"),
+    "pairs as keys": (dict[tuple[int, int], int], {(1, 2): 3}, "1,2"),
+    "a serializer without a validator": (OneWay, OneWay(tags=["a", "b"]), "tags"),
+    "a tuple in anything": (Loose, Loose(value=(1, 2)), "value"),
+    "a tuple without a type": (None, {"pair": (1, 2)}, "pair"),
+    "numbers as keys without a type": (None, {1: "a"}, "1"),
+    "a time without a type": (None, {"at": [NOW]}, "at.0"),
+    "objects without a type": (None, [Cat("a")], "Cat"),
+    "a number that is too long": (int, HUGE, "digits"),
+    "a long number in a list": (list[int], [1, HUGE], "digits"),
+    "a long number without a type": (None, {"n": -HUGE}, "digits"),
+    "lists that are too deep": (Loose, Loose(value=nested(200)), "deep"),
+}
+"""By what it is: the type, a body of it, and what the error names."""
