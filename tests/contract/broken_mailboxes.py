@@ -336,6 +336,10 @@ class FindsAnyDead(Broken):
         return await self._dead_letters(1, None)
 
 
+class SendsWhatChanges(Broken):
+    verifies = False
+
+
 KINDS: list[tuple[type[Broken], list[str]]] = [
     (AcceptsStale, ["acknowledge_after_the_expiry_is_refused", "nack_after_a_redelivery_is_refused"]),
     (AcceptsStale, ["a_lease_ends_at_its_instant", "after_a_purge_every_holder_is_refused"]),
@@ -390,4 +394,8 @@ KINDS: list[tuple[type[Broken], list[str]]] = [
     (ReplaysNothing, ["a_dead_letter_can_be_replayed_from_a_view", "a_replayed_message_can_be_cancelled"]),
     (FindsAnyDead, ["a_dead_letter_can_be_found_by_its_id"]),
     (NewestDeathFirst, ["dead_letters_come_oldest_first_in_pages", "dead_letters_are_in_the_order_of_their_deaths"]),
+    (
+        SendsWhatChanges,
+        ["what_would_not_be_received_as_it_is_is_refused", "replies_are_received_as_they_were_sent_or_refused"],
+    ),
 ]

@@ -73,7 +73,7 @@ def test_a_skip_that_the_capabilities_do_not_declare_is_a_failure() -> None:
     assert not report.ok
     assert "a_purge_drops_what_is_not_dead" in report.failed
     assert "skipped (purging is hard), which the capabilities do not declare" in str(report)
-    assert report.lacking == {"durable", "cross_process", "serializes"}
+    assert report.lacking == {"durable", "cross_process"}
     excused = {one.name for one in mailbox_contract.behaviours() if one.needs & report.lacking}
     assert set(report.skipped) == excused
 

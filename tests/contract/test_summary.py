@@ -25,7 +25,7 @@ def test_contract(judged, time):
         return await mailbox_contract.run(backend, only=["first_in_first_out", "two_mailboxes_of_one_name_are_one_queue"])
     judged(run_virtual(main), {lacking})
 """
-LACKING = {"durable", "cross_process", "serializes"}
+LACKING = {"durable", "cross_process"}
 SKIPPED = "has not the capability 'cross_process': two_mailboxes_of_one_name_are_one_queue"
 LINE = f"memory: passed 1, skipped 1 ({SKIPPED}) [[]2 runs]"
 

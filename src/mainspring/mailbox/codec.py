@@ -6,7 +6,7 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from functools import partial
 from types import NoneType, UnionType
@@ -70,17 +70,17 @@ class Codec:
         self._certain = _JSON_SCALARS if self._is_any else self._exact.certain
         # Where nothing can differ from the type, nothing is asked for: "error" costs a microsecond a body, any keyword a tenth.
         self._plain = self.body_type if self.body_type in (str, int, bool) else None
-        names: dict[str, bool] = {"by_alias": True, "by_name": True} if self._exact.is_aliased else {}
-        self._check = partial(self._adapter.validator.validate_python, strict=True, **names)
-        load = self._adapter.validator.validate_json
-        self._load = partial(load, **names) if names else load
+        names: dict[str, Any] = {"by_alias": True, "by_name": True} if self._exact.is_aliased else {}
+        self._check: Callable[..., Any] = partial(self._adapter.validator.validate_python, strict=True, **names)
+        load: Callable[..., Any] = self._adapter.validator.validate_json
+        self._load: Callable[..., Any] = partial(load, **names) if names else load
         asked: dict[str, Any] = {"warnings": "error"}
         if self._is_any:
             asked = {"warnings": False}
         elif not self._exact.certain:
             asked |= {"round_trip": True, "by_alias": by_alias}
         self._asked = asked
-        to_json = self._adapter.serializer.to_json
+        to_json: Callable[..., bytes] = self._adapter.serializer.to_json
         self._to_json = to_json if self._plain is not None else partial(to_json, **asked)
         self._dump = self._dump_revealed if self._exact.hides else self._to_json
 

@@ -174,7 +174,7 @@ def _is_certain_class(node: Mapping[str, Any]) -> bool:
 def _is_told_by_equality(node: Mapping[str, Any], refs: Mapping[str, Mapping[str, Any]]) -> bool:
     kind = node["type"]
     if kind == "union":
-        members = [refs.get(c.get("schema_ref"), c) if isinstance(c, Mapping) else {} for c in node["choices"]]
+        members = [refs.get(c.get("schema_ref", ""), c) if isinstance(c, Mapping) else {} for c in node["choices"]]
         kinds = {member.get("type") for member in members}
         return kinds <= _CLASSES or kinds <= _APART
     if kind in _CLASSES:
@@ -184,7 +184,7 @@ def _is_told_by_equality(node: Mapping[str, Any], refs: Mapping[str, Mapping[str
 
 def has_fields_equal(kind: type[Any]) -> bool:
     """Whether two of that class are equal if and only if all their fields are, and neither is of another class."""
-    equal = kind.__eq__
+    equal: Any = kind.__eq__
     if dataclasses.is_dataclass(kind):
         made = getattr(getattr(equal, "__code__", None), "co_filename", "") == "<string>"
         return made and all(field.compare for field in dataclasses.fields(kind))

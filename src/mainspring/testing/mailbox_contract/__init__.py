@@ -70,7 +70,6 @@ _ROOMS = (
     requests,
     cancelling,
     bodies,
-    exact,
     counting,
 )
 

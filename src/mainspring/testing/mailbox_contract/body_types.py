@@ -100,7 +100,7 @@ class Hiding(BaseModel):
     """A field that is not written."""
 
     name: str
-    unwritten: str = Field("", exclude=True)
+    unwritten: str = Field(default="", exclude=True)
 
 
 class Measured(BaseModel):
@@ -198,7 +198,7 @@ ARRIVES: dict[str, tuple[Any, Any]] = {
     "secrets": (Login, Login(user="a", password=SecretStr("geheim"), key=SecretBytes(b"k"), pin=Secret[int](1234))),
     "nested secrets": (Logins, Logins(logins=[Login(user="a", password=SecretStr("x"))])),
     "a secret alone": (SecretStr, SecretStr("geheim")),
-    "JSON in JSON": (Packed, Packed(payload="[1,2]")),
+    "JSON in JSON": (Packed, Packed.model_validate({"payload": "[1,2]"})),
     "an unset field that is not written": (Hiding, Hiding(name="a")),
     "no number, as text": (Measured, Measured(value=float("inf"))),
     "a class of one's own, nested": (Holder, Holder(Base(1), [Base(2)])),
