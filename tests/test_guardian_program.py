@@ -87,7 +87,7 @@ class FakeWard:
     def send(self, signum):
         self.done.append(signum)
 
-    def kill(self):
+    def kill(self, busy_signal):
         self.done.append("kill")
         return not self.immune
 
@@ -116,7 +116,7 @@ def run_guardian(guard, time, seconds, each=lambda: None):
 @pytest.fixture
 def guarded(monkeypatch):
     time, ward, board = FakeTime(monkeypatch), FakeWard(), memoryview(bytearray(16)).cast("d")
-    return Guardian(board, ward, 10.0, 60), time, ward, board
+    return Guardian(board, ward, 10.0, 60, 0), time, ward, board
 
 
 def test_the_guardian_dumps_then_kills_a_silent_ward(guarded):

@@ -70,7 +70,7 @@ class BlockWatch:
 
     @property
     def guardian_pid(self) -> int | None:
-        """The guardian's process id; None before it has been spawned (the thread does that, at once) or without one."""
+        """The guardian's process id; None without one. It is there once the block is entered."""
         return self._watcher.guardian_pid if self._watcher is not None else None
 
     @property
@@ -194,8 +194,9 @@ class _Watcher:
         if judging:
             self.beat()
         if self._dump is not None:
-            signum = self._dump.acquire(sys.stderr if self._stream is None else self._stream)
-            self._guardian = GuardianProcess(self._board, self._threshold, signum, self._notices.append)
+            self._dump.acquire(sys.stderr if self._stream is None else self._stream)
+            self._guardian = GuardianProcess(self._board, self._threshold, self._dump, self._notices.append)
+            self._guardian.start()  # not in the thread, which waits for the GIL where the first handler takes it
         process.on_fork(self, _Watcher._forget)
         try:
             self._thread.start()
@@ -260,8 +261,6 @@ class _Watcher:
 
     def _run(self) -> None:
         try:
-            if self._guardian is not None:
-                self._guardian.start()
             wait = 0.0
             while wait >= 0.0:
                 self._silence.plan(clock.monotonic() + wait)

@@ -26,6 +26,8 @@ MARGIN = 0.3
 """Seconds by which the guardian lets the ward's own thread go first: that one can name the line, with its source."""
 DUMP_TIME = 0.2
 """Seconds that a dump may take to reach standard error."""
+BUSY_TIME = 5.0
+"""Seconds for which the first process of a container is kept busy, at most, until its processor seconds are used up."""
 FRESH = 0.5
 """Seconds that a ward which was stopped gets to leave by itself once it runs again."""
 LONGEST_LOOK = 1.0
@@ -117,9 +119,12 @@ class Ward:
         except OSError:
             pass
 
-    def kill(self) -> bool:
-        """End it; whether it has ended within a second. The first process of a container is immune to what its children
-        send, but not to its limit of processor seconds, and what holds the interpreter's lock for that long burns those."""
+    def kill(self, busy_signal: int) -> bool:
+        """End it; return whether it has ended.
+
+        The kernel ignores a SIGKILL that the first process of a container gets from inside, but not the limit of processor
+        seconds. A process that waits uses none, so the ``busy_signal`` keeps it busy until it has used one second in all.
+        """
         self.send(signal.SIGKILL)
         if self.wait(0.5):
             return True
@@ -129,18 +134,26 @@ class Ward:
             resource.prlimit(self.pid, resource.RLIMIT_CPU, (1, 1))
         except (OSError, ValueError):
             return False
+        until = time.monotonic() + BUSY_TIME
+        while busy_signal and time.monotonic() < until:
+            self.send(busy_signal)
+            if self.wait(0.0):
+                return True
         return self.wait(0.5)
 
 
 class Guardian:
     """Looks at the board until its ward has ended, or has to be ended."""
 
-    def __init__(self, board: memoryview[float], ward: Ward, threshold: float, dump_signal: int) -> None:
+    def __init__(
+        self, board: memoryview[float], ward: Ward, threshold: float, dump_signal: int, busy_signal: int
+    ) -> None:
         self._board = board
         self._ward = ward
         self._limit = threshold + MARGIN
         self._interval = look_interval(threshold)
         self._dump_signal = dump_signal
+        self._busy_signal = busy_signal
         now = time.monotonic()
         self._silence = Silence(threshold, now)
         self._spare_until = now
@@ -178,11 +191,11 @@ class Guardian:
             self._dump_signal = 0  # once is enough, should the ward prove hard to kill
             if self._ward.wait(DUMP_TIME):
                 return -1.0
-        return -1.0 if self._ward.kill() else self._interval
+        return -1.0 if self._ward.kill(self._busy_signal) else self._interval
 
 
 def main(arguments: list[str]) -> None:
-    """``BOARD_FD PIPE_FD PARENT_PID THRESHOLD DUMP_SIGNAL``: all of them given by the parent."""
+    """``BOARD_FD PIPE_FD PARENT_PID THRESHOLD DUMP_SIGNAL BUSY_SIGNAL``: all of them given by the parent."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # whoever signals the whole family means the ward
     try:
@@ -190,9 +203,9 @@ def main(arguments: list[str]) -> None:
             name.write("ms-guardian")
     except OSError:
         pass
-    board, pipe, parent, threshold, dump_signal = arguments
+    board, pipe, parent, threshold, *signals = arguments
     words = memoryview(mmap.mmap(int(board), BOARD_SIZE)).cast("d")
-    Guardian(words, Ward(int(parent), int(pipe)), float(threshold), int(dump_signal)).run()
+    Guardian(words, Ward(int(parent), int(pipe)), float(threshold), *map(int, signals)).run()
 
 
 if __name__ == "__main__":

@@ -67,14 +67,17 @@ class Board:
 
 
 class DumpSignal:
-    """The signal at which this process writes its threads' stacks to standard error, in C, whoever holds the GIL.
+    """The signal at which this process writes its threads' stacks to standard error, in C, though a thread holds the GIL.
 
-    It is the highest real-time signal that nobody in this process handles, ignores or blocks, the very last one excepted:
-    programs that use these signals count from the lowest. All block watches of a process share one.
+    ``busy`` is another one, which the first process of a container has: at that it only uses up processor time. Each is the
+    highest real-time signal that is not handled, ignored or blocked in this process, the very last one excepted: programs
+    that use these signals count from the lowest. All block watches of a process share them.
     """
 
     def __init__(self) -> None:
         self.number = 0
+        self.busy = 0
+        self._null: TextIO | None = None
         self._users = 0
         self._lock = threading.Lock()
 
@@ -91,18 +94,21 @@ class DumpSignal:
         with self._lock:
             self._users -= 1
             if self._users == 0 and self.number:
-                faulthandler.unregister(self.number)
+                self.forget()
                 process.disclaim(_DUMP_SIGNAL)
-                self.number = 0
 
     def forget(self) -> None:
-        """Unregister it in a forked child, which is not watched (idempotent)."""
-        if self.number:
-            faulthandler.unregister(self.number)
-            self.number = 0
+        """Unregister it, also in a forked child, which is not watched (idempotent)."""
+        for number in filter(None, (self.number, self.busy)):
+            faulthandler.unregister(number)
+        self.number = self.busy = 0
+        if self._null is not None:
+            self._null.close()
+            self._null = None
 
     def _register(self, stream: TextIO) -> None:
-        number = free_signal(_signals_in_use(), range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1))
+        in_use, candidates = _signals_in_use(), range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1)
+        number = free_signal(in_use, candidates)
         try:
             process.claim(_DUMP_SIGNAL, "the block watch")
         except ConfigError:
@@ -113,6 +119,10 @@ class DumpSignal:
             process.disclaim(_DUMP_SIGNAL)
             return
         self.number = number
+        if os.getpid() == 1 and (busy := free_signal(in_use | 1 << (number - 1), candidates)):
+            self._null = open(os.devnull, "w", encoding="ascii")  # noqa: SIM115 - as long as the signal is registered
+            faulthandler.register(busy, file=self._null, all_threads=True, chain=False)
+            self.busy = busy
 
 
 _DUMP_SIGNAL = "dump signal"
@@ -142,17 +152,19 @@ def _signals_in_use() -> int:
 
 
 class GuardianProcess:
-    """The child: spawned, poked, replaced where it dies (``RESTARTS`` times), stopped. One thread's own, but for ``poke``.
+    """The child: spawned, poked, replaced where it dies (``RESTARTS`` times), stopped.
+
+    Once it is started, it is one thread's own, but for ``poke``.
 
     ``notice`` is told, in one line, what somebody should know.
     """
 
     RESTARTS = 3
 
-    def __init__(self, board: Board, threshold: float, signum: int, notice: Callable[[str], None]) -> None:
+    def __init__(self, board: Board, threshold: float, signals: DumpSignal, notice: Callable[[str], None]) -> None:
         self._board = board
         self._threshold = threshold
-        self._signum = signum
+        self._signals = (signals.number, signals.busy)
         self._notice = notice
         self._child: subprocess.Popen[bytes] | None = None
         self._restarts_left = self.RESTARTS
@@ -213,7 +225,7 @@ class GuardianProcess:
             self._child.wait(STOP_WITHIN)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        arguments = (self._board.descriptor, self._read, os.getpid(), self._threshold, self._signum)
+        arguments = (self._board.descriptor, self._read, os.getpid(), self._threshold, *self._signals)
         return subprocess.Popen(
             [_interpreter(), "-I", "-S", _child_file(), *map(str, arguments)],
             stdin=subprocess.DEVNULL,

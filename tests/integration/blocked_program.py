@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pdb
 import re
@@ -34,6 +35,12 @@ def explode() -> None:
     re.match(r"(a+)+$", "a" * 40 + "b")  # guilty: c
 
 
+def deadlock() -> None:
+    library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)  # guilty: wait
+
+
 def hang() -> str:
     time.sleep(60)
     return "never"
@@ -43,7 +50,7 @@ def why() -> str:
     return "because it was told to"
 
 
-BLOCK = {"python": spin, "sleep": pause, "c": explode}
+BLOCK = {"python": spin, "sleep": pause, "c": explode, "wait": deadlock}
 
 
 async def until_spawned(watch: BlockWatch) -> None:
@@ -77,7 +84,8 @@ async def get_stuck() -> None:
 
 async def main() -> None:
     async with BlockWatch(block_threshold=THRESHOLD, guardian=GUARDIAN) as watch:
-        await until_spawned(watch)
+        if HOW != "wait":  # that is a program which takes the GIL at once, for good
+            await until_spawned(watch)
         if HOW == "fork" and os.fork() == 0:
             time.sleep(60)  # a child that holds all that its parent held, the liveness pipe too
         if HOW == "fork-exit" and os.fork() == 0:
