@@ -8,7 +8,7 @@ import inspect
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, TypeVar
 
-from mainspring.errors import InvalidParameterError
+from mainspring.errors import ConfigError, InvalidParameterError, MainspringError
 
 T = TypeVar("T")
 
@@ -35,6 +35,24 @@ def is_generator(fn: Any) -> bool:
     """True if a call of ``fn`` only makes a generator, plain or async; it is seen through as by :func:`is_async`."""
     code = code_of(fn)
     return inspect.isgeneratorfunction(code) or inspect.isasyncgenfunction(code)
+
+
+def check_runs(
+    fn: Any,
+    called: str,
+    *,
+    advice: str = "return the result instead of yielding",
+    error: type[MainspringError] = ConfigError,
+) -> None:
+    """Raise ``error`` where a call of ``fn`` would run nothing of it: it is a generator function or a class.
+
+    ``called`` says for what it was given, as ``"handler"``; ``advice`` what to write instead of a generator.
+    """
+    if is_generator(fn):
+        raise error(f"{called} {name_of(fn)} is a generator, which would never run; {advice}")
+    if isinstance(innermost(fn), type):
+        what = "is a class, of which a call makes an object and runs nothing"
+        raise error(f"{called} {name_of(fn)} {what}; give an object of it, or a function")
 
 
 def ran(result: T, called: str) -> T:

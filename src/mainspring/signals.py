@@ -17,21 +17,24 @@ import threading
 import weakref
 from collections import deque
 from contextlib import asynccontextmanager, suppress
+from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import anyio
 
 from mainspring import process
-from mainspring.callables import is_async, name_of
+from mainspring.callables import check_runs, instead_of, is_async, name_of, ran
+from mainspring.contexts import run_in
 from mainspring.entry import Entry
-from mainspring.errors import ConfigError
+from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.loggers import Logger
 from mainspring.scope import DaemonScope, nobody_asked
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
     from contextlib import AbstractContextManager
+    from contextvars import Context
     from types import FrameType, TracebackType
 
     from anyio.abc import TaskStatus
@@ -316,7 +319,18 @@ class ShutdownCoordinator:
         return self._triggered
 
     def register(self, callback: Callable[[], object]) -> None:
-        """Call ``callback()`` at the shutdown, or at once where it has been asked for already."""
+        """Call ``callback()`` at the shutdown, or at once where it has been asked for already.
+
+        Each call has context variables of its own: a copy of those that the block was entered with, or else of those of the
+        code that triggers.
+
+        :raises InvalidParameterError: it cannot be called, or a call would run nothing of it (a generator, a class).
+        """
+        if not callable(callback):
+            raise InvalidParameterError(
+                f"register takes a function without parameters, {instead_of(callback, 'register')}"
+            )
+        check_runs(callback, "the shutdown callback", error=InvalidParameterError)
         entry = [callback]
         with self._lock:
             self._callbacks.append(entry)
@@ -358,9 +372,10 @@ class ShutdownCoordinator:
         """Call the plain callbacks that are due, and leave the others to the task of the block."""
         while (callback := self._take(plain=True)) is not None:
             try:
-                outcome = _call(callback)
+                context = self._blocks[0].context.copy() if self._blocks else copy_context()
+                outcome = _call(callback, context)
                 if inspect.isawaitable(outcome):  # a plain function around an async one
-                    self._pending.appendleft([partial(_given, outcome)])
+                    self._pending.appendleft([partial(_given, outcome, context)])
             finally:
                 self._turn.release()
         if any(self._pending):
@@ -521,9 +536,10 @@ class ShutdownCoordinator:
                 block.wake = anyio.Event()
                 while (callback := self._take()) is not None:
                     try:
-                        outcome = _call(callback)
+                        context = block.context.copy()
+                        outcome = _call(callback, context)
                         if inspect.isawaitable(outcome):
-                            await tasks.start(_await_outcome, callback, outcome)
+                            await tasks.start(_await_outcome, callback, outcome, context, block)
                     finally:
                         self._turn.release()
                 if block.leaving:
@@ -536,6 +552,7 @@ class _Block:
 
     def __init__(self) -> None:
         self.task = anyio.get_current_task().id
+        self.context = copy_context()
         self.scope = DaemonScope("shutdown coordinator", timeout=CALLBACK_TIMEOUT)
         self.hubs: list[_Hub] = []
         self.wake = anyio.Event()
@@ -551,27 +568,38 @@ _RAISED = (Exception, SystemExit)
 """What a callback may raise without harm to the next one: a shutdown is under way, so `sys.exit` asks for nothing new."""
 
 
-def _call(callback: Callable[[], object]) -> object:
+def _call(callback: Callable[[], object], context: Context) -> object:
+    """Call it in ``context``. Return what it gives to be awaited, or None."""
     try:
-        return callback()
+        outcome = context.run(callback)
+        return outcome if inspect.isawaitable(outcome) else ran(outcome, _named(callback))
     except _RAISED:
         _log.exception("the shutdown callback %r raised", callback)
         return None
 
 
-async def _given(outcome: Awaitable[object]) -> object:
-    return await outcome
+async def _given(outcome: Awaitable[object], context: Context) -> object:
+    return await run_in(context, lambda: outcome)
 
 
 async def _await_outcome(
-    callback: Callable[[], object], outcome: Awaitable[object], *, task_status: TaskStatus[None]
+    callback: Callable[[], object],
+    outcome: Awaitable[object],
+    context: Context,
+    block: _Block,
+    *,
+    task_status: TaskStatus[None],
 ) -> None:
     task_status.started()  # the next callback's turn comes where this one first waits
     try:
-        await outcome
+        ran(await run_in(context, lambda: outcome, lambda: block.leaving), _named(callback))
     except _RAISED:
         _log.exception("the shutdown callback %r raised", callback)
     except anyio.get_cancelled_exc_class():
         if not await nobody_asked():
             raise
         _log.exception("the shutdown callback %r was cancelled by itself", callback)
+
+
+def _named(callback: Callable[[], object]) -> str:
+    return f"the shutdown callback {name_of(callback)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import signal
 import subprocess
@@ -9,8 +10,10 @@ import sys
 import threading
 import time
 from collections import deque
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 
 import anyio
 import pytest
@@ -34,6 +37,7 @@ from mainspring import (
     PingRequest,
     ResumeRequest,
     ShutdownRequest,
+    TaskExitError,
     Ticket,
     TicketAbandonedError,
     TicketTimeoutError,
@@ -636,9 +640,7 @@ class Frobnicate(ControlMessage[int]):
 async def test_an_unknown_message_is_refused_by_its_name():
     actor, _ = one()
     async with acting(actor):
-        with pytest.raises(
-            ControlRefusedError, match="loop 'worker' knows no Frobnicate: it is asked for health check"
-        ):
+        with pytest.raises(ControlRefusedError, match="loop 'worker' knows no Frobnicate: it knows health check"):
             await actor.ask(Frobnicate(), timeout=5)
         with pytest.raises(
             InvalidParameterError, match=r"takes control messages such as PauseRequest\(\), not 'pause'"
@@ -764,3 +766,164 @@ async def test_whoever_answers_a_ticket_himself_harms_nobody(anyio_backend):
                 message.ticket.fail(LookupError("mine"))
                 actor.tell(message)
             assert await actor.shutdown(timeout=5)
+
+
+# ------------------------------------------------------------------------------------------------ messages of one's own
+
+
+@dataclass(frozen=True)
+class SetRate(ControlMessage[float]):
+    per_second: float = 0.0
+
+
+TENANT: ContextVar[str] = ContextVar("tenant", default="none")
+
+
+def told(on_message) -> LoopActor:
+    mailbox = InMemoryMailbox("jobs", body=int)
+    return LoopActor(MainLoop(mailbox, Work(), name="worker"), on_message=on_message)
+
+
+async def test_what_on_message_returns_is_the_answer():
+    def plain(message: SetRate):
+        return 2 * message.per_second
+
+    async def waits(message: SetRate):
+        await anyio.sleep(0.001)
+        return 2 * message.per_second
+
+    class Answers:
+        async def __call__(self, message: SetRate):
+            message.ticket.complete(2 * message.per_second)
+
+    for on_message in (plain, waits, lambda message: waits(message), partial(waits), Answers()):
+        actor = told(on_message)
+        async with actor.loop.mailbox, acting(actor):
+            assert await actor.ask(SetRate(per_second=2), timeout=5) == 4
+            assert (await actor.ask(HealthCheckRequest(), timeout=5)).healthy
+            actor.tell(DrainRequest())
+
+
+async def test_messages_that_the_actor_knows_do_not_come_to_on_message():
+    came = []
+    actor = told(came.append)
+    async with actor.loop.mailbox, acting(actor):
+        await actor.ask(PauseRequest(), timeout=5)
+        await actor.ask(ResumeRequest(), timeout=5)
+        await actor.ask(PingRequest(), timeout=5)
+        await actor.ask(message := SetRate(), timeout=5)
+        await actor.ask(DrainRequest(), timeout=5)
+    assert came == [message]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("error", "arrives"),
+    [
+        (ValueError("too fast"), ValueError),
+        (SystemExit(3), TaskExitError),
+        (asyncio.CancelledError(), TaskExitError),
+    ],
+)
+async def test_an_error_of_on_message_is_the_askers_and_ends_nothing(is_async, error, arrives):
+    def plain(message):
+        raise error
+
+    async def waits(message):
+        await anyio.lowlevel.checkpoint()
+        raise error
+
+    actor = told(waits if is_async else plain)
+    async with actor.loop.mailbox, acting(actor):
+        for _ in range(2):
+            with pytest.raises(arrives):
+                await actor.ask(SetRate(), timeout=5)
+        assert await actor.ask(DrainRequest(), timeout=5)
+
+
+@pytest.mark.filterwarnings("error")
+async def test_an_answer_that_has_not_run_is_an_error():
+    async def later(message):
+        return 1
+
+    async def forgets_await(message):
+        return later(message)
+
+    for on_message in (forgets_await, lambda message: (step for step in "ab")):
+        actor = told(on_message)
+        async with actor.loop.mailbox, acting(actor):
+            with pytest.raises(InvalidParameterError, match=r"on_message .* returned a .*, so its work has not run"):
+                await actor.ask(SetRate(), timeout=5)
+            actor.tell(DrainRequest())
+
+
+async def test_an_on_message_that_waits_holds_up_no_other_message_and_ends_with_the_actor(virtual_clock):
+    async def never(message):
+        await anyio.sleep_forever()
+
+    actor = told(never)
+    async with actor.loop.mailbox, acting(actor):
+        actor.tell(waiting := SetRate())
+        assert await actor.ask(PingRequest(), timeout=1) == 0
+        assert await actor.ask(DrainRequest(), timeout=1)
+        with pytest.raises(LoopNotRunningError, match="loop 'worker' is not running"):
+            await waiting.ticket.wait(timeout=10)
+
+
+async def test_each_control_message_has_a_context_of_its_own():
+    seen = []
+
+    async def finds(message) -> None:
+        seen.append(TENANT.get())
+        TENANT.set("of another")
+        await anyio.lowlevel.checkpoint()
+        seen.append(TENANT.get())
+
+    def finds_plainly(message) -> None:
+        seen.append(TENANT.get())
+        TENANT.set("of another")
+
+    class Foreign(PausablePoller):
+        def pause(self) -> None:
+            finds_plainly(None)
+
+    for actor, message in (
+        (told(finds), SetRate),
+        (told(finds_plainly), SetRate),
+        (LoopActor(Foreign()), PauseRequest),
+    ):
+        seen.clear()
+        token = TENANT.set("of the loop")
+        async with getattr(actor.loop, "mailbox", None) or nullcontext(), acting(actor):
+            TENANT.set("of the asker")
+            for _ in range(3):
+                await actor.ask(message(), timeout=5)
+            assert TENANT.get() == "of the asker"
+            actor.tell(DrainRequest())
+        TENANT.reset(token)
+        assert seen[0] == "of the loop"
+        assert seen == ["of the loop"] * 3 or seen == ["of the loop", "of another"] * 3
+
+
+async def generates(message):
+    yield message
+
+
+@pytest.mark.parametrize(
+    ("on_message", "says"),
+    [
+        (5, "on_message must be a function of .message., not 5"),
+        (generates, "on_message generates is a generator, which would never run"),
+        (Work, "on_message Work is a class"),
+    ],
+)
+async def test_what_cannot_be_on_message_is_refused(on_message, says):
+    with pytest.raises(ConfigError, match=says):
+        told(on_message)
+
+
+async def test_a_group_passes_messages_of_ones_own_on():
+    actor = told(lambda message: 2 * message.per_second)
+    async with LoopGroup([actor]) as group:
+        assert await group.actors[0].ask(SetRate(per_second=3), timeout=5) == 6

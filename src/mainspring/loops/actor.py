@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import threading
 from collections import deque
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextvars import copy_context
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import anyio
 
+from mainspring.callables import check_runs, instead_of, name_of, ran
+from mainspring.contexts import run_in
 from mainspring.control import (
     ControlMessage,
     DrainRequest,
@@ -25,6 +29,7 @@ from mainspring.errors import (
     ControlRefusedError,
     InvalidParameterError,
     LoopNotRunningError,
+    TaskExitError,
     TicketTimeoutError,
     describe,
 )
@@ -33,11 +38,11 @@ from mainspring.loops.base import AnyRunnable, Runnable, Steerable, stop_in_time
 from mainspring.loops.foreign import ForeignLoop
 from mainspring.loops.worker import is_inside
 from mainspring.process import call_soon, event_loop, identity, in_task_of, process_id
-from mainspring.scope import DaemonScope
+from mainspring.scope import DaemonScope, nobody_asked
 from mainspring.values import is_number
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
     from mainspring.heartbeat import Heartbeat
     from mainspring.ticket import TicketWriter
@@ -45,6 +50,8 @@ if TYPE_CHECKING:
 _log = Logger("mainspring")
 
 T = TypeVar("T")
+OnMessage: TypeAlias = "Callable[[Any], object]"
+"""What :class:`LoopActor` takes for messages of a user's own: a function of the message, plain or async."""
 
 
 class LoopActor:
@@ -56,16 +63,29 @@ class LoopActor:
 
     :param loop: a MainLoop, or any ``Runnable``. One of foreign make can be paused where it has plain methods ``pause()``
         and ``resume()``.
-    :raises ConfigError: it is no loop, or is an actor already.
+    :param on_message: called with each control message of a kind of your own (a subclass of :class:`ControlMessage`): plain,
+        on the event loop, or async, in a task of its own that holds up no other message. What it returns is the answer; what it
+        raises fails the ticket, and ends nothing. It may answer the ticket by itself instead. An async one that runs when the
+        loop ends is cancelled, and its ticket fails with :class:`LoopNotRunningError`. Each call has context variables of its
+        own: a copy of those that the loop was started with.
+    :raises ConfigError: it is no loop, or is an actor already; or ``on_message`` cannot be called.
     """
 
-    def __init__(self, loop: AnyRunnable) -> None:
+    def __init__(self, loop: AnyRunnable, *, on_message: OnMessage | None = None) -> None:
         if isinstance(loop, LoopActor):
             raise ConfigError(f"LoopActor: {loop!r} is an actor already; use it as it is")
         if not isinstance(loop, Runnable):
             raise ConfigError(
                 f"LoopActor: {loop!r} is no loop; it needs run(), shutdown(), running and heartbeat (see Runnable)"
             )
+        if on_message is not None:
+            if not callable(on_message):
+                raise ConfigError(
+                    f"LoopActor: on_message must be a function of (message), {instead_of(on_message, 'LoopActor')}"
+                )
+            check_runs(on_message, "on_message")
+        self._on_message = on_message
+        self._context = copy_context()
         self.loop: Steerable = loop if isinstance(loop, Steerable) else ForeignLoop(loop)
         self.stop_began: float | None = None
         """When it was told to stop (anyio's clock), or None."""
@@ -101,8 +121,8 @@ class LoopActor:
         Told from a task of the loop's own event loop, it has been served when this returns.
 
         The ticket fails at once with :class:`LoopNotRunningError` where the actor does not run, or has ended; when it ends
-        before it came to the message; and with :class:`ControlRefusedError` where it does not know such a message, or its
-        loop cannot do that.
+        before it came to the message; and with :class:`ControlRefusedError` where it does not know such a message and has no
+        ``on_message``, or its loop cannot do that.
 
         :raises InvalidParameterError: it is no :class:`ControlMessage`.
         :raises ConfigError: it has been told before; make a new one. Or the actor runs in the process from which this one was
@@ -164,7 +184,7 @@ class LoopActor:
         while self._inbox:
             message, answer = self._inbox.popleft()
             try:
-                self._act(message, answer)
+                self._context.copy().run(self._act, message, answer)
             except Exception as error:  # a loop of foreign make may raise anything: it is the asker's to know
                 answer.offer_error(error)
 
@@ -188,10 +208,43 @@ class LoopActor:
             case ShutdownRequest():
                 self._stop(answer, message.timeout)
                 self._hurry(message)
+            case _ if self._on_message is not None:
+                self._hand_over(self._on_message, message, answer)
             case _:
-                known = "health check, ping, pause, resume, drain and shutdown"
-                what = f"loop {self.name!r} knows no {type(message).__qualname__}: it is asked for {known}"
-                answer.offer_error(ControlRefusedError(what))
+                known = "health check, ping, pause, resume, drain and shutdown; give LoopActor on_message= for others"
+                answer.offer_error(
+                    ControlRefusedError(f"loop {self.name!r} knows no {_called(message)}: it knows {known}")
+                )
+
+    def _hand_over(self, on_message: OnMessage, message: ControlMessage[Any], answer: TicketWriter[Any]) -> None:
+        """Have ``on_message`` answer, or begin to."""
+        try:
+            outcome = on_message(message)
+            if not inspect.isawaitable(outcome):
+                answer.offer(ran(outcome, f"on_message {name_of(on_message)}"))
+                return
+        except BaseException as error:
+            answer.offer_error(_bearable(on_message, error))
+            return
+        self._scope.start_soon(self._answer_of, on_message, outcome, message, answer, name=f"{self.name} answers")
+
+    async def _answer_of(
+        self,
+        on_message: OnMessage,
+        outcome: Awaitable[object],
+        message: ControlMessage[Any],
+        answer: TicketWriter[Any],
+    ) -> None:
+        try:
+            result = await run_in(copy_context(), lambda: outcome, self._ended.is_set)
+            answer.offer(ran(result, f"on_message {name_of(on_message)}"))
+        except anyio.get_cancelled_exc_class() as error:
+            if not await nobody_asked():
+                answer.offer_error(self._not_running(message))
+                raise
+            answer.offer_error(_bearable(on_message, error))
+        except BaseException as error:
+            answer.offer_error(_bearable(on_message, error))
 
     async def _answer_when_paused(self, answer: TicketWriter[None]) -> None:
         with answer:
@@ -240,6 +293,7 @@ class LoopActor:
         self.stop_began = self.cancelled_at = None
         self.stopped, self._ended, self._wake = anyio.Event(), anyio.Event(), anyio.Event()
         self._crashed = False
+        self._context = copy_context()
         async with DaemonScope(f"control of {self.name}") as self._scope:
             self._scope.start_soon(self._serve, name=f"control of {self.name}")
             if self._process is not identity():
@@ -387,6 +441,17 @@ async def ask_all(
         except Exception as error:
             answers.append(error)
     return answers
+
+
+def _bearable(on_message: OnMessage, error: BaseException) -> Exception:
+    """The error that fails a ticket: an exit, or a cancellation of the function's own, must not become its reader's."""
+    if isinstance(error, Exception):
+        return error
+    exit_error = TaskExitError(
+        f"on_message {name_of(on_message)} raised {error!r}; call shutdown() of the loop to end it"
+    )
+    exit_error.__cause__ = error
+    return exit_error
 
 
 def _called(message: ControlMessage[Any]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from mainspring.callables import code_of, innermost, instead_of, is_async, is_generator, name_of
+from mainspring.callables import check_runs, code_of, instead_of, is_async, name_of
 from mainspring.errors import ConfigError, OffloadPickleError
 from mainspring.offload import OffloadPool
 from mainspring.process import end_returned_child, identity
@@ -136,7 +136,7 @@ def inspect_handler(fn: Callable[..., Any], names: Mapping[str, Any], *, body: A
             f"a handler must be callable, {what}; give an `async def` or a plain function, without calling it"
         )
     name = name_of(fn)
-    _check_runs(fn, f"handler {name}", "return the result instead of yielding")
+    check_runs(fn, "handler")
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError) as error:
@@ -159,16 +159,7 @@ def check_wrapper(wrapper: Any) -> None:
     """Raise :class:`ConfigError` for what cannot be a wrapper of :meth:`MainLoop.wrap`."""
     if not callable(wrapper):
         raise ConfigError(f"a wrapper must be callable, {instead_of(wrapper, 'wrap')}")
-    _check_runs(wrapper, f"wrapper {name_of(wrapper)}", "write `async def`, and `return await call()`")
-
-
-def _check_runs(fn: Any, called: str, advice: str) -> None:
-    if is_generator(fn):
-        raise ConfigError(f"{called} is a generator, which would never run; {advice}")
-    if isinstance(innermost(fn), type):
-        raise ConfigError(
-            f"{called} is a class, of which a call makes an object and runs nothing; give an object of it, or a function"
-        )
+    check_runs(wrapper, "wrapper", advice="write `async def`, and `return await call()`")
 
 
 def _parameters(name: str, signature: inspect.Signature) -> list[inspect.Parameter]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from contextvars import copy_context
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
 
-from mainspring.callables import is_async
+from mainspring.callables import is_async, name_of, ran
 from mainspring.clock import real_work
+from mainspring.contexts import run_in
 from mainspring.errors import describe
 from mainspring.events import CheckChanged, Dispatcher
 from mainspring.own_thread import OwnThread
@@ -29,7 +32,7 @@ class Checks:
     """Runs the checks, all at once, and remembers their answers: None where one passes, else why not.
 
     A check passes by returning anything but False; it fails by returning False, by raising, or by taking longer than
-    ``timeout``, which is the longest that a probe waits here. A plain
+    ``timeout``, which is the longest that a probe waits here; or by returning work that has not run, as a generator. A plain
     function is called in a thread of its own, and not again before it has returned; the end of the program does not wait
     for it.
     """
@@ -63,9 +66,10 @@ class Checks:
     async def _ask(self, name: str, check: Callable[[], object]) -> None:
         late = f"no answer within {self._timeout:g} s"
         error: str | None = late
-        with anyio.move_on_after(self._timeout):
+        with anyio.move_on_after(self._timeout) as scope:
             try:
-                answer = await self._call(name, check)
+                called = partial(self._call, name, check)
+                answer = await run_in(copy_context(), called, lambda: scope.cancel_called)
                 error = "it returned False" if answer is False else None
             except _StillOutError:
                 error = late
@@ -86,7 +90,7 @@ class Checks:
             raise _StillOutError
         else:
             answer = await self._in_thread(name, check)
-        return await answer if inspect.isawaitable(answer) else answer
+        return ran(await answer if inspect.isawaitable(answer) else answer, f"the check {name_of(check)}")
 
     async def _in_thread(self, name: str, check: Callable[[], object]) -> object:
         def ask() -> object:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from mainspring.calibration import KILL_MARGIN, Timeouts
+from mainspring.callables import check_runs
 from mainspring.errors import ConfigError
 from mainspring.policies import RestartPolicy
 from mainspring.values import is_number, is_whole
@@ -69,6 +70,7 @@ class GroupSettings:
         for name, check in self.checks.items():
             if not callable(check):
                 raise ConfigError(f"LoopGroup: check {name!r} must be a function, not {check!r}")
+            check_runs(check, f"LoopGroup: check {name!r},")
 
     def timeouts_of(self, loop: MainLoop) -> Timeouts:
         """The timeouts that a loop of the group runs under."""
