@@ -259,3 +259,15 @@ def hang_the_first_time(job: str) -> str:
 
 def die(job: str) -> None:
     kill_oneself()
+
+
+def generates(number: int = 0):
+    yield number
+
+
+async def generates_async(number: int = 0):
+    yield number
+
+
+def leads_to_a_generator():
+    return generates()

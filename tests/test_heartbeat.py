@@ -10,6 +10,7 @@ import pytest
 import trio.testing
 
 from mainspring import clock
+from mainspring.errors import InvalidParameterError
 from mainspring.heartbeat import Heartbeat
 
 pytestmark = pytest.mark.anyio
@@ -142,3 +143,13 @@ def test_a_callback_may_remove_itself():
     heart.beat()
     heart.beat()
     assert heard == ["once", "always", "always"]
+
+
+async def asynchronous():
+    raise AssertionError
+
+
+@pytest.mark.parametrize("callback", [asynchronous, None, (lambda: (yield)), type("Callback", (), {})])
+def test_a_callback_of_which_nothing_would_run_is_refused(callback):
+    with pytest.raises(InvalidParameterError, match="heartbeat callback"):
+        Heartbeat().add_callback(callback)

@@ -690,6 +690,20 @@ async def test_a_plain_function_that_returns_a_coroutine_is_none(capfd):
     assert "never awaited" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("kind", ["thread", "process"])
+async def test_a_generator_does_no_work_there_and_is_refused(kind):
+    async with OffloadPool(kind, workers=1) as pool:
+        for run in (pool.run, pool.run_to_the_end):
+            for fn in (offload_work.generates, partial(offload_work.generates, 1), offload_work.generates_async):
+                with pytest.raises(
+                    InvalidParameterError, match=r"pool: generates.* is a generator, which would never run"
+                ):
+                    await run(fn)
+        error = InvalidParameterError if kind == "thread" else OffloadPickleError
+        with pytest.raises(error, match="leads_to_a_generator"):
+            await pool.run(offload_work.leads_to_a_generator)
+
+
 def test_what_it_shows_of_itself():
     assert repr(OffloadPool(workers=2)) == "<OffloadPool 'thread pool' closed workers=2 in_flight=0 queued=0 late=0>"
     assert OffloadPool().workers == min(32, len(os.sched_getaffinity(0)) + 4)

@@ -6,12 +6,13 @@ import functools
 import logging
 import sys
 import threading
+from contextvars import ContextVar
 
 import anyio
 import pytest
 from anyio import to_thread
 
-from mainspring import ShutdownCoordinator
+from mainspring import InvalidParameterError, ShutdownCoordinator
 
 pytestmark = pytest.mark.anyio
 
@@ -318,3 +319,97 @@ async def test_the_same_one_can_be_entered_again(virtual_clock):
         coordinator.trigger()
         await anyio.sleep(2)
         assert called == [True]
+
+
+# ---------------------------------------------------------------------------------- what runs nothing, and context variables
+
+TENANT: ContextVar[str] = ContextVar("tenant", default="none")
+
+
+async def yields():
+    yield
+
+
+@pytest.mark.parametrize(
+    ("callback", "says"),
+    [
+        (yields, "the shutdown callback yields is a generator, which would never run"),
+        (functools.partial(yields), "is a generator"),
+        (type("Event", (), {}), "the shutdown callback Event is a class"),
+        (5, "register takes a function without parameters, not 5"),
+    ],
+)
+async def test_what_would_run_nothing_is_refused(callback, says):
+    with pytest.raises(InvalidParameterError, match=says):
+        ShutdownCoordinator(()).register(callback)
+
+
+@pytest.mark.filterwarnings("error")
+async def test_a_callback_that_gives_work_that_has_not_run_is_logged(caplog):
+    async def never():
+        raise AssertionError
+
+    async def forgets_await():
+        return never()
+
+    called = []
+    async with ShutdownCoordinator(()) as coordinator:
+        coordinator.register(forgets_await)
+        coordinator.register(lambda: (step for step in "ab"))
+        coordinator.register(lambda: called.append("next"))
+        coordinator.trigger()
+    assert called == ["next"]
+    said = sorted(str(record.exc_info[1]) for record in caplog.records)
+    assert "forgets_await returned a coroutine, so its work has not run" in said[1]
+    assert "returned a generator, so its work has not run" in said[0]
+
+
+@pytest.mark.parametrize("within", [False, True])
+async def test_each_callback_has_a_context_of_its_own(within):
+    seen = []
+
+    def plain():
+        seen.append(TENANT.get())
+        TENANT.set("of a plain one")
+
+    async def waits():
+        seen.append(TENANT.get())
+        TENANT.set("of an async one")
+        await anyio.lowlevel.checkpoint()
+
+    def leaves_the_rest():
+        TENANT.set("of a plain part")
+        return rest()
+
+    async def rest():
+        seen.append(TENANT.get())
+
+    TENANT.set("of the block")
+    coordinator = ShutdownCoordinator(())
+    for callback in (plain, waits, leaves_the_rest, waits, plain):
+        coordinator.register(callback)
+    async with coordinator:
+        TENANT.set("of the trigger")
+        if within:
+            coordinator.trigger()
+        else:
+            await to_thread.run_sync(coordinator.trigger)
+        assert TENANT.get() == "of the trigger"
+    assert sorted(seen) == ["of a plain part", *["of the block"] * 4]
+
+
+async def test_a_callback_that_swallows_its_cancellation_is_cancelled_ever_more_slowly(virtual_clock):
+    caught = 0
+
+    async def stubborn():
+        nonlocal caught
+        while anyio.current_time() < 12 and caught < 1_000:
+            try:
+                await anyio.sleep_forever()
+            except anyio.get_cancelled_exc_class():
+                caught += 1
+
+    async with ShutdownCoordinator(()) as coordinator:
+        coordinator.register(stubborn)
+        coordinator.trigger()
+    assert 20 < caught < 40

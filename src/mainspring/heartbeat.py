@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mainspring import clock
+from mainspring.callables import check_runs, is_async
+from mainspring.errors import InvalidParameterError
 from mainspring.loggers import Logger
 
 if TYPE_CHECKING:
@@ -55,7 +57,14 @@ class Heartbeat:
         return max(0.0, now - virtual)
 
     def add_callback(self, callback: Callable[[], object]) -> None:
-        """Call ``callback()`` at each beat from now on."""
+        """Call ``callback()`` at each beat from now on.
+
+        :raises InvalidParameterError: it is async, or cannot be called, or a call would run nothing of it.
+        """
+        if not callable(callback) or is_async(callback):
+            what = "async" if callable(callback) else "no function"
+            raise InvalidParameterError(f"a heartbeat callback is a plain function, and {callback!r} is {what}")
+        check_runs(callback, "the heartbeat callback", error=InvalidParameterError)
         self._callbacks = (*self._callbacks, callback)
 
     def remove_callback(self, callback: Callable[[], object]) -> None:

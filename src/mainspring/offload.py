@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from inspect import CO_COROUTINE
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from threading import get_ident
-from types import CoroutineType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, TypeVarTuple, Unpack, cast
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, TypeVarTuple, Unpack
 
 import anyio
 from anyio import CapacityLimiter, to_thread
 
-from mainspring.callables import instead_of, is_async
+from mainspring.callables import check_runs, close_unbegun, instead_of, is_async, is_generator, name_of, ran
 from mainspring.clock import real_work
 from mainspring.errors import ConfigError, InvalidParameterError, OffloadClosedError
 from mainspring.loggers import Logger
@@ -33,6 +33,8 @@ MOST_THREADS = 32
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
+
+_RUNS_NOTHING = CO_COROUTINE | CO_GENERATOR | CO_ASYNC_GENERATOR
 
 _log = Logger("mainspring.offload")
 
@@ -162,7 +164,8 @@ class OffloadPool:
         :raises OffloadWorkerDiedError: the process died of it, two died as they received it, or one answered nothing that can
             be understood.
         :raises TaskExitError: it raised an exit, or a cancellation (of an event loop of its own, say) that is not the caller's.
-        :raises InvalidParameterError: ``timeout`` is negative or not a number, or ``fn`` is async, or no function.
+        :raises InvalidParameterError: ``timeout`` is negative or not a number; or ``fn`` is async, a generator, or no function,
+            or has returned a coroutine or a generator, so that its work has not run.
         """
         backend = self._ready()
         if timeout is not None and not is_number(timeout, 0, math.inf):
@@ -170,9 +173,12 @@ class OffloadPool:
         self._check_plain(fn)
         assert self._calls is not None
         result: T = await self._calls.run(backend.job(fn, args), timeout)
-        if type(result) is CoroutineType:
-            cast("CoroutineType[Any, Any, Any]", result).close()
+        kind = type(result)
+        if kind is CoroutineType:
+            close_unbegun(result)
             raise self._is_async(fn)
+        if kind is GeneratorType or kind is AsyncGeneratorType:
+            ran(result, f"{self.name}: {name_of(fn)}")
         return result
 
     async def run_to_the_end(
@@ -197,12 +203,16 @@ class OffloadPool:
 
     def _check_plain(self, fn: Any) -> None:
         code = getattr(fn, "__code__", None)  # of most functions, and quicker to look at than the rest
-        if code.co_flags & CO_COROUTINE if code is not None else is_async(fn):
-            raise self._is_async(fn)
-        if code is None and not callable(fn):
+        if code is not None and not code.co_flags & _RUNS_NOTHING:
+            return
+        if not callable(fn):
             raise InvalidParameterError(
                 f"{self.name}: run() takes a function and its arguments, {instead_of(fn, 'run')}"
             )
+        if is_async(fn):
+            raise self._is_async(fn)
+        if is_generator(fn):
+            check_runs(fn, f"{self.name}:", error=InvalidParameterError)
 
     def _is_async(self, fn: object) -> InvalidParameterError:
         return InvalidParameterError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import anyio
 import pytest
 from group_support import Foreign, box, one_loop_group, running, settled
 
-from mainspring import Context, InMemoryMailbox, LoopGroup, MailboxConnectionError, MainLoop
+from mainspring import ConfigError, Context, InMemoryMailbox, LoopGroup, MailboxConnectionError, MainLoop
 from mainspring.events import CheckChanged, HandlerStalled, HandlerStuck, ReceiveFailed, ReceiveRecovered
 from mainspring.loops.contact import ALLOWANCE
 
@@ -100,6 +101,55 @@ async def test_a_check_that_is_cancelled_by_itself_has_failed_and_the_others_cou
     async with running(group):
         assert (await asked(group)).reasons == ("check 'broken': CancelledError",)
         await group.shutdown()
+
+
+@pytest.mark.filterwarnings("error")
+async def test_a_check_that_gives_work_that_has_not_run_has_failed(virtual_clock):
+    async def later():
+        return False
+
+    async def forgets_await():
+        return later()
+
+    def lazy():
+        return (step for step in "ab")
+
+    group, _ = one_loop_group(quick, checks={"forgets": forgets_await, "lazy": lazy, "plain": lambda: later()})
+    async with running(group):
+        status = await asked(group)
+        assert [reason.partition(":")[0] for reason in sorted(status.reasons)] == [
+            "check 'forgets'", "check 'lazy'", "check 'plain'",
+        ]  # fmt: skip
+        assert all("so its work has not run" in reason for reason in status.reasons if "plain" not in reason)
+        await group.shutdown()
+
+
+async def generates():
+    yield True
+
+
+@pytest.mark.parametrize("check", [generates, functools.partial(generates), type("Ping", (), {})])
+def test_a_check_that_would_run_nothing_is_refused(check):
+    with pytest.raises(ConfigError, match=r"check 'database', .* is a (generator|class), "):
+        one_loop_group(quick, checks={"database": check})
+
+
+async def test_a_check_that_swallows_its_cancellation_does_not_spin(virtual_clock):
+    caught = 0
+
+    async def stubborn():
+        nonlocal caught
+        while anyio.current_time() < 3 and caught < 1_000:
+            try:
+                await anyio.sleep_forever()
+            except anyio.get_cancelled_exc_class():
+                caught += 1
+
+    group, _ = one_loop_group(quick, checks={"stubborn": stubborn})
+    async with running(group):
+        await asked(group)
+        await group.shutdown()
+    assert 20 < caught < 40
 
 
 async def test_many_probes_at_once_ask_a_check_once(virtual_clock):
