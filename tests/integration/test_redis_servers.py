@@ -218,8 +218,9 @@ async def test_a_server_without_a_log_is_warned_of_once(caplog, anyio_backend):
 
 async def test_a_server_that_evicts_is_warned_of(caplog, anyio_backend):
     caplog.set_level(logging.WARNING)
-    with RedisServer("--maxmemory-policy", "allkeys-lru") as evicting, place(evicting.url) as here:
-        async with here.mailbox():
+    limits = ("--maxmemory-policy", "allkeys-lru", "--maxmemory", "1gb")
+    with RedisServer(*limits) as evicting, place(evicting.url) as here:
+        async with here.mailbox(allow_eviction=True):
             pass
         (line,) = lines(caplog)
         assert "allkeys-lru" in line

@@ -307,6 +307,20 @@ async def test_one_process_of_a_fleet_looks_at_a_time(user):
         assert (await one.counts()).pending == 1_000
 
 
+async def test_large_messages_are_gone_through_one_by_one(user):
+    """A step copies what it looks at: the server would stand still for all of them."""
+    here = user.here
+    async with user.mailbox() as mailbox:
+        await mailbox.send_many(["x" * 1_000_000] * 20)
+        here.call("DEL", user.key("ready"))
+        here.call("CONFIG", "RESETSTAT")
+        with anyio.fail_after(10):
+            while (await mailbox.counts()).pending < 20:
+                await anyio.sleep(0.02)
+        stats = here.call("INFO", "commandstats")
+        assert int(re.search(rb"cmdstat_hscan:calls=(\d+)", stats)[1]) >= 5
+
+
 async def test_a_dedup_key_without_its_message_is_free(user):
     here = user.here
     async with user.mailbox() as mailbox:

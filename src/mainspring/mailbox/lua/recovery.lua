@@ -6,8 +6,9 @@
 -- Where they differ, and once a day, all keys are gone through, some entries at a time. The notes come first: then the
 -- difference is that of records which nothing points at.
 
-local SOME = 100
-local PAUSE = 50000
+local SOME = 100 -- entries of one step
+local MUCH = 1000000 -- bytes of one step, by the size of a record at random: all of them are copied
+local PAUSE = 50000 -- between two steps
 
 -- The ids of the messages in flight, and how many leases have no record: those end by themselves.
 local function in_flight(box)
@@ -122,6 +123,15 @@ local PARTS = {
   { 'HSCAN', 'dead', restore_dead },
 }
 
+local function step_of(box, scan, key)
+  if scan == 'ZSCAN' then
+    return SOME
+  end
+  local field = redis.call('HRANDFIELD', box[key])
+  local size = field and redis.call('HSTRLEN', box[key], field) or 0
+  return math.max(1, math.min(SOME, math.floor(MUCH / (size + 1))))
+end
+
 local function is_whole(box)
   return redis.call('HLEN', box.messages) == waiting(box) and redis.call('HLEN', box.dead) == redis.call('ZCARD', box.deaths)
 end
@@ -146,11 +156,13 @@ local function recover(box, every)
   verify(box)
   local found, seen = 0, 0
   while PARTS[part] and seen < SOME do
-    local scanned = redis.call(PARTS[part][1], box[PARTS[part][2]], cursor, 'COUNT', SOME)
+    local scan, key, mend = unpack(PARTS[part])
+    local step = step_of(box, scan, key)
+    local scanned = redis.call(scan, box[key], cursor, 'COUNT', step)
     if #scanned[2] > 0 then
-      found = found + PARTS[part][3](box, scanned[2])
+      found = found + mend(box, scanned[2])
     end
-    cursor, seen = scanned[1], seen + #scanned[2] / 2
+    cursor, seen = scanned[1], seen + #scanned[2] / 2 * SOME / step
     if cursor == '0' then
       part = part + 1
     end

@@ -1,15 +1,15 @@
 -- Whether all commands of the functions can succeed on a mailbox: its keys are of their types, and the user may use them.
 
 local USED = {
-  { 'hash', 'messages', 'HDEL HEXISTS HGET HLEN HMGET HSCAN HSET' },
+  { 'hash', 'messages', 'HDEL HEXISTS HGET HLEN HMGET HRANDFIELD HSCAN HSET HSTRLEN' },
   { 'zset', 'ready', 'ZADD ZCARD ZMSCORE ZRANGE ZREM ZREMRANGEBYRANK ZSCAN ZSCORE' },
   { 'zset', 'delayed', 'ZADD ZCARD ZMSCORE ZRANGE ZREM ZSCAN ZSCORE' },
   { 'zset', 'leases', 'ZADD ZCARD ZMSCORE ZRANGE ZREM ZSCAN ZSCORE' },
   { 'hash', 'state', 'EXISTS HDEL HGET HGETALL HINCRBY HMGET HSET HSETNX PTTL' },
-  { 'hash', 'more', 'HDEL HGET HLEN HMGET HSCAN HSET' },
-  { 'hash', 'keyed', 'HDEL HEXISTS HGET HSCAN HSET HSETNX' },
+  { 'hash', 'more', 'HDEL HGET HLEN HMGET HRANDFIELD HSCAN HSET HSTRLEN' },
+  { 'hash', 'keyed', 'HDEL HEXISTS HGET HRANDFIELD HSCAN HSET HSETNX HSTRLEN' },
   { 'zset', 'expiry', 'ZADD ZCARD ZRANGE ZREM ZSCORE' },
-  { 'hash', 'dead', 'HDEL HEXISTS HGET HLEN HSCAN HSET' },
+  { 'hash', 'dead', 'HDEL HEXISTS HGET HLEN HRANDFIELD HSCAN HSET HSTRLEN' },
   { 'zset', 'deaths', 'ZADD ZCARD ZRANGE ZRANK ZREM ZSCAN ZSCORE' },
   { 'hash', 'epitaph', 'HDEL HMGET HSET' },
   { 'zset', 'waiters', 'ZADD ZCARD ZPOPMIN ZREM ZSCORE' },
