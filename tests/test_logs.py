@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -286,3 +287,10 @@ def test_a_record_names_the_line_that_logged_it(caplog: pytest.LogCaptureFixture
     (record,) = caplog.records
     assert (record.name, record.getMessage(), record.filename) == ("mainspring.test", "1 of 2", "test_logs.py")
     assert (record.funcName, vars(record)["event"]) == ("test_a_record_names_the_line_that_logged_it", "e")
+
+
+def test_the_package_logs_by_loggers_that_cannot_end_it() -> None:
+    """But where one is set up, and for programs that are not this package's."""
+    known = {"loggers.py", "logs.py", "on_trio.py", "guards.py"}
+    sources = Path(logs.__file__).parent.rglob("*.py")
+    assert {path.name for path in sources if "logging.getLogger(" in path.read_text()} == known

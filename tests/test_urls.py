@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
+from itertools import product
 
 import pytest
 
@@ -23,6 +24,9 @@ from mainspring.urls import shown, without_secrets
         ("'redis://h/0?sentinel_password=s3cret': bad", "'redis://h/0?sentinel_password=***': bad"),
         ("host=h password='s3cret is long' dbname=d", "host=h password=*** dbname=d"),
         ("https://me:s3cret@web/@page", "https://web/@page"),
+        ("redis:/:s3cret@h is none", "redis:/h is none"),
+        ("nats:me:s3cret@h is none", "nats:h is none"),
+        ("redis://h/0?token=s3cret&x=1", "redis://h/0?token=***&x=1"),
     ],
 )
 def test_a_login_and_a_password_are_hidden(text, left):
@@ -70,6 +74,62 @@ def test_a_password_that_is_not_escaped_is_told_and_not_shown(scheme, cut):
         open_mailbox(f"{scheme}://me:s3c{cut}ret@db/0?name=jobs")
     assert "s3c" not in str(caught.value)
     assert "ret" not in str(caught.value)
+
+
+SCHEMES = (
+    "redis",
+    "REDIS",
+    "rediss",
+    "redis+sentinel",
+    "redis+cluster",
+    "postgresql",
+    "Postgres",
+    "nats",
+    "tls",
+    "rdis",
+)
+PASSWORDS = ("S3C@RET", "S3C/RET", "S3C?RET", "S3C#RET", "S3C RET", "S3C%ZZRET", "S3C:RET", "S3C[RET", "S3C]RET", "S3C=RET",
+             "S3C'RET", "S3C\nRET", "S3C\\RET", "S3C%2FRET", "S3CéRET", "S3C\u2100RET")  # fmt: skip
+PLACES = ("h:1/0?name=j", "h:badport/0", "[bad", "h:99999/0", "h,h:x/0/1/2", "h/0?nope=1&nope=2", "")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("slashes", ["://", ":/", ":", ":///", " ://", "//"])
+def test_no_error_about_a_malformed_url_shows_its_password(scheme, slashes):
+    for login, password, place in product(("u:{}@", ":{}@", "u@x:{}@"), PASSWORDS, PLACES):
+        assert_hidden(f"{scheme}{slashes}{login.format(password)}{place}")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_nor_one_that_stands_where_the_host_was_forgotten_or_among_the_options(scheme):
+    for password in PASSWORDS[1:]:  # with an @ the host is there
+        assert_hidden(f"{scheme}://u:{password}")
+        assert_hidden(f"{scheme}://u:{password}/0?name=j")
+    for option in (
+        "password",
+        "Password",
+        "pass",
+        "passwd",
+        "pwd",
+        "token",
+        "sslpassword",
+        "sentinel_password",
+        "secret",
+    ):
+        assert_hidden(f"{scheme}://h/d?{option}=S3CRET&nope=1")
+        assert_hidden(f"{scheme}://h/d/d?nope=1&{option}=S3C#RET")
+
+
+def assert_hidden(url):
+    """Neither in the error nor in what it came from."""
+    try:
+        open_mailbox(url)
+    except Exception as raised:
+        error: BaseException | None = raised
+        while error is not None:
+            assert "S3C" not in repr(error), (url, error)
+            assert "RET" not in repr(error), (url, error)
+            error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 @pytest.mark.parametrize("verb", [["migrate"], ["dead", "list"], ["send"]])

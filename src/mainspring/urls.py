@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import re
 
+_SERVER = r"rediss?(?:\+[a-z]{1,20})?|postgres(?:ql)?|nats|tls"
 _LOGIN = re.compile(
-    r"\b(https?://)[^\s/?#]{0,1000}@|\b(?!https?:|memory:|sqlite:)([a-z][a-z0-9+.-]{0,30}:?//)(?!/)\S{0,1000}@",
+    r"\b(https?://)[^\s/?#]{0,1000}@"
+    r"|\b(?!https?:|memory:|sqlite:)([a-z][a-z0-9+.-]{0,30}:?//)(?!/)\S{0,1000}@"
+    rf"|\b((?:{_SERVER})(?::[/\\]{{0,5}}|/{{2,5}}))\S{{0,1000}}@",
     re.IGNORECASE,
 )
-_OPTION = re.compile(r"(password=)(?:'[^']*'|[^&#\s]*[^&#\s'\",:;.)])", re.IGNORECASE)
+_NAME = r"(?:pass|password|passwd|passphrase|pwd|token|secret)"
+_OPTION = re.compile(rf"({_NAME}\s{{0,3}}=\s{{0,3}})(?:'[^']*'|\"[^\"]*\"|[^&#\s]*[^&#\s'\",:;.)])", re.IGNORECASE)
+_QUERY = re.compile(rf"({_NAME}=)[^&]*", re.IGNORECASE)
+_HEAD = re.compile(rf"\s*(?:[a-z][a-z0-9+.-]*(?:%20)?:?//+|(?:{_SERVER}):[/\\]*)", re.IGNORECASE)
+_NO_PORT = re.compile(r"(//[^/?#\[\]@]*?:)(?!\d*(?:[,/?#]|$)).+")
 
 
 def without_secrets(text: str) -> str:
@@ -16,15 +23,22 @@ def without_secrets(text: str) -> str:
 
     A server's URL loses all that stands before its last ``@``, as a password may hold any character by mistake; a web page's
     only what stands before its host, and the name of a ``memory://`` mailbox or of a file is left alone. Passwords among the
-    options are replaced (``?password=``, ``sslpassword=`` and the like), and so are those of libpq's ``key=value`` strings.
+    options are replaced (``?password=``, ``sslpassword=``, ``token=`` and the like), and so are those of libpq's ``key=value``
+    strings.
     """
-    if "//" not in text and "password=" not in text.lower():
+    if not any(sign in text for sign in ("//", "@", "=")):
         return text
-    return _OPTION.sub(r"\1***", _LOGIN.sub(r"\1\2", text))
+    return _OPTION.sub(r"\1***", _LOGIN.sub(r"\1\2\3", text))
 
 
 def shown(url: str) -> str:
-    """One URL as errors show it, also where a password in it holds white space."""
-    if url.startswith(("memory:", "sqlite:")):
+    """One URL as errors show it, however malformed it is: where white space stands in a password, where slashes or the host
+    are missing, and where what should be a port may be the password, of which nobody can tell where it ends."""
+    if url.lower().startswith(("memory:", "sqlite:")):
         return url
-    return without_secrets("%20".join(url.split()))
+    bare = "%20".join(url.split())
+    _, at, rest = bare.rpartition("@")
+    if at:
+        head = _HEAD.match(bare)
+        bare = f"{head[0] if head else ''}{rest}"
+    return without_secrets(_QUERY.sub(r"\1***", _NO_PORT.sub(r"\1***", bare)))

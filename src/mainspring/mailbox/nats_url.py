@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from mainspring import urls
 from mainspring.errors import ConfigError
 from mainspring.mailbox.tls import tls_context
-from mainspring.urls import shown
 
 if TYPE_CHECKING:
     import ssl
@@ -85,10 +85,10 @@ def parse_server(
     """The server that ``url`` means. Raises :class:`ConfigError`, without the password in it."""
     try:
         parts = urlsplit(url)
-    except ValueError as error:
-        raise ConfigError(f"that is no URL of a NATS server: {error}") from None
+    except ValueError:  # which may say the password
+        raise ConfigError(f"{urls.shown(url)!r} is no URL of a NATS server, as in nats://localhost:4222") from None
     who, _, places = parts.netloc.rpartition("@")
-    shown = f"{parts.scheme}://{places}{parts.path}"
+    shown = urls.shown(url)
     if parts.scheme not in SCHEMES:
         raise ConfigError(f"{shown!r}: the URL of a NATS server begins with nats:// or tls://")
     if parts.path not in ("", "/"):
@@ -108,7 +108,7 @@ def _place(shown: str, place: str) -> tuple[str, int]:
         parts = urlsplit(f"//{place}")
         name, port = parts.hostname or "localhost", parts.port or PORT
     except ValueError:
-        raise ConfigError(f"{shown!r}: {place!r} is no host and port") from None
+        raise ConfigError(f"{shown!r}: what stands there is no host and port") from None
     return name, port
 
 
@@ -119,7 +119,7 @@ def name_in(address: str) -> str:
 
 def read_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
     """Options of a URL, which is given without them, each in its type. Raises :class:`ConfigError` for one that is none."""
-    place = shown(url)
+    place = urls.shown(url)
     values = {}
     for key, value in options.items():
         if key not in OPTIONS:

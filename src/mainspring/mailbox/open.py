@@ -147,6 +147,8 @@ def divided(url: str) -> tuple[str, list[tuple[str, str]]]:
         ) from None
     if not parts.scheme:
         raise ConfigError(f"{shown(url)!r} is no mailbox URL; write it as in 'sqlite:///jobs.db?name=jobs'")
+    if parts.scheme in _BACKENDS and parts.scheme not in ("memory", "sqlite") and not _AUTHORITY.match(url):
+        raise ConfigError(f"{shown(url)!r}: behind the scheme come two slashes, as in {parts.scheme}://host?name=jobs")
     if parts.fragment:
         raise ConfigError(
             f"{shown(url)!r}: a # begins what no mailbox reads; write %23 where it belongs to a name or a path"
@@ -158,8 +160,12 @@ def divided(url: str) -> tuple[str, list[tuple[str, str]]]:
         )
     try:
         query = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
-    except ValueError as error:
-        raise ConfigError(f"{shown(url)!r} is no mailbox URL: {error}") from None
+        if not all(map(_OPTION.fullmatch, dict(query))):
+            raise ValueError
+    except ValueError:  # what is none may be the end of a password
+        raise ConfigError(
+            f"{shown(url)!r} is no mailbox URL: behind the ? stand options as key=value, with & between them"
+        ) from None
     for key, _ in query:
         if key in _NO_OPTIONS:
             raise ConfigError(f"{shown(url)!r}: a mailbox has no option {key!r} that stands in its URL")
@@ -194,5 +200,7 @@ def _check_login(url: str) -> None:
         )
 
 
+_AUTHORITY = re.compile(r"\s*[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+_OPTION = re.compile(r"[\w.-]+")
 _PLACE = re.compile(r"(\[[^]]*\]|[^:@]*)(:\d*)?")
 _NO_OPTIONS = ("self", "url", "server", "body", "reply", "reply_stores")

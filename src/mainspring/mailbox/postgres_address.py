@@ -182,9 +182,10 @@ def conninfo_of(url: str, parameters: dict[str, Any], timeout: float = math.inf,
                 del defaults[key]
         return make_conninfo("", **{**defaults, **known, **_ALWAYS})
     except psycopg.Error as error:
+        place = shown(bare)
+        told = re.sub(r'"([^"]*)"', lambda quoted: quoted[0] if quoted[1] in place else '"***"', one_line(error))
         secret = urlsplit(bare).password
-        told = one_line(error).replace(secret, "***") if secret else one_line(error)
-        raise ConfigError(f"{shown(bare)!r}: {told}") from None
+        raise ConfigError(f"{place!r}: {told.replace(secret, '***') if secret else told}") from None
 
 
 def is_parameter(key: str) -> bool:

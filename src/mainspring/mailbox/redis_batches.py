@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import TYPE_CHECKING, Any
 
 from mainspring import clock, entropy
 from mainspring.errors import MailboxConnectionError
+from mainspring.loggers import Logger
 from mainspring.mailbox.redis_calls import calls, keys_of
 from mainspring.mailbox.redis_claims import Claim, Unheard, joined
 from mainspring.mailbox.redis_records import MICRO, claimed_at
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.redis_commands import Operation
     from mainspring.mailbox.redis_link import Link
 
-_log = logging.getLogger("mainspring.mailbox")
+_log = Logger("mainspring.mailbox")
 
 
 class Batches:

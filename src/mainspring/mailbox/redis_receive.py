@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ import anyio
 
 from mainspring import clock
 from mainspring.errors import ConfigError, MailboxClosedError, MainspringError, ReceiptHandleExpiredError
+from mainspring.loggers import Logger
 from mainspring.mailbox.batching import Batcher
 from mainspring.mailbox.redis_batches import Batches
 from mainspring.mailbox.redis_calls import base_of
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.redis_link import Link
     from mainspring.mailbox.redis_server import Directory
 
-_log = logging.getLogger("mainspring.mailbox")
+_log = Logger("mainspring.mailbox")
 
 
 class Receiving:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, unquote, urlsplit
 
+from mainspring import urls
 from mainspring.errors import ConfigError
 from mainspring.mailbox.tls import tls_context
-from mainspring.urls import shown
 
 if TYPE_CHECKING:
     import ssl
@@ -69,7 +69,7 @@ def read_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
                 values[key] = convert(values[key])
             except (ValueError, KeyError):
                 raise ConfigError(
-                    f"{shown(url)!r}: the option {key} of a Redis mailbox must be {kind}, not {values[key]!r}"
+                    f"{urls.shown(url)!r}: the option {key} of a Redis mailbox must be {kind}, not {values[key]!r}"
                 ) from None
     return values
 
@@ -91,7 +91,7 @@ def parse_server(url: str, options: dict[str, Any]) -> Server:
     """
     parts = urlsplit(url)
     scheme, _, kind = parts.scheme.partition("+")
-    shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    shown = urls.shown(url)
     login, _, places = parts.netloc.rpartition("@")
     user, _, secret = login.partition(":")
     default = SENTINEL_PORT if kind == "sentinel" else PORT
@@ -123,7 +123,7 @@ def _host(shown: str, place: str, default: int) -> Host:
         name, port = place, ""
     name = unquote(name.removeprefix("[").removesuffix("]"))
     if not name or (port and not (port.isascii() and port.isdigit() and 0 < int(port) < 65_536)):
-        raise ConfigError(f"{shown!r}: {place!r} is no host and port; write it as in redis://localhost:6379/0")
+        raise ConfigError(f"{shown!r}: what stands there is no host and port; write it as in redis://localhost:6379/0")
     return name, int(port) if port else default
 
 
