@@ -145,7 +145,7 @@ def in_signal_handler() -> bool:
     """
     if not in_main_thread():
         return False
-    handlers = filter(callable, map(signal.getsignal, signal.valid_signals()))
+    handlers = filter(callable, map(signal.getsignal, range(1, signal.NSIG)))  # what is no signal has no handler
     codes = {code for handler in handlers if (code := getattr(code_of(handler), "__code__", None)) is not None}
     frame: FrameType | None = sys._getframe() if codes else None  # noqa: SLF001 - documented, for want of another way
     while frame is not None and frame.f_code not in codes:

@@ -313,6 +313,10 @@ class ShutdownCoordinator:
             if was_installed and not self._triggered:
                 self._list()
 
+    def expect_no_block(self) -> None:
+        """Log no warning where it is never entered: for a program that has only imported a module."""
+        self._warning.detach()
+
     @property
     def triggered(self) -> bool:
         """Whether a shutdown was asked for."""
@@ -428,7 +432,7 @@ class ShutdownCoordinator:
             raise ConfigError("ShutdownCoordinator: an event loop runs here; use `async with` instead of `with`")
         self._check_thread(self.signals)
         self._plain_blocks += 1
-        self._warning.detach()
+        self.expect_no_block()
         self._list()
         if self._plain_blocks == 1:
             self._plain_hubs = [_join_plain(signum, self._on_signal) for signum in self.signals]
@@ -503,7 +507,7 @@ class ShutdownCoordinator:
             self._release(block)
             await block.scope.__aexit__(type(error), error, error.__traceback__)
             raise
-        self._warning.detach()
+        self.expect_no_block()
         self._list()
         return block
 

@@ -43,6 +43,13 @@ def test_the_defaults_hold_and_what_is_unknown_is_said(directory: Path) -> None:
     ) in ended.stdout
 
 
+def test_callbacks_for_a_shutdown_are_not_missed_by_a_command_that_runs_nothing(directory: Path) -> None:
+    with (directory / "app.py").open("a", encoding="utf-8") as app:
+        app.write("from mainspring import ShutdownCoordinator\nShutdownCoordinator.install().register(print)\n")
+    ended = run("check", "app:plain", cwd=directory)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_the_defaults_do_not_fit_into_thirty_seconds(directory: Path) -> None:
     ended = run("check", "app:plain", "--grace", "30", "--longest", "60", cwd=directory)
     assert ended.returncode == 1

@@ -7,11 +7,13 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
+from itertools import count
 
 import anyio
 import pytest
 from group_support import Foreign
 
+from interrupts import Interruption
 from mainspring import (
     ConfigError,
     ControlRefusedError,
@@ -20,7 +22,10 @@ from mainspring import (
     LoopNotRunningError,
     LoopThread,
     MainLoop,
+    entry,
 )
+from mainspring.loops import intake, worker
+from mainspring.loops import main as main_loop
 from mainspring.process import in_signal_handler
 
 
@@ -290,3 +295,34 @@ def test_a_signal_handler_that_interrupts_a_task_acts_behind_it(anyio_backend):
     backend, options = anyio_backend
     anyio.run(main, backend=backend, backend_options=options)
     assert inside == [True, False]
+
+
+def test_a_signal_handler_may_ask_wherever_it_interrupts_the_same_request(anyio_backend):
+    async def main():
+        for line in count():
+            loop = MainLoop(InMemoryMailbox(), Work(), body=int)
+            loops.append(loop)
+            async with loop:
+                with Interruption((main_loop, intake, worker, entry), line, raise_signal) as one:
+                    loop.pause()
+                    loop.resume()
+                    loop.request_shutdown()
+                with anyio.fail_after(20):
+                    await loop.wait_paused()
+                    while loop.running:
+                        await anyio.sleep(0)
+            if not one.happened:
+                break
+        return line
+
+    def raise_signal():
+        signal.raise_signal(signal.SIGUSR1)
+
+    def handler():
+        for ask in (loops[-1].resume, loops[-1].pause, loops[-1].request_shutdown):
+            ask()
+
+    loops = []
+    backend, options = anyio_backend
+    with handling(handler):
+        assert anyio.run(main, backend=backend, backend_options=options) > 10

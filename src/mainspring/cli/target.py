@@ -92,6 +92,16 @@ def _import(name: str) -> ModuleType:
         raise
     except BaseException as error:  # whatever it is, it is the module's
         raise Problem(f"{name} does not import: {explain(error)}") from error
+    finally:
+        _expect_no_shutdown()
+
+
+def _expect_no_shutdown() -> None:
+    """What a module has registered is called by its group's run. A command that only looks at the group need not warn of it."""
+    from mainspring.signals import ShutdownCoordinator
+
+    if (coordinator := ShutdownCoordinator.get()) is not None:
+        coordinator.expect_no_block()
 
 
 def _attribute(module: ModuleType, attribute: str, target: str) -> Any:
