@@ -550,6 +550,9 @@ async def test_another_event_loop_must_have_a_pool_of_its_own():
         async def elsewhere():
             with pytest.raises(OffloadClosedError, match="another event loop"):
                 await pool.run(print)
+            for wait in (pool.wait_idle, pool.wait_for_late):
+                with pytest.raises(OffloadClosedError, match="another event loop"):
+                    await wait()
             with pytest.raises(OffloadClosedError, match="another event loop"):
                 await pool.__aenter__()
             caught.append(True)

@@ -17,7 +17,7 @@ from mainspring.clock import real_work
 from mainspring.errors import ConfigError, InvalidParameterError, OffloadClosedError
 from mainspring.loggers import Logger
 from mainspring.offload_calls import GONE_WITHIN, Calls
-from mainspring.process import identity
+from mainspring.process import event_loop, identity
 from mainspring.values import is_number, is_whole
 
 if TYPE_CHECKING:
@@ -261,8 +261,10 @@ class OffloadPool:
         """Wait until no call is queued or in flight, with ``late`` also until no late call runs any more.
 
         A call that never ends is waited for: put a limit of your own around it.
+
+        :raises OffloadClosedError: the pool was opened on another event loop, or in another process.
         """
-        calls = self._calls
+        calls = self._calls_here()
         if calls is None:
             return
         await calls.wait_idle()
@@ -271,9 +273,18 @@ class OffloadPool:
             await calls.wait_idle()
 
     async def wait_for_late(self) -> None:
-        """Wait until no late call runs any more. One that never ends is waited for: put a limit of your own around it."""
-        if self._calls is not None:
-            await self._calls.wait_for_late()
+        """Wait until no late call runs any more. One that never ends is waited for: put a limit of your own around it.
+
+        :raises OffloadClosedError: as :meth:`wait_idle` has it.
+        """
+        if (calls := self._calls_here()) is not None:
+            await calls.wait_for_late()
+
+    def _calls_here(self) -> Calls | None:
+        """The calls of this opening, or of the last one."""
+        if self._calls is not None and self._calls.loop is not event_loop():
+            raise OffloadClosedError(f"{self.name} was opened in another event loop; wait for it there")
+        return self._calls
 
 
 class Backend(Protocol):
