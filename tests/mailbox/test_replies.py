@@ -230,6 +230,16 @@ async def test_what_is_in_memory_only_is_kept_however_many_there_are(monkeypatch
                 assert [m.body for m in await results.receive()] == [number]
 
 
+async def test_addresses_of_queues_that_nobody_has_leave_nothing_open() -> None:
+    async with Elsewhere("jobs") as jobs:
+        for number in range(5):
+            with pytest.raises(ReplyNotAvailableError, match="nobody has a mailbox"):
+                await _answer(jobs, f"memory://nobody-{number}")
+        with anyio.fail_after(10):
+            while len(replies_module.open_mailboxes()) > 1:
+                await anyio.sleep(0.001)
+
+
 # ------------------------------------------------------------------------------ an address is what a sender says, no setting
 
 

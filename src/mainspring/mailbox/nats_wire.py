@@ -201,7 +201,7 @@ class Wire:
             await client.hang_up(CLOSE_TIMEOUT / 2 if client.is_connected else COURTESY)
 
     async def _on_error(self, error: Exception) -> None:
-        self._last_error = describe(error)
+        self._last_error = "it does not answer" if isinstance(error, TimeoutError) else describe(error)
         if (subject := denied(error)) is not None:
             told = (
                 f"{self._name}: the NATS server lets this user not use {subject!r}; grant the user what a mailbox uses"

@@ -106,6 +106,10 @@ class ReplyRouter:
                 kept = await self._kept_at(url, find)
                 try:
                     await kept.mailbox.send_encoded(reply)
+                except ReplyNotAvailableError:  # a queue in memory that is nobody's, or only what is kept here
+                    if kept.users == 1 and not await kept.mailbox.approximate_count() and self._open.get(url) is kept:
+                        self._open.pop(url).unwanted.set()
+                    raise
                 finally:
                     kept.users -= 1
                     self._tidy()

@@ -90,6 +90,19 @@ async def a_reply_to_nowhere_is_an_error(h: Harness) -> None:
         await message.acknowledge()
 
 
+@behaviour()
+async def a_reply_to_a_strange_store_is_an_error(h: Harness) -> None:
+    """A reply_to on a store that nothing here has named is ReplyNotAvailableError at once: that store is not called."""
+    async with h.open() as box:
+        for url in ("redis://strange.invalid/0", "nats://strange.invalid", "postgresql://strange.invalid/db"):
+            await box.send("x", reply_to=url)
+            message = await h.one(box)
+            with raises(ReplyNotAvailableError, f"a reply to {url}"):
+                await message.reply("answer")
+            await message.acknowledge()
+        await h.counts(box, settled=3)
+
+
 @behaviour("transactional_reply")
 async def a_reply_of_the_wrong_type_is_refused(h: Harness) -> None:
     """A reply that does not fit the reply type raises SerializationError; nothing leaves, nothing is settled."""
