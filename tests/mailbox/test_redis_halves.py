@@ -179,6 +179,33 @@ async def play_without_a_command(user, command):
         assert "pending" in got
 
 
+async def test_what_is_owed_and_fails_is_done_later(user):
+    """A receive that ends leaves the list of those that wait, once its user may do that again."""
+    async with user.mailbox() as mailbox:
+        user.revoke("ZREM")
+        assert await mailbox.receive(wait_time_seconds=0.05) == []
+        assert await mailbox.receive() == []
+        assert user.here.call("ZCARD", user.key("waiters")) == 1
+        user.grant()
+        assert await mailbox.receive() == []
+        await mailbox.counts()
+        assert user.here.call("ZCARD", user.key("waiters")) == 0
+
+
+async def test_a_reply_that_its_mailbox_does_not_take_leaves_the_request_as_it_was(user):
+    here = user.here
+    async with user.mailbox() as mailbox, here.mailbox("replies") as replies:
+        await mailbox.send("asked", reply_to=replies.name)
+        (message,) = await mailbox.receive()
+        here.call("SET", here.key("ready", "replies"), "another program's")
+        with pytest.raises(MailboxConnectionError, match="WRONGTYPE"):
+            await message.reply("answer")
+        here.call("DEL", here.key("ready", "replies"))
+        assert (await mailbox.counts()).in_flight == 1
+        assert await replies.counts() == Counts()
+        await message.acknowledge()
+
+
 # --------------------------------------------------------------------------------------------------------------- types
 
 
