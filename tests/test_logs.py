@@ -44,6 +44,8 @@ CASES = [
     (events.MessageStarted("indexer", "m1", "r1", 3, 2), "DEBUG", "message m1 started (delivery 3, attempt 2)"),
     (finished("acknowledged"), "DEBUG", "message m1 done (ran 0.250 s)"),
     (finished("retried", error="E: a\nb", retry_in=1.44), "WARNING", "to be tried again in 1.4 s (ran 0.250 s): E: a b"),
+    (finished("postponed", charged=False, retry_in=5.0), "DEBUG", "message m1 postponed, to come again in 5.0 s (ran 0.250 s)"),
+    (finished("acknowledged", error="ReplyError: no"), "DEBUG", "message m1 done (ran 0.250 s): ReplyError: no"),
     (finished("retried", charged=False), "INFO", "message m1 to be tried again, not counted (ran 0.250 s)"),
     (finished("dead_lettered", error="E: a", where="b:7"), "ERROR", "after attempt 2 (ran 0.250 s): E: a, at b:7"),
     (finished("released"), "INFO", "message m1 handed back"),

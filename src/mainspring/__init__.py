@@ -135,6 +135,9 @@ if TYPE_CHECKING:
         Reject as Reject,
     )
     from mainspring.errors import (
+        ReplyError as ReplyError,
+    )
+    from mainspring.errors import (
         ReplyNotAvailableError as ReplyNotAvailableError,
     )
     from mainspring.errors import (
@@ -274,7 +277,7 @@ _HOMES = {
         "MailboxError", "MailboxFullError", "MainspringError", "MessageSettledError", "OffloadClosedError",
         "OffloadError", "OffloadFullError",
         "OffloadPickleError", "OffloadTimeoutError", "OffloadWorkerDiedError", "ReceiptHandleExpiredError", "Reject",
-        "ReplyNotAvailableError", "RequestCancelledError", "RequestFailedError", "RequestTimeoutError", "Retry",
+        "ReplyError", "ReplyNotAvailableError", "RequestCancelledError", "RequestFailedError", "RequestTimeoutError", "Retry",
         "SerializationError", "TaskExitError", "TicketAbandonedError", "TicketAlreadyCompletedError",
         "TicketTimeoutError", "TransactionEndedError",
         "BudgetExceededError", "DeadlineExceededError", "JournalDamagedError", "JournalError", "JournalLockedError",

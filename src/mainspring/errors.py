@@ -100,8 +100,8 @@ class RequestTimeoutError(MailboxError, TimeoutError):
 
 
 class RequestFailedError(MailboxError):
-    """A request was dead-lettered, or its handler failed when it had acknowledged it: there will be no reply. ``error`` and
-    ``error_type`` say why."""
+    """There will be no reply: the request was dead-lettered, its handler answered with :class:`ReplyError`, or it failed after
+    it had acknowledged the request. ``error`` and ``error_type`` say why."""
 
     fault = "handler"
 
@@ -313,6 +313,20 @@ class Reject(Exception):  # noqa: N818 - it is an instruction, not an error
     def __init__(self, reason: str = "rejected by the handler") -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class ReplyError(MainspringError):
+    """Raised by a handler: the answer to the request is this error. The message is acknowledged, and not tried again.
+
+    Its requester gets :class:`RequestFailedError`, whose ``error`` is this text and whose ``error_type`` is ``"ReplyError"``.
+    Where nobody waits for an error (the message came from ``send``, with or without ``reply_to``), it is acknowledged without
+    a reply.
+    """
+
+    fault = "handler"
+
+    def __init__(self, text: str = "refused by the handler") -> None:
+        super().__init__(text)
 
 
 LONGEST_TEXT = 2_000

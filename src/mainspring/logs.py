@@ -10,7 +10,7 @@ CRITICAL   a handler that does not end although cancelled: the process is about 
 ERROR      a crash, a stall, a dead letter, a run that did not end clean
 WARNING    what is tried again or mends itself: retries, lost leases, an unreachable mailbox, a failing check
 INFO       the life of groups and loops, what was handed back at a shutdown
-DEBUG      each message that starts and succeeds, the short-lived states, the further tries at a mailbox that stays away
+DEBUG      each message that starts, succeeds or is postponed, the short-lived states, the further tries at a mailbox
 =========  =============================================================================================
 """
 
@@ -115,6 +115,8 @@ def _finished(event: events.MessageFinished) -> None:
         level, said = logging.DEBUG, "done"
     elif outcome == "dead_lettered":
         level, said = logging.ERROR, f"dead-lettered after attempt {event.attempt}"
+    elif outcome == "postponed":
+        level, said = logging.DEBUG, f"postponed, to come again{again}"
     elif outcome == "retried" and not event.charged:
         level, said = logging.INFO, f"to be tried again{again}, not counted"
     elif outcome == "retried":

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 import mainspring
-from mainspring import DeadLetter, InMemoryMailbox, LoopGroup, MainLoop, Reject, Retry
+from mainspring import DeadLetter, InMemoryMailbox, LoopGroup, MainLoop, Reject, ReplyError, Retry
 from mainspring.errors import ConfigError, InvalidParameterError, MailboxConnectionError
 from mainspring.loops.dead_letters import DLQConsumer, Verdict
 from mainspring.mailbox.dead_view import DeadLetterView
@@ -223,6 +223,20 @@ async def test_an_answer_that_is_no_verdict_is_an_error_and_loses_nothing(store)
             await until(lambda: loop.outcomes["dead_lettered"] == 1)
             (parked,) = await loop.mailbox.dead_letters()
             assert "Verdict" in parked.error
+        assert (await mailbox.counts()).dead == 1
+
+
+@HERE
+async def test_a_dead_letter_has_nobody_to_answer_and_is_kept(store):
+    async def handle(letter: DeadLetter) -> None:
+        raise ReplyError("not found")
+
+    async with store.box() as mailbox:
+        await bury(mailbox, "a")
+        async with DLQConsumer(mailbox, handle) as loop:
+            await until(lambda: loop.outcomes["dead_lettered"] == 1)
+            (parked,) = await loop.mailbox.dead_letters()
+            assert "raise Reject to keep it" in parked.error
         assert (await mailbox.counts()).dead == 1
 
 

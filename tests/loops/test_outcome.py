@@ -9,10 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mainspring.errors import HandlerTimeoutError, Reject, Retry, TaskExitError
-from mainspring.loops.outcome import Outcome, after_failure, before_start
+from mainspring.errors import (
+    ConfigError,
+    HandlerTimeoutError,
+    InvalidParameterError,
+    Reject,
+    ReplyError,
+    ReplyNotAvailableError,
+    Retry,
+    TaskExitError,
+)
+from mainspring.loops.outcome import Decision, Outcome, after_failure, as_settled, before_start
 from mainspring.mailbox.history import LAST, crashes_before, read_history, remember, silences, without_oldest
-from mainspring.mailbox.message import Dead, Return
+from mainspring.mailbox.message import Ack, Dead, Return
 from mainspring.policies import DeadLetterPolicy, RetryPolicy
 
 PLAIN = RetryPolicy(jitter="none")
@@ -76,12 +85,41 @@ def test_a_charged_retry_runs_out_of_attempts():
 def test_an_uncharged_retry_never_does_and_backs_off_by_deliveries():
     decision = decide(Retry(charge=False), attempt=20, deliveries=4)
     assert decision.settlement == Return(15.625, False)
+    assert decision.outcome is Outcome.POSTPONED
 
 
 def test_retry_is_an_instruction_and_no_kind_of_error():
     """``include=(Exception,)`` means errors; and an excluded one that charges would run out of attempts unrun."""
     assert decide(Retry(delay=1), include=(Exception,)).outcome is Outcome.RETRIED
     assert decide(Retry(delay=1), attempt=20, exclude=(Exception,)).outcome is Outcome.DEAD_LETTERED
+
+
+@pytest.mark.parametrize("kind", [ConfigError, InvalidParameterError, ReplyNotAvailableError])
+@pytest.mark.parametrize("policy", [{}, {"exclude": (Exception,)}])
+def test_a_fault_of_configuration_is_the_end_at_once(kind, policy):
+    decision = decide(kind("no transactions here"), **policy)
+    assert decision.outcome is Outcome.DEAD_LETTERED
+    assert (decision.settlement.error, decision.settlement.error_type) == ("no transactions here", kind.__name__)
+
+
+@pytest.mark.parametrize("policy", [{}, {"include": (Exception,)}, {"max_attempts": 1}])
+def test_a_reply_error_is_an_answer(policy):
+    error = ReplyError("not found")
+    assert decide(ExceptionGroup("tasks", [error]), **policy) == Decision(Outcome.ACKNOWLEDGED, Ack(), error)
+
+
+@pytest.mark.parametrize(
+    ("settlement", "outcome"),
+    [
+        (Ack(), "acknowledged"),
+        (Return(), "retried"),
+        (Return(5, charge=False), "postponed"),
+        (Return(charge=False, front=True), "released"),
+        (Dead.of("no"), "dead_lettered"),
+    ],
+)
+def test_what_a_handler_settles_itself_has_the_same_names(settlement, outcome):
+    assert as_settled(settlement).outcome == outcome
 
 
 def test_included_errors_die_at_once():

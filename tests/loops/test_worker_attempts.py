@@ -15,8 +15,9 @@ from mainspring import (
     Reject,
     Retry,
     RetryPolicy,
+    open_mailbox,
 )
-from mainspring.events import MessageFinished, MessageStarted
+from mainspring.events import MessageFinished, MessageNotAcknowledged, MessageStarted
 from support import FaultyMailbox, background, record, settled
 
 pytestmark = pytest.mark.anyio
@@ -146,6 +147,56 @@ async def test_reject_is_dead_at_once():
         await settled(mailbox)
         (dead,) = await mailbox.dead_letters()
         assert (dead.error, dead.error_type, dead.body) == ("unknown customer", "Reject", 1)
+
+
+async def test_a_fault_of_configuration_is_dead_at_once_with_its_text():
+    """Raised out of what the handler calls: another attempt would meet it again."""
+
+    async def no_transactions(job: str, ctx: Context) -> None:
+        async with ctx.transaction():
+            pass
+
+    async def no_requester(job: str, ctx: Context) -> None:
+        await ctx.message.reply("done")
+
+    async def bad_delay(job: str, ctx: Context) -> None:
+        raise Retry(delay=-5)
+
+    async def bad_url(job: str, ctx: Context) -> None:
+        open_mailbox("carrier-pigeon://jobs")
+
+    for handler, kind, text in (
+        (no_transactions, "ConfigError", "no transactions"),
+        (no_requester, "ReplyNotAvailableError", "its sender set no reply_to"),
+        (bad_delay, "InvalidParameterError", "delay must be 0 to"),
+        (bad_url, "ConfigError", "carrier-pigeon"),
+    ):
+        mailbox = InMemoryMailbox()
+        async with background(MainLoop(mailbox, handler)):
+            await mailbox.send("x")
+            await settled(mailbox)
+            (dead,) = await mailbox.dead_letters()
+        assert (dead.error_type, dead.attempt) == (kind, 1)
+        assert text in dead.error
+
+
+async def test_a_postponement_is_an_outcome_of_its_own_and_no_retry(virtual_clock):
+    async def handle(job: str, ctx: Context) -> None:
+        if ctx.message.delivery_count > 1:
+            return
+        if job == "nack":
+            await ctx.message.nack(delay=5, charge=False)
+        else:
+            raise Retry(delay=5, charge=False)
+
+    mailbox = InMemoryMailbox()
+    loop = MainLoop(mailbox, handle)
+    events = record(loop, MessageNotAcknowledged)
+    async with background(loop):
+        await mailbox.send_many(["nack", "raise"])
+        await anyio.sleep(10)
+    assert loop.outcomes == {"postponed": 2, "acknowledged": 2}
+    assert [(event.outcome, event.retry_in, event.charged) for event in events] == [("postponed", 5, False)] * 2
 
 
 async def test_included_and_excluded_errors(virtual_clock):
@@ -309,8 +360,6 @@ async def test_json_of_the_wrong_shape_is_a_charged_retry(virtual_clock, kinds):
         runs.append(job)
 
     name = "memory://wrong-shape"
-    from mainspring import open_mailbox
-
     old = open_mailbox(name, body=str, serialize=True)
     new = open_mailbox(name, serialize=True)
     await old.send("three")

@@ -15,11 +15,13 @@ from mainspring import (
     MailboxConnectionError,
     MailboxFullError,
     MainLoop,
+    ReplyError,
     RequestFailedError,
     RetryPolicy,
 )
 from mainspring.events import SettlementDelayed, SettlementRecovered
 from mainspring.loops.lease import SETTLE_TIMEOUT
+from mainspring.mailbox.sqlite import SQLiteMailbox
 from support import FaultyMailbox, background, fail, record, settled
 
 pytestmark = pytest.mark.anyio
@@ -322,3 +324,26 @@ async def test_a_result_that_cannot_be_sent_after_the_acknowledgement_is_logged(
         assert loop.outcomes == {"acknowledged": 1}
     (line,) = [record.getMessage() for record in caplog.records if "was not sent" in record.getMessage()]
     assert line.startswith(f"handle: what the handler returned for message {message_id}, ")
+
+
+@pytest.mark.parametrize("serialize", [False, True])
+@pytest.mark.parametrize("acknowledged", [False, True])
+async def test_a_reply_error_reaches_another_store_where_errors_are_wanted(tmp_path, serialize, acknowledged, caplog):
+    async def handle(job: int, ctx: Context) -> int:
+        if acknowledged:
+            await ctx.message.acknowledge()
+        raise ReplyError("not found")
+
+    async with (
+        SQLiteMailbox(str(tmp_path / "replies.db")) as replies,
+        InMemoryMailbox("asked", serialize=serialize) as mailbox,
+        background(MainLoop(mailbox, handle)),
+    ):
+        wanted = await mailbox.send(1, reply_to=replies, headers={"reply_errors": "1"})
+        await mailbox.send(2, reply_to=replies)
+        await settled(mailbox)
+        assert await mailbox.dead_letters() == []
+        (reply,) = await replies.receive(wait_time_seconds=10)
+        assert reply.headers == {"request_id": wanted, "error": "not found", "error_type": "ReplyError"}
+        assert await replies.receive() == []
+    assert "failed" not in caplog.text

@@ -256,6 +256,9 @@ class Attempts:
             rng=entropy.rng(),
         )
         settlement = decision.settlement
+        if isinstance(settlement, Ack):  # a ReplyError
+            reply = None if message.reply_to is None else self._mailbox.error_reply(message, decision.error or error)
+            return replace(decision, settlement=Ack(reply))
         if isinstance(settlement, Return) and settlement.charge:
             return _with_history(decision, message.history_with(lone_error(error)))
         return decision

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
 
-from mainspring.errors import ConfigError
+from mainspring.errors import ConfigError, ReplyError
 from mainspring.loops.main import MainLoop
 from mainspring.mailbox.base import Mailbox
 from mainspring.mailbox.dead_letters import Keep
@@ -89,7 +89,12 @@ class DLQConsumer(MainLoop):
 
     async def _as_it_says(self, message: Message[DeadLetter, None], call: Callable[[], Awaitable[Any]]) -> None:
         """Do what the handler returned. None and PURGE need nothing: the engine acknowledges, which purges."""
-        verdict = await call()
+        try:
+            verdict = await call()
+        except ReplyError as error:
+            raise ConfigError(
+                f"{self.name}: a dead letter has no requester to answer; raise Reject to keep it"
+            ) from error
         if verdict is None or verdict == Verdict.PURGE:
             return
         if verdict == Verdict.REPLAY:

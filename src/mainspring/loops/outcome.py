@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from mainspring.errors import Reject, ReplyNotAvailableError, Retry
+from mainspring.errors import ConfigError, InvalidParameterError, Reject, ReplyError, ReplyNotAvailableError, Retry
 from mainspring.mailbox.dead_letters import Keep
 from mainspring.mailbox.history import LEASE_EXPIRED, crashes_before, read_history
 from mainspring.mailbox.message import Ack, Dead, Return, Settlement
@@ -36,6 +36,8 @@ class Outcome(StrEnum):
 
     ACKNOWLEDGED = "acknowledged"
     RETRIED = "retried"
+    POSTPONED = "postponed"
+    """Given back to come again later, without a charge and without a failure."""
     RELEASED = "released"
     DEAD_LETTERED = "dead_lettered"
     KEPT = "kept"
@@ -51,6 +53,9 @@ class Decision:
     settlement: Settlement | None
     error: BaseException | None = None
 
+
+_FAULTS_OF_CONFIGURATION = (ConfigError, InvalidParameterError, ReplyNotAvailableError)
+"""A setting, a call or an address is wrong: running the handler again does not mend it."""
 
 DONE = Decision(Outcome.ACKNOWLEDGED, Ack())
 RELEASED = Decision(Outcome.RELEASED, Return(charge=False, front=True))
@@ -69,15 +74,18 @@ def after_failure(
 ) -> Decision:
     """What a handler's error means for its message.
 
-    ``Reject`` is the end, and so is a reply that may go nowhere: that is a fault of configuration, which running the handler
-    again does not mend. ``Retry`` says its own delay and whether it counts; it is an instruction, so that the kinds of
-    errors which the dead-letter policy names do not touch it. Any other error counts, waits by the retry policy, and is the
-    end when the dead-letter policy says so; one that the policy excludes never counts, so that its attempts cannot run out.
+    ``Reject`` is the end, and so is a fault of configuration, whatever the policy says: running the handler again does not mend
+    it. ``ReplyError`` is an answer: the message is done (its reply is the caller's to add). ``Retry`` says its own delay and
+    whether it counts; it is an instruction, so that the kinds of errors which the dead-letter policy names do not touch it. Any
+    other error counts, waits by the retry policy, and is the end when the dead-letter policy says so; one that the policy
+    excludes never counts, so that its attempts cannot run out.
     A group of one error, as a handler's own task group raises it, means that error.
     """
     error = lone_error(error)
-    if isinstance(error, Reject | ReplyNotAvailableError):
+    if isinstance(error, (Reject, *_FAULTS_OF_CONFIGURATION)):
         return Decision(Outcome.DEAD_LETTERED, Dead.of(error), error)
+    if isinstance(error, ReplyError):
+        return Decision(Outcome.ACKNOWLEDGED, Ack(), error)
     if isinstance(error, Retry):
         charge = error.charge
         dead = charge and attempt >= dead_letter.max_attempts
@@ -90,7 +98,8 @@ def after_failure(
         delay = error.delay
     else:
         delay = retry.delay(attempt if charge else delivery_count, rng)
-    return Decision(Outcome.RETRIED, Return(delay, charge), error)
+    postponed = isinstance(error, Retry) and not charge
+    return Decision(Outcome.POSTPONED if postponed else Outcome.RETRIED, Return(delay, charge), error)
 
 
 def after_deadline(error: DeadlineExceededError) -> Decision:
@@ -104,7 +113,9 @@ def as_settled(settlement: Settlement) -> Decision:
         return DONE
     if isinstance(settlement, Dead):
         return Decision(Outcome.KEPT if isinstance(settlement, Keep) else Outcome.DEAD_LETTERED, settlement)
-    return Decision(Outcome.RELEASED if settlement.front else Outcome.RETRIED, settlement)
+    if settlement.front:
+        return Decision(Outcome.RELEASED, settlement)
+    return Decision(Outcome.RETRIED if settlement.charge else Outcome.POSTPONED, settlement)
 
 
 def is_unanswered(settlement: Settlement | None) -> bool:

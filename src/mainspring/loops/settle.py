@@ -13,6 +13,7 @@ from mainspring.errors import (
     MessageSettledError,
     ReceiptHandleExpiredError,
     Reject,
+    ReplyError,
     Retry,
     describe,
 )
@@ -81,7 +82,7 @@ class Settler:
         """Dispatch how a delivery ended."""
         message, settlement, error = run.message, decision.settlement, decision.error
         returned = settlement if isinstance(settlement, Return) else None
-        fault = None if isinstance(error, (Retry, Reject)) else error  # those two are instructions
+        fault = None if isinstance(error, (Retry, Reject, ReplyError)) else error  # those are instructions
         self._dispatcher.dispatch(
             kind(
                 self._name,
@@ -171,7 +172,7 @@ class Settler:
         settlement = run.message.settlement
         assert settlement is not None
         error = decision.error
-        if error is not None:
+        if error is not None and not isinstance(error, ReplyError):
             text = "%s: the handler settled message %s by itself and then failed, which is not tried again: %s%s"
             _log.warning(text, self._name, run.message_id, describe(error), _where(error))
         if is_unanswered(settlement):

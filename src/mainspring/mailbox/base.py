@@ -297,7 +297,7 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
                 " mailbox with `async with`, so that it can keep the connection"
             )
         is_result = type(settlement) is Ack
-        raw = reply.body if self.serializes else self.reply_codec.encode(reply.body) if is_result else b"null"
+        raw = reply.body if self.serializes else b"null" if reply.body is None else self.reply_codec.encode(reply.body)
         await self._extend(delivery, 0.0)  # shortens nothing, and is refused where the lease is lost
         copy = replace(reply, body=raw, reply_to=None, dedup_key=f"reply:{delivery.message_id}")
         try:

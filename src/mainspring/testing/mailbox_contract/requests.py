@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from mainspring.errors import RequestCancelledError, RequestFailedError, RequestTimeoutError, SerializationError
+from mainspring.errors import (
+    ReplyError,
+    RequestCancelledError,
+    RequestFailedError,
+    RequestTimeoutError,
+    SerializationError,
+)
+from mainspring.loops.main import MainLoop
 from mainspring.mailbox.message import Counts
 from mainspring.testing.mailbox_contract.harness import Harness, TooLateError, behaviour, check, equal, raises
 
@@ -138,3 +145,32 @@ async def a_second_reply_is_dropped(h: Harness) -> None:
 
             await h.until(forgotten, "the second reply was counted")
         equal(box.forgotten_replies, 1, "forgotten replies")
+
+
+@behaviour("siblings")
+async def a_handler_can_answer_with_an_error(h: Harness) -> None:
+    """ReplyError reaches the requester at once, with its text; the message is acknowledged, whether one asked or not."""
+
+    async def refuse(body: str) -> str:
+        raise ReplyError(f"there is no {body}")
+
+    async with h.open(body=str, reply=str) as box, h.open("replies") as replies:
+        loop = MainLoop(box, refuse)
+        async with loop:
+            pending = await box.submit("GONE")
+            with raises(RequestFailedError, "the result of a refused request") as caught:
+                await pending.result(timeout=h.wait)
+            failed = caught[0]
+            told = isinstance(failed, RequestFailedError) and (failed.error_type, failed.error)
+            equal(told, ("ReplyError", "there is no GONE"), "what the requester is told")
+            check("there is no GONE" in str(failed), f"it was {failed!r}")
+            await box.send("a")
+            await box.send("b", reply_to=replies)
+
+            async def all_settled() -> bool:
+                return (await box.counts()).settled == 3
+
+            await h.until(all_settled, "messages whose handler raised ReplyError were acknowledged")
+        await h.counts(box, settled=3)
+        await h.counts(replies)
+        equal(dict(loop.outcomes), {"acknowledged": 3}, "outcomes")
