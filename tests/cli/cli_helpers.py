@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 PATIENCE = 60.0
@@ -120,13 +120,17 @@ def started(*arguments: str, cwd: Path, **environment: str) -> Iterator[Command]
         command.close()
 
 
+def wait_until(holds: Callable[[], bool], otherwise: str = "it did not happen") -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.02)
+
+
 def wait_until_gone(pid: int) -> None:
     """Wait until there is no such process, or only what is left of it until its parent looks."""
-    deadline = time.monotonic() + PATIENCE
-    while alive(pid):
-        if time.monotonic() > deadline:
-            raise AssertionError(f"process {pid} is still there")
-        time.sleep(0.02)
+    wait_until(lambda: not alive(pid), f"process {pid} is still there")
 
 
 def alive(pid: int) -> bool:

@@ -7,7 +7,7 @@ import signal
 from textwrap import dedent
 from typing import TYPE_CHECKING
 
-from cli_helpers import Command, alive, only_line, run, started, wait_until_gone
+from cli_helpers import Command, alive, only_line, run, started, wait_until, wait_until_gone
 
 from ports import neighbours
 
@@ -223,3 +223,53 @@ def test_reload_starts_again_on_a_change_and_waits_where_the_source_is_broken(tm
         command.send(signal.SIGTERM)
         assert command.wait() == 0
         assert not alive(third)
+
+
+LEAKING = """
+import os, sys
+from pathlib import Path
+import anyio
+from mainspring import Context, LoopGroup, MainLoop, open_mailbox
+
+async def handle(number: int, ctx: Context) -> None:
+    await anyio.sleep(0.05)
+    Path(f"done-{number}-{ctx.attempt}-{os.getpid()}").touch()
+    if number < 0:
+        Path("slow").touch()
+        while not Path("go").exists():
+            await anyio.sleep(0.01)
+
+jobs = open_mailbox("sqlite:///jobs.db?name=jobs")
+group = LoopGroup([MainLoop(jobs, handle, concurrency=2)], name="own", shutdown_timeout=30)
+sys.stderr.write(f"pid {os.getpid()} runs\\n")
+"""
+
+
+def test_a_worker_that_has_handled_its_number_of_messages_is_replaced(tmp_path: Path) -> None:
+    """One after the other, and nothing is lost or done twice."""
+    write(tmp_path, LEAKING)
+    run("send", "sqlite:///jobs.db?name=jobs", *map(str, range(30)), cwd=tmp_path)
+    with started(*RUN_TWO, "--max-messages-per-process", "10", cwd=tmp_path) as command:
+        new_pid(command), new_pid(command)
+        for _ in range(2):
+            command.expect(r"worker \d \(pid \d+\) has handled 10 messages; starting another one$")
+            new_pid(command)
+        wait_until(lambda: len(list(tmp_path.glob("done-*"))) == 30)
+        command.send(signal.SIGTERM)
+        assert command.wait() == 0
+    ran = [file.name.split("-") for file in tmp_path.glob("done-*")]
+    assert sorted(int(number) for _, number, _, _ in ran) == list(range(30))
+    assert {attempt for _, _, attempt, _ in ran} == {"1"}
+    assert "restart 1 of" not in command.text
+
+
+def test_a_signal_that_meets_a_worker_which_is_being_replaced_is_no_second_one(tmp_path: Path) -> None:
+    write(tmp_path, LEAKING)
+    run("send", "sqlite:///jobs.db?name=jobs", "--", "-1", "1", cwd=tmp_path)
+    with started("run", "app:group", "--max-messages-per-process", "1", cwd=tmp_path) as command:
+        command.expect(r"has handled 1 messages; starting another one$")
+        command.expect(r"own: .*SIGTERM")
+        command.send(signal.SIGTERM)
+        (tmp_path / "go").touch()
+        assert command.wait() == 0
+    assert len(list(tmp_path.glob("done-*"))) == 2

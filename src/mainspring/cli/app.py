@@ -113,6 +113,12 @@ def run(
         typer.Option(envvar="MAINSPRING_HEALTH_HOST", help="Where to serve them: 0.0.0.0 in a container."),
     ] = None,
     reload: Annotated[bool, typer.Option("--reload", help="Start again when a source file changes.")] = False,
+    max_messages_per_process: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Replace a worker process once it has handled this many messages, for code that leaks."
+        ),
+    ] = None,
     loop: Annotated[Loop, typer.Option(help="The event loop; auto is uvloop where it is installed.")] = Loop.AUTO,
     log_level: Annotated[
         str, typer.Option(envvar="MAINSPRING_LOG_LEVEL", help="DEBUG, INFO, WARNING, ERROR or CRITICAL.")
@@ -126,7 +132,19 @@ def run(
     """
     from mainspring.cli.run import RunOptions, run_target
 
-    return run_target(RunOptions(target, processes, health_port, health_host, reload, loop.value, log_level, log_json))
+    return run_target(
+        RunOptions(
+            target,
+            processes=processes,
+            health_port=health_port,
+            health_host=health_host,
+            reload=reload,
+            max_messages_per_process=max_messages_per_process,
+            loop=loop.value,
+            log_level=log_level,
+            log_json=log_json,
+        )
+    )
 
 
 @app.command(epilog="""Example: `mainspring send 'sqlite:///jobs.db?name=emails' '{"to": "ann@example.org"}'`""")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import signal
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,7 @@ from mainspring.cli.problems import FAILED, WRONG_USE, Problem, say
 from mainspring.cli.sources import loaded_directories
 from mainspring.cli.target import load_group
 from mainspring.errors import MainspringError
-from mainspring.events import GroupStateChanged
+from mainspring.events import GroupStateChanged, MessageFinished
 from mainspring.loggers import Logger
 from mainspring.states import GroupState
 
@@ -36,6 +37,7 @@ class RunOptions:
     health_port: int | None = None
     health_host: str | None = None
     reload: bool = False
+    max_messages_per_process: int | None = None
     loop: str = "auto"
     log_level: str = "INFO"
     log_json: bool = False
@@ -59,6 +61,8 @@ class RunOptions:
             command += ["--health-port", str(self.health_port)]
         if self.health_host is not None:
             command += ["--health-host", self.health_host]
+        if self.max_messages_per_process is not None:
+            command += ["--max-messages-per-process", str(self.max_messages_per_process)]
         return command
 
 
@@ -71,7 +75,8 @@ def run_target(options: RunOptions) -> int:
     logs.configure(options.log_level, json=options.log_json, tag=tag)
     if link is not None:
         link.start()
-    if options.processes > 1 or options.reload:
+    is_worker = link is not None and link.number > 0
+    if options.processes > 1 or options.reload or (options.max_messages_per_process is not None and not is_worker):
         from mainspring.cli.supervise import Supervisor
 
         event_loop(options.loop)  # a missing one is said here, once
@@ -108,6 +113,10 @@ def _run_group(options: RunOptions, early: CommandSignals, link: ParentLink | No
     group.dispatcher.subscribe(GroupStateChanged, lambda event: seen.add(event.new))
     if link is not None:
         link.tell(stop_within=group.settings.stop_within, directories=loaded_directories())
+        group.dispatcher.subscribe(GroupStateChanged, partial(_tell_running, link))
+        if options.max_messages_per_process is not None:
+            left = itertools.count(options.max_messages_per_process - 1, -1)
+            group.dispatcher.subscribe(MessageFinished, lambda _: next(left) or link.tell(used_up=True))
         if link.number == 2:  # where there are several, and once for all of them
             _warn_of_own_mailboxes(group)
     try:
@@ -144,6 +153,11 @@ def _who(group: LoopGroup, link: ParentLink | None) -> str:
     """What to put before the report, where there is more than one that it could be of."""
     names = [f"worker {link.number}"] if link is not None and link.number else []
     return ": ".join([*names, group.name, ""] if group.name != "mainspring" else [*names, ""])
+
+
+def _tell_running(link: ParentLink, event: GroupStateChanged) -> None:
+    if event.new is GroupState.RUNNING:
+        link.tell(running=True)
 
 
 def _tell_health_url(group: LoopGroup, event: GroupStateChanged) -> None:

@@ -1,8 +1,9 @@
-"""``mainspring run --processes N`` and ``--reload``: one process that keeps workers of one target running."""
+"""``mainspring run --processes N``, ``--reload`` and ``--max-messages-per-process``: one process that keeps workers running."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -11,7 +12,7 @@ from subprocess import DEVNULL
 from typing import TYPE_CHECKING
 
 import anyio
-from anyio.abc import UNIXSocketStream
+from anyio.abc import Process, UNIXSocketStream
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from mainspring import entropy
@@ -25,8 +26,6 @@ from mainspring.scope import DaemonScope
 from mainspring.signals import ShutdownCoordinator
 
 if TYPE_CHECKING:
-    from anyio.abc import Process
-
     from mainspring.cli.run import RunOptions
     from mainspring.cli.verdicts import Verdict
 
@@ -45,6 +44,7 @@ class Worker:
         self.restarts = 0
         self.process: Process | None = None
         self.change = anyio.Event()
+        self.running = anyio.Event()
         self._fresh()
 
     def _fresh(self) -> None:
@@ -85,6 +85,7 @@ class Supervisor:
         self._coordinator = ShutdownCoordinator(on_repeat=self._on_repeat)
         self._coordinator.register(self._on_first)
         self._statuses: list[int] = []
+        self._tell_used_up, self._used_up = anyio.create_memory_object_stream[tuple[Worker, Process]](math.inf)
         self._problems: set[str] = set()
         self._watch = SourceWatch([os.getcwd()]) if options.reload else None
 
@@ -94,6 +95,7 @@ class Supervisor:
             self._scope = scope
             if self._watch is not None:
                 scope.start_soon(self._reload, name="reload")
+            scope.start_soon(self._renew, name="renewal of workers")
             async with anyio.create_task_group() as places:
                 for worker in self._workers:
                     places.start_soon(self._keep, worker)
@@ -113,13 +115,14 @@ class Supervisor:
             for worker in self._workers:
                 worker.kill()
             os._exit(128 + signum)
-        self._stop(signum)
+        self._stop(signum, repeated=True)
 
-    def _stop(self, signum: int) -> None:
+    def _stop(self, signum: int, *, repeated: bool = False) -> None:
         self._stopping.set()
         for worker in self._workers:
             worker.change.set()
-            self._ask(worker, signum)
+            if repeated or not worker.told:  # for one that ends already it would be a second signal
+                self._ask(worker, signum)
 
     def _ask(self, worker: Worker, signum: int) -> None:
         """Ask a worker to stop, and see to it that it does."""
@@ -234,9 +237,27 @@ class Supervisor:
                 worker.finished = news.get("finished", worker.finished)
                 worker.problem = news.get("problem", worker.problem)
                 worker.stop_within = news.get("stop_within", worker.stop_within)
+                if news.get("running"):
+                    worker.running.set()
+                if news.get("used_up") and worker.process is not None:
+                    self._tell_used_up.send_nowait((worker, worker.process))
                 if self._watch is not None:
                     self._watch.add(news.get("directories", ()))
         heard_all.set()
+
+    # -------------------------------------------------------------------------------------------------------- renewal
+
+    async def _renew(self) -> None:
+        """Replace the workers that have handled their number of messages, one after the other: the rest work meanwhile."""
+        async with self._tell_used_up, self._used_up:
+            async for worker, process in self._used_up:
+                if worker.process is not process or self._stopping.is_set():  # it has ended since, or has been told to
+                    continue
+                say(f"{worker} has handled {self._options.max_messages_per_process} messages; starting another one")
+                worker.told = True
+                worker.running = anyio.Event()
+                self._ask(worker, signal.SIGTERM)
+                await worker.running.wait()
 
     # -------------------------------------------------------------------------------------------------------- reload
 
