@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import subprocess
 import sys
+import time
 import urllib.request
 from textwrap import dedent
 from typing import TYPE_CHECKING
 
 import pytest
-from cli_helpers import only_line, run, started
+from cli_helpers import MAINSPRING, PATIENCE, only_line, run, started
 
 from mainspring.cli.app import call
 
@@ -344,3 +347,42 @@ def test_logs_as_json_lines_with_the_report_in_the_last_one(tmp_path: Path) -> N
     lines = [json.loads(line) for line in ended.stderr.splitlines()]
     assert lines[-1]["event"] == "GroupStopped"
     assert lines[-1]["exit_status"] == 0
+
+
+@pytest.mark.parametrize("output", ["closed from the start", "gone meanwhile"])
+def test_a_worker_that_nobody_hears_ends_with_its_own_status(output: str, tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(
+        "from pathlib import Path\n"
+        "from mainspring import InMemoryMailbox, LoopGroup, MainLoop\n"
+        "from mainspring.events import GroupStateChanged\n"
+        "async def handle(job: int) -> None: ...\n"
+        "group = LoopGroup([MainLoop(InMemoryMailbox('jobs'), handle)])\n"
+        "group.dispatcher.subscribe(GroupStateChanged, lambda event: Path(str(event.new)).touch())\n"
+    )
+    command = [*MAINSPRING, "run", "app:group"]
+    read, write = os.pipe()
+    if output == "closed from the start":
+        command = ["/bin/sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-', *command]
+    process = subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=write, stderr=write)
+    os.close(write)
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while not (tmp_path / "running").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.close(read)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_process_that_may_open_too_few_files_says_so_before_it_begins(tmp_path: Path) -> None:
+    for verb in (["run", "app:group"], ["send", "sqlite:///jobs.db?name=jobs", "1"]):
+        command = ["/bin/sh", "-c", 'ulimit -n 12; exec "$0" "$@"', *MAINSPRING, *verb]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        assert ended.returncode == 1
+        assert ended.stderr == "mainspring: this process may have too few files open: let it have 64 (ulimit -n)\n"
+    assert not (tmp_path / "jobs.db").exists()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import threading
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
-from cli_helpers import only_line, run
+from cli_helpers import MAINSPRING, only_line, run
 
 from mainspring import MailboxFullError, open_mailbox
 from mainspring.cli.send import SendOptions, send_bodies
@@ -196,3 +199,29 @@ def test_an_error_half_way_tells_what_was_sent(
     assert only_line(printed.err) == (
         "mainspring: mailbox 'small' is full; 1,000 of 1,001 messages were sent, the rest was not"
     )
+
+
+def test_a_pipe_is_read_to_its_end_a_directory_is_refused_and_nothing_is_nothing(tmp_path: Path) -> None:
+    pipe = tmp_path / "bodies"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=('{"a": 1}\n{"a": 2}\n',))
+    writer.start()
+    sent = run("send", "sqlite:///jobs.db?name=jobs", "--file", "bodies", cwd=tmp_path)
+    writer.join()
+    assert (sent.returncode, len(sent.stdout.split())) == (0, 2)
+    assert "mainspring: reading the pipe bodies until its writers have closed it\n" in sent.stderr
+    refused = run("send", "sqlite:///jobs.db?name=jobs", "--file", ".", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr == "mainspring: cannot read --file .: Is a directory; nothing was sent\n"
+    nothing = run("send", "sqlite:///jobs.db?name=jobs", "--file", "/dev/null", cwd=tmp_path)
+    assert (nothing.returncode, nothing.stderr) == (0, "mainspring: there was nothing to send\n")
+
+
+def test_a_reader_that_has_gone_changes_no_status(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [*MAINSPRING, "send", "sqlite:///jobs.db?name=jobs", "1", "2"]
+    assert subprocess.run(command, cwd=tmp_path, stdout=write, stderr=write, timeout=60, check=False).returncode == 0
+    os.close(write)
+    listed = run("send", "sqlite:///jobs.db?name=jobs", "3", cwd=tmp_path)
+    assert "it was made" not in listed.stderr  # by the first

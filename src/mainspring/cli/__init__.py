@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
+import resource
 import signal
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+FEWEST_FILES = 64
+"""How many open files a worker needs: a few for itself, its event loop and its guardian, and those of its mailboxes."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit status: 0 done, 1 failed, 2 wrong use, and for ``run`` that of the shutdown."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    _open_standard_descriptors()
+    if not _may_open_files():
+        sys.stderr.write(
+            f"mainspring: this process may have too few files open: let it have {FEWEST_FILES} (ulimit -n)\n"
+        )
+        return 1
     if arguments[:1] == ["run"]:
         _take_signals()
     # A process that ends need not look for garbage, which the system frees with it: that was most of the time to leave.
@@ -26,6 +38,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     logging.lastResort = Remarks(logging.lastResort)  # for the verbs that set up no logging of their own
     return call(arguments)
+
+
+def _open_standard_descriptors() -> None:
+    """Open what of the descriptors 0 to 2 is closed: else the next file has that number, and gets what is meant for people."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            with suppress(OSError):
+                os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # worker processes have the same need
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
+
+
+def _may_open_files() -> bool:
+    """Raise the limit of open files to the least that a worker needs; False where the system does not let it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= FEWEST_FILES:
+        return True
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (FEWEST_FILES, hard))
+        return True
+    return False
 
 
 def _take_signals() -> None:

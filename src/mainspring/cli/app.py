@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from enum import StrEnum
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,7 @@ import typer
 
 from mainspring import __version__
 from mainspring.cli.dead_verbs import dead
-from mainspring.cli.problems import FAILED, WRONG_USE, Problem, say
+from mainspring.cli.problems import FAILED, WRONG_USE, Problem, flush_output, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,8 +62,13 @@ def call(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except BrokenPipeError:  # the reader of our output has gone, which is its right
-        sys.stderr.close()
-        return FAILED
+        return 0
+    except SystemExit as left:
+        if isinstance(left.__context__, BrokenPipeError):  # click's own way to leave for that
+            return 0
+        raise
+    finally:
+        flush_output()
     return status if isinstance(status, int) else 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import sysconfig
 from pathlib import Path
@@ -26,10 +27,25 @@ class Problem(Exception):  # noqa: N818 - the user's to mend, not the program's 
 def say(text: str) -> None:
     """Write one remark of ours to standard error, in one call, so that several processes' lines do not mix.
 
-    Whatever it repeats of what the user wrote, it shows no password (of a URL).
+    Whatever it repeats of what the user wrote, it shows no password (of a URL). Where no reader is left, that is its right, and
+    changes nothing about how the command ends.
     """
-    sys.stderr.write(f"mainspring: {without_secrets(text)}\n")
-    sys.stderr.flush()
+    try:
+        sys.stderr.write(f"mainspring: {without_secrets(text)}\n")
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - else the end of the program tries once more
+
+
+def flush_output() -> bool:
+    """Write what is still to be written to standard output; False where its reader has gone, or it takes no more."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except (OSError, ValueError):
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as above
+        return False
+    return True
 
 
 class Remarks(logging.Handler):

@@ -160,19 +160,34 @@ def _finite(text: str) -> float:
 def _input(file: str | None) -> IO[bytes]:
     if file is not None and file != "-":
         try:
-            return Path(file).open("rb")
+            if Path(file).is_fifo():
+                say(f"reading the pipe {file} until its writers have closed it")
+            opened = Path(file).open("rb")  # noqa: SIM115 - the caller closes it
+            if Path(file).is_file():
+                return opened
+            with opened:
+                return _spooled(opened)
         except OSError as error:
-            raise Problem(f"cannot read --file {file}: {error.strerror}") from None
+            raise Problem(f"cannot read --file {file}: {error.strerror}; nothing was sent") from None
     if sys.stdin is None:  # it was closed
         raise Problem("there is no standard input to read: give bodies as arguments or by --file")
     if file is None and sys.stdin.isatty():
         raise Problem("there is nothing to send: give bodies as arguments, by --file, or on standard input")
-    spool = TemporaryFile()  # noqa: SIM115 - the caller closes it
     try:
-        while block := sys.stdin.buffer.read(1 << 20):
-            spool.write(block)
+        return _spooled(sys.stdin.buffer)
     except OSError as error:
         raise Problem(f"standard input cannot be read: {error.strerror}; nothing was sent") from None
+
+
+def _spooled(stream: IO[bytes]) -> IO[bytes]:
+    """All of a stream, in a file that can be read twice."""
+    spool = TemporaryFile()  # noqa: SIM115 - the caller closes it
+    try:
+        while block := stream.read(1 << 20):
+            spool.write(block)
+    except BaseException:
+        spool.close()
+        raise
     spool.seek(0)
     return spool
 
