@@ -130,6 +130,12 @@ class Supervisor:
             worker.signal(signum)
             self._scope.start_soon(self._see_off, worker, worker.process, name=f"see off {worker}")
 
+    def _replace(self, worker: Worker) -> None:
+        """Ask a worker to stop, for another one to take its place; not twice, which would cancel its work."""
+        if worker.process is not None and not worker.told and not self._stopping.is_set():
+            worker.told = True
+            self._ask(worker, signal.SIGTERM)
+
     async def _see_off(self, worker: Worker, process: Process) -> None:
         """Kill a worker that outlives the longest shutdown it announced."""
         with anyio.move_on_after(worker.stop_within + MARGIN) as patience:
@@ -254,9 +260,8 @@ class Supervisor:
                 if worker.process is not process or self._stopping.is_set():  # it has ended since, or has been told to
                     continue
                 say(f"{worker} has handled {self._options.max_messages_per_process} messages; starting another one")
-                worker.told = True
                 worker.running = anyio.Event()
-                self._ask(worker, signal.SIGTERM)
+                self._replace(worker)
                 await worker.running.wait()
 
     # -------------------------------------------------------------------------------------------------------- reload
@@ -270,5 +275,4 @@ class Supervisor:
             self._problems.clear()
             for worker in self._workers:
                 worker.change.set()
-                worker.told = worker.process is not None
-                self._ask(worker, signal.SIGTERM)
+                self._replace(worker)
