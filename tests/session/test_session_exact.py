@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -108,6 +109,11 @@ class Told:
 
 
 @dataclass(frozen=True)
+class Pet:
+    toys: Any
+
+
+@dataclass(frozen=True)
 class Home:
     pets: Annotated[tuple[Adopted, ...], append] = ()
     told: Annotated[tuple[Told, ...], append] = ()
@@ -210,6 +216,52 @@ async def test_two_types_of_one_stored_name_in_a_slice(anyio_backend):
     session.register(versioned(1, name="Opened")(dataclass(frozen=True)(type("Other", (), {}))), "log", append)
     with pytest.raises(ConfigError, match="two event types are stored as 'Opened'"):
         session.snapshot()
+
+
+def nested(depth):
+    data = 1
+    for _ in range(depth):
+        data = [data]
+    return data
+
+
+@pytest.mark.parametrize("in_transaction", [False, True])
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [(nested(190), "nested more than 190 deep"), (10**4_300, "4,300 digits"), ({"n": [-(10**5_000)]}, "4,300 digits")],
+    ids=["deep", "long", "long within"],
+)
+async def test_an_event_that_could_not_be_read_is_refused_and_those_around_it_are_there(
+    anyio_backend, what, said, in_transaction
+):
+    journal = MemoryJournal()
+    async with Session.open(Home, journal=journal) as session:
+        await session.dispatch(Told(nested(189)))
+        with pytest.raises(SerializationError, match=said):
+            async with session.transaction() if in_transaction else nullcontext():
+                await session.dispatch(Told(what))
+        await session.dispatch(Told(10**4_299))
+    async with Session.open(Home, journal=journal) as session:
+        assert session.state.told == (Told(nested(189)), Told(10**4_299))
+        await session.compact()
+    async with Session.open(Home, journal=journal) as session:
+        assert session.state.told == (Told(nested(189)), Told(10**4_299))
+
+
+async def test_a_snapshot_that_could_not_be_read_is_refused_and_the_journal_remains(anyio_backend):
+    journal = MemoryJournal()
+
+    def opened():
+        session = Session.open(journal=journal)
+        session.register(Told, "deep", lambda deep, event: Pet(nested(198)), initial=None, type=Pet | None)
+        return session
+
+    async with opened() as session:
+        await session.dispatch(Told(1))
+        with pytest.raises(SerializationError, match="snapshot cannot be written"):
+            await session.compact()
+    async with opened() as session:
+        assert session.seq == 1
 
 
 @dataclass(frozen=True)

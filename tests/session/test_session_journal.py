@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
@@ -518,7 +519,7 @@ async def test_killed_in_the_midst_of_writing_nothing_it_returned_for_is_lost(an
 # ------------------------------------------------------------------------------------------------------- damage
 
 
-async def test_a_torn_last_line_is_cut_off(anyio_backend, tmp_path):
+async def test_a_torn_last_line_is_cut_off_and_that_is_logged(anyio_backend, tmp_path, caplog):
     path = tmp_path / "s.jsonl"
     await entries_of(path, *EVENTS)
     whole = path.read_bytes()
@@ -527,9 +528,19 @@ async def test_a_torn_last_line_is_cut_off(anyio_backend, tmp_path):
         assert session.state == folded(EVENTS)
         assert path.read_bytes() == whole
         await session.dispatch(Added(1))
-    path.write_bytes(whole[:-1])  # whole but for its end: nobody was told of it
+    assert f"s.jsonl: cut off an entry that was not written to its end (30 bytes at {len(whole)})" in caplog.text
+
+
+@pytest.mark.parametrize("end", [b"", b"x", b" ", b"\xff"])
+async def test_a_last_line_that_lacks_only_its_end_is_kept_and_that_is_logged(anyio_backend, tmp_path, caplog, end):
+    path = tmp_path / "s.jsonl"
+    await entries_of(path, *EVENTS)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + end)
     async with Session.open(State, journal=path) as session:
-        assert session.state == folded(EVENTS[:-1])
+        assert session.state == folded(EVENTS)
+        assert path.read_bytes() == whole
+    assert "s.jsonl: its last line had no end, but a whole entry, which is kept" in caplog.text
 
 
 async def test_a_torn_line_longer_than_what_is_looked_at_once(anyio_backend, tmp_path):
@@ -571,7 +582,7 @@ async def test_a_first_line_of_any_length_is_cut_off(anyio_backend, tmp_path, sn
         journal = FileJournal(path)
         journal.open()
         journal.close()
-        assert path.read_bytes() == b""
+        assert path.read_bytes() == (whole if length == len(whole) - 1 else b"")
 
 
 async def test_a_damaged_line_has_a_name(anyio_backend, tmp_path):
@@ -607,6 +618,95 @@ async def test_a_damaged_row_has_a_name(anyio_backend, tmp_path):
     path.write_bytes(path.read_bytes()[:4096] + b"\xff" * 8192)
     with pytest.raises((JournalDamagedError, JournalError), match=r"is damaged|cannot be used"):
         await entries_of(url)
+
+
+def changed_in_a_line(path):
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:3], lines[3][:-30] + b"?" + lines[3][-29:], *lines[4:]]))
+
+
+def without_a_line(path):
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:3], *lines[4:]]))
+
+
+def with_one_line_of_two(path):
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:3], lines[3][:-1] + b"x", *lines[4:]]))
+
+
+def changed_in_a_row(path):
+    with closing(apsw.Connection(str(path))) as connection:
+        connection.execute("UPDATE entries SET entry = CAST(replace(entry, 'seq', 'sec') AS BLOB) WHERE place = 4")
+
+
+def without_a_row(path):
+    with closing(apsw.Connection(str(path))) as connection:
+        connection.execute("DELETE FROM entries WHERE place = 4")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("s.jsonl", changed_in_a_line), ("s.jsonl", without_a_line), ("s.jsonl", with_one_line_of_two),
+        ("s.db", changed_in_a_row), ("s.db", without_a_row),
+    ],
+)  # fmt: skip
+async def test_a_damaged_journal_is_opened_up_to_the_damage(anyio_backend, tmp_path, caplog, name, damage):
+    path = tmp_path / name
+    url = f"sqlite:///{path}" if name == "s.db" else path
+    await entries_of(url, *EVENTS)
+    damage(path)
+    with pytest.raises(JournalDamagedError, match=r"entry 4 .*; restore .* Session.open\(…, up_to_damage=True\)"):
+        await entries_of(url)
+    async with Session.open(State, journal=url, up_to_damage=True) as session:
+        assert (session.state, session.seq) == (folded(EVENTS[:3]), 3)
+        await session.dispatch(Added(1))
+    assert f"opened up to event 3, as its journal is damaged (the journal {path}: entry 4 " in caplog.text
+    assert f"all that it held is in {path}.damaged-1" in caplog.text
+    async with Session.open(State, journal=url) as session:
+        assert (session.state, session.seq) == (folded([*EVENTS[:3], Added(1)]), 4)
+    aside = tmp_path / f"{name}.damaged-1"
+    with pytest.raises(JournalDamagedError, match="entry 4 "):  # what there was is all there, for a repair
+        await entries_of(f"sqlite:///{aside}" if name == "s.db" else FileJournal(aside))
+
+
+async def test_a_database_with_a_spoilt_page_is_opened_up_to_it(anyio_backend, tmp_path):
+    path = tmp_path / "s.db"
+    url = f"sqlite:///{path}"
+    events = [Said("ann", f"{number} {'x' * 1_000}") for number in range(40)]
+    await entries_of(url, *events)
+    content = path.read_bytes()
+    page = content.find(b'"text":"30 ') // 4096 * 4096
+    path.write_bytes(content[:page] + b"\xff" * 4096 + content[page + 4096 :])
+    with pytest.raises(JournalDamagedError):
+        await entries_of(url)
+    async with Session.open(State, journal=url, up_to_damage=True) as session:
+        kept = session.seq
+        assert 20 < kept <= 30
+        assert session.state == folded(events[:kept])
+        await session.dispatch(Added(1))
+    async with Session.open(State, journal=url) as session:
+        assert session.state == folded([*events[:kept], Added(1)])
+
+
+async def test_a_journal_of_ones_own_is_cut_too(anyio_backend):
+    journal = MemoryJournal()
+    await entries_of(journal, *EVENTS)
+    journal.kept[4] = b"garbage"
+    async with Session.open(State, journal=journal, up_to_damage=True) as session:
+        assert session.state == folded(EVENTS[:4])
+    assert len(journal.kept) == 4
+
+
+async def test_a_whole_journal_is_opened_as_ever_where_damage_is_allowed(anyio_backend, tmp_path):
+    path = tmp_path / "s.jsonl"
+    await entries_of(path, *EVENTS)
+    whole = path.read_bytes()
+    async with Session.open(State, journal=path, up_to_damage=True) as session:
+        assert session.state == folded(EVENTS)
+    assert path.read_bytes() == whole
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def sealed(text):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mainspring.errors import ConfigError, JournalDamagedError, JournalLockedError, ReducerError, SessionError
 from mainspring.scope import DaemonScope
 from mainspring.session.journal import JournalCalls
-from mainspring.session.record import Entry, EventCodecs, Stored, entry_of_snapshot, read_entry
+from mainspring.session.record import REMEDY, Entry, EventCodecs, Stored, entry_of_snapshot, read_entry
 from mainspring.session.snapshot import Picture, Snapshot
 from mainspring.session.writer import CLOSE_TIMEOUT
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from mainspring.session.slices import Values
     from mainspring.session.transaction import Transaction
     from mainspring.session.writer import Writer
+
+_log = logging.getLogger("mainspring")
 
 ENTRIES_AT_ONCE = 1_000
 """How many entries are read before the event loop goes on with something else."""
@@ -43,12 +46,15 @@ class History:
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
+        self.up_to_damage = False
+        """Whether a damaged journal is opened with what comes before the damage."""
         self._cells: dict[str, Cell] = {}
         self._pictures: dict[str, Picture] = {}
         self._waiting: dict[str, list[Stored | Snapshot]] = {}
         """By path, what happened to children that are not made (again) yet."""
         self._restoring: Restored | None = None
         self._scope: DaemonScope | None = None
+        self._past = 0
 
     def join(self, cell: Cell) -> None:
         """A session or a child is made; what is known of it happens to it now."""
@@ -221,22 +227,39 @@ class History:
         for cell in self._cells.values():
             cell.codecs = EventCodecs(cell.name, cell.path, cell.slices.event_types)
             cell.values = cell.tip = dict(cell.slices.initial)
-        entries, place, seq = await calls.entries(), 0, 0
+        good: list[bytes] = []
+        try:
+            await self._replay_entries(journal, calls, good)
+        except JournalDamagedError as error:
+            if not self.up_to_damage:
+                raise
+            aside = await calls.cut(good)
+            _log.warning(
+                "session %r: opened up to event %d, as its journal is damaged (%s); all that it held is in %s",
+                self._writer.name, self._past, error, aside or "no other place",
+            )  # fmt: skip
+        return self._past
+
+    async def _replay_entries(self, journal: Journal, calls: JournalCalls, good: list[bytes]) -> None:
+        """Let all that the journal holds happen, or all that comes before what is damaged, which is raised then."""
+        self._past = 0
+        entries, place = await calls.entries(), 0
         while raw := await calls.read(entries, ENTRIES_AT_ONCE):
             for line in raw:
                 place += 1
                 where = f"{journal.name}: entry {place}"
                 entry = read_entry(line, where)
-                if entry.seq != seq + 1 and not (place == 1 and entry.snapshot is not None):
+                if entry.seq != self._past + 1 and not (place == 1 and entry.snapshot is not None):
                     raise JournalDamagedError(
-                        f"{where} begins with event {entry.seq} where event {seq + 1} belongs; restore the journal from a copy"
+                        f"{where} begins with event {entry.seq} where event {self._past + 1} belongs; {REMEDY}"
                     )
                 try:
                     self._enter(entry)
                 except ReducerError as error:
                     raise ReducerError(f"{where} cannot be applied any more: {error}") from error
-                seq = entry.last
-        return seq
+                self._past = entry.last
+                if self.up_to_damage:
+                    good.append(line)
 
     def _enter(self, entry: Entry) -> None:
         if entry.snapshot is not None:

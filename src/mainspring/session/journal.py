@@ -6,7 +6,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
@@ -14,7 +14,7 @@ import anyio
 from anyio import CapacityLimiter, to_thread
 
 from mainspring.clock import real_work
-from mainspring.errors import ConfigError, JournalError, MainspringError, describe
+from mainspring.errors import ConfigError, JournalDamagedError, JournalError, MainspringError, describe
 from mainspring.events import log_error
 
 if TYPE_CHECKING:
@@ -66,6 +66,16 @@ class Journal(ABC):
             opened anew.
         """
 
+    def cut(self, entries: Sequence[bytes]) -> str:
+        """Keep only these entries, which come before what is damaged. Return where all that there was is put aside.
+
+        The default puts nothing aside: it is :meth:`rewrite`, and returns an empty text.
+
+        :raises JournalError: as by :meth:`rewrite`.
+        """
+        self.rewrite(entries)
+        return ""
+
     @abstractmethod
     def close(self) -> None:
         """Let go of it."""
@@ -104,15 +114,20 @@ class JournalCalls:
         """:meth:`Journal.open`."""
         await self._ask(self._open, "try again later")
 
-    async def entries(self) -> Iterator[bytes]:
+    async def entries(self) -> Entries:
         """:meth:`Journal.entries`."""
-        found: Iterator[bytes] = await self._ask(lambda: iter(self._journal.entries()), "try again later")
+        found: Entries = await self._ask(lambda: Entries(iter(self._journal.entries())), "try again later")
         return found
 
-    async def read(self, entries: Iterator[bytes], most: int) -> list[bytes]:
+    async def read(self, entries: Entries, most: int) -> list[bytes]:
         """The next ones of ``entries``, from :meth:`entries`; none at their end."""
-        found: list[bytes] = await self._ask(lambda: _bytes(islice(entries, most)), "try again later")
+        found: list[bytes] = await self._ask(partial(entries.take, most), "try again later")
         return found
+
+    async def cut(self, entries: Sequence[bytes]) -> str:
+        """:meth:`Journal.cut`."""
+        aside: str = await self._ask(partial(self._journal.cut, entries), "it may still write; open the session anew")
+        return aside
 
     async def append(self, entries: Sequence[bytes]) -> None:
         """:meth:`Journal.append`."""
@@ -225,12 +240,28 @@ class JournalCalls:
             self._journal.close()
 
 
-def _bytes(entries: Iterator[bytes]) -> list[bytes]:
-    found = list(entries)
-    for entry in found:
-        if not isinstance(entry, bytes):
-            raise TypeError(f"an entry is bytes, and entries() gave {entry!r}")
-    return found
+class Entries:
+    """A journal's entries, some at a time; what is damaged is raised after all that stands before it was taken."""
+
+    def __init__(self, entries: Iterator[bytes]) -> None:
+        self._entries = entries
+        self._damage: JournalDamagedError | None = None
+
+    def take(self, most: int) -> list[bytes]:
+        """The next ones; none at their end."""
+        if self._damage is not None:
+            raise self._damage
+        found: list[bytes] = []
+        try:
+            for entry in islice(self._entries, most):
+                if not isinstance(entry, bytes):
+                    raise TypeError(f"an entry is bytes, and entries() gave {entry!r}")
+                found.append(entry)
+        except JournalDamagedError as error:
+            if not found:
+                raise
+            self._damage = error
+        return found
 
 
 def open_journal(given: str | os.PathLike[str] | Journal) -> Journal:
@@ -256,3 +287,8 @@ def open_journal(given: str | os.PathLike[str] | Journal) -> Journal:
 
         return FileJournal(text)
     raise ConfigError(f"{given!r} is no journal: write 'sqlite:///session.db' or 'session.jsonl', or give a Journal")
+
+
+def free_name(path: str) -> str:
+    """A name beside ``path`` for what is put aside of a damaged journal."""
+    return next(name for number in count(1) if not os.path.lexists(name := f"{path}.damaged-{number}"))

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
+import shutil
 from typing import TYPE_CHECKING
 
 from mainspring.errors import ConfigError, JournalDamagedError, JournalError, JournalLockedError
-from mainspring.session.journal import Journal
-from mainspring.session.record import SEAL_LENGTH, is_journal
+from mainspring.session.journal import Journal, free_name
+from mainspring.session.record import REMEDY, SEAL_LENGTH, is_journal, is_sealed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
+_log = logging.getLogger("mainspring")
+
+
 class FileJournal(Journal):
     """A ``.jsonl`` file, for a session's entries. Appending writes the lines at once and waits for the disk (``fdatasync``).
 
-    A line without its end is what a killed process had not finished writing, and so nobody was told of: opening cuts it off.
+    A line without its end is what a killed process had not finished writing, and so nobody was told of: opening cuts it off,
+    and logs that. One that holds a whole entry, as where its last byte was changed, gets its end back, which is logged too.
     The lock on the file goes with the process, and with those that were forked from it.
 
     :param path: made where there is none; its directory must exist. Where it is a symbolic link, the file that it leads to
@@ -46,7 +52,7 @@ class FileJournal(Journal):
         try:
             self._file = self._locked(os.O_RDWR | os.O_CREAT)
             self._broken = ""
-            self._size = self._cut()
+            self._size = self._mend()
             os.fsync(self._file)
             with _directory(directory) as opened:
                 os.fsync(opened)
@@ -71,8 +77,8 @@ class FileJournal(Journal):
                 raise
             os.close(file)  # it was rewritten meanwhile
 
-    def _cut(self) -> int:
-        """Cut off an unfinished line; the size of what remains.
+    def _mend(self) -> int:
+        """Cut off an unfinished line, or give it its end where only that is missing; the size of what there is then.
 
         :raises ConfigError: the file is no journal, and stays as it is.
         """
@@ -87,9 +93,22 @@ class FileJournal(Journal):
         last = os.pread(self._file, SEAL_LENGTH, end - 1 - SEAL_LENGTH) if end > SEAL_LENGTH else b""
         if size and not is_journal(os.pread(self._file, 64, 0), last):
             raise ConfigError(f"{self.path} is the file of another program; name another file for the journal")
-        if end < size:
-            os.ftruncate(self._file, end)
-        return end
+        return end if end == size else self._mend_tail(end, size)
+
+    def _mend_tail(self, begin: int, size: int) -> int:
+        tail = os.pread(self._file, size - begin, begin)
+        whole = next((length for length in (len(tail), len(tail) - 1) if is_sealed(tail[:length])), None)
+        if whole is None:
+            os.ftruncate(self._file, begin)
+            _log.warning(
+                "%s: cut off an entry that was not written to its end (%d bytes at %d), as by a crash: its dispatch had not"
+                " returned, unless the file was changed",
+                self.name, len(tail), begin,
+            )  # fmt: skip
+            return begin
+        _write(self._file, b"\n", begin + whole)
+        _log.warning("%s: its last line had no end, but a whole entry, which is kept", self.name)
+        return begin + whole + 1
 
     def entries(self) -> Iterator[bytes]:
         """See :meth:`Journal.entries`."""
@@ -97,7 +116,7 @@ class FileJournal(Journal):
             try:
                 for number, line in enumerate(lines, 1):
                     if not line.endswith(b"\n"):  # opening has cut such a one off
-                        raise JournalDamagedError(f"{self.name}: line {number} has no end; who else writes to it?")
+                        raise JournalDamagedError(f"{self.name}: line {number} has no end; {REMEDY}")
                     yield line[:-1]
             except OSError as error:
                 raise JournalError(f"{self.name} cannot be read: {error.strerror or error}") from error
@@ -157,6 +176,19 @@ class FileJournal(Journal):
                 self._confirm(directory)
         except OSError as error:
             raise JournalError(f"{self.name} cannot be rewritten: {error.strerror or error}") from error
+
+    def cut(self, entries: Sequence[bytes]) -> str:
+        """See :meth:`Journal.cut`: the file as it was gets another name."""
+        aside = free_name(self._real_path)
+        try:
+            try:
+                os.link(self._real_path, aside)
+            except OSError:  # a file system without links
+                shutil.copyfile(self._real_path, aside)
+        except OSError as error:
+            raise JournalError(f"{self.name} cannot be put aside as {aside}: {error.strerror or error}") from error
+        self.rewrite(entries)
+        return aside
 
     def _confirm(self, directory: int) -> None:
         """Wait until the disk has the new name: without that, a crash could bring back the old file without what comes now."""

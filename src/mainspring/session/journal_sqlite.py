@@ -11,7 +11,8 @@ import apsw
 from mainspring import process
 from mainspring.errors import ConfigError, JournalDamagedError, JournalError, JournalLockedError
 from mainspring.mailbox.sqlite_file import check_sqlite
-from mainspring.session.journal import Journal
+from mainspring.session.journal import Journal, free_name
+from mainspring.session.record import REMEDY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -61,9 +62,7 @@ class SQLiteJournal(Journal):
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("BEGIN IMMEDIATE")
             if not self._check(connection):
-                connection.execute(SCHEMA)
-                connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-                connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+                _make(connection)
             connection.execute("COMMIT")
             self._real_path = os.path.realpath(self.path)
             self._stat = os.stat(self._real_path)
@@ -111,18 +110,22 @@ class SQLiteJournal(Journal):
         """See :meth:`Journal.entries`."""
         place = 0
         while True:
+            found: list[Any] = []
+            failed: apsw.Error | None = None
             try:
-                rows = self._opened().execute(
-                    "SELECT place, entry FROM entries WHERE place > ? ORDER BY place LIMIT ?", (place, ROWS_AT_ONCE)
+                found.extend(
+                    self._opened().execute(
+                        "SELECT place, entry FROM entries WHERE place > ? ORDER BY place LIMIT ?", (place, ROWS_AT_ONCE)
+                    )
                 )
-                found: list[Any] = rows.fetchall()
-            except apsw.Error as error:
-                raise self._explained(error) from error
+            except apsw.Error as error:  # after the rows that could be read
+                failed = error
+            for place, entry in found:  # noqa: B007 - the last one is where the next rows begin
+                yield entry
+            if failed is not None:
+                raise self._explained(failed) from failed
             if not found:
                 return
-            place = found[-1][0]
-            for _, entry in found:
-                yield entry
 
     def append(self, entries: Sequence[bytes]) -> None:
         """See :meth:`Journal.append`."""
@@ -131,6 +134,22 @@ class SQLiteJournal(Journal):
     def rewrite(self, entries: Sequence[bytes]) -> None:
         """See :meth:`Journal.rewrite`."""
         self._transact(entries, "DELETE FROM entries")
+
+    def cut(self, entries: Sequence[bytes]) -> str:
+        """See :meth:`Journal.cut`: the file is copied as it is, page by page, and then replaced by one with these entries."""
+        aside = free_name(self._real_path)
+        try:
+            self._check_there()
+            with contextlib.closing(apsw.Connection(aside)) as copy:
+                _copy(self._opened(), copy)
+            with contextlib.closing(apsw.Connection(":memory:")) as new:
+                new.execute(f"PRAGMA page_size = {self._opened().pragma('page_size')}")
+                _make(new)
+                new.executemany("INSERT INTO entries (entry) VALUES (?)", ((entry,) for entry in entries))
+                _copy(new, self._opened())
+        except apsw.Error as error:
+            raise JournalError(f"{self.name} cannot be cut, and is also in {aside}: {error}") from error
+        return aside
 
     def _transact(self, entries: Sequence[bytes], before: str) -> None:
         connection = self._opened()
@@ -166,7 +185,7 @@ class SQLiteJournal(Journal):
         if isinstance(error, apsw.BusyError | apsw.LockedError):
             return JournalLockedError(f"{self.name} is open in another session; it has one writer at a time")
         if isinstance(error, apsw.CorruptError):
-            return JournalDamagedError(f"{self.name} is damaged: {error}; restore it from a copy")
+            return JournalDamagedError(f"{self.name} is damaged: {error}; {REMEDY}")
         return JournalError(f"{self.name} cannot be used: {error}")
 
     def close(self) -> None:
@@ -179,6 +198,20 @@ class SQLiteJournal(Journal):
             connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 0)
             connection.close()
         kept.connections.remove(connection)
+
+
+def _make(connection: apsw.Connection) -> None:
+    """Make a new journal in an empty database."""
+    connection.execute(SCHEMA)
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def _copy(source: apsw.Connection, target: apsw.Connection) -> None:
+    """Replace a database by another one, at once or not at all. It copies pages and reads nothing in them."""
+    with target.backup("main", source, "main") as backup:
+        while not backup.done:
+            backup.step(-1)
 
 
 class _Kept:

@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 
 _SEAL = re.compile(rb',"crc":"([0-9a-f]{8})"\}')
 _HEAD = re.compile(rb'\{"seq":\d+')
-LEVELS = 3
-"""In how many lists and objects an event's data stands in an entry."""
+LEVELS = 10
+"""In how many lists and objects an event's data may come to stand: three in an entry, five in that of a snapshot, and two
+more for each child that it is a child of."""
+REMEDY = "restore the journal from a copy, or open it up to there: Session.open(…, up_to_damage=True)"
+"""What to do about a damaged journal."""
 SEAL_LENGTH = len(b',"crc":"00000000"}')
 
 
@@ -74,16 +77,23 @@ def read_entry(raw: bytes, place: str) -> Entry:
     """
     from pydantic_core import from_json
 
-    seal = _SEAL.fullmatch(raw, max(0, len(raw) - SEAL_LENGTH))
-    if seal is None or int(seal[1], 16) != crc32(raw[:-SEAL_LENGTH]):
-        raise JournalDamagedError(f"{place} is not what was written there; restore the journal from a copy")
+    if not is_sealed(raw):
+        raise JournalDamagedError(f"{place} is not what was written there; {REMEDY}")
     try:
         data = from_json(raw)
         found = data.get("events", ())
         events = tuple(Stored(event.get("in", ""), event["type"], event["v"], event["data"]) for event in found)
         return Entry(data["seq"], events, data.get("snapshot"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise JournalDamagedError(f"{place} is whole, but no entry of a session's journal ({error!r})") from None
+        raise JournalDamagedError(
+            f"{place} is whole, but no entry of a session's journal ({error!r}); {REMEDY}"
+        ) from None
+
+
+def is_sealed(raw: bytes) -> bool:
+    """Whether it is an entry as it was written, by its checksum."""
+    seal = _SEAL.fullmatch(raw, max(0, len(raw) - SEAL_LENGTH))
+    return seal is not None and int(seal[1], 16) == crc32(raw[:-SEAL_LENGTH])
 
 
 def is_journal(head: bytes, last: bytes) -> bool:

@@ -72,21 +72,45 @@ class Session(Generic[S]):
     @overload
     @classmethod
     def open(
-        cls, state: None = None, *, journal: Where, name: str = "session", dispatcher: Dispatcher | None = None
+        cls,
+        state: None = None,
+        *,
+        journal: Where,
+        name: str = "session",
+        dispatcher: Dispatcher | None = None,
+        up_to_damage: bool = False,
     ) -> Session[Mapping[str, Any]]: ...
     @overload
     @classmethod
     def open(
-        cls, state: type[Q], *, journal: Where, name: str = "session", dispatcher: Dispatcher | None = None
+        cls,
+        state: type[Q],
+        *,
+        journal: Where,
+        name: str = "session",
+        dispatcher: Dispatcher | None = None,
+        up_to_damage: bool = False,
     ) -> Session[Q]: ...
     @overload
     @classmethod
     def open(
-        cls, state: Q, *, journal: Where, name: str = "session", dispatcher: Dispatcher | None = None
+        cls,
+        state: Q,
+        *,
+        journal: Where,
+        name: str = "session",
+        dispatcher: Dispatcher | None = None,
+        up_to_damage: bool = False,
     ) -> Session[Q]: ...
     @classmethod
     def open(
-        cls, state: Any = None, *, journal: Where, name: str = "session", dispatcher: Dispatcher | None = None
+        cls,
+        state: Any = None,
+        *,
+        journal: Where,
+        name: str = "session",
+        dispatcher: Dispatcher | None = None,
+        up_to_damage: bool = False,
     ) -> Session[Any]:
         """A session that its journal outlives: ``async with Session.open(Chat, journal="sqlite:///chat.db") as session``.
 
@@ -96,6 +120,8 @@ class Session(Generic[S]):
 
         :param journal: ``sqlite:///relative.db``, ``sqlite:////absolute/path.db``, the path of a ``.jsonl`` file, or a
             :class:`Journal`. A session holds it alone.
+        :param up_to_damage: open a damaged journal too, with all events before the damage. All that it held is put aside, in a
+            file beside it that a warning names (logger ``mainspring``), and the session goes on from there.
         :raises ConfigError: it is no journal, or another program's file.
 
         Entering raises :class:`JournalLockedError` while another session has the journal, :class:`JournalDamagedError` where
@@ -106,6 +132,7 @@ class Session(Generic[S]):
 
         session: Session[Any] = Session.__new__(cls)
         session._make(state, name, dispatcher, open_journal(journal), None)
+        session._history.up_to_damage = up_to_damage
         return session
 
     def _make(
