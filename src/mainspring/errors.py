@@ -222,7 +222,8 @@ class JournalLockedError(JournalError):
 
 
 class JournalDamagedError(JournalError):
-    """A journal holds what was never written to it. The message says where."""
+    """A journal holds what was never written to it. The message says where: what comes before that is there, and
+    ``Session.open(…, up_to_damage=True)`` opens the session with it."""
 
 
 class OverrideError(MainspringError):
