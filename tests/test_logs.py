@@ -9,9 +9,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import pytest
 
-from mainspring import InMemoryMailbox, LoopGroup, MainLoop, Reject, events, logs
+from mainspring import InMemoryMailbox, LoopGroup, MailboxConnectionError, MainLoop, Reject, events, logs
 from mainspring.errors import ConfigError
 from mainspring.loggers import Logger
 from mainspring.states import GroupState, ServiceState
@@ -222,6 +223,37 @@ def test_configure_again_replaces_its_own_handler_and_no_other(stderr: Callable[
 def test_a_level_that_is_none_is_one_line() -> None:
     with pytest.raises(ConfigError, match="must be one of DEBUG, INFO, WARNING, ERROR, CRITICAL, not 'loud'"):
         logs.configure("loud")
+
+
+@pytest.mark.parametrize("steady", [False, True])
+def test_a_mailbox_that_comes_and_goes_does_not_flood_the_log(steady: bool, caplog: pytest.LogCaptureFixture) -> None:
+    class Flapping(InMemoryMailbox[int, None]):
+        asked = 0
+
+        async def _claim(self, *args: Any) -> Any:
+            self.asked += 1
+            if self.asked % 2 and not steady:
+                raise MailboxConnectionError("the store is away")
+            if steady and self.asked < 50:
+                raise MailboxConnectionError("the store is away")
+            return await super()._claim(*args)
+
+    async def handle(job: int) -> None: ...
+
+    async def main() -> None:
+        loop = MainLoop(Flapping(body=int), handle, name="loop", wait_time_seconds=1)
+        async with LoopGroup([loop]):
+            await anyio.sleep(900 if steady else 20)
+
+    with caplog.at_level(logging.INFO, "mainspring"):
+        run_virtual(main)
+    said = [record.getMessage() for record in caplog.records if record.name == "mainspring.loop"]
+    about = [line for line in said if "comes and goes" in line]
+    if steady:  # the failure, degraded, answered again, running
+        assert (len([line for line in said if "cannot be reached" in line]), len(about), len(said)) == (1, 0, 7)
+    else:
+        assert len(about) == 1
+        assert len(said) < logs.STORM + 5
 
 
 class Raising(logging.Handler):

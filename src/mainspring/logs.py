@@ -49,6 +49,51 @@ _STATE_LEVELS = {
 }
 
 
+_COMES_AND_GOES = (
+    events.LoopStateChanged,
+    events.ReceiveFailed,
+    events.ReceiveRecovered,
+    events.LeaseRenewalFailed,
+    events.LeaseRenewalRecovered,
+    events.SettlementDelayed,
+    events.SettlementRecovered,
+)
+STORM = 12
+"""So many lines of a loop whose mailbox comes and goes are logged, until it has been steady for :data:`CALM` seconds."""
+CALM = 60.0
+
+
+class _Storms:
+    """How many lines of trouble each loop has had, and when the last one came."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, tuple[int, datetime]] = {}
+
+    def calmed(self, write: Callable[[Any], None]) -> Callable[[Any], None]:
+        """A writer that leaves off in a storm, unless DEBUG asks for every line."""
+
+        def write_or_not(event: Any) -> None:
+            if not _is_trouble(event) or _loop.isEnabledFor(logging.DEBUG) or (count := self._count(event)) <= STORM:
+                write(event)
+            elif count == STORM + 1:
+                text = f"its mailbox comes and goes; until that has been over for {CALM:g} s, only DEBUG says more"
+                _say(_loop, logging.WARNING, event, f"{event.loop}: {text}")
+
+        return write_or_not
+
+    def _count(self, event: Any) -> int:
+        count, last = self._lines.get(event.loop, (0, event.at))
+        count = 1 if (event.at - last).total_seconds() > CALM else count + 1
+        self._lines[event.loop] = (count, event.at)
+        return count
+
+
+def _is_trouble(event: Any) -> bool:
+    if isinstance(event, events.LoopStateChanged):
+        return event.new is ServiceState.DEGRADED or event.old is ServiceState.DEGRADED
+    return bool(getattr(event, "first", True))
+
+
 def subscribe(dispatcher: events.Dispatcher) -> Callable[[], None]:
     """Log what ``dispatcher`` tells from now on; the returned function ends it.
 
@@ -80,6 +125,9 @@ def subscribe(dispatcher: events.Dispatcher) -> Callable[[], None]:
     if _message.isEnabledFor(logging.DEBUG):
         writers[events.MessageStarted] = _started
         writers[events.MessageFinished] = writers.pop(events.MessageNotAcknowledged)
+    storms = _Storms()
+    for kind in _COMES_AND_GOES:
+        writers[kind] = storms.calmed(writers[kind])
     ends = [dispatcher.subscribe(kind, writer) for kind, writer in writers.items()]
 
     def unsubscribe() -> None:
