@@ -91,7 +91,7 @@ class Batcher(Generic[C]):
         self._shield = anyio.CancelScope(shield=True)
         self._callers = 0
         self._running = False  # whether a batch is out
-        self._out: list[C] = []  # the last one
+        self._out: list[C] = []  # that one
         self._cut_off: list[C] | None = None  # what a cancelled caller was executing
         self._size = 0  # of the last batch
         self._closing = False
@@ -273,6 +273,8 @@ class Batcher(Generic[C]):
             await execute(commands)
         except Exception as error:
             _refuse(commands, error)
+        finally:
+            self._out = []  # they may be large, and the next ones may be long in coming
         if self._undo is not None and any(command.forsaken for command in commands):
             for command in commands:
                 if command.forsaken and command.error is None:

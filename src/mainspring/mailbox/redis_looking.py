@@ -158,6 +158,7 @@ class Recover(Operation):
     """
 
     __slots__ = ("interval",)
+    asks_only = True
     turn = 11
 
     def __init__(self, interval: float) -> None:
