@@ -12,7 +12,7 @@ from socket import gaierror
 from typing import Any, ClassVar, Literal, TypeVar
 
 from mainspring.urls import without_secrets
-from mainspring.values import MAX_DELAY, is_number
+from mainspring.values import MAX_DELAY, Seconds, as_seconds, is_number
 
 Fault = Literal["caller", "config", "environment", "handler"]
 
@@ -288,8 +288,8 @@ class ControlRefusedError(MainspringError):
 class Retry(Exception):  # noqa: N818 - it is an instruction, not an error
     """Raised by a handler: give the message back and try it again later.
 
-    ``delay`` is in seconds (0 to 366 days); ``None`` lets the retry policy choose. With ``charge=False`` the attempt is not
-    counted against ``DeadLetterPolicy.max_attempts`` (for "the other side is not ready", rather than "I failed").
+    ``delay`` is in seconds, or a timedelta (0 to 366 days); ``None`` lets the retry policy choose. With ``charge=False`` the
+    attempt is not counted against ``DeadLetterPolicy.max_attempts`` (for "the other side is not ready", not for "I failed").
 
     The message goes to the tail of the queue after the delay. Without a charge and a delay, and once the loop has been told to
     stop (``ctx.shutting_down``), it goes to the front instead: the handler makes way for the next worker, which goes on.
@@ -297,11 +297,12 @@ class Retry(Exception):  # noqa: N818 - it is an instruction, not an error
     :raises InvalidParameterError: the delay is outside its limits.
     """
 
-    def __init__(self, delay: float | None = None, charge: bool = True) -> None:
-        if delay is not None and not is_number(delay, 0, MAX_DELAY):
+    def __init__(self, delay: Seconds | None = None, charge: bool = True) -> None:
+        seconds = as_seconds(delay)
+        if seconds is not None and not is_number(seconds, 0, MAX_DELAY):
             raise InvalidParameterError(f"Retry: delay must be 0 to {MAX_DELAY:.0f} seconds, or None, not {delay!r}")
-        super().__init__(f"retry in {delay} s" if delay is not None else "retry")
-        self.delay = delay
+        super().__init__(f"retry in {seconds} s" if seconds is not None else "retry")
+        self.delay = seconds
         self.charge = charge
 
     def __reduce__(self) -> tuple[type[Retry], tuple[float | None, bool]]:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, TypeGuard
+from datetime import timedelta
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 MAX_DELAY = 366 * 86_400.0
 """The longest delay of a message, in seconds."""
 MAX_VISIBILITY = 43_200.0
 """The longest lease, in seconds: twelve hours."""
+
+V = TypeVar("V")
+
+Seconds: TypeAlias = float | timedelta
+"""A time that callers give: a number of seconds, or a timedelta."""
+
+
+def as_seconds(value: timedelta | V) -> float | V:
+    """``value`` in seconds where it is a timedelta, else as it is."""
+    return value.total_seconds() if isinstance(value, timedelta) else value
 
 
 def is_number(value: object, least: float, most: float = sys.float_info.max) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from functools import partial
 from typing import Annotated, Any, assert_type
@@ -68,6 +68,12 @@ async def sending(mailbox: Mailbox[Job, Result], replies: Mailbox[Result, None])
     assert_type(await mailbox.send(Job(1)), str)
     assert_type(await mailbox.send_many([Job(1), Job(2)]), list[str])
     await mailbox.send(Job(1), delay=5, reply_to=replies, dedup_key="k", priority=1, headers={"a": "b"}, expires_in=60)
+    await mailbox.send(Job(1), at=datetime.now(UTC), expires_in=timedelta(hours=1))
+    await mailbox.send_many([Job(1)], delay=timedelta(minutes=1))
+    assert_type(await mailbox.request(Job(1), timeout=5, delay=timedelta(minutes=1)), Result)
+    mailbox.sync.send(Job(1), at=datetime.now(UTC))
+    Retry(timedelta(minutes=5))
+    await mailbox.send(Job(1), at=60)  # type: ignore[arg-type]
     await mailbox.send("no job")  # type: ignore[arg-type]
     await mailbox.send_many(["no job"])  # type: ignore[list-item]
     await mailbox.send(Job(1), headers={"a": 1})  # type: ignore[dict-item]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from mainspring import clock
 from mainspring.errors import ConfigError, InvalidParameterError, MailboxError, MailboxFullError, SerializationError
-from mainspring.values import MAX_DELAY, MAX_VISIBILITY, is_number, is_whole
+from mainspring.values import MAX_DELAY, MAX_VISIBILITY, Seconds, as_seconds, is_number, is_whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,6 +37,26 @@ def check_receive(max_messages: int, visibility_timeout: float, wait_time_second
         raise InvalidParameterError(f"receive: max_messages must be 1 to {MAX_MESSAGES}, not {max_messages!r}")
     check_seconds("receive: visibility_timeout", visibility_timeout, MAX_VISIBILITY)
     check_seconds("receive: wait_time_seconds", wait_time_seconds, math.inf)
+
+
+def delay_of(delay: Seconds, at: datetime | None) -> float:
+    """Return the seconds that ``delay`` (a number or a timedelta) or the instant ``at`` says; a past instant is now.
+
+    Raises :class:`InvalidParameterError` unless ``at`` is a datetime with a time zone, within the longest delay, and alone.
+    """
+    delay = as_seconds(delay)
+    if at is None:
+        return delay
+    if delay != 0:
+        raise InvalidParameterError("send: give delay or at, not both")
+    if not isinstance(at, datetime) or at.utcoffset() is None:
+        raise InvalidParameterError(
+            f"send: at must be a datetime with a time zone, as datetime.now(UTC) + timedelta(hours=1), not {at!r}"
+        )
+    left = (at - clock.utc_now()).total_seconds()
+    if left > MAX_DELAY:
+        raise InvalidParameterError(f"send: at must be within {MAX_DELAY / 86_400:.0f} days from now, not {at!r}")
+    return max(0.0, left)
 
 
 def check_send(

@@ -22,10 +22,12 @@ from mainspring.values import is_whole
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
+    from datetime import datetime
 
     from mainspring.deadline import Deadline, Inherited
     from mainspring.mailbox.message import Cancelled, Counts, Dead, Delivery, Envelope, Settlement
     from mainspring.scope import DaemonScope
+    from mainspring.values import Seconds
 
 T = TypeVar("T", default=Any)
 R = TypeVar("R", default=Any)
@@ -180,12 +182,13 @@ class InMemoryMailbox(Mailbox[T, R]):
         self,
         body: T,
         *,
-        delay: float = 0,
+        delay: Seconds = 0,
+        at: datetime | None = None,
         reply_to: str | Mailbox[Any, Any] | None = None,
         dedup_key: str | None = None,
         priority: int = 0,
         headers: Mapping[str, str] | None = None,
-        expires_in: float | None = None,
+        expires_in: Seconds | None = None,
         deadline: Deadline | Inherited | None = "inherit",
         connection: Any = None,
     ) -> str:
@@ -204,9 +207,10 @@ class InMemoryMailbox(Mailbox[T, R]):
             or dedup_key is not None
             or headers
             or expires_in is not None
+            or at is not None
             or connection is not None
         ):
-            envelope = self._envelope(body, delay, reply_to, dedup_key, priority, headers, expires_in)
+            envelope = self._envelope(body, delay, reply_to, dedup_key, priority, headers, expires_in, at)
             if connection is not None:
                 return (await self._put_into(connection, [envelope]))[0]
             return self._put_now([envelope], None)[0]

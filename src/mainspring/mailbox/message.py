@@ -14,7 +14,7 @@ from mainspring import clock
 from mainspring.errors import MessageSettledError, ReplyNotAvailableError, SerializationError, reason_of
 from mainspring.mailbox.history import Failure, crashes_before, read_history, remember, silences
 from mainspring.mailbox.limits import check_seconds
-from mainspring.values import MAX_DELAY
+from mainspring.values import MAX_DELAY, Seconds, as_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -343,12 +343,13 @@ class Message(Generic[T, R]):
             return
         await self.settle(ACK)
 
-    async def nack(self, *, delay: float = 0, charge: bool = True, error: BaseException | str | None = None) -> None:
-        """Give it back to be tried again after ``delay`` seconds (0 to 366 days), at the tail of the queue.
+    async def nack(self, *, delay: Seconds = 0, charge: bool = True, error: BaseException | str | None = None) -> None:
+        """Give it back to be tried again after ``delay`` seconds, or that timedelta (0 to 366 days), at the tail.
 
         ``charge=False`` does not count the attempt. ``error`` says what went wrong, for the message's history, which else
         says that nothing was said.
         """
+        delay = as_seconds(delay)
         check_seconds("nack: delay", delay, MAX_DELAY)
         await self.settle(Return(float(delay), charge, history=self.history_with(error) if charge else None))
 

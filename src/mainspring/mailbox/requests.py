@@ -31,6 +31,7 @@ from mainspring.policies import backoff
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from datetime import datetime
 
     from anyio.abc import TaskStatus
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Envelope, Message
     from mainspring.mailbox.replies import ReplyRouter
     from mainspring.scope import DaemonScope
+    from mainspring.values import Seconds
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -271,10 +273,11 @@ class RequestCalls(SendCalls[T], Generic[T, R]):
         body: T,
         *,
         timeout: float,
-        delay: float = 0,
+        delay: Seconds = 0,
+        at: datetime | None = None,
         priority: int = 0,
         headers: Mapping[str, str] | None = None,
-        expires_in: float | None = None,
+        expires_in: Seconds | None = None,
         deadline: Deadline | Inherited | None = "inherit",
     ) -> R:
         """Send ``body`` and return the reply to it: what the handler returns, in whatever process it runs.
@@ -294,8 +297,8 @@ class RequestCalls(SendCalls[T], Generic[T, R]):
         """
         check_seconds("request: timeout", timeout, math.inf)
         requester = self._requester()
-        envelope = self._request(body, delay, priority, with_deadline(headers, deadline), expires_in)
-        pending = requester.expect(envelope.message_id, expires_in)
+        envelope = self._request(body, delay, at, priority, with_deadline(headers, deadline), expires_in)
+        pending = requester.expect(envelope.message_id, envelope.expires_in)
         try:
             with anyio.move_on_after(timeout):
                 envelope.reply_to = await requester.address()
@@ -312,16 +315,17 @@ class RequestCalls(SendCalls[T], Generic[T, R]):
         self,
         body: T,
         *,
-        delay: float = 0,
+        delay: Seconds = 0,
+        at: datetime | None = None,
         priority: int = 0,
         headers: Mapping[str, str] | None = None,
-        expires_in: float | None = None,
+        expires_in: Seconds | None = None,
         deadline: Deadline | Inherited | None = "inherit",
     ) -> PendingReply[R]:
         """:meth:`request` in two steps: send now, and await ``(...).result(timeout=…)`` of what this returns later."""
         requester = self._requester()
-        envelope = self._request(body, delay, priority, with_deadline(headers, deadline), expires_in)
-        pending = requester.expect(envelope.message_id, expires_in)
+        envelope = self._request(body, delay, at, priority, with_deadline(headers, deadline), expires_in)
+        pending = requester.expect(envelope.message_id, envelope.expires_in)
         envelope.reply_to = await requester.address()
         await self._put([envelope])
         return pending
@@ -359,9 +363,15 @@ class RequestCalls(SendCalls[T], Generic[T, R]):
             await self.send_reply(reply)
 
     def _request(
-        self, body: Any, delay: float, priority: int, headers: Mapping[str, str] | None, expires_in: float | None
+        self,
+        body: Any,
+        delay: Seconds,
+        at: datetime | None,
+        priority: int,
+        headers: Mapping[str, str] | None,
+        expires_in: Seconds | None,
     ) -> Envelope:
-        envelope = self._envelope(body, delay, None, None, priority, headers, expires_in)
+        envelope = self._envelope(body, delay, None, None, priority, headers, expires_in, at)
         envelope.headers = {**envelope.headers, REPLY_ERRORS: "1"}
         return envelope
 

@@ -8,14 +8,17 @@ from typing_extensions import TypeVar
 
 from mainspring.deadline import with_deadline
 from mainspring.mailbox.dead_letters import DeadLetterCalls
-from mainspring.mailbox.limits import check_send, reply_address
+from mainspring.mailbox.limits import check_send, delay_of, reply_address
 from mainspring.mailbox.message import Envelope
+from mainspring.values import as_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from datetime import datetime
 
     from mainspring.deadline import Deadline, Inherited
     from mainspring.mailbox.base import Mailbox
+    from mainspring.values import Seconds
 
 T = TypeVar("T", default=Any)
 
@@ -27,23 +30,26 @@ class SendCalls(DeadLetterCalls[T], Generic[T]):
         self,
         body: T,
         *,
-        delay: float = 0,
+        delay: Seconds = 0,
+        at: datetime | None = None,
         reply_to: str | Mailbox[Any, Any] | None = None,
         dedup_key: str | None = None,
         priority: int = 0,
         headers: Mapping[str, str] | None = None,
-        expires_in: float | None = None,
+        expires_in: Seconds | None = None,
         deadline: Deadline | Inherited | None = "inherit",
         connection: Any = None,
     ) -> str:
         """Put one message into the mailbox and return its id, once it is as durable as the backend makes it.
 
-        :param delay: seconds (0 to 366 days) during which nobody receives it.
+        :param delay: seconds, or a timedelta (0 to 366 days), during which nobody receives it.
+        :param at: instead of ``delay``, the instant from which it can be received: a datetime with a time zone. A past one is
+            now.
         :param reply_to: where the result is wanted: the name of a mailbox on the same store, a mailbox URL, or a mailbox.
         :param dedup_key: while a message with this key is unfinished, a second send returns the first one's id.
         :param priority: higher is received sooner (-32 767 to 32 767).
         :param headers: strings that travel with it.
-        :param expires_in: seconds after which, if nobody is working on it, it goes to the dead letters.
+        :param expires_in: seconds, or a timedelta, after which, if nobody is working on it, it goes to the dead letters.
         :param deadline: the instant by which it must be done: its handler is cancelled then, and the message is dead. Where
             nothing is said, that of the code that sends it (a handler's message, a ``deadline.scope()``); None: without one.
         :param connection: of a mailbox with ``Capabilities.transactions``: the sender's own connection to the same database,
@@ -58,7 +64,7 @@ class SendCalls(DeadLetterCalls[T], Generic[T]):
         Cancelled before the message was handed over, it has sent nothing; afterwards it may have been sent.
         """
         headers = with_deadline(headers, deadline)
-        envelope = self._envelope(body, delay, reply_to, dedup_key, priority, headers, expires_in)
+        envelope = self._envelope(body, delay, reply_to, dedup_key, priority, headers, expires_in, at)
         put = self._put([envelope]) if connection is None else self._put_into(connection, [envelope])
         return (await put)[0]
 
@@ -66,11 +72,12 @@ class SendCalls(DeadLetterCalls[T], Generic[T]):
         self,
         bodies: Iterable[T],
         *,
-        delay: float = 0,
+        delay: Seconds = 0,
+        at: datetime | None = None,
         reply_to: str | Mailbox[Any, Any] | None = None,
         priority: int = 0,
         headers: Mapping[str, str] | None = None,
-        expires_in: float | None = None,
+        expires_in: Seconds | None = None,
         deadline: Deadline | Inherited | None = "inherit",
         connection: Any = None,
     ) -> list[str]:
@@ -80,6 +87,7 @@ class SendCalls(DeadLetterCalls[T], Generic[T]):
         """
         self._check_open()
         headers = with_deadline(headers, deadline)
+        delay, expires_in = delay_of(delay, at), as_seconds(expires_in)
         check_send(delay, None, priority, headers, expires_in)
         address = reply_address(reply_to)
         delay, given = float(delay), dict(headers or {})
@@ -99,14 +107,17 @@ class SendCalls(DeadLetterCalls[T], Generic[T]):
     def _envelope(
         self,
         body: Any,
-        delay: float,
+        delay: Seconds,
         reply_to: str | Mailbox[Any, Any] | None,
         dedup_key: str | None,
         priority: int,
         headers: Mapping[str, str] | None,
-        expires_in: float | None,
+        expires_in: Seconds | None,
+        at: datetime | None = None,
     ) -> Envelope:
         self._check_open()
+        wait: float = 0.0
+        expiry: float | None = None
         if (
             delay != 0
             or priority != 0
@@ -114,9 +125,11 @@ class SendCalls(DeadLetterCalls[T], Generic[T]):
             or dedup_key is not None
             or headers
             or expires_in is not None
+            or at is not None
         ):
-            check_send(delay, dedup_key, priority, headers, expires_in)
+            wait, expiry = delay_of(delay, at), as_seconds(expires_in)
+            check_send(wait, dedup_key, priority, headers, expiry)
         payload = self._payload(self._codec or self.codec, body)
         address = reply_address(reply_to)
         given = dict(headers) if headers else {}
-        return Envelope(self.new_id(), payload, float(delay), address, dedup_key, priority, given, expires_in)
+        return Envelope(self.new_id(), payload, float(wait), address, dedup_key, priority, given, expiry)

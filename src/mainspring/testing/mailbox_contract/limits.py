@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 from typing import Any
 
+from mainspring import clock
 from mainspring.errors import InvalidParameterError
 from mainspring.testing.mailbox_contract.harness import Harness, behaviour, check, equal, raises
 
@@ -78,11 +80,24 @@ async def a_checkpoint_is_bytes(h: Harness) -> None:
 async def send_checks_delay(h: Harness) -> None:
     """A delay is 0 to 366 days and a number; nothing is sent otherwise."""
     async with h.open() as box:
-        for value in (-1, YEAR + 1, math.inf, math.nan):
+        days: list[Any] = [timedelta(days=-1), timedelta(days=367)]
+        for value in (-1, YEAR + 1, math.inf, math.nan, *days):
             with raises(InvalidParameterError, f"send(delay={value!r})"):
                 await box.send("x", delay=value)
             with raises(InvalidParameterError, f"send_many(delay={value!r})"):
                 await box.send_many(["x"], delay=value)
+        now = clock.utc_now()
+        wrong: list[tuple[Any, Any, str]] = [
+            (0, now.replace(tzinfo=None), "a datetime with a time zone"),
+            (0, 60, "a datetime with a time zone"),
+            (0, now + timedelta(days=367), "within 366 days"),
+            (5, now, "not both"),
+            (timedelta(seconds=5), now, "not both"),
+        ]
+        for delay, at, why in wrong:
+            with raises(InvalidParameterError, f"send(delay={delay!r}, at={at!r})") as caught:
+                await box.send("x", delay=delay, at=at)
+            check(why in str(caught[0]), f"it says {caught[0]}")
         await h.counts(box)
         await box.send("x", delay=YEAR)
         await h.counts(box, delayed=1)

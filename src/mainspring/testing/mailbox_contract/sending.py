@@ -222,6 +222,26 @@ async def a_delayed_message_stays_hidden_until_its_time(h: Harness) -> None:
 
 
 @behaviour("delay")
+async def a_delay_can_be_a_timedelta_or_an_instant(h: Harness) -> None:
+    """send and send_many take delay= as a timedelta and at= as a datetime of any zone; a past one is now."""
+    east = datetime.timezone(datetime.timedelta(hours=9))
+    async with h.open() as box:
+        with h.within(h.short):
+            await box.send("delta", delay=datetime.timedelta(seconds=h.short))
+            await box.send("instant", at=clock.utc_now().astimezone(east) + datetime.timedelta(seconds=h.short))
+            await box.send_many(["many"], at=clock.utc_now() + datetime.timedelta(seconds=h.short))
+            await h.counts(box, delayed=3)
+        await h.pass_time(h.short)
+        equal(sorted(texts(await h.all(box))), ["delta", "instant", "many"], "what came when its time was there")
+        await box.send("far", at=clock.utc_now() + datetime.timedelta(hours=1))
+        await box.send("past", at=clock.utc_now() - datetime.timedelta(days=4_000))
+        message = await h.one(box)
+        equal(message.body, "past", "what was sent for a past instant")
+        await message.nack(delay=datetime.timedelta(hours=1))
+        await h.none(box, "a nack by an hour")
+
+
+@behaviour("delay")
 async def a_long_delay_hides(h: Harness) -> None:
     """A message with a long delay does not come, not even where nothing else is there."""
     async with h.open() as box:
