@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import logging
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -173,6 +175,14 @@ def test_a_tag_stands_in_each_line_of_text(stderr: Callable[[], list[str]]) -> N
     report(finished("lost"))
     (line,) = stderr()
     assert line[23:].startswith(" WARNING  worker 2, 100 % mainspring.message: indexer: message m1 lost")
+
+
+def test_json_lines_stay_json_where_their_stream_lacks_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(written, "latin-1", "backslashreplace", write_through=True))
+    logs.configure("INFO", json=True)
+    report(finished("dead_lettered", error="E: ü 日本 🙂"))
+    assert json.loads(written.getvalue())["error"] == "E: ü 日本 🙂"
 
 
 def test_json_lines(stderr: Callable[[], list[str]]) -> None:

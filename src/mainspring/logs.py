@@ -335,6 +335,10 @@ class _TextFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
+    def __init__(self, encoding: str) -> None:
+        super().__init__()
+        self._ascii_only = not encoding.lower().startswith("utf")  # what a stream escapes by itself may be no JSON
+
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
@@ -349,7 +353,7 @@ class _JsonFormatter(logging.Formatter):
             line |= {item.name: plain(getattr(event, item.name)) for item in fields(event) if item.name not in line}
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return jsonlib.dumps(line, ensure_ascii=False)
+        return jsonlib.dumps(line, ensure_ascii=self._ascii_only)
 
 
 def configure(level: str = "INFO", json: bool = False, *, tag: str = "") -> None:
@@ -368,7 +372,7 @@ def configure(level: str = "INFO", json: bool = False, *, tag: str = "") -> None
         logger.removeHandler(old)
     handler = _OwnHandler(sys.stderr)
     text = _TextFormatter(f"%(asctime)s %(levelname)-8s {tag.replace('%', '%%')}{' ' * bool(tag)}%(name)s: %(message)s")
-    handler.setFormatter(_JsonFormatter() if json else text)
+    handler.setFormatter(_JsonFormatter(getattr(sys.stderr, "encoding", None) or "utf-8") if json else text)
     logger.addHandler(handler)
     logger.setLevel(name)
     logger.propagate = False  # a handler on the root logger would print each line a second time

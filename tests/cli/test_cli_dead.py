@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pty
 import subprocess
 from contextlib import closing
@@ -126,6 +127,75 @@ def test_since_is_an_age_or_a_date(url: str, ids: list[str], capsys: Any, since:
     age(url, ids[:2], 7_200)
     assert call(["dead", "list", url, "--since", since, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["matched"] == matched
+
+
+@pytest.mark.parametrize(
+    ("window", "matched"),
+    [
+        (["--older-than", "1h"], 2),
+        (["--older-than", "3d"], 0),
+        (["--older-than", "0"], 6),
+        (["--older-than", "2001-01-01"], 0),
+        (["--older-than", "1h", "--since", "3h"], 2),
+        (["--older-than", "1h", "--error", "LookupError"], 1),
+    ],
+)
+def test_older_than_selects_the_old_ones(
+    url: str, ids: list[str], capsys: Any, window: list[str], matched: int
+) -> None:
+    age(url, ids[:2], 7_200)
+    assert call(["dead", "list", url, *window, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["matched"] == matched
+    assert {letter["message_id"] for letter in found["letters"]} <= set(ids[:2] if matched <= 2 else ids)
+
+
+def test_replay_and_purge_take_the_old_ones_only(url: str, ids: list[str]) -> None:
+    age(url, ids[:2], 7_200)
+    age(url, ids[2:3], 200_000)
+    assert call(["dead", "replay", url, "--older-than", "1h", "--since", "1d"]) == 0
+    assert counts(url) == (3, 4, 0)
+    assert call(["dead", "purge", url, "--older-than", "1h", "--yes"]) == 0
+    assert counts(url) == (3, 3, 1)
+
+
+def test_a_window_that_holds_no_time(url: str, ids: list[str], capsys: Any) -> None:
+    assert call(["dead", "purge", url, "--older-than", "3h", "--since", "1h", "--yes"]) == 2
+    assert "--since must be the longer ago" in only_line(capsys.readouterr().err)
+    assert counts(url) == (1, 6, 0)
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252:strict", "utf-8:strict"])
+def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path, url: str, encoding: str) -> None:
+    async def fill(mailbox: Mailbox[Any, Any]) -> str:
+        sent = await mailbox.send("日本 🙂 é")
+        await (await mailbox.receive())[0].dead_letter("kein Weg nach 日本 🙂")
+        return sent
+
+    sent = with_mailbox(url, fill)
+
+    def printed(*words: str) -> str:
+        ended = subprocess.run(
+            [*MAINSPRING, *words],
+            capture_output=True,
+            env={**os.environ, "PYTHONIOENCODING": encoding},
+            check=False,
+            timeout=PATIENCE,
+            cwd=tmp_path,
+        )
+        assert b"Traceback" not in ended.stderr, ended.stderr
+        return (ended.stdout + ended.stderr).decode(encoding.partition(":")[0])
+
+    escaped = not encoding.startswith("utf")
+    listed, shown = printed("dead", "list", url), printed("dead", "show", url, sent)
+    if encoding == "latin-1":
+        assert r"\u65e5\u672c \U0001f642" in listed
+        assert r"\u65e5\u672c \U0001f642 é" in shown
+    assert ("日本" in listed) is not escaped
+    (letter,) = json.loads(printed("dead", "list", url, "--json").rpartition("}")[0] + "}")["letters"]
+    assert letter["body"] == "日本 🙂 é"
+    missing = printed("dead", "show", url, "日本")
+    assert ("there is no dead letter " + (r"\u65e5\u672c" if escaped else "日本")) in missing
 
 
 def test_match_looks_into_the_body_too(url: str, ids: list[str], capsys: Any) -> None:
@@ -308,7 +378,9 @@ def test_what_is_meant_is_to_be_said_in_one_way(
 
 
 @pytest.mark.parametrize("words", [["replay"], ["purge", "--yes"]])
-@pytest.mark.parametrize("which", [["--match", ""], ["--error-type", ""], ["--since", ""], ["--match", " "], ["", ""]])
+@pytest.mark.parametrize(
+    "which", [["--match", ""], ["--error-type", ""], ["--since", ""], ["--older-than", ""], ["--match", " "], ["", ""]]
+)
 def test_an_empty_filter_is_no_way_to_say_all(
     url: str, ids: list[str], capsys: Any, words: list[str], which: list[str]
 ) -> None:
@@ -317,12 +389,13 @@ def test_an_empty_filter_is_no_way_to_say_all(
     assert counts(url) == (1, 6, 0)
 
 
+@pytest.mark.parametrize("option", ["--since", "--older-than"])
 @pytest.mark.parametrize("since", ["yesterday", "3w", "-5m", "nan", ""])
-def test_a_since_that_is_none(url: str, ids: list[str], capsys: Any, since: str) -> None:
-    assert call(["dead", "list", url, "--since", since]) == 2
+def test_a_time_that_is_none(url: str, ids: list[str], capsys: Any, option: str, since: str) -> None:
+    assert call(["dead", "list", url, option, since]) == 2
     told = only_line(capsys.readouterr().err)
     if since:
-        assert told == f"mainspring: --since {since!r} is no time ago; write for example 30m, 24h, 7d, or a date"
+        assert told == f"mainspring: {option} {since!r} is no time ago; write for example 30m, 24h, 7d, or a date"
 
 
 VERBS = (["list"], ["show", "an-id"], ["replay", "--all"], ["purge", "--all", "--yes"])

@@ -9,6 +9,7 @@ import resource
 import signal
 import sys
 from contextlib import suppress
+from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit status: 0 done, 1 failed, 2 wrong use, and for ``run`` that of the shutdown."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     _open_standard_descriptors()
+    _escape_what_cannot_be_encoded()
     if not _may_open_files():
         sys.stderr.write(
             f"mainspring: this process may have too few files open: let it have {FEWEST_FILES} (ulimit -n)\n"
@@ -50,6 +52,13 @@ def _open_standard_descriptors() -> None:
                 os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # worker processes have the same need
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
+
+
+def _escape_what_cannot_be_encoded() -> None:
+    """Let standard output and error escape the characters that their encoding lacks, as of a body, instead of raising."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _may_open_files() -> bool:

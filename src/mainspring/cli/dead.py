@@ -39,31 +39,43 @@ class Choice:
     error_type: str | None = None
     since: str | None = None
     match: str | None = None
+    older_than: str | None = None
 
     @property
     def filtered(self) -> bool:
         """Whether there is a filter."""
-        return not self.error_type is self.since is self.match is None
+        return any(given is not None for given in self._filters)
+
+    @property
+    def _filters(self) -> tuple[str | None, ...]:
+        return self.error_type, self.since, self.match, self.older_than
 
     def check(self, verb: str) -> None:
         """Raise :class:`Problem` unless it says, in one way, what is meant."""
         if (bool(self.ids), self.everything, self.filtered).count(True) != 1:
             raise Problem(
-                f"dead {verb}: say which: ids, or --all, or filters (--error-type, --since, --match), and only one of these"
+                f"dead {verb}: say which: ids, or --all, or filters (--error, --since, --older-than, --match), and only one of"
+                " these"
             )
-        said = (*self.ids, self.error_type, self.since, self.match)
+        said = (*self.ids, *self._filters)
         if any(text is not None and not text.strip() for text in said):  # as of a shell variable that is not set
             raise Problem(f"dead {verb}: an id or a filter is empty; say which dead letters are meant, or --all")
 
     def filter(self) -> Callable[[DeadLetter], bool]:
         """Whether a dead letter fits the filters."""
-        after = None if self.since is None else _instant(self.since)
+        after = None if self.since is None else _instant("--since", self.since)
+        until = None if self.older_than is None else _instant("--older-than", self.older_than)
+        if after is not None and until is not None and until < after:
+            raise Problem(
+                f"no time is since {self.since} and older than {self.older_than}: --since must be the longer ago"
+            )
         kind, text = self.error_type, None if self.match is None else self.match.casefold()
 
         def fits(letter: DeadLetter) -> bool:
             return (
                 (kind is None or letter.error_type == kind)
                 and (after is None or letter.dead_lettered_at >= after)
+                and (until is None or letter.dead_lettered_at <= until)
                 and (text is None or text in letter.error.casefold() or text in _body_text(letter).casefold())
             )
 
@@ -280,21 +292,21 @@ def _date(instant: datetime) -> str:
     return instant.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
-def _instant(text: str) -> datetime:
+def _instant(option: str, text: str) -> datetime:
     """The instant so long ago (``24h``), or that is a date (ISO 8601; without a zone it is UTC)."""
     try:
         found = datetime.fromisoformat(text)
     except ValueError:
-        return clock.utc_now() - timedelta(seconds=_age(text))
+        return clock.utc_now() - timedelta(seconds=_age(option, text))
     return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
 
 
-def _age(text: str) -> float:
+def _age(option: str, text: str) -> float:
     with suppress(Problem):
         age = seconds(text)
         if math.isfinite(age) and 0 <= age < 1e9:
             return age
-    raise Problem(f"--since {text!r} is no time ago; write for example 30m, 24h, 7d, or a date")
+    raise Problem(f"{option} {text!r} is no time ago; write for example 30m, 24h, 7d, or a date")
 
 
 def choice_of(ids: Sequence[str] | None, everything: bool, *filters: str | None) -> Choice:

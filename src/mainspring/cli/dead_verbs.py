@@ -16,9 +16,18 @@ dead = typer.Typer(
 _Url = Annotated[str, typer.Argument(metavar="URL", help="The mailbox, for example sqlite:///jobs.db?name=emails.")]
 _Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Those of these ids.")]
 _All = Annotated[bool, typer.Option("--all", help="All of them.")]
-_ErrorType = Annotated[str | None, typer.Option(metavar="NAME", help="Those that died of an error of this type.")]
+_ErrorType = Annotated[
+    str | None,
+    typer.Option("--error", "--error-type", metavar="NAME", help="Those that died of an error of this type."),
+]
 _Since = Annotated[
     str | None, typer.Option(metavar="TIME", help="Those that died since: 30m, 24h, 7d ago, or a date (ISO 8601, UTC).")
+]
+_OlderThan = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TIME", help="Those that died before: 30d, 24h ago, or a date. With --since: those between the two."
+    ),
 ]
 _Match = Annotated[str | None, typer.Option(metavar="TEXT", help="Those with this text in the error or the body.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -29,6 +38,7 @@ def list_(
     url: _Url,
     error_type: _ErrorType = None,
     since: _Since = None,
+    older_than: _OlderThan = None,
     match: _Match = None,
     limit: Annotated[int, typer.Option(min=1, help="Show at most so many, the oldest first.")] = 100,
     as_json: _Json = False,
@@ -36,7 +46,7 @@ def list_(
     """List dead letters, a line each, and say how many there are."""
     from mainspring.cli.dead import choice_of, list_dead
 
-    return list_dead(url, choice_of(None, False, error_type, since, match), limit, as_json)
+    return list_dead(url, choice_of(None, False, error_type, since, match, older_than), limit, as_json)
 
 
 @dead.command(epilog="Example: `mainspring dead show 'sqlite:///jobs.db?name=emails' 3f2a…`")
@@ -51,13 +61,14 @@ def show(
     return show_dead(url, message_id, as_json)
 
 
-@dead.command(epilog="Example: `mainspring dead replay 'sqlite:///jobs.db?name=emails' --error-type TimeoutError`")
+@dead.command(epilog="Example: `mainspring dead replay 'sqlite:///jobs.db?name=emails' --error TimeoutError`")
 def replay(
     url: _Url,
     ids: _Ids = None,
     everything: _All = False,
     error_type: _ErrorType = None,
     since: _Since = None,
+    older_than: _OlderThan = None,
     match: _Match = None,
     as_json: _Json = False,
 ) -> int:
@@ -67,7 +78,7 @@ def replay(
     """
     from mainspring.cli.dead import choice_of, replay_dead
 
-    return replay_dead(url, choice_of(ids, everything, error_type, since, match), as_json)
+    return replay_dead(url, choice_of(ids, everything, error_type, since, match, older_than), as_json)
 
 
 @dead.command(epilog="Example: `mainspring dead purge 'sqlite:///jobs.db?name=emails' --all --yes`")
@@ -77,6 +88,7 @@ def purge(
     everything: _All = False,
     error_type: _ErrorType = None,
     since: _Since = None,
+    older_than: _OlderThan = None,
     match: _Match = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: _Json = False,
@@ -87,4 +99,4 @@ def purge(
     """
     from mainspring.cli.dead import choice_of, purge_dead
 
-    return purge_dead(url, choice_of(ids, everything, error_type, since, match), yes, as_json)
+    return purge_dead(url, choice_of(ids, everything, error_type, since, match, older_than), yes, as_json)
