@@ -162,6 +162,9 @@ if TYPE_CHECKING:
         SessionError as SessionError,
     )
     from mainspring.errors import (
+        SessionFullError as SessionFullError,
+    )
+    from mainspring.errors import (
         TaskExitError as TaskExitError,
     )
     from mainspring.errors import (
@@ -282,7 +285,7 @@ _HOMES = {
         "TicketTimeoutError", "TransactionEndedError",
         "BudgetExceededError", "DeadlineExceededError", "JournalDamagedError", "JournalError", "JournalLockedError",
         "OverrideDamagedError", "OverrideError", "OverrideLockedError", "ReducerError", "SessionClosedError",
-        "SessionError", "UnknownEventError", "UnknownVersionError",
+        "SessionError", "SessionFullError", "UnknownEventError", "UnknownVersionError",
     ),
     "deadline": ("Deadline",),
     "events": ("Dispatcher",),

@@ -191,6 +191,13 @@ class SessionClosedError(SessionError):
     """The session has a journal and is not open: it takes no events. Before it was opened, it cannot be looked at either."""
 
 
+class SessionFullError(SessionError):
+    """Too many events wait for a session's turn or its journal to take one whose sender does not wait; it is not applied."""
+
+    fault = "environment"
+    retryable = True
+
+
 class ReducerError(SessionError):
     """A reducer raised, or returned what no slice can be; the state is as it was before. ``__cause__`` is what it raised."""
 

@@ -153,14 +153,17 @@ def in_signal_handler() -> bool:
     return frame is not None
 
 
-def call_soon(loop: Any, fn: Callable[[], object]) -> None:
+def call_soon(loop: Any, fn: Callable[[], object]) -> bool:
     """Have the event loop ``loop`` (see :func:`event_loop`) call ``fn()``, from any thread or signal handler.
 
-    A loop that is gone by now needs to hear of nothing, so that is not an error.
+    Return False where the loop is gone: it needs to hear of nothing, so that is no error.
     """
     call = getattr(loop, "call_soon_threadsafe", None) or loop.run_sync_soon
-    with contextlib.suppress(RuntimeError):  # trio.RunFinishedError, or asyncio's "Event loop is closed"
+    try:
         call(fn)
+    except RuntimeError:  # trio.RunFinishedError, or asyncio's "Event loop is closed"
+        return False
+    return True
 
 
 def carried_context(library: str | None) -> Context:

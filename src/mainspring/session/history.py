@@ -176,6 +176,7 @@ class History:
         """Read the journal, where there is one, and have it written from now on."""
         writer = self._writer
         if writer.journal is None:
+            writer.entered()
             return
         if self._scope is not None:
             raise ConfigError(f"session {writer.name!r} is open already; open it in one place and pass it on")
@@ -203,6 +204,7 @@ class History:
         except BaseException:
             self._scope = None
             raise
+        writer.entered()
         scope.start_soon(writer.run, name=f"journal of session {writer.name}", stop=writer.stop)
 
     async def close(
@@ -210,11 +212,14 @@ class History:
     ) -> bool | None:
         """Write what is still to be written, and let go of the journal."""
         writer, scope = self._writer, self._scope
+        if writer.journal is None:
+            writer.left()
         if (
             scope is None or writer.calls is None or writer.is_forked
         ):  # a forked child leaves to its parent what is the parent's
             return None
         self._scope = None
+        writer.left()
         writer.is_open = False
         try:
             return await scope.__aexit__(kind, error, trace)

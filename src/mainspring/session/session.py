@@ -259,24 +259,34 @@ class Session(Generic[S]):
         """As :meth:`dispatch`, without waiting: the ticket has the result. For subscribers and other plain functions.
 
         Its turn is at once, but for a subscriber's event (after the event that it is told of) and while another task's
-        transaction runs. A writer that never awaits its tickets can get ahead of its journal without a bound.
+        transaction runs.
+
+        From another thread than the session's it may be called while the session is entered (``async with``, also where it has
+        no journal): a plain ``def`` handler dispatches so. Its turn is when the event loop comes to it, in the order of the
+        calls of that thread; within the block of a transaction that has started the thread, it is part of it. What was
+        dispatched before the end of the ``async with`` is applied. ``ticket.wait_sync()`` waits for the result there.
 
         The ticket fails with what :meth:`dispatch` raises of the event or the journal, in a transaction too; one that nobody
         asks is logged. Where no event could be taken, this raises at once.
 
-        :raises SessionClosedError: the session has a journal and is not open.
+        :raises SessionClosedError: the session has a journal and is not open; or, in another thread, is not entered.
+        :raises SessionFullError: 100,000 events wait for their turn or the journal.
         :raises SessionError: called by a reducer.
-        :raises ConfigError: called in another thread than the session's.
+        :raises ConfigError: called in another thread of a session that was never entered; or it was entered before this process
+            was forked.
         """
         ticket: Ticket[DispatchResult] = Ticket()
         writer = self._writer
-        if writer.direct:
+        if writer.is_elsewhere:
+            writer.post(self._cell, event, ticket)
+        elif writer.direct:
             writer.check()
             try:
                 ticket.complete(writer.apply(self._cell, event))
             except Exception as error:
                 ticket.offer_sole_error(error, work(writer.name, event))
         else:
+            writer.check_room()
             writer.submit(self._cell, event, ticket)
         return ticket
 

@@ -23,6 +23,7 @@ from mainspring.errors import (
     ReducerError,
     SessionClosedError,
     SessionError,
+    SessionFullError,
     copied,
     describe,
 )
@@ -30,6 +31,7 @@ from mainspring.events import DispatchResult, log_error
 from mainspring.loggers import Logger
 from mainspring.logs import one_line
 from mainspring.session.changes import Change, Held, Ignored, Step, each, refused, work
+from mainspring.session.inbox import Inbox
 from mainspring.session.record import entry_of_events
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ _log = Logger("mainspring")
 
 AT_ONCE = 10_000
 """The most entries of one write."""
+MOST_WAITING = 100_000
+"""How many events may wait for their turn or the journal before those dispatched without waiting are refused."""
 CLOSE_TIMEOUT = 10.0
 """Seconds that a journal may take for the last entries before they are given up."""
 
@@ -81,6 +85,7 @@ class Writer:
         self._scope: anyio.CancelScope | None = None
         self._end_by = math.inf
         self.calls: JournalCalls | None = None
+        self._inbox = Inbox(name, self._take_posted)
 
     # ------------------------------------------------------------------------------------------------- events come in
 
@@ -92,7 +97,8 @@ class Writer:
         elif thread != self._thread:
             raise ConfigError(
                 f"session {self.name!r} is written in one thread, that of its event loop; from a worker thread use"
-                " `anyio.from_thread.run(session.dispatch, event)`"
+                " `anyio.from_thread.run(session.dispatch, event)`, or enter the session (`async with`) and call"
+                " `session.dispatch_nowait(event)`"
             )
         if self.is_open and self.is_forked:
             raise ConfigError(
@@ -156,6 +162,40 @@ class Writer:
             self._held.append(held)
             self.advance()
         return held
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True in another thread than the one that writes."""
+        return self._thread is not None and self._thread != threading.get_ident()
+
+    def post(self, cell: Cell, event: Any, ticket: Ticket[DispatchResult]) -> None:
+        """Take an event in its turn, from another thread; ``ticket`` is completed as by :meth:`submit`."""
+        if self._inbox.is_new:
+            self.check()  # which raises, as this is another thread
+        self.check_room()
+        self._inbox.put(Held(cell, event, ticket))
+
+    def check_room(self) -> None:
+        """Raise where too many events wait to take one whose sender does not."""
+        if len(self._held) + len(self._pending) + len(self._inbox) >= MOST_WAITING:
+            raise SessionFullError(
+                f"session {self.name!r}: {MOST_WAITING:,} events wait to be applied; await `dispatch()`, or the tickets"
+            )
+
+    def _take_posted(self, held: Held) -> None:
+        try:
+            self.submit(held.cell, held.event, held.ticket)
+        except Exception as error:  # the ticket has it: nobody else is there to be told
+            held.ticket.offer_sole_error(error, work(self.name, held.event))
+
+    def entered(self) -> None:
+        """The session is open on the running event loop, whose thread writes from now on."""
+        self._thread = threading.get_ident()
+        self._inbox.open()
+
+    def left(self) -> None:
+        """The session is about to close: take what other threads have dispatched so far."""
+        self._inbox.close()
 
     def withdraw(self, what: Held | Transaction) -> None:
         """Forget what has not had its turn."""
