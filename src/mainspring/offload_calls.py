@@ -107,14 +107,15 @@ class Call:
         """Whether its work has ended before it was abandoned."""
         return self._progress is Progress.ENDED
 
-    def execute(self) -> tuple[Any]:
-        """Perform the job in this thread, unless it was abandoned before it began.
+    def execute(self) -> None:
+        """Perform the job in this thread, unless it was abandoned before it began. The :meth:`outcome` says how it ended.
 
-        The result comes wrapped: trio refuses a bare awaitable.
+        Nothing is raised here, and nothing returned: anyio's frames would refer to the error that passes them. Such a
+        reference cycle keeps all that the work has made until a garbage collection.
         """
         with self._lock:
             if self._progress is not Progress.WAITING:
-                return (None,)
+                return
             self._progress = Progress.RUNNING
         self.thread_id = threading.get_ident()
         result, error = None, None
@@ -130,11 +131,18 @@ class Call:
         try:
             if late:
                 self._end_late(error)
-            elif error is not None:
-                raise error
-            return (result,)
         finally:
-            del result, error  # the traceback refers to this frame: no cycle is left
+            del result, error  # the traceback refers to this frame, too
+
+    def outcome(self) -> Any:
+        """Return the result of what has ended, or raise its error; once, as neither is kept."""
+        result, error, self.result, self.error = self.result, self.error, None, None
+        try:
+            if error is not None:
+                raise error
+            return result
+        finally:
+            del result, error
 
     def abandon(self) -> Progress:
         """Nobody waits for it any more: how far it was. What has not begun never will."""
@@ -208,6 +216,7 @@ class Calls:
                 return await self._execute(call, abandon=True)
             except anyio.get_cancelled_exc_class():
                 call.log_dropped(call.error)  # it had ended, and nobody was told yet
+                call.error = None
                 raise
             finally:
                 del self._scoped[call]
@@ -237,11 +246,11 @@ class Calls:
                 await self._wait_until_gone(call)
             if not call.has_ended:
                 raise
-            if call.error is not None:
-                raise call.error from None
-            return call.result
         finally:
             del self._kept[call]
+            if waiting is not None:
+                job.hear_of_start(bool)  # nothing: the job and its call would refer to each other
+        return call.outcome()
 
     def _hear_of_start(self, call: Call, waiting: Callable[[bool], object], starts: bool) -> None:
         """In the call's thread: the caller waits for a worker to start, or no longer; it may have gone on by now."""
@@ -300,26 +309,20 @@ class Calls:
         self._running += 1
         try:
             with real_work():
-                (result,) = await to_thread.run_sync(call.execute, abandon_on_cancel=abandon, limiter=self._threads)
-        except BaseException as error:
-            self._part_with(call, error)
+                await to_thread.run_sync(call.execute, abandon_on_cancel=abandon, limiter=self._threads)
+        except BaseException:  # a cancellation, or there is no thread to be had
+            if call.abandon() is Progress.RUNNING:
+                self.late[call] = None  # it keeps its place
+            else:
+                self._places.release_on_behalf_of(call)
             raise
         else:
             self._places.release_on_behalf_of(call)
-            return result
         finally:
             self._running -= 1
             if self._news is not None:
                 self._tell()
-
-    def _part_with(self, call: Call, error: BaseException) -> None:
-        """The task goes on with an error: free the place, unless the work goes on too."""
-        if error is call.error:
-            call.error = None  # it is told; and its traceback refers to the call
-        elif call.abandon() is Progress.RUNNING:
-            self.late[call] = None
-            return
-        self._places.release_on_behalf_of(call)
+        return call.outcome()
 
     def ended_late(self, call: Call) -> None:
         """The work of an abandoned call is over."""
@@ -375,10 +378,10 @@ def _bearable(error: BaseException, job: Job) -> BaseException:
     elif isinstance(error, SystemExit | KeyboardInterrupt):
         changed = TaskExitError(f"{name} raised {error!r}; to end the program, call its group's shutdown()")
     elif isinstance(error, _cancellations()):
-        asked_for = _cancellation_of_caller() if job.is_told else None
-        if asked_for is not None:
-            return asked_for
         changed = TaskExitError(f"{name} raised a cancellation that nobody asked for; catch it where it arises")
+        changed.__cause__ = error
+        # The one that was asked for stands in no variable here, as its frames lead back to this one.
+        return (_cancellation_of_caller() if job.is_told else None) or changed
     else:
         return error
     changed.__cause__ = error

@@ -46,14 +46,18 @@ class OwnThread(Generic[T]):
         return "" if self.done or self._thread.ident is None else where_thread(self._thread.ident)
 
     async def wait(self) -> T:
-        """Wait for the end of ``fn``: its result or its error. Cancelled, it leaves the thread at work.
+        """Wait for the end of ``fn``: its result or its error, once. Cancelled, it leaves the thread at work.
 
         :raises TaskExitError: ``fn`` raised ``SystemExit`` or ``KeyboardInterrupt``.
         """
         await self.ended.wait()
-        if self._error is not None:
-            raise self._error
-        return cast("T", self._value)
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+            return cast("T", self._value)
+        finally:
+            del error  # its traceback refers to this frame
 
     async def wait_ended(self, seconds: float) -> bool:
         """Wait at most ``seconds`` for its end, also in a scope that is cancelled; True where it has ended."""

@@ -175,7 +175,10 @@ class Ticket(Generic[T]):
                     self._wait_no_more(wake)
         else:
             await anyio.lowlevel.checkpoint()
-        return self._answer(timeout)
+        try:
+            return self._answer(timeout)
+        finally:
+            del self  # the error refers to this frame, and the ticket keeps the error
 
     def wait_sync(self, timeout: float | None = None) -> T:
         """Block this thread until the answer is there, at most ``timeout`` seconds (None: for as long as the writer lives).
@@ -200,7 +203,10 @@ class Ticket(Generic[T]):
                     gate.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX))
                 finally:
                     self._wait_no_more(wake)
-        return self._answer(timeout)
+        try:
+            return self._answer(timeout)
+        finally:
+            del self  # as above
 
     def _check(self, timeout: float | None) -> None:
         if timeout is not None and not is_number(timeout, 0):
@@ -235,7 +241,10 @@ class Ticket(Generic[T]):
         if self._error is not None:
             if self._unread is not None:
                 self._unread.is_read = True
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                del self  # as in `wait`
         return cast("T", self._value)
 
     def _called(self) -> str:

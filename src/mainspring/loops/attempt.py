@@ -100,7 +100,8 @@ class Attempts:
     async def make(self, run: Run, scope: anyio.CancelScope) -> Decision:
         """Run the handler once and decide what its end means.
 
-        Raises nothing but a cancellation, with ``run.decision`` saying what it means.
+        Raises nothing but a cancellation, with ``run.decision`` saying what it means. The traceback of an error refers to this
+        frame, which hence keeps no error: its reference cycle would hold all that the handler had made.
         """
         now = self._clock()
         run.started = run.last_beat = now
@@ -131,13 +132,18 @@ class Attempts:
                 result = await steps
             return self._succeeded(run, result)
         except anyio.get_cancelled_exc_class() as error:
-            return await self._cancelled(run, scope, error)
+            decision = await self._cancelled(run, scope, error)
+            if decision is None:
+                raise
+            return decision
         except Exception as error:
             return self._failed(run, scope, error)
         except BaseException as error:
-            wrapped = TaskExitError(f"the handler raised {error!r}; raise Reject, or call shutdown() of the group")
-            wrapped.__cause__ = error
-            return self._failed(run, scope, wrapped)
+            return self._failed(
+                run,
+                scope,
+                _as_failure(error, f"the handler raised {error!r}; raise Reject, or call shutdown() of the group"),
+            )
         finally:
             if identity() is not self._process:
                 end_returned_child()
@@ -263,14 +269,21 @@ class Attempts:
             return _with_history(decision, message.history_with(lone_error(error)))
         return decision
 
-    async def _cancelled(self, run: Run, scope: anyio.CancelScope, error: BaseException) -> Decision:
+    async def _cancelled(self, run: Run, scope: anyio.CancelScope, error: BaseException) -> Decision | None:
+        """What a cancellation means; None where it goes on its way, with ``run.decision`` saying that."""
         if not scope.cancel_called and await nobody_asked():
             # The handler raised it by itself (a cancelled future, say), or somebody cancelled its task.
-            own = TaskExitError("the handler raised a cancellation that nobody asked for; catch it where it arises")
-            own.__cause__ = error
-            return self._failed(run, scope, own)
+            why = "the handler raised a cancellation that nobody asked for; catch it where it arises"
+            return self._failed(run, scope, _as_failure(error, why))
         run.decision = self._failed(run, scope, error) if scope.cancel_called else RELEASED
-        raise error
+        return None
+
+
+def _as_failure(error: BaseException, why: str) -> TaskExitError:
+    """The failure that stands for what is none by its kind."""
+    failure = TaskExitError(why)
+    failure.__cause__ = error
+    return failure
 
 
 def _with_history(decision: Decision, history: str | None) -> Decision:

@@ -86,7 +86,12 @@ class Ends:
     async def finish_late(self, run: Run) -> None:
         """Settle a run whose handler was cancelled, unless its settlement was already begun."""
         if run.phase <= Phase.ENDED:
-            await self.finish(run, run.decision or RELEASED)
+            decision, run.decision, run.error = (
+                run.decision or RELEASED,
+                None,
+                None,
+            )  # its error's frames refer to the run
+            await self.finish(run, decision)
 
     async def _settle(self, run: Run, decision: Decision, now: float) -> None:
         """Write the outcome, or what came true instead: see :meth:`Settler.as_settled` and :meth:`Settler.settle_again`."""
@@ -101,10 +106,13 @@ class Ends:
                     decision = await self._settler.settle_again(run, decision, error)
                 else:
                     self._settler.written()
+            self._left((run,), decision, now)
         except BaseException:
-            self._cut_off((run,), decision, now)
+            if run.phase is not Phase.DONE:
+                self._cut_off((run,), decision, now)
             raise
-        self._left((run,), decision, now)
+        finally:
+            del decision  # the traceback of its error may refer to this frame
 
     def _leave(self, runs: Collection[Run], now: float) -> None:
         """Their settlement begins."""

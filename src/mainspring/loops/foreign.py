@@ -250,6 +250,7 @@ class _ForeignRun:
     def stall(self, error: HandlerStalledError) -> None:
         """End the run with ``error``."""
         self.error = error
+        del error  # see `Run.stall`
         self._scope.cancel()
 
 

@@ -180,7 +180,10 @@ class LeaseKeeper:
                 return
             failures += 1
             self._retrying.add(run)
-            await self._back_off(run, error, failures)
+            try:
+                await self._back_off(run, error, failures)
+            finally:
+                del error  # its traceback refers to this frame
 
     async def _back_off(self, run: Run, error: Exception, failures: int) -> None:
         """Wait before the next try, well inside what is left of the lease."""

@@ -190,12 +190,11 @@ class Run:
             self._timeout_at = math.inf if waits else now + self._left
             self._arm()
 
-    def cancel(self, cause: Cause, error: BaseException | None = None) -> bool:
+    def cancel(self, cause: Cause) -> bool:
         """Cancel the handler, if it is being handled and nobody has cancelled it yet; whether that was so."""
         if self.phase is not Phase.HANDLING or self.cause is not None or self.scope is None:
             return False
         self.cause = cause
-        self.error = error
         self.scope.cancel()
         return True
 
@@ -213,7 +212,9 @@ class Run:
 
     def stall(self, error: HandlerStalledError) -> None:
         """The watchdog's verdict: cancel it, as a failed attempt."""
-        self.cancel(Cause.STALLED, error)
+        self.error = error
+        del error  # on trio the traceback of the cancellation, which becomes its cause, refers to this frame
+        self.cancel(Cause.STALLED)
 
     def give_up_settling(self) -> None:
         """Stop waiting for a settlement that hangs; the message comes again when its lease ends."""

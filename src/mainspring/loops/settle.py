@@ -140,29 +140,32 @@ class Settler:
 
     async def _until_written(self, run: Run, decision: Decision, error: Exception) -> Decision:
         failures = 0
-        while True:
-            if isinstance(error, ReceiptHandleExpiredError):
-                return LOST
-            if isinstance(error, MessageSettledError) and run.message.settlement is not None:  # while this waited
-                return await self.as_settled(run, decision)
-            if _is_hopeless(run, decision, error):
-                decision = self._judge(run, error)
-            elif not _retryable(error) or anyio.current_time() >= run.trusted_until:
-                self._dispatcher.dispatch(
-                    SettlementFailed(self._name, run.message_id, decision.outcome, describe(error))
-                )
-                return LOST
-            else:
-                failures += 1
-                await self._pause(run, decision, error, failures)
-            try:
-                assert decision.settlement is not None
-                await run.message.settle(decision.settlement)
-            except Exception as again:
-                error = again
-            else:
-                self.written(again=failures > 0)
-                return decision
+        try:
+            while True:
+                if isinstance(error, ReceiptHandleExpiredError):
+                    return LOST
+                if isinstance(error, MessageSettledError) and run.message.settlement is not None:  # while this waited
+                    return await self.as_settled(run, decision)
+                if _is_hopeless(run, decision, error):
+                    decision = self._judge(run, error)
+                elif not _retryable(error) or anyio.current_time() >= run.trusted_until:
+                    self._dispatcher.dispatch(
+                        SettlementFailed(self._name, run.message_id, decision.outcome, describe(error))
+                    )
+                    return LOST
+                else:
+                    failures += 1
+                    await self._pause(run, decision, error, failures)
+                try:
+                    assert decision.settlement is not None
+                    await run.message.settle(decision.settlement)
+                except Exception as again:
+                    error = again
+                else:
+                    self.written(again=failures > 0)
+                    return decision
+        finally:
+            del error, decision  # the error's traceback refers to this frame
 
     async def as_settled(self, run: Run, decision: Decision) -> Decision:
         """What the handler itself has made of its message; its end, which changes nothing of that, is told all the same.

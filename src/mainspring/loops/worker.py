@@ -336,6 +336,7 @@ class Worker:
                         # The scope is used up, or somebody cancelled this task: what was cancelled is settled outside of it.
                         with bounded(shield=False):
                             await self._ends.finish_late(run)
+                        run, decision = None, DONE
                     with anyio.CancelScope() as scope:
                         run = await self._await_run(scope)
                         while run is not None:
@@ -358,20 +359,22 @@ class Worker:
                                 await self._ends.finish(run, decision)
                             if scope.cancel_called:  # just as the mailbox answered
                                 break
+                            run, decision = None, DONE  # an error's traceback holds all that the handler has made
                             run = self._take(0 if self._roused else 1) or await self._await_run(scope)
                     if not scope.cancel_called:
                         return
                 except anyio.get_cancelled_exc_class():
                     if not await nobody_asked():
                         raise
-        except anyio.get_cancelled_exc_class():
+        except anyio.get_cancelled_exc_class() as error:
             # The loop itself is cancelled: its message goes back, so that another worker has it at once.
             with bounded() as scope:
                 if run is not None:
                     await self._ends.finish_late(run)
                 if self._ends.done:
                     await self._ends.acknowledge(scope)
-            raise
+            run, decision = None, DONE
+            raise error.with_traceback(None)
 
     async def _await_run(self, scope: anyio.CancelScope) -> Run | None:
         """The next message for a slot that begins or has nothing to do, or None at the end and where the scope is used up.

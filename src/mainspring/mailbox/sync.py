@@ -219,6 +219,8 @@ class Home:
             if not ticket.is_ready:
                 call_soon(self._loop, lambda: task[0].cancel() if task else None)
             raise
+        finally:
+            del ticket  # it keeps the error, whose traceback refers to this frame
 
     def _begin(self, fn: Callable[[], Awaitable[X]], answer: TicketWriter[X], name: str, task: list[Daemon]) -> None:
         with contextlib.suppress(RuntimeError):  # the scope has been left: the writer is dropped, and tells
@@ -236,8 +238,11 @@ async def _awaited(method: Callable[P, Awaitable[X]], /, *args: P.args, **keywor
 
 async def _answer(fn: Callable[[], Awaitable[X]], answer: TicketWriter[X]) -> None:
     # The writer gives the reader each error but a cancellation, which goes its way. None must end the mailbox.
-    with contextlib.suppress(Exception, SystemExit, KeyboardInterrupt), answer:
-        answer.complete(await fn())
+    try:
+        with contextlib.suppress(Exception, SystemExit, KeyboardInterrupt), answer:
+            answer.complete(await fn())
+    finally:
+        del answer  # as in `Home.call`
 
 
 class _Loop:
