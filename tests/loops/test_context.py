@@ -9,7 +9,7 @@ from datetime import timedelta
 import anyio
 import pytest
 from anyio import from_thread
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, computed_field
 
 from mainspring import Context, InMemoryMailbox, LeasePolicy, MainLoop, Retry, RetryPolicy, SerializationError, clock
 from mainspring.errors import ReceiptHandleExpiredError
@@ -268,6 +268,33 @@ async def test_a_checkpoint_outlives_the_worker(virtual_clock):
     assert restored == [None, [1], [1, 2]]
 
 
+class Progress(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    page: int = Field(alias="Page")
+    token: SecretStr
+
+    @computed_field
+    @property
+    def next_page(self) -> int:
+        return self.page + 1
+
+
+async def test_a_model_is_restored_by_its_class(virtual_clock):
+    restored, state = [], Progress(Page=3, token="geheim")
+
+    async def handle(job: int, ctx: Context) -> None:
+        if ctx.restored is None:
+            await ctx.checkpoint(state)
+            raise Retry(0)
+        restored.append(Progress.model_validate(ctx.restored))
+
+    mailbox = InMemoryMailbox()
+    async with background(MainLoop(mailbox, handle)):
+        await mailbox.send(1)
+        await settled(mailbox)
+    assert restored == [state]
+
+
 @pytest.mark.parametrize(
     ("state", "said"),
     [
@@ -276,10 +303,18 @@ async def test_a_checkpoint_outlives_the_worker(virtual_clock):
             json.loads("[" * 201 + "1" + "]" * 201),
             "a checkpoint of type list cannot be written as JSON: it is nested more",
         ),
+        (
+            {"n": 10**4_300},
+            "a checkpoint of type dict cannot be written as JSON: it has a number of more than 4,300 digits",
+        ),
+        (
+            (1, 2),
+            "a checkpoint of type tuple would not come back as it is: it is a tuple and would come back as a list",
+        ),
     ],
-    ids=["no JSON", "too deep"],
+    ids=["no JSON", "too deep", "too long", "a tuple"],
 )
-async def test_what_is_no_json_is_refused_and_the_earlier_checkpoint_stands(state, said):
+async def test_what_could_not_be_restored_as_it_is_is_refused_and_the_earlier_checkpoint_stands(state, said):
     seen = []
 
     async def handle(job: int, ctx: Context) -> None:

@@ -11,7 +11,7 @@ from uuid import UUID
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import AfterValidator, BaseModel
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
 
 from mainspring.errors import ConfigError, SerializationError
 from mainspring.mailbox.codec import MAX_DEPTH, Codec, NotJsonError, type_name
@@ -175,6 +175,61 @@ def test_what_contains_itself_is_refused() -> None:
 def test_a_number_that_json_would_turn_into_null_is_refused(body_type: Any, body: Any, where: str) -> None:
     with pytest.raises(SerializationError, match=f"{where} is not finite"):
         Codec(body_type).encode(body)
+
+
+@dataclass
+class Wheel:
+    size: int
+
+
+@dataclass
+class Wooden(Wheel):
+    tree: str = ""
+
+
+@dataclass
+class Cart:
+    wheels: list[Wheel]
+
+
+class Named(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    user_name: str = Field(alias="userName")
+    password: SecretStr = SecretStr("")
+
+
+@pytest.mark.parametrize(
+    ("body_type", "body", "says"),
+    [
+        (
+            Cart,
+            Cart([Wheel(1), Wooden(2)]),
+            "type Cart would not come back as it is: wheels.1 is a Wooden and would come back as",
+        ),
+        (Wheel, Wooden(2), "it is a Wooden and would come back as a Wheel; annotate it with its class alone"),
+        (
+            None,
+            {"a": (1, 2)},
+            r"a is a tuple and would come back as a list; send plain JSON, or say the type \(body=…\)",
+        ),
+        (None, Cart([Wooden(1)]), "wheels.0 is a Wooden and would come back as a Wheel"),
+        (None, [Cart([])], "0 is a Cart and would come back as a dict"),
+        (dict[int, Any], {1: [{2: 3}]}, "1.0 has the key 2, which would come back as another one"),
+    ],
+)
+def test_what_would_come_back_as_another_one_is_refused_by_its_place(body_type: Any, body: Any, says: str) -> None:
+    with pytest.raises(SerializationError, match=says):
+        Codec(body_type).encode(body)
+    assert Codec(body_type, verifies=False).encode(body)
+
+
+def test_names_and_aliases_are_read_and_one_of_them_is_written() -> None:
+    body = Named(userName="ada", password=SecretStr("geheim"))
+    assert Codec(Named).encode(body) == b'{"user_name":"ada","password":"geheim"}'
+    assert Codec(Named).decode(b'{"userName":"ada","password":"geheim"}') == body
+    raw = Codec(by_alias=True).encode(body)  # for readers that have only the class
+    assert raw == b'{"userName":"ada","password":"geheim"}'
+    assert Named.model_validate_json(raw) == body
 
 
 @pytest.mark.parametrize("raw", [b"", b"\xff", b"{", b'{"number":1}x', b"[" * 100_000, b'"\\ud800"', b"nul"])
