@@ -128,6 +128,25 @@ def test_a_forked_child_has_let_go_of_what_is_its_parents():
     assert done.stdout.splitlines() == ["2 [] True", "set()"]
 
 
+EARLY = """
+import os, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signum))
+from mainspring import process
+for signum in (signal.SIGINT, signal.SIGTERM):
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(60)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signum)
+"""
+
+
+def test_a_signal_that_comes_before_any_code_of_a_forked_child_ends_it():
+    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=30, check=True)
+    assert (done.stdout.split(), done.stderr) == (["True", "True"], "")
+
+
 @pytest.mark.anyio
 async def test_the_event_loop_and_its_library(anyio_backend):
     assert process.async_library() == anyio_backend[0]

@@ -115,7 +115,11 @@ def _fork_without(connection: Connection, handlers: dict[signal.Signals, Any]) -
         connection.close()
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
-        after()
+        try:
+            after()
+        except KeyboardInterrupt:  # it came before any code of the child, and an error is not passed on from here
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
 
     os.register_at_fork(before=before, after_in_parent=after, after_in_child=begin)
 

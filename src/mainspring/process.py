@@ -67,7 +67,11 @@ def _after_fork_in_child() -> None:
         for thing, forget in reversed(list(parent.on_fork.items())):
             forget(thing)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, parent.fork.mask)
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, parent.fork.mask)
+        except KeyboardInterrupt:  # it came before any code of the child, and an error is not passed on from here
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

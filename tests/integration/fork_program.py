@@ -45,14 +45,18 @@ def terminate(method: str) -> None:
 
 def fork() -> None:
     for signum in (signal.SIGTERM, signal.SIGINT):
+        read, write = os.pipe()
         child = os.fork()
         if child == 0:
             try:
+                os.write(write, b"begun")
                 time.sleep(600)
             except KeyboardInterrupt:
                 os._exit(2)
             os._exit(1)
-        time.sleep(0.02)
+        os.read(read, 5)
+        os.close(read)
+        os.close(write)
         os.kill(child, signum)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         assert status == (2 if signum == signal.SIGINT else -signum), status
