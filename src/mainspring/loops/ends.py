@@ -86,11 +86,8 @@ class Ends:
     async def finish_late(self, run: Run) -> None:
         """Settle a run whose handler was cancelled, unless its settlement was already begun."""
         if run.phase <= Phase.ENDED:
-            decision, run.decision, run.error = (
-                run.decision or RELEASED,
-                None,
-                None,
-            )  # its error's frames refer to the run
+            decision = run.decision or RELEASED
+            run.decision = run.error = None  # the frames of its error refer to the run
             await self.finish(run, decision)
 
     async def _settle(self, run: Run, decision: Decision, now: float) -> None:
