@@ -225,6 +225,43 @@ def test_a_signal_handler_may_answer_wherever_it_interrupts_its_reader():
     in_thread(every_line, 120)
 
 
+@pytest.mark.parametrize("ending", ["complete", "fail", "abandon"])
+def test_a_ticket_that_is_ready_has_its_answer(ending):
+    """Looked at between any two lines of the writer's, as a reader in another thread may."""
+
+    def outcome(ticket):
+        try:
+            return ticket.wait_sync(0)
+        except Exception as error:
+            return type(error)
+
+    def looked_at(line):
+        ticket, seen = Ticket(), []
+        writer = ticket.writer()
+        end = {"complete": lambda: writer.complete(7), "fail": lambda: writer.fail(KeyError("k"))}.get(
+            ending, lambda: writer.__exit__(None, None, None)
+        )
+
+        def look():
+            ready, told = ticket.is_ready, repr(ticket)
+            seen.append((ready, outcome(ticket), "waiting" in told))
+
+        with Interruption((ticket_module,), line, look) as between:
+            end()
+        answer = outcome(ticket)
+        assert answer == {"complete": 7, "fail": KeyError}.get(ending, TicketAbandonedError)
+        assert seen in ([], [(False, TicketTimeoutError, True)], [(True, answer, False)])
+        return between.happened
+
+    def every_line():
+        lines = 0
+        while looked_at(lines):
+            lines += 1
+        assert lines > 8
+
+    in_thread(every_line)
+
+
 FORK = """
 import os, sys, threading
 from mainspring import ConfigError, Ticket

@@ -242,3 +242,40 @@ async def test_a_paused_loop_leaves_the_places_of_its_group_to_others(virtual_cl
         await boxes[1].send(1)
         await settled(boxes[1])
         assert virtual_clock.now == pytest.approx(now, abs=0.1)
+
+
+@pytest.mark.parametrize("then", [["pause"], ["pause", "resume"], ["resume"], ["pause", "resume", "pause", "resume"]])
+@pytest.mark.parametrize("paused", [False, True])
+async def test_after_a_stop_a_pause_or_a_resume_begins_nothing(virtual_clock, paused, then):
+    """A claim that is under way at the stop comes back after it: what it brings is given back all the same."""
+    mailbox = FaultyMailbox()
+    work = Work()
+    await mailbox.send_many(range(4))
+    loop = MainLoop(mailbox, work, body=int, concurrency=3, wait_time_seconds=1000)
+
+    async def claim_in_a_shield(*args):
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep(5)
+            return await claim(*args)
+
+    with anyio.fail_after(100):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(loop.run)
+            await anyio.sleep(1)
+            assert len(work.begun) == 3
+            await mailbox.send_many([7, 8])
+            claim, mailbox._claim = mailbox._claim, claim_in_a_shield
+            work.go.set()  # three are done, and the next claim is on its way
+            await anyio.sleep(1)
+            work.go = anyio.Event()
+            if paused:
+                loop.pause()
+            loop.request_shutdown()
+            await anyio.sleep(1)
+            for ask in then:
+                getattr(loop, ask)()
+                await anyio.sleep(0.1)
+            await loop.wait_paused()
+    assert sorted(work.done) == [0, 1, 2]
+    assert (await mailbox.counts()).pending == 3
+    assert virtual_clock.now <= 10

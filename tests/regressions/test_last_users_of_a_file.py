@@ -5,6 +5,11 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 
+import anyio
+
+from interrupts import Interruption
+from mainspring import open_mailbox
+from mainspring.mailbox import sqlite_writer
 from mainspring.mailbox.sqlite_writer import Job, Writer
 
 HERE = SimpleNamespace(call_soon_threadsafe=lambda call: call())
@@ -51,3 +56,41 @@ def test_a_user_who_comes_and_goes_while_the_thread_ends_is_served(tmp_path, mon
     writer.release(job(first))
     assert first.wait(10)
     assert second.wait(10)
+
+
+def test_a_user_who_comes_at_any_line_of_the_end_of_the_thread_is_served(tmp_path):
+    """Each time another event loop opens the file as the thread that closes it comes to one line more."""
+    url, visitors = f"sqlite:///{tmp_path / 'mail.db'}", []
+
+    def use():
+        async def send():
+            async with open_mailbox(url) as mailbox:
+                await mailbox.send("x")
+
+        anyio.run(send)
+
+    def visit():
+        visitors.append(threading.Thread(target=use, daemon=True))
+        visitors[-1].start()
+        visitors[-1].join(0.01)  # it comes as far as it can while the thread stands still
+
+    def visited(line):
+        before = set(threading.enumerate())
+        with Interruption((sqlite_writer,), line, visit, functions=("_ended",), threads=True) as between:
+            threading.Thread(target=use, daemon=True).start()
+            while begun := set(threading.enumerate()) - before:
+                for thread in begun:
+                    thread.join(20)
+                    assert not thread.is_alive(), f"{thread.name} hangs, visited at line {line}"
+        return between.happened
+
+    lines = 0
+    while visited(lines):
+        lines += 1
+    assert lines > 5
+
+    async def count():
+        async with open_mailbox(url) as mailbox:
+            return (await mailbox.counts()).pending
+
+    assert anyio.run(count) == 2 * lines + 1

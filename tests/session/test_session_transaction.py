@@ -276,6 +276,29 @@ async def test_it_begins_when_all_before_it_is_durable(anyio_backend):
         assert session.seq == 1
 
 
+async def test_an_event_does_not_overtake_a_transaction_that_waits_for_the_journal(anyio_backend):
+    journal, write = MemoryJournal(), threading.Event()
+    journal.before = lambda: write.wait(30)
+    async with Session.open(State, journal=journal) as session:
+        heard: list[int] = []
+        session.dispatcher.subscribe(Added, lambda event: heard.append(event.number))
+
+        async def transact():
+            async with session.transaction():
+                await session.dispatch(Added(2))
+                await session.dispatch(Added(3))
+
+        async with anyio.create_task_group() as tasks:
+            session.dispatch_nowait(Added(1))
+            tasks.start_soon(transact)
+            await anyio.wait_all_tasks_blocked()
+            for number in (4, 5):
+                tasks.start_soon(session.dispatch, Added(number))
+                await anyio.wait_all_tasks_blocked()
+            write.set()
+        assert heard == [1, 2, 3, 4, 5]
+
+
 async def test_where_the_journal_fails_nothing_of_it_remains(anyio_backend):
     journal = MemoryJournal()
     async with Session.open(State, journal=journal) as session:

@@ -124,6 +124,47 @@ async def what_is_over_cannot_be_cancelled(h: Harness) -> None:
 
 
 @behaviour("cancel")
+async def an_id_is_forgotten_when_its_message_is_over(h: Harness) -> None:
+    """After a first cancel(), which may make an index of ids: what ends later is UNKNOWN, what comes back is not."""
+    async with h.open() as box:
+        equal(await box.cancel("no-such-id"), CancelOutcome.UNKNOWN, "outcome")
+        done, dead, back, replayed = await box.send_many(["done", "dead", "back", "replayed"])
+        messages = {message.body: message for message in await h.all(box)}
+        await messages["done"].acknowledge()
+        await messages["dead"].dead_letter("why")
+        await messages["back"].nack()
+        await messages["replayed"].dead_letter("why")
+        for message_id in (done, dead, replayed):
+            equal(await box.cancel(message_id), CancelOutcome.UNKNOWN, "outcome for a message that is over")
+        await h.counts(box, pending=1, settled=1, dead=2)
+        await box.replay_dead_letters([replayed])
+        for message_id in (back, replayed):
+            equal(await box.cancel(message_id), CancelOutcome.REMOVED, "outcome for a message that came back")
+            equal(await box.cancel(message_id), CancelOutcome.UNKNOWN, "outcome of the second call")
+        await h.counts(box, settled=3, dead=1)
+        purged = await box.send("purged")
+        await box.purge()
+        equal(await box.cancel(purged), CancelOutcome.UNKNOWN, "outcome after a purge")
+        await h.counts(box, settled=4, dead=1)
+
+
+@behaviour("cancel", "expiry")
+async def an_expired_message_cannot_be_cancelled(h: Harness) -> None:
+    """A message that expired, pending or given back, is UNKNOWN to cancel() and stays a dead letter."""
+    life = h.short + 1.0
+    async with h.open() as box:
+        await box.cancel("no-such-id")
+        with h.within(life):
+            sent = [await box.send("x", expires_in=life) for _ in range(2)]
+            message = await h.one(box)
+        await h.pass_time(life)
+        await message.nack()
+        for message_id in sent:
+            equal(await box.cancel(message_id), CancelOutcome.UNKNOWN, "outcome")
+        await h.counts(box, dead=2)
+
+
+@behaviour("cancel")
 async def another_mailboxs_message_is_unknown(h: Harness) -> None:
     """A message of another mailbox on the store is UNKNOWN here, and stays there."""
     async with h.open() as box, h.open("others") as others:

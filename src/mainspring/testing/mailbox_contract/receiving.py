@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -135,6 +137,37 @@ async def a_cancellation_that_meets_a_send_loses_nothing(h: Harness) -> None:
             if not got:
                 message = await h.one(box)
                 equal((message.delivery_count, message.attempt), (1, 1), f"its counts, cancelled after {steps} steps")
+
+
+@behaviour("expiry")
+async def a_cancelled_receive_leaves_the_expiry(h: Harness) -> None:
+    """A receive cancelled at any moment has claimed the message, or leaves it to expire in its time."""
+    async with AsyncExitStack() as boxes:
+        ends: list[tuple[Mailbox[Any, Any], list[Any]]] = []
+        for steps in range(16):
+            box = await boxes.enter_async_context(h.open(f"race-{steps}"))
+            got: list[Any] = []
+            scope = anyio.CancelScope()
+            send = partial(box.send, "x", expires_in=h.short)
+
+            async def wait(box: Mailbox[Any, Any], got: list[Any], scope: anyio.CancelScope) -> None:
+                with scope:
+                    got.extend(await box.receive(visibility_timeout=600, wait_time_seconds=h.wait))
+
+            async with anyio.create_task_group() as group:
+                if steps % 2:
+                    await send()  # so that a claim is out when the cancellation comes
+                group.start_soon(wait, box, got, scope)
+                if not steps % 2:
+                    await h.rest()
+                    group.start_soon(send)
+                for _ in range(steps):
+                    await anyio.lowlevel.checkpoint()
+                scope.cancel()
+            ends.append((box, got))
+        await h.pass_time(h.short)
+        for box, got in ends:
+            await h.counts(box, in_flight=len(got), dead=1 - len(got))
 
 
 @behaviour()

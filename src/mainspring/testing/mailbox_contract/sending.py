@@ -316,6 +316,32 @@ async def an_expired_message_died_at_its_expiry(h: Harness) -> None:
         check(abs(lived - h.short) <= h.slack + 0.001, f"it died {lived:g} s after it was sent, not {h.short:g} s")
 
 
+@behaviour("dedup", "expiry")
+async def an_expired_message_frees_its_dedup_key(h: Harness) -> None:
+    """Past its expires_in, a message that waits frees its key; one in flight has it until it is settled or its lease ends."""
+    life = h.short + 1.0
+    async with h.open() as box:
+        with h.within(life):
+            sent = {
+                key: await box.send(key, dedup_key=key, expires_in=life) for key in ("lost", "back", "done", "held")
+            }
+            await h.one(box, lease=life)
+            held = {message.body: message for message in await h.all(box)}
+            for key, delay in {"pending": 0, "delayed": 3_600 if h.capabilities.delay else 0}.items():
+                sent[key] = await box.send(key, dedup_key=key, expires_in=life, delay=delay)
+        await h.pass_time(life)
+        for key in ("pending", "delayed", *(["lost"] if h.capabilities.lease_ends_seen else [])):
+            check(await box.send("new", dedup_key=key) != sent[key], f"the {key} message has expired and kept its key")
+        for key in ("back", "done", "held"):
+            equal(await box.send("again", dedup_key=key), sent[key], "the id while the expired message is in flight")
+        await held["back"].nack()
+        await held["done"].acknowledge()
+        for key in ("back", "done"):
+            check(await box.send("new", dedup_key=key) != sent[key], f"the {key} message is over and kept its key")
+        if h.capabilities.lease_ends_seen:
+            await h.counts(box, pending=5, in_flight=1, settled=1, dead=4)
+
+
 @behaviour("expiry")
 async def what_somebody_works_on_does_not_expire(h: Harness) -> None:
     """A message in flight outlives its expires_in and can be acknowledged; given back after it, it is dead."""
