@@ -220,7 +220,7 @@ class _Lenient(Wrong):
                 raise
 
 
-@planted_fault("nothing lost", faults=CRASHES)
+@planted_fault("nothing lost", faults=Faults.just(crash=120))
 def the_reaper_loses_one_in_a_hundred(patch: pytest.MonkeyPatch) -> None:
     real = Agenda.due
 
@@ -233,7 +233,7 @@ def the_reaper_loses_one_in_a_hundred(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Agenda, "due", due)
 
 
-@planted_fault("one lease")
+@planted_fault("one lease", "lease kept")
 def leases_are_judged_by_the_workers_wall_clock(patch: pytest.MonkeyPatch) -> Given:
     class WallClock(Wrong):
         async def _claim(self, most: int, visibility: float, wait: float) -> Any:

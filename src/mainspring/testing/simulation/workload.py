@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 REQUEST_EVERY = 4
 """Which share of the messages asks for a reply."""
+BURST = 0.1
+"""Of how many sends several come at once: then messages wait together, are claimed together and acknowledged together."""
+BURST_SIZE = 8
+"""The most messages of a burst. The quiet after it is as long as they would have taken one by one."""
 RETRY = 2.0
 """Seconds after which a client that could not send tries again."""
 NO_JSON = b"\xff\x00 no JSON"
@@ -40,14 +44,16 @@ class Workload:
         """Send until cancelled."""
         rng = self._rng
         gap = 60.0 / (self._simulation.per_minute * self._simulation.workers)
-        number = 0
+        number, size = 0, 1
         while True:
-            await trio.sleep(gap * (0.5 + rng.random()))
-            number += 1
-            poisoned = rng.random() < self._world.faults.poison
-            twice = rng.random() < self._world.faults.duplicate
-            keyed = rng.random() < 0.5
-            await self._send_one(number, poisoned=poisoned, twice=twice, keyed=keyed)
+            await trio.sleep(gap * size * (0.5 + rng.random()))
+            size = rng.randint(2, BURST_SIZE) if rng.random() < BURST else 1
+            for _ in range(size):
+                number += 1
+                poisoned = rng.random() < self._world.faults.poison
+                twice = rng.random() < self._world.faults.duplicate
+                keyed = rng.random() < 0.5
+                await self._send_one(number, poisoned=poisoned, twice=twice, keyed=keyed)
 
     async def _send_one(self, number: int, *, poisoned: bool, twice: bool, keyed: bool) -> None:
         while True:
