@@ -195,6 +195,29 @@ async def test_a_handler_whose_lease_is_surely_lost_is_cancelled_and_nothing_is_
         assert events[1].outcome == "lost"
 
 
+@pytest.mark.parametrize(("late", "begins"), [(29.5, True), (30, False), (30.5, False)])
+async def test_a_handler_does_not_begin_once_its_lease_is_over(virtual_clock, late, begins):
+    """Not at the very instant either: then the message may be another worker's."""
+    begun = []
+
+    async def answer_late(hook):
+        claimed = await hook()
+        await anyio.sleep(late)
+        return claimed
+
+    async def handle(job: int) -> None:
+        begun.append(anyio.current_time())
+
+    mailbox = FaultyMailbox()
+    mailbox.next("claim", answer_late)
+    await mailbox.send(1)
+    loop = MainLoop(mailbox, handle, visibility_timeout=30)
+    async with background(loop, max_iterations=1):
+        await anyio.sleep(60)
+    assert begun == [late] * begins
+    assert loop.outcomes == ({"acknowledged": 1} if begins else {"lost": 1})
+
+
 async def test_a_handler_whose_own_settlement_hangs_is_cancelled_when_its_lease_is_surely_lost(virtual_clock):
     log = []
 

@@ -9,6 +9,7 @@ from loop_support import EXACT
 from mainspring import (
     Context,
     DeadLetterPolicy,
+    Deadline,
     InMemoryMailbox,
     LeasePolicy,
     MainLoop,
@@ -18,7 +19,7 @@ from mainspring import (
     open_mailbox,
 )
 from mainspring.events import MessageFinished, MessageNotAcknowledged, MessageStarted
-from support import FaultyMailbox, background, record, settled
+from support import FaultyMailbox, background, record, settled, slow
 
 pytestmark = pytest.mark.anyio
 
@@ -374,6 +375,30 @@ async def test_json_of_the_wrong_shape_is_a_charged_retry(virtual_clock, kinds):
 
 
 # --------------------------------------------------------------------------------------- handlers that settle themselves
+
+
+@pytest.mark.parametrize("limit", ["handler_timeout", "deadline"])
+async def test_the_time_of_a_handler_ends_with_it(virtual_clock, limit):
+    """It does not cut off the settlement, nor the next message in the same slot."""
+    ended = []
+
+    async def handle(job: int) -> None:
+        await anyio.sleep(job)
+        ended.append(job)
+
+    mailbox = FaultyMailbox()
+    mailbox.next("settle", slow(5))
+    loop = MainLoop(mailbox, handle, handler_timeout=10 if limit == "handler_timeout" else None)
+    async with background(loop):
+        await mailbox.send(8, deadline=None if limit == "handler_timeout" else Deadline.after(10))
+        await mailbox.send(9)
+        await settled(mailbox, within=100)
+        assert virtual_clock.now == pytest.approx(22, abs=0.1)
+        await mailbox.send(7)
+        await settled(mailbox, within=100)
+    assert ended == [8, 9, 7]
+    assert loop.outcomes == {"acknowledged": 3}
+    assert mailbox.settlements() == ["Ack"] * 3
 
 
 async def test_what_a_handler_settles_itself_is_not_overruled(virtual_clock):
