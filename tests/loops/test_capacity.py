@@ -151,6 +151,24 @@ async def test_places_come_back_from_cancelled_runs():
     assert places(capacity) == 2
 
 
+async def test_messages_that_are_acknowledged_together_give_a_place_back_each(virtual_clock):
+    capacity, load = Capacity(4), []
+
+    async def handle(job: int) -> None:
+        load.append(job)
+
+    mailbox = InMemoryMailbox()
+    loop = MainLoop(mailbox, handle, concurrency=4)
+    share(capacity, loop)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(loop.run)
+        await mailbox.send_many(range(100))
+        await settled(mailbox)
+        await loop.shutdown()
+    assert sorted(load) == list(range(100))
+    assert places(capacity) == 4
+
+
 async def test_a_loop_that_is_stopped_just_when_it_is_let_look_passes_it_on():
     """It had been woken for the free place and will not take it: the next in the line must hear of it."""
     capacity, got = Capacity(1), []

@@ -161,6 +161,26 @@ async def test_a_reply_that_waits_is_told_once_though_others_are_written_meanwhi
     assert loop.outcomes == {"acknowledged": 101}
 
 
+async def test_how_long_a_reply_is_tried_counts_from_the_end_of_the_handler(virtual_clock):
+    ran = []
+
+    async def handle(job: int) -> int:
+        ran.append(job)
+        await anyio.sleep(100)
+        return job
+
+    mailbox, replies = InMemoryMailbox(), InMemoryMailbox(capacity=1)
+    await replies.send(0)
+    loop = MainLoop(mailbox, handle)
+    async with background(loop):
+        await mailbox.send(1, reply_to=replies)
+        await anyio.sleep(105)
+        await replies.purge()
+        await anyio.sleep(6)
+        assert loop.outcomes == {"acknowledged": 1}
+    assert ran == [1]
+
+
 @pytest.mark.parametrize("trouble", ["refuses", "hangs"])
 async def test_a_reply_that_its_store_does_not_take_is_a_failed_attempt_in_the_end(virtual_clock, trouble):
     ran = []

@@ -209,6 +209,19 @@ async def test_the_pause_is_bounded_and_the_trouble_is_told(virtual_clock):
     assert 20 < max(event.retry_in for event in failed) <= 30
 
 
+async def test_each_trouble_begins_with_a_short_pause(virtual_clock):
+    mailbox = FaultyMailbox()
+    for _ in range(10):
+        mailbox.next("claim", fail(DOWN), fail(DOWN), fail(DOWN), work)
+    loop = MainLoop(mailbox, quick, wait_time_seconds=1)
+    events = record(loop, ReceiveFailed)
+    async with background(loop):
+        await anyio.sleep(60)
+    assert len(events) == 30
+    assert [event.first for event in events] == [True, False, False] * 10
+    assert all(event.retry_in <= 0.1 * 2 ** (number % 3) for number, event in enumerate(events))
+
+
 async def test_running_handlers_are_not_harmed_by_a_lost_connection(virtual_clock):
     async def handle(job: int) -> None:
         await anyio.sleep(100)
@@ -363,6 +376,24 @@ async def test_with_the_trust_the_tries_end_and_the_message_comes_again(virtual_
     assert events[1].outcome == "lost"
     (again,) = await InMemoryMailbox.receive(mailbox)
     assert again.delivery_count == 2
+
+
+async def test_that_settlements_work_again_is_told_by_others_where_the_one_that_failed_is_lost(virtual_clock):
+    mailbox = FaultyMailbox()
+    mailbox.always("settle", fail(DOWN))
+    await mailbox.send(1)
+    loop = MainLoop(mailbox, quick, visibility_timeout=10, lease=LeasePolicy("never"))
+    events = record(loop, SettlementDelayed, SettlementRecovered)
+    async with background(loop):
+        for _ in range(2):
+            await anyio.sleep(11)  # past the end of the lease, with which the tries end
+            mailbox.always("settle", work)
+            await settled(mailbox, within=100)
+            assert events.pop() == SettlementRecovered(loop.name, len(events))
+            events.clear()
+            mailbox.always("settle", fail(DOWN))
+            await mailbox.send(2)
+    assert loop.outcomes["lost"] >= 2
 
 
 async def test_an_answer_that_was_lost_is_no_second_settlement(virtual_clock):

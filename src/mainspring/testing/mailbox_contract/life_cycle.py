@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -211,6 +212,26 @@ async def a_durable_mailbox_keeps_checkpoints(h: Harness) -> None:
         await message.release()
     async with h.open() as box:
         equal((await h.one(box)).checkpoint, b'{"page":7}', "the checkpoint after reopening")
+
+
+@behaviour("durable")
+async def a_receive_that_meets_a_close_leaves_nothing_leased(h: Harness) -> None:
+    """A receive that is under way at a close has returned the message, or leaves it pending, not in flight."""
+    for steps in range(8):
+        name, got = f"close-{steps}", list[Any]()
+
+        async def receive(box: Mailbox[Any, Any], got: list[Any]) -> None:
+            with suppress(MailboxClosedError):  # it came too late
+                got.extend(await box.receive(visibility_timeout=600, wait_time_seconds=h.wait))
+
+        async with h.open(name) as box, anyio.create_task_group() as group:
+            await box.send("x")
+            group.start_soon(receive, box, got)
+            for _ in range(steps):
+                await anyio.lowlevel.checkpoint()
+            await box.close()
+        async with h.open(name) as box:
+            await h.counts(box, pending=1 - len(got), in_flight=len(got))
 
 
 @behaviour("cross_process")
