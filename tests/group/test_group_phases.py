@@ -323,6 +323,18 @@ async def test_a_stuck_loop_costs_the_critical_ones_a_fifth_of_their_grace_at_mo
     assert endings["high"] == "cancelled"
 
 
+async def test_the_own_time_of_a_loop_begins_when_its_own_intake_stops(virtual_clock):
+    group, boxes, log = cascade({"background": 20, "critical": 28}, timeout=100, critical_timeout=10)
+    for name, mailbox in boxes.items():
+        await mailbox.send({"loop": name})
+    async with running(group):
+        await anyio.sleep(1)
+        await group.shutdown()
+    assert ("done", "background", 21.0) in log
+    assert ("done", "critical", 29.0) in log
+    assert group.report.clean
+
+
 async def test_an_acknowledgement_that_hangs_is_given_up_after_the_grace(virtual_clock):
     group, mailbox = one_loop_group(take_long, shutdown_timeout=10, cancel_grace=5)
 

@@ -251,6 +251,45 @@ async def test_until_empty_is_not_deceived_by_what_another_process_moves_between
     assert await settled(first) == 1
 
 
+async def test_until_empty_is_not_deceived_by_what_its_own_loops_move_between_two_looks(virtual_clock):
+    """A message goes to and fro, always to the mailbox that was looked at last."""
+
+    class Slow(InMemoryMailbox):
+        async def approximate_count(self):
+            count = await super().approximate_count()
+            await anyio.sleep(1.2)
+            return count
+
+    hops = []
+
+    def passing(to):
+        async def handle(job: int) -> None:
+            hops.append(job)
+            if job < 30:
+                await to.send(job + 1, delay=1)
+
+        return handle
+
+    one, other = Slow("one"), Slow("other")
+    await one.send(0, delay=1)
+    group = LoopGroup([MainLoop(one, passing(other)), MainLoop(other, passing(one))])
+    await group.run(install_signals=False, until_empty=True)
+    assert hops == list(range(31))
+
+
+async def test_until_empty_looks_often_enough_at_what_others_hold(virtual_clock):
+    mailbox = InMemoryMailbox()
+    await mailbox.send(1)
+    [held] = await mailbox.receive(visibility_timeout=7_200)
+
+    async def handle(job: int) -> None: ...
+
+    async with running(LoopGroup([MainLoop(mailbox, handle)]), until_empty=True):
+        await anyio.sleep(3_600)
+        await held.acknowledge()
+    assert 3_600 <= virtual_clock.now <= 3_610
+
+
 async def test_until_empty_with_nothing_to_do_ends_at_once(virtual_clock):
     group, _ = one_loop_group(quick, drain_delay=60)
     await group.run(install_signals=False, until_empty=True)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import anyio
 import pytest
 
 from mainspring import Context, MainLoop, Reject, Retry
 from mainspring.errors import (
+    ConfigError,
     InvalidParameterError,
     MailboxClosedError,
     MailboxConnectionError,
@@ -294,6 +296,36 @@ async def test_a_lost_connection_to_the_replies_is_waited_out():
     assert not failures
 
 
+def test_where_no_replies_can_be_received_the_requesters_hear_of_it_and_the_next_request_begins_anew():
+    class Refused(InMemoryMailbox):
+        tries = 0
+
+        async def _claim(self, *args):
+            if self.name.startswith(TRANSIENT) and not Refused.tries:
+                Refused.tries += 1
+                await anyio.sleep(1)
+                raise ConfigError("this user may not read that")
+            return await super()._claim(*args)
+
+        def _sibling(self, name, **types):
+            sibling = Refused(name, **types)
+            sibling._settle_in(name, None)
+            return sibling
+
+    async def main():
+        mailbox = Refused(body=list[int], reply=Sum)
+        async with mailbox:
+            began = anyio.current_time()
+            with pytest.raises(ConfigError):
+                await mailbox.request([1], timeout=3_600)
+            assert anyio.current_time() == began + 1
+            await mailbox.purge()
+            async with MainLoop(mailbox, add):
+                assert await mailbox.request([1], timeout=30) == Sum(1)
+
+    run_virtual(main)
+
+
 # ------------------------------------------------------------------------------------------------------- virtual time
 
 
@@ -370,3 +402,25 @@ def test_a_request_that_grew_too_old_fails_its_requester_soon_after():
             assert 60 <= anyio.current_time() - began <= 61
 
     run_virtual(main)
+
+
+def test_how_a_request_is_that_was_begun_in_time_is_asked_less_and_less_often():
+    looks = []
+
+    class Watched(InMemoryMailbox):
+        async def _find_dead(self, message_ids):
+            looks.append(anyio.current_time())
+            return await super()._find_dead(message_ids)
+
+    async def main():
+        async def slow(job: int) -> int:
+            await anyio.sleep(3_000)
+            return job
+
+        async with Watched() as mailbox, MainLoop(mailbox, slow):
+            assert await mailbox.request(7, timeout=3_600, expires_in=60) == 7
+
+    run_virtual(main)
+    assert 90 <= len(looks) <= 120
+    assert looks[0] == pytest.approx(60)
+    assert all(later - sooner <= 30.1 for sooner, later in pairwise(looks))

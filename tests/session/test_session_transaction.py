@@ -244,6 +244,30 @@ async def test_a_cancelled_waiter_is_passed_by(session):
     assert session.state.total == 3
 
 
+async def test_one_that_is_cancelled_just_as_its_turn_comes_is_passed_by(session):
+    scope, go = anyio.CancelScope(), anyio.Event()
+
+    async def transact():
+        with scope:
+            await go.wait()
+            async with session.transaction():
+                await session.dispatch(Added(100))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(transact)
+        await anyio.wait_all_tasks_blocked()
+        async with session.transaction():
+            go.set()
+            await anyio.wait_all_tasks_blocked()
+            await session.dispatch(Added(1))
+            scope.cancel()
+    with anyio.fail_after(30):
+        await session.dispatch(Added(2))
+        async with session.transaction():
+            await session.dispatch(Added(3))
+    assert session.state.total == 6
+
+
 # ------------------------------------------------------------------------------------------------------- with a journal
 
 
