@@ -420,7 +420,7 @@ async def test_a_thread_that_does_not_end_is_left_behind_at_the_deadline_and_tol
 
     try:
         with anyio.fail_after(10):
-            async with DaemonScope("test", timeout=0.03) as scope:
+            async with DaemonScope("test", timeout=0.03, grace=15) as scope:  # which it does not get on top
                 scope.start_thread(deaf, name="deaf", stop=lambda: None)
                 await anyio.sleep(0.01)
     finally:
@@ -449,15 +449,15 @@ async def test_an_error_of_the_block_asks_a_thread_to_stop_and_gives_it_the_grac
     stop, ended = threading.Event(), []
 
     def work() -> None:
-        stop.wait(20)
-        ended.append(True)
+        ended.append(stop.wait(5))
 
     with pytest.raises(LookupError):
         async with DaemonScope("test", grace=20) as scope:
             scope.start_thread(work, stop=stop.set)
+            scope.start_soon(forever, stop=lambda: ended.append("a task was asked too"))
             await anyio.sleep(0.01)
             raise LookupError
-    assert ended == [True]
+    assert ended == ["a task was asked too", True]
 
 
 async def test_a_thread_in_virtual_time_is_waited_for(virtual_clock):
