@@ -281,6 +281,32 @@ async def test_a_pool_is_idle_with_its_late_calls_only_when_those_have_ended(gat
     await pool.wait_idle(late=True)
 
 
+async def test_a_pool_is_idle_when_the_last_call_that_waited_is_cancelled(gate):
+    """Late work alone does not keep it from that, and tells nothing."""
+    scope, idle = anyio.CancelScope(), anyio.Event()
+
+    async def call():
+        with scope:
+            await pool.run(len, "")
+
+    async def wait_idle():
+        await pool.wait_idle()
+        idle.set()
+
+    async with OffloadPool(workers=1) as pool:
+        await make_late(pool, gate.pass_through)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call)
+            tasks.start_soon(wait_idle)
+            await anyio.wait_all_tasks_blocked()
+            assert (pool.queued, idle.is_set()) == (1, False)
+            scope.cancel()
+            with anyio.fail_after(10):
+                await idle.wait()
+        assert (pool.in_flight, pool.queued, pool.late) == (0, 0, 1)
+        gate.open.set()
+
+
 async def test_a_cancelled_call_in_a_thread_is_late(gate):
     async with OffloadPool(workers=1) as pool:
         async with anyio.create_task_group() as tasks:

@@ -583,6 +583,20 @@ def test_what_was_accepted_is_done_before_the_end(thread):
     assert ticket.wait_sync(0) == 2
 
 
+@pytest.mark.parametrize("timeouts", [(0.05, PATIENCE), (PATIENCE, 0.05)])
+def test_of_several_stops_the_shortest_time_counts(thread, timeouts):
+    ticket = thread.submit(anyio.sleep, 2 * PATIENCE)
+    others = [threading.Thread(target=thread.stop, kwargs={"timeout": timeout}) for timeout in timeouts]
+    for other in others:
+        other.start()
+        other.join(0.01)  # until it waits
+    for other in others:
+        other.join(PATIENCE / 2)
+        assert not other.is_alive()
+    with pytest.raises(LoopNotRunningError, match="cancelled"):
+        ticket.wait_sync(0)
+
+
 def test_a_stop_gives_tasks_their_time_and_then_cancels_them(thread):
     cleaned = []
 

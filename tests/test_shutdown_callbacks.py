@@ -48,6 +48,22 @@ async def test_callbacks_plain_and_async_are_called_in_the_order_of_their_regist
     assert sorted(order[5:]) == ["2 ends", "4 ends"]
 
 
+def test_an_interrupt_in_a_callback_comes_out_and_the_others_are_called_yet():
+    called = []
+
+    def interrupted():
+        called.append("first")
+        raise KeyboardInterrupt
+
+    with ShutdownCoordinator(()) as coordinator:
+        coordinator.register(interrupted)
+        coordinator.register(lambda: called.append("second"))
+        with pytest.raises(KeyboardInterrupt):
+            coordinator.trigger()
+        coordinator.register(lambda: called.append("third"))
+    assert called == ["first", "second", "third"]
+
+
 async def test_one_registered_late_is_called_at_once_and_once():
     called = []
     async with ShutdownCoordinator(()) as coordinator:

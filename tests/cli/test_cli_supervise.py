@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import dataclass
 from textwrap import dedent
 from typing import TYPE_CHECKING
 
+import anyio
 from cli_helpers import Command, alive, only_line, run, started, wait_until, wait_until_gone
 
+from mainspring.cli.run import RunOptions
+from mainspring.cli.supervise import Supervisor
+from mainspring.signals import ShutdownCoordinator
 from ports import neighbours
 
 if TYPE_CHECKING:
@@ -273,3 +278,22 @@ def test_a_signal_that_meets_a_worker_which_is_being_replaced_is_no_second_one(t
         (tmp_path / "go").touch()
         assert command.wait() == 0
     assert len(list(tmp_path.glob("done-*"))) == 2
+
+
+@dataclass(frozen=True)
+class Starting(RunOptions):
+    """Whose worker is being started when the signal comes."""
+
+    def worker_command(self, executable: str) -> list[str]:
+        coordinator = ShutdownCoordinator.get()
+        assert coordinator is not None
+        coordinator.trigger("SIGTERM")
+        return [executable, "-c", "import time; time.sleep(60)"]
+
+
+def test_a_signal_that_comes_as_a_worker_is_started_stops_it_too() -> None:
+    async def main() -> int:
+        with anyio.fail_after(20):
+            return await Supervisor(Starting("app:group")).run()
+
+    assert anyio.run(main) == 0

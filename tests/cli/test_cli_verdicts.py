@@ -51,7 +51,7 @@ def test_on_the_way_out_nothing_is_started(status: int) -> None:
 
 def test_reload() -> None:
     assert decide(Ended(0, 5), reload=True, told=True) == Restart(0.0, 0)
-    assert decide(Ended(70, 5), reload=True, told=True) == Restart(0.0, 0)
+    assert decide(Ended(70, 5), reload=True, told=True, restarts=2) == Restart(0.0, 0)
     assert decide(Ended(2, 5), reload=True) == AwaitChange()
     assert decide(Ended(1, 5), reload=True) == AwaitChange()
     assert decide(Ended(0, 5, finished=True), reload=True) == AwaitChange()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from starlette.routing import Route
 from test_server import read_all, read_until, serving
 
 from mainspring.http.app import health_app
+from mainspring.http.connections import Connection, Connections
 
 if TYPE_CHECKING:
     from anyio.abc import SocketStream
@@ -51,6 +53,49 @@ async def test_at_the_limit_the_connection_that_has_waited_longest_gives_way_and
     assert [record.getMessage() for record in caplog.records if "limit" in record.getMessage()] == [
         "the health server is at its limit of 10 connections: it closes those that ask nothing"
     ]
+
+
+def test_there_are_never_more_than_the_limit_and_the_longest_waiting_gives_way() -> None:
+    closed: list[int] = []
+    connections = Connections(3)
+
+    def opened(number: int) -> Connection | None:
+        return connections.open(partial(closed.append, number))
+
+    def given(connection: Connection | None) -> Connection:
+        assert connection is not None
+        return connection
+
+    held = [given(opened(number)) for number in range(5)][2:]
+    assert (closed, len(connections)) == ([0, 1], 3)
+    for connection in held:
+        assert connections.begin(connection, "/health/live")
+        assert len(connections) == 3
+    assert opened(5) is None
+    connections.end(held[1])
+    connections.end(held[0])
+    assert len(connections) == 3
+    given(opened(6))
+    given(opened(7))
+    assert (closed, len(connections)) == ([0, 1, 3, 2], 3)
+    for connection in held:
+        connection.closed()
+        connections.end(connection)  # its request ends after it
+    assert len(connections) == 2
+
+
+async def test_a_request_that_fails_gives_its_place_back() -> None:
+    async def broken(scope: object, receive: object, send: object) -> None:
+        raise LookupError
+
+    connections = Connections(2)
+    connection = connections.open(bool)
+    assert connection is not None
+    for _ in range(3):
+        with pytest.raises(LookupError):
+            await connection.counted(broken)({"path": "/status"}, None, None)  # type: ignore[arg-type]
+    assert connections.give_way()
+    assert len(connections) == 0
 
 
 async def test_the_last_place_is_kept_for_probes() -> None:

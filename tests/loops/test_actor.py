@@ -17,6 +17,7 @@ from functools import partial
 
 import anyio
 import pytest
+from loop_support import quick
 
 from mainspring import (
     ConfigError,
@@ -597,6 +598,19 @@ async def test_threads_that_tell_an_actor_as_it_ends_all_get_an_answer():
         await anyio.to_thread.run_sync(thread.join)
     assert len(tickets) == 900
     assert all(ticket.is_ready for ticket in tickets)
+
+
+async def test_a_message_that_comes_in_the_last_moment_is_refused(anyio_backend):
+    message, actor = PingRequest(), LoopActor(MainLoop(InMemoryMailbox(), quick))
+    async with actor.serving():
+        await anyio.wait_all_tasks_blocked()
+        thread = threading.Thread(target=actor.tell, args=(message,))
+        thread.start()
+        thread.join()  # it is in the inbox, and the event loop has no turn before the end
+    with pytest.raises(LoopNotRunningError):
+        await message.ticket.wait(5)
+    async with actor.serving():
+        await actor.ask(PingRequest(), 5)
 
 
 def test_a_signal_handler_may_tell_an_actor_of_another_thread(anyio_backend):
