@@ -246,6 +246,7 @@ HERE = "127.0.0.1:8080"
         ({"origin": "null"}, False),
         ({"origin": "http://[bad"}, False),
         ({"sec-fetch-site": "cross-site"}, False),
+        ({"sec-fetch-site": "same-site"}, False),
         ({"sec-fetch-site": "same-site", "origin": "http://127.0.0.1:3000"}, False),
         ({"referer": "https://evil.example/", "host": "evil.example"}, False),
         ({"host": "evil.example:8080", "origin": "http://evil.example:8080", "sec-fetch-site": "same-origin"}, False),

@@ -417,10 +417,12 @@ def test_a_store_that_is_away_for_a_while_loses_no_dead_letter():
         async with mailbox:
             await bury(mailbox, "a", "b")
             mailbox.away = 3
-            loop = DLQConsumer(mailbox, handle)
+            loop = DLQConsumer(mailbox, handle, visibility_timeout=3_600)
+            began = anyio.current_time()
             await LoopGroup([loop]).run(install_signals=False, until_empty=True)
             assert sorted(seen) == ["a", "b"]
             assert not mailbox.away
+            assert anyio.current_time() - began < 60, "what could not be looked up stayed leased"
             assert (await mailbox.counts()).dead == 0
 
     run_virtual(main)

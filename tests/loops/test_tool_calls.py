@@ -13,6 +13,7 @@ from mainspring import (
     Capabilities,
     ConfigError,
     Context,
+    DeadLetterPolicy,
     InMemoryMailbox,
     InvalidParameterError,
     LoopGroup,
@@ -249,6 +250,24 @@ async def test_a_call_of_the_same_name_and_key_takes_it_up_again(virtual_clock):
     assert seen[:3] == [[], [("order", 1), (None, 1)], [("order", 1), (None, 1), (None, 2)]]
     assert seen[3] == [(None, 1), (None, 2)]
     assert begun == [10, 10, 10, 20]
+
+
+async def test_a_call_that_broke_off_can_be_taken_up_again_in_the_same_attempt():
+    mailbox = InMemoryMailbox()
+    begun = []
+
+    async def handle(job: int, ctx: Context) -> None:
+        begun.append(await break_off(ctx, "charge", key="order"))
+        async with ctx.tool_call("charge", key="order") as call:
+            begun.append(call)
+        assert ctx.unfinished_calls == ()
+
+    loop = MainLoop(mailbox, handle, dead_letter=DeadLetterPolicy(max_attempts=1))
+    await mailbox.send(1)
+    async with background(loop):
+        await settled(mailbox)
+    assert loop.outcomes == {"acknowledged": 1}
+    assert len({(call.number, call.begun_at) for call in begun}) == 1
 
 
 async def test_one_call_cannot_be_under_way_twice():

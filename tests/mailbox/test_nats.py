@@ -107,6 +107,17 @@ async def test_of_acknowledgements_made_together_the_server_refuses_the_stale_on
         await new.acknowledge()
 
 
+async def test_an_acknowledged_message_leaves_no_checkpoint(here):
+    async with here.box() as box:
+        names = box._names
+        for end in (lambda message: message.acknowledge(), lambda message: box.acknowledge_many([message])):
+            await box.send("x")
+            message = await one(box)
+            await message.save_checkpoint(b"1")
+            await end(message)
+            assert await box._store.last(names.checkpoints, names.to_checkpoints + token_of(message.id)) is None
+
+
 async def test_acknowledgements_made_together_whose_answers_were_lost_can_be_tried_again(here):
     async with here.box() as box:
         await box.send_many(range(3))
