@@ -597,6 +597,20 @@ def test_of_several_stops_the_shortest_time_counts(thread, timeouts):
         ticket.wait_sync(0)
 
 
+def test_a_stop_waits_as_long_as_any_of_the_tasks_may_take(make):
+    thread = make(stop_timeout=0, cancel_grace=0.05)
+    thread.start()
+    stopping = threading.Event()
+    long = thread.submit(anyio.to_thread.run_sync, partial(stopping.wait, PATIENCE), stop_timeout=PATIENCE)
+    short = thread.submit(anyio.sleep, 0, stop_timeout=0.01)
+    short.wait_sync(PATIENCE)
+    later = threading.Timer(0.3, stopping.set)
+    later.start()
+    assert thread.stop() is True
+    assert long.wait_sync(0) is True
+    later.join()
+
+
 def test_a_stop_gives_tasks_their_time_and_then_cancels_them(thread):
     cleaned = []
 

@@ -258,8 +258,8 @@ async def test_a_call_that_broke_off_can_be_taken_up_again_in_the_same_attempt()
 
     async def handle(job: int, ctx: Context) -> None:
         begun.append(await break_off(ctx, "charge", key="order"))
-        async with ctx.tool_call("charge", key="order") as call:
-            begun.append(call)
+        async with ctx.tool_call("charge", key="order") as block:
+            begun.append(block.call)
         assert ctx.unfinished_calls == ()
 
     loop = MainLoop(mailbox, handle, dead_letter=DeadLetterPolicy(max_attempts=1))
