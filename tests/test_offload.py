@@ -297,6 +297,7 @@ async def test_a_pool_is_idle_when_the_last_call_that_waited_is_cancelled(gate):
         await make_late(pool, gate.pass_through)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(call)
+            await anyio.wait_all_tasks_blocked()
             tasks.start_soon(wait_idle)
             await anyio.wait_all_tasks_blocked()
             assert (pool.queued, idle.is_set()) == (1, False)
