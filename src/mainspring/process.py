@@ -22,7 +22,7 @@ from mainspring.callables import code_of
 from mainspring.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
     from types import FrameType
 
     from anyio.abc import Process
@@ -38,9 +38,9 @@ class _Registry:
         self.pid = os.getpid()
         self.lock = threading.RLock()
         self.owners: dict[str, str] = {}
-        self.shared: WeakValueDictionary[tuple[str, str], Any] = WeakValueDictionary()
+        self.shared: WeakValueDictionary[tuple[str, Hashable], Any] = WeakValueDictionary()
         self.current: dict[str, Any] = {}
-        self.inherited: dict[tuple[str, str], Any] = {}
+        self.inherited: dict[tuple[str, Hashable], Any] = {}
         self.on_fork: WeakKeyDictionary[Any, Callable[[Any], object]] = WeakKeyDictionary()
         self.fork = threading.local()
 
@@ -210,7 +210,7 @@ def disclaim(what: str) -> None:
         _registry.owners.pop(what, None)
 
 
-def shared(kind: str, name: str, make: Callable[[], V]) -> V:
+def shared(kind: str, name: Hashable, make: Callable[[], V]) -> V:
     """The process's one object of that kind and name, made by ``make`` where there is none; it lives while it is used."""
     with _registry.lock:
         found: V | None = _registry.shared.get((kind, name))
@@ -220,7 +220,7 @@ def shared(kind: str, name: str, make: Callable[[], V]) -> V:
         return found
 
 
-def inherited(kind: str, name: str) -> Any | None:
+def inherited(kind: str, name: Hashable) -> Any | None:
     """What :func:`shared` gave the process this one was forked from, or None. It is the parent's: look, and do not use."""
     return _registry.inherited.get((kind, name))
 

@@ -398,7 +398,7 @@ async def test_a_connection_that_was_cut_while_idle_is_made_anew(here, monkeypat
     """A call that went out on it would be an error; it is tried first, once it has idled for a while."""
     monkeypatch.setattr("mainspring.mailbox.redis_link.IDLE", 0.0)
     async with here.mailbox() as mailbox:
-        host, port = mailbox._link._wire._stream.extra(SocketAttribute.local_address)[:2]
+        host, port = mailbox._link._wire._connection.wire._stream.extra(SocketAttribute.local_address)[:2]
         here.call("CLIENT", "KILL", "ADDR", f"{host}:{port}")
         await mailbox.send("x")
         assert (await mailbox.counts()).pending == 1
@@ -418,9 +418,8 @@ async def test_a_claim_whose_answer_was_lost_goes_back(here, anyio_backend):
                 await read(self)
                 raise anyio.EndOfStream
 
-        cut = Cut(wire._stream, wire.host)
-        cut.used_at = wire.used_at
-        mailbox._link._wire = cut
+        mailbox._link._wire = Cut(wire._connection)
+        await wire.close()
         with pytest.raises(MailboxConnectionError):
             await mailbox.receive(visibility_timeout=600)
         (message,) = await mailbox.receive()
@@ -434,15 +433,15 @@ async def test_the_listener_follows_the_calls_to_another_server(here, never_by_i
     """A primary that was demoted, and cut nobody off, calls nobody; so it subscribes where the calls go."""
     got: list = []
     async with here.mailbox() as mailbox:
-        connect = mailbox._directory.connect
+        listen = mailbox._directory.listen
         connections = 0
 
         async def counted():
             nonlocal connections
             connections += 1
-            return await connect()
+            return await listen()
 
-        mailbox._directory.connect = counted
+        mailbox._directory.listen = counted
         mailbox._link.on_connect(("elsewhere", 6379))
         with anyio.fail_after(60):
             while not (connections and mailbox._receiving.listener.live):

@@ -89,6 +89,11 @@ async def test_what_was_sent_to_processes_that_died_long_ago_is_forgotten(here, 
         assert await mailbox.counts() == Counts(pending=1)
 
 
+def elsewhere(here):
+    """A mailbox that shares no connection, as in another process: it logs in with a name."""
+    return here.mailbox(username="default")
+
+
 class Kept:
     """A stream whose end the other side does not notice."""
 
@@ -101,9 +106,9 @@ class Kept:
 
 async def test_what_is_sent_to_a_name_that_a_claim_wrote_on_the_list_as_its_connection_broke_goes_back(here, waiting):
     """The server has not noticed, and sends there; the process has not heard of that claim, nor of one before it."""
-    async with here.mailbox() as mailbox, here.mailbox() as sender:
+    async with here.mailbox() as mailbox, elsewhere(here) as sender:
         listener, call = mailbox._receiving.listener, mailbox._link.call
-        asked, go_on, connect = anyio.Event(), anyio.Event(), mailbox._directory.connect
+        asked, go_on, listen = anyio.Event(), anyio.Event(), mailbox._directory.listen
 
         async def slow(*arguments):
             mailbox._link.call = call
@@ -113,12 +118,12 @@ async def test_what_is_sent_to_a_name_that_a_claim_wrote_on_the_list_as_its_conn
             return result
 
         async def held_up():
-            mailbox._directory.connect = connect
+            mailbox._directory.listen = listen
             await go_on.wait()
-            return await connect()
+            return await listen()
 
-        mailbox._link.call, mailbox._directory.connect = slow, held_up
-        wire = listener._wire
+        mailbox._link.call, mailbox._directory.listen = slow, held_up
+        wire = listener._wire._connection.wire
         stream, wire._stream = wire._stream, Kept(wire._stream)
         waiting._group.start_soon(waiting.start, mailbox)
         await asked.wait()
@@ -135,7 +140,7 @@ async def test_what_is_sent_to_a_name_that_a_claim_wrote_on_the_list_as_its_conn
 
 async def test_a_process_that_is_on_the_list_by_a_claim_it_has_not_heard_of_leaves_it(here, waiting):
     """The server does not notice that its connection broke, and would send there whatever comes."""
-    async with here.mailbox() as mailbox, here.mailbox() as sender:
+    async with here.mailbox() as mailbox, elsewhere(here) as sender:
         listener, call = mailbox._receiving.listener, mailbox._link.call
         asked, go_on = anyio.Event(), anyio.Event()
 
@@ -146,7 +151,7 @@ async def test_a_process_that_is_on_the_list_by_a_claim_it_has_not_heard_of_leav
             await go_on.wait()
             return result
 
-        mailbox._link.call, name, wire = slow, listener._name, listener._wire
+        mailbox._link.call, name, wire = slow, listener._name, listener._wire._connection.wire
         stream, wire._stream = wire._stream, Kept(wire._stream)
         scope = anyio.CancelScope()
         waiting._group.start_soon(waiting.start, mailbox, 600, scope)
@@ -198,16 +203,16 @@ async def test_a_listener_that_finds_another_server_than_the_calls_brings_them_a
 async def test_a_listener_whose_calls_stay_elsewhere_looks_again(here, waiting):
     """It had found the old server, and they the new one, while it connected."""
     async with here.mailbox() as mailbox:
-        link, listener, connect, hosts = mailbox._link, mailbox._receiving.listener, mailbox._directory.connect, []
+        link, listener, listen, hosts = mailbox._link, mailbox._receiving.listener, mailbox._directory.listen, []
 
         async def found():
-            wire = await connect()
+            wire = await listen()
             if not hosts:
                 wire.host = ("elsewhere", 6379)
             hosts.append(wire.host)
             return wire
 
-        mailbox._directory.connect, link._busy = found, True
+        mailbox._directory.listen, link._busy = found, True
         listener._scope.cancel()
         await soon(lambda: len(hosts) > 1 and listener.live)
         link._busy = False
@@ -221,7 +226,7 @@ async def test_connections_that_break_as_soon_as_they_are_made_become_rarer(here
         failures.append(failed)
         return 0.0
 
-    monkeypatch.setattr("mainspring.mailbox.redis_link.backoff", no_pause)
+    monkeypatch.setattr("mainspring.mailbox.redis_shared.backoff", no_pause)
     async with here.mailbox() as mailbox:
         listener = mailbox._receiving.listener
 
@@ -449,7 +454,7 @@ async def test_what_was_sent_is_not_kept(here, anyio_backend):
         try:
             for broken in (False, True):
                 if broken:
-                    await mailbox._link._wire.close()
+                    await mailbox._link._wire._connection.wire.close()
                 await send_much(mailbox)
                 await anyio.sleep(0)  # the event loop keeps what it told a task last
                 gc.collect()

@@ -469,7 +469,7 @@ async def test_a_server_that_is_no_primary_or_does_not_say_so_is_hung_up_on(monk
         async def close(self) -> None:
             closed.append(self.host[1])
 
-    async def connect(server, host, *, sentinel=False):
+    async def connect(server, host, *, sentinel=False, name=""):
         return Wire(host)
 
     monkeypatch.setattr(redis_server, "connect", connect)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -24,8 +25,9 @@ class DirectStream(ByteStream):
 
     Raises :class:`anyio.BrokenResourceError` where the peer has hung up already.
 
-    Unlike anyio's streams it does not yield where it need not: a write that the socket takes whole returns at once. Cancelled
-    in a write, the peer may have part of it; cancelled in a read, nothing is lost.
+    Unlike anyio's streams it does not yield where it need not: a write that the socket takes whole returns at once. Several
+    tasks may write: each item arrives whole, in the order of the calls. Cancelled in a write, the rest of the item leaves with
+    the next write or :meth:`flush`; cancelled in a read, nothing is lost.
     """
 
     def __init__(self, stream: SocketStream) -> None:
@@ -38,6 +40,8 @@ class DirectStream(ByteStream):
                 raise
             raise anyio.BrokenResourceError from error  # closed already: uvloop has no socket then, asyncio no descriptor
         self._socket.setblocking(False)
+        self._rest: deque[memoryview] = deque()
+        self._turn = anyio.Lock()
 
     @property
     def extra_attributes(self) -> Mapping[Any, Callable[[], Any]]:
@@ -46,12 +50,25 @@ class DirectStream(ByteStream):
 
     async def send(self, item: bytes) -> None:
         """Write all of it."""
-        sent = self._write(item)
+        sent = 0 if self._rest else self._write(item)
         if sent < len(item):
-            rest = memoryview(item)[sent:]
-            while rest:
+            self._rest.append(memoryview(item)[sent:])
+            await self.flush()
+
+    @property
+    def unsent(self) -> bool:
+        """True if the socket has not taken all that was written."""
+        return bool(self._rest)
+
+    async def flush(self) -> None:
+        """Wait until the socket has taken all that was written."""
+        async with self._turn:
+            while self._rest:
                 await anyio.wait_writable(self._check())
-                rest = rest[self._write(rest) :]
+                sent = self._write(self._rest[0])
+                self._rest[0] = self._rest[0][sent:]
+                if not self._rest[0]:
+                    self._rest.popleft()
 
     def _write(self, data: bytes | memoryview) -> int:
         try:

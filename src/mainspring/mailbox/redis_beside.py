@@ -56,7 +56,7 @@ class Beside:
         put.write(call.arguments, call.number)
         call.add(put.take, (put,))
         server = self._directory.server
-        way = self._ways.pop(name, None) or _Way(Link(Directory(server, base_of(name)), self._timeout))
+        way = self._ways.pop(name, None) or _Way(Link(Directory(server, base_of(name), cluster=True), self._timeout))
         self._ways[name] = way  # the last one used is the last one
         way.users += 1
         try:

@@ -1,4 +1,4 @@
-"""The connection on which a Redis mailbox calls its library of functions: one call at a time."""
+"""How a Redis mailbox calls its library of functions: one call at a time, over the connection that all mailboxes share."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 
-from mainspring import entropy
 from mainspring.clock import loop_clock
 from mainspring.errors import ConfigError, MailboxConnectionError
-from mainspring.mailbox.redis_wire import LOST, ServerError, Wire, refused, trouble
-from mainspring.policies import backoff
+from mainspring.mailbox.redis_shared import RECONNECT_INITIAL
+from mainspring.mailbox.redis_wire import LOST, ServerError, refused, trouble
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from mainspring.mailbox.redis_server import Directory
+    from mainspring.mailbox.redis_shared import Channel
     from mainspring.mailbox.redis_url import Host
 
-RECONNECT_INITIAL: Final = 0.02
-RECONNECT_MAXIMUM: Final = 1.0
-"""Seconds between tries to connect: callers wait their turn, so a server that is away is asked gently."""
 IDLE: Final = 10.0
 """Seconds after which a connection is tried before it is trusted with a call: something between may have dropped it."""
 TRIES: Final = 4
@@ -44,52 +41,19 @@ def library() -> tuple[bytes, bytes]:
 _PARTS: Final = ("store", "rights", "due", "handing", "messages", "dead", "recovery", "run")
 
 
-class Gate:
-    """When to try to connect again."""
-
-    def __init__(self) -> None:
-        self._now = loop_clock()
-        self._failures = 0
-        self._opens = 0.0
-
-    async def wait(self) -> None:
-        """Wait for the turn to try."""
-        pause = self._opens - self._now()
-        if pause > 0:
-            await anyio.sleep(pause)
-
-    def failed(self) -> None:
-        """A try has failed."""
-        self._failures += 1
-        self._opens = self._now() + backoff(
-            self._failures,
-            initial=RECONNECT_INITIAL,
-            maximum=RECONNECT_MAXIMUM,
-            factor=2.0,
-            jitter="full",
-            rng=entropy.rng(),
-        )
-
-    def succeeded(self) -> None:
-        """A try has succeeded."""
-        self._failures = 0
-        self._opens = 0.0
-
-
 class Link:
     """Calls the functions. What of it is lost with the connection raises; only what the server refused is tried again.
 
-    One call is out at a time. To connect, it has the timeout; how long an answer may take is its caller's to say: see
-    :meth:`abandon`.
+    One call of it is out at a time; those of other mailboxes travel beside it. To connect, it has the timeout; how long an
+    answer may take is its caller's to say: see :meth:`abandon`.
     """
 
     def __init__(self, directory: Directory, timeout: float) -> None:
         self._directory = directory
         self._timeout = timeout
         self._library, self._function = library()
-        self._gate = Gate()
         self._now = loop_clock()
-        self._wire: Wire | None = None
+        self._wire: Channel | None = None
         self._busy = False
         self._command: tuple[Any, ...] = ()
         self._awaiting = False
@@ -102,12 +66,12 @@ class Link:
     @property
     def connected(self) -> bool:
         """Whether there is a connection, as far as is known."""
-        return self._wire is not None
+        return self._wire is not None and self._wire.current
 
     @property
     def host(self) -> Host | None:
         """Where it is connected."""
-        return None if self._wire is None else self._wire.host
+        return self._wire.host if self._wire is not None and self._wire.current else None
 
     @property
     def awaiting(self) -> bool:
@@ -132,7 +96,7 @@ class Link:
             return await self._call()
         except LOST as error:
             late = self._abandoned or isinstance(error, TimeoutError)
-            await self._drop()
+            await self._mistrust()
             if late:
                 raise MailboxConnectionError(
                     f"the Redis server at {self._place} did not answer within {self._timeout:g} s"
@@ -140,7 +104,7 @@ class Link:
             raise MailboxConnectionError(f"the Redis server at {self._place}: {trouble(error)}") from error
         except ServerError as error:
             if error.is_last:
-                await self._drop()
+                await self._mistrust()
             raise
         except BaseException:
             if not self._awaiting:
@@ -158,12 +122,12 @@ class Link:
             if self._awaiting:
                 if wire is None:  # hung up on meanwhile
                     raise anyio.ClosedResourceError
-            elif wire is None or self._now() - wire.used_at > IDLE:
+            elif wire is None or not wire.current or began - wire.heard_at > IDLE:
                 wire = await self._connect_by(began + self._timeout)
             try:
                 if not self._awaiting:
+                    self._awaiting = True  # also where it is cancelled in the middle of it
                     await wire.send(self._command)
-                    self._awaiting = True
                 result: list[Any] = await wire.read()
             except ServerError as error:
                 self._awaiting = False
@@ -172,12 +136,11 @@ class Link:
                 await self._after(wire, error)
                 continue
             self._awaiting = False
-            wire.used_at = self._now()
             return result
         raise AssertionError
 
-    async def _connect_by(self, deadline: float) -> Wire:
-        wire: Wire | None = None
+    async def _connect_by(self, deadline: float) -> Channel:
+        wire: Channel | None = None
         with anyio.CancelScope(deadline=deadline) as self._connecting:
             wire = await self.connect()
         if wire is None:
@@ -185,26 +148,26 @@ class Link:
         return wire
 
     async def abandon(self) -> None:
-        """The answer to the call that is out has taken too long: hang up, which ends it."""
+        """The answer to the call that is out has taken too long: end it, and let the next calls have another connection."""
         if self._wire is not None and (self._busy or self._awaiting):
             self._abandoned = True
+            self._wire.retire()
             await self._hang_up()
 
-    async def _after(self, wire: Wire, error: ServerError) -> None:
+    async def _after(self, wire: Channel, error: ServerError) -> None:
         """Make ready for another try, where the server has done nothing and another try can help; else raise."""
         if error.code == "ERR" and error.detail.startswith("Function not found"):
             await self._load(wire)
         elif error.code == "OOM":
             self._command = (b"FCALL", self._function + b"_full", *self._command[2:])
         elif error.code in _ELSEWHERE:
-            await self._drop()
-            self._gate.failed()
+            await self._mistrust(pause=True)
         elif error.code in {"LOADING", "TRYAGAIN", "BUSY"}:
             await anyio.sleep(RECONNECT_INITIAL)
         else:
             raise error
 
-    async def _load(self, wire: Wire) -> None:
+    async def _load(self, wire: Channel) -> None:
         try:
             await wire.call("FUNCTION", "LOAD", self._library)
         except ServerError as error:
@@ -215,40 +178,40 @@ class Link:
             if "already exists" not in error.detail:  # else another process was quicker
                 await self._after(wire, error)
 
-    async def connect(self) -> Wire:
-        """The connection, made where there is none or where the one there is does not answer any more."""
-        if self._wire is not None:
+    async def connect(self) -> Channel:
+        """The connection, made if there is none, and tried first if the server has said nothing on it for long."""
+        while True:
+            wire = self._wire
+            if wire is None or not wire.current:
+                wire = await self._join()
+            if self._now() - wire.heard_at <= IDLE:
+                return wire
             try:
-                await self._wire.call("PING")
+                await wire.call("PING")
             except LOST:
-                await self._drop()
+                await self._mistrust()
             else:
-                return self._wire
+                return wire
+
+    async def _join(self) -> Channel:
+        await self._drop()
         if self._ended:
             raise anyio.ClosedResourceError
         while True:
-            await self._gate.wait()
             try:
                 wire = await self._directory.connect()
             except ServerError as error:
-                self._gate.failed()
                 if refused(error) and not self._welcome:
                     raise ConfigError(f"{error} ({self._place}); check the user and the password of the URL") from error
                 if error.code not in _ELSEWHERE and error.code != "LOADING":
                     raise
-            except LOST:
-                self._gate.failed()
-                raise
             except ConfigError as error:
-                self._gate.failed()
                 if not self._welcome:
                     raise
                 raise MailboxConnectionError(str(error)) from error
             else:
                 break
-        self._gate.succeeded()
         self._welcome = True  # from now on a refusal may be somebody's passing mistake
-        wire.used_at = self._now()
         self._wire = wire
         if self._ended:  # just then
             await self._hang_up()
@@ -267,12 +230,12 @@ class Link:
             await what(await self.connect(), *arguments)
             told = True
         if not told:
-            await self._drop()
+            await self._mistrust()
 
     async def suspect(self) -> None:
         """The server seems to have gone: do not trust the connection, unless a call is out, which will see for itself."""
         if not (self._busy or self._awaiting):
-            await self._drop()
+            await self._mistrust()
 
     async def close(self) -> None:
         """Hang up, and connect no more; a call that is out, or connects still, ends."""
@@ -280,8 +243,14 @@ class Link:
         self._connecting.cancel()
         await self._drop()
 
+    async def _mistrust(self, *, pause: bool = False) -> None:
+        """Leave the connection, and let no mailbox begin a call on it any more."""
+        if self._wire is not None:
+            self._wire.retire(pause=pause)
+        await self._drop()
+
     async def _drop(self) -> None:
-        """Hang up, to connect anew."""
+        """Leave the connection, to take what there is with the next call."""
         self._awaiting = self._abandoned = False
         await self._hang_up()
 

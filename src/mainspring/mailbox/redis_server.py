@@ -11,52 +11,85 @@ from mainspring.errors import ConfigError, MailboxConnectionError
 from mainspring.loggers import Logger
 from mainspring.mailbox.redis_calls import base_of, keys_of
 from mainspring.mailbox.redis_link import Link
-from mainspring.mailbox.redis_wire import LOST, ServerError, Wire, connect, trouble
+from mainspring.mailbox.redis_shared import Lines
+from mainspring.mailbox.redis_wire import LONGEST, LOST, ServerError, Wire, connect, trouble
 
 if TYPE_CHECKING:
+    from mainspring.mailbox.redis_shared import Channel
     from mainspring.mailbox.redis_url import Host, Server
 
-LONGEST: Final = 536_870_912
-"""The most bytes of one argument that a server takes which was not told otherwise (``proto-max-bulk-len``)."""
+FOR_CALLS: Final = "mainspring-calls"
+TO_LISTEN: Final = "mainspring-listener"
+"""Names of connections in ``CLIENT LIST``."""
 WARNED = "Redis servers that were warned of"
 _log = Logger("mainspring.mailbox")
 
 
-class Directory:
-    """Finds the server of one mailbox, anew for each connection: it may have moved."""
+class _InClusterError(Exception):
+    """The server belongs to a cluster, whose mailboxes are on different nodes."""
 
-    def __init__(self, server: Server, key: bytes) -> None:
+
+class Directory:
+    """Finds the server of one mailbox, anew for each connection: it may have moved.
+
+    All mailboxes of the event loop on that server share its connections; in a cluster each mailbox has its own.
+    """
+
+    def __init__(self, server: Server, key: bytes, *, cluster: bool = False) -> None:
         self.server = server
         self._key = key
         self._nodes: list[Host] = list(server.hosts)
-        self.cluster = server.kind == "cluster"
+        self.cluster = cluster or server.kind == "cluster"
+        self._lines: Lines | None = Lines() if self.cluster else None
         self.longest = LONGEST
         """The most bytes of one argument that the server takes that was connected to last."""
 
-    async def connect(self) -> Wire:
-        """A connection to the server that holds the mailbox now.
+    async def connect(self) -> Channel:
+        """A channel of the connection for calls to the server that holds the mailbox now.
 
         Raises what :data:`~mainspring.mailbox.redis_wire.LOST` names, :class:`ServerError` (also where it is no primary),
         :class:`MailboxConnectionError` where no node of a cluster has it, :class:`ConfigError`.
         """
-        wire = await self._found()
+        return await self._channel(FOR_CALLS)
+
+    async def listen(self) -> Channel:
+        """A channel of the connection to subscribe on; raises as :meth:`connect`."""
+        return await self._channel(TO_LISTEN)
+
+    async def _channel(self, name: str) -> Channel:
         try:
-            self.longest = await _longest(wire)
+            channel = await self._join(name)
+        except _InClusterError:
+            self.cluster, self._lines = True, Lines()
+            channel = await self._join(name)
+        self.longest = channel.longest
+        return channel
+
+    async def _join(self, name: str) -> Channel:
+        if self._lines is None:
+            self._lines = Lines.shared(self.server)
+        line = self._lines.calls if name == FOR_CALLS else self._lines.listening
+        return await line.join(lambda: self._connect(name))
+
+    async def _connect(self, name: str) -> Wire:
+        wire = await self._found(name)
+        try:
+            wire.longest = await _longest(wire)
         except BaseException:
             with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
                 await wire.close()
             raise
         return wire
 
-    async def _found(self) -> Wire:
+    async def _found(self, name: str) -> Wire:
         if self.server.kind == "sentinel":
-            return await self._of_sentinels()
+            return await self._of_sentinels(name)
         failed: Exception | None = None
         for host in list(self._nodes):
             try:
-                wire = await connect(self.server, host)
+                wire = await connect(self.server, host, name=name)
                 if wire.cluster:
-                    return await self._of_cluster(wire)
+                    return await self._of_cluster(wire, name)
             except (*LOST, ServerError) as error:
                 failed = error
                 continue
@@ -67,10 +100,11 @@ class Directory:
         assert failed is not None
         raise failed
 
-    async def _of_cluster(self, wire: Wire) -> Wire:
+    async def _of_cluster(self, wire: Wire, name: str) -> Wire:
         """The node that has the mailbox's slot, asked of another node."""
         try:
-            self.cluster = True
+            if not self.cluster:  # the line is that of all mailboxes
+                raise _InClusterError
             slot = await wire.call("CLUSTER", "KEYSLOT", self._key)
             ranges = await wire.call("CLUSTER", "SLOTS")
             nodes = [(_node(row[2], wire.host), row[0] <= slot <= row[1]) for row in ranges]
@@ -84,9 +118,9 @@ class Directory:
         if owner == wire.host:
             return wire
         await wire.close()
-        return await connect(self.server, owner)
+        return await connect(self.server, owner, name=name)
 
-    async def _of_sentinels(self) -> Wire:
+    async def _of_sentinels(self, name: str) -> Wire:
         """The primary that the first sentinel to answer names."""
         failed: Exception | None = None
         for host in list(self._nodes):
@@ -107,7 +141,7 @@ class Directory:
                 continue
             self._nodes.remove(host)
             self._nodes.insert(0, host)  # it is asked first the next time
-            wire = await connect(self.server, (found[0].decode(), int(found[1])))
+            wire = await connect(self.server, (found[0].decode(), int(found[1])), name=name)
             if await _is_primary(wire):
                 return wire
             failed = ServerError("READONLY the server that the sentinel named is no primary (yet)")
@@ -157,7 +191,7 @@ def _node(row: list[Any], asked: Host) -> Host:
     return row[0].decode() if row[0] else asked[0], int(row[1])
 
 
-async def check(wire: Wire, name: str, address: str, allow_eviction: bool) -> None:
+async def check(wire: Channel, name: str, address: str, allow_eviction: bool) -> None:
     """Refuse a server that evicts keys; log once for a server that it has no file. Both as far as it tells everybody.
 
     :raises ConfigError: there is a ``maxmemory`` with a policy other than ``noeviction``, and no ``allow_eviction``.
@@ -195,7 +229,7 @@ def _warned() -> frozenset[str]:
     return process.current(WARNED) or frozenset()
 
 
-async def _info(wire: Wire, section: str) -> dict[str, str]:
+async def _info(wire: Channel, section: str) -> dict[str, str]:
     try:
         text = await wire.call("INFO", section)
     except ServerError:  # not everybody may ask

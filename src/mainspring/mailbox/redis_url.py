@@ -39,6 +39,8 @@ class Server:
     password: str | None = field(default=None, repr=False)
     sentinel_password: str | None = field(default=None, repr=False)
     tls: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
+    tls_options: tuple[object, ...] = field(default=(), repr=False)
+    """What the context was made of: servers are equal if these are."""
 
     @property
     def address(self) -> str:
@@ -113,7 +115,7 @@ def parse_server(url: str, options: dict[str, Any]) -> Server:
         options.pop("username", None) or unquote(user) or None,
         options.pop("password", None) or unquote(secret) or None,
         options.pop("sentinel_password", None),
-        _tls(shown, scheme == "rediss", options),
+        *_tls(shown, scheme == "rediss", options),
     )
 
 
@@ -137,11 +139,11 @@ def _db(shown: str, steps: list[str], kind: str) -> int:
     return int(steps[0])
 
 
-def _tls(shown: str, wanted: bool, options: dict[str, Any]) -> ssl.SSLContext | None:
+def _tls(shown: str, wanted: bool, options: dict[str, Any]) -> tuple[ssl.SSLContext | None, tuple[object, ...]]:
     context: ssl.SSLContext | None = options.pop("ssl_context", None)
     ca, cert, key = (options.pop(name, None) for name in ("ca_file", "cert_file", "key_file"))
     if not wanted:
         if context or ca or cert or key:
             raise ConfigError(f"{shown!r} is not encrypted, yet has options of TLS; the scheme for TLS is rediss://")
-        return None
-    return tls_context(shown, ca, cert, key, context)
+        return None, ()
+    return tls_context(shown, ca, cert, key, context), ("tls", ca, cert, key, context)

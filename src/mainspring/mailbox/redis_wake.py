@@ -1,12 +1,13 @@
-"""How those who wait for messages hear of them: over a connection of its own, on which the library calls.
+"""How those who wait for messages hear of them: over a second connection, on which the library calls.
 
 A process that has found nothing is noted in the mailbox as a waiter. Whoever makes messages pending takes as many waiters
 off that list as there are messages, and calls each on its own channel, so one message wakes one process; a message that comes
 alone is claimed for the waiter and sent to it in the same step, so that it need not ask. All processes hear, on a channel for
 all, of an instant that something is due at, if it is sooner than they know, and of cancellations.
 
-Each connection has a channel, and a name, of its own. So what was sent to one that broke can be told from all else, and taken
-back once its name is off the list.
+All mailboxes of a process share that connection (see ``redis_shared``). For each time that it is made, each mailbox has a
+channel, and a name, of its own. So what was sent to one that broke can be told from all else, and taken back once its name is
+off the list.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from mainspring.clock import loop_clock
 from mainspring.errors import MailboxConnectionError, MainspringError
 from mainspring.mailbox import waiting
 from mainspring.mailbox.redis_claims import Leave, Unlist
-from mainspring.mailbox.redis_link import RECONNECT_MAXIMUM, Gate
 from mainspring.mailbox.redis_records import claimed_at
+from mainspring.mailbox.redis_shared import RECONNECT_MAXIMUM, Gate
 from mainspring.mailbox.redis_wire import LOST, parsed, trouble
 from mainspring.periodic import Periodic
 
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Delivery
     from mainspring.mailbox.redis_link import Link
     from mainspring.mailbox.redis_server import Directory
+    from mainspring.mailbox.redis_shared import Channel
     from mainspring.mailbox.redis_url import Host
-    from mainspring.mailbox.redis_wire import Wire
 
 ASK_SHARE: Final = 0.2
 """The part of the ``silence`` after which the listener asks whether the server is still there."""
@@ -159,7 +160,7 @@ class Told(NamedTuple):
 
 
 class Listener:
-    """The connection on which the server calls. It comes back by itself; meanwhile ``live`` is False.
+    """What one mailbox has of the connection on which the server calls. It comes back by itself; meanwhile ``live`` is False.
 
     ``watch`` asks, as long as it runs, whether the server is still there where it has been silent.
     """
@@ -177,10 +178,9 @@ class Listener:
         self.live = False
         self.watch = Periodic(self._watch)
         self._now = loop_clock()
-        self._wire: Wire | None = None
+        self._wire: Channel | None = None
         self._live_since = 0.0
-        self._heard_at = 0.0
-        self._asked_at: float | None = None  # whether the server was still there
+        self._silent = False  # whether the connection was left for that
         self._directory = directory
         self._base = base
         self._link = link
@@ -205,12 +205,13 @@ class Listener:
         """Listen until cancelled; started once it listens. Raises only before that."""
         started = False
         while True:
-            wire: Wire | None = None
+            wire: Channel | None = None
             try:
                 await self._gate.wait()
                 with anyio.fail_after(self._timeout):
-                    wire = await self._directory.connect()
+                    wire = await self._directory.listen()
                     await self._subscribe(wire)
+                self._wire, self._silent = wire, False
                 self.live, self._host, self._live_since = True, wire.host, self._now()
                 await self._meet()
                 if not started:
@@ -219,7 +220,7 @@ class Listener:
                 self._waiters.wake_all()  # what came meanwhile has called nobody here
                 with self._scope:
                     await self._listen(wire)
-                if self._asked_at is not None:
+                if self._silent:
                     raise MailboxConnectionError("the Redis server has fallen silent")
                 self._failed()
             except (*LOST, MainspringError) as error:
@@ -228,7 +229,8 @@ class Listener:
                         raise
                     raise MailboxConnectionError(f"the Redis server: {trouble(error)}") from error
                 self._failed()
-                await self._link.suspect()
+                if self.live:  # else nothing new is known of the server
+                    await self._link.suspect()
             finally:
                 self.live, self._wire = False, None
                 if wire is not None:
@@ -306,19 +308,23 @@ class Listener:
     def _follow(self, host: Host | None) -> None:
         """Calls go to ``host`` now: where that is another server than this connection's, it calls nobody here."""
         if None not in {host, self._host} and host != self._host:
-            self._scope.cancel()
+            self._leave_it()
 
-    async def _subscribe(self, wire: Wire) -> None:
+    def _leave_it(self) -> None:
+        """Listen on this connection no more; other mailboxes that do so still leave it when they find the same."""
+        if self._wire is not None:
+            self._wire.retire()
+        self._scope.cancel()
+
+    async def _subscribe(self, wire: Channel) -> None:
         self._name, self._heard, self._left = entropy.token(96), 0, 0
         for channel in ("all", self._name):  # one by one: a cluster takes only channels of one slot, which these are
-            await wire.call("SSUBSCRIBE", self._base + channel.encode())
+            await wire.subscribe(self._base + channel.encode())
 
-    async def _listen(self, wire: Wire) -> None:
-        self._wire, self._heard_at, self._asked_at = wire, self._now(), None
-        self.watch.wake_by(self._heard_at + self._ask_after)
+    async def _listen(self, wire: Channel) -> None:
+        self.watch.wake_by(wire.heard_at + self._ask_after)
         while True:
-            message: Any = await wire.read()
-            self._heard_at, self._asked_at = self._now(), None
+            message: Any = await wire.hear()
             if message[0] == b"smessage":
                 try:
                     self._hear(message[2])
@@ -331,16 +337,16 @@ class Listener:
         wire, now = self._wire, self._now()
         if wire is None:
             return math.inf
-        if self._asked_at is not None:
-            if now >= self._asked_at + self._patience:
-                self._scope.cancel()
+        if wire.asked_at is not None:
+            if now >= wire.asked_at + self._patience:
+                self._silent = True
+                self._leave_it()
                 return math.inf
-            return self._asked_at + self._patience
-        if now < self._heard_at + self._ask_after:
-            return self._heard_at + self._ask_after
-        self._asked_at = now
+            return wire.asked_at + self._patience
+        if now < wire.heard_at + self._ask_after:
+            return wire.heard_at + self._ask_after
         with anyio.move_on_after(self._patience), suppress(*LOST):  # what is wrong with the connection, reading tells
-            await wire.send(("PING",))
+            await wire.ask(now)
         return now + self._patience
 
     def _hear(self, said: bytes) -> None:

@@ -1,7 +1,7 @@
 """One connection to a Redis server: hiredis packs and parses, anyio carries.
 
-There is no client library in between: a mailbox has one call out at a time, and a client's pools and queues would
-cost more than the call (measured: two to four times as long a round trip).
+There is no client library in between: a client's pools and queues would cost more than the call (measured: two to four times
+as long a round trip).
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 LEAST_VERSION: Final = 7
 TLS_PATIENCE: Final = 1.0
 """Seconds after which a server that has not answered to TLS is asked whether it speaks plain text."""
-_NOTHING: Final = object()
+NOTHING: Final = object()
+"""What is parsed while no reply is whole."""
+LONGEST: Final = 536_870_912
+"""The most bytes of one argument that a server takes which was not told otherwise (``proto-max-bulk-len``)."""
 _PIECE: Final = 65_536
 """Bytes of one read. For more than 128 KiB the allocator asks the system each time, which costs more than a small reply."""
 _FORBIDDEN: Final = ("NOAUTH", "WRONGPASS", "NOPERM", "DENIED")
@@ -66,37 +69,57 @@ class ServerError(MailboxConnectionError):
 class Wire:
     """A connection that is ready for commands, to ``host``. Closed or not, :meth:`close` may be called."""
 
-    __slots__ = ("_reader", "_stream", "cluster", "host", "used_at")
+    __slots__ = ("_direct", "_reader", "_stream", "cluster", "host", "longest")
 
-    def __init__(self, stream: ByteStream, host: Host) -> None:
+    def __init__(self, direct: DirectStream, stream: ByteStream, host: Host) -> None:
+        self._direct = direct
         self._stream = stream
-        self._reader = hiredis.Reader(replyError=ServerError, notEnoughData=_NOTHING)
+        self._reader = hiredis.Reader(replyError=ServerError, notEnoughData=NOTHING)
         self.host = host
         self.cluster = False
-        self.used_at = 0.0
+        self.longest = LONGEST
+        """The most bytes of one argument that the server takes."""
 
-    async def send(self, command: Sequence[str | int | float | bytes]) -> None:
-        """Write one command."""
-        whole: Any = command if type(command) is tuple else tuple(command)  # its stub knows tuples of one only
-        await self._stream.send(hiredis.pack_command(whole))
+    async def write(self, command: bytes) -> None:
+        """Write one command, packed. Cancelled, the rest of it leaves with the next one, or with :meth:`flush`."""
+        await self._stream.send(command)
 
-    async def read(self) -> Any:
-        """The next reply; raises :class:`ServerError` where it is an error."""
-        reader = self._reader
-        while (reply := reader.gets()) is _NOTHING:
-            reader.feed(await self._stream.receive(_PIECE))
+    @property
+    def unsent(self) -> bool:
+        """True if part of what was written has not left."""
+        return self._direct.unsent
+
+    async def flush(self) -> None:
+        """Wait until all that was written has left."""
+        await self._direct.flush()
+
+    def parsed(self) -> Any:
+        """The next reply that has come whole, which may be a :class:`ServerError`; or :data:`NOTHING`."""
+        return self._reader.gets()
+
+    async def fill(self) -> None:
+        """Wait for more to parse."""
+        self._reader.feed(await self._stream.receive(_PIECE))
+
+    async def call(self, *command: str | int | float | bytes) -> Any:
+        """Write one command and read its reply; raises :class:`ServerError` where that is an error."""
+        await self.write(packed(command))
+        while (reply := self.parsed()) is NOTHING:
+            await self.fill()
         if isinstance(reply, ServerError):
             raise reply
         return reply
 
-    async def call(self, *command: str | int | float | bytes) -> Any:
-        """Write one command and read its reply."""
-        await self.send(command)
-        return await self.read()
-
     async def close(self) -> None:
         """Hang up, without waiting for anything."""
         await anyio.aclose_forcefully(self._stream)
+
+
+def packed(command: Sequence[str | int | float | bytes]) -> bytes:
+    """A command as it is written."""
+    whole: Any = command if type(command) is tuple else tuple(command)  # its stub knows tuples of one only
+    data: bytes = hiredis.pack_command(whole)
+    return data
 
 
 def parsed(said: bytes) -> Any:
@@ -106,21 +129,22 @@ def parsed(said: bytes) -> Any:
     return reader.gets()
 
 
-async def connect(server: Server, host: Host, *, sentinel: bool = False) -> Wire:
-    """A connection to ``host`` as the user of ``server``, on its database.
+async def connect(server: Server, host: Host, *, sentinel: bool = False, name: str = "mainspring") -> Wire:
+    """A connection to ``host`` as the user of ``server``, on its database, with that name in ``CLIENT LIST``.
 
     Raises what :data:`LOST` names, and :class:`ServerError`; :class:`ConfigError` where the server is too old.
     """
     tcp = await connect_tcp(*host)
-    wire = Wire(tcp, host)
+    stream: ByteStream = tcp
     try:
-        wire._stream = stream = DirectStream(tcp)  # noqa: SLF001 - its own
+        stream = direct = DirectStream(tcp)
         if server.tls is not None:
-            wire._stream = await _encrypted(stream, host, server.tls)  # noqa: SLF001 - its own
-        await _greet(wire, server, sentinel)
+            stream = await _encrypted(direct, host, server.tls)
+        wire = Wire(direct, stream, host)
+        await _greet(wire, server, sentinel, name)
     except BaseException:
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
-            await wire.close()
+            await anyio.aclose_forcefully(stream)
         raise
     return wire
 
@@ -166,13 +190,13 @@ async def _speaks_plainly(host: Host) -> bool:
         return False
 
 
-async def _greet(wire: Wire, server: Server, sentinel: bool) -> None:
+async def _greet(wire: Wire, server: Server, sentinel: bool, name: str) -> None:
     password = server.sentinel_password if sentinel else server.password
     login: list[str] = []
     if password is not None:
         login = ["AUTH", "default" if sentinel or server.username is None else server.username, password]
     try:
-        answer = await wire.call("HELLO", 2, *login, "SETNAME", "mainspring")
+        answer = await wire.call("HELLO", 2, *login, "SETNAME", name)
     except ServerError as error:
         if error.code == "ERR" and "unknown command" in error.detail.lower():
             raise ConfigError(f"{_place(wire)} is older than Redis {LEAST_VERSION}") from None

@@ -1,0 +1,375 @@
+"""The connections that the mailboxes of a process share: for each server, user and event loop one for calls, one to listen.
+
+A *line* makes one connection for all that ask for it. Each mailbox has a *channel* of it, with the interface of a connection
+of its own: its commands are written in the order in which they come, and the server answers in that order. No task belongs
+to a connection: of those that wait for something to come, one reads for all, and leaves that to the next when it goes.
+
+- A channel that is closed has its outstanding answers dropped as they come. The last channel hangs up.
+- A connection that somebody mistrusts is *retired*: who is next makes a new one, and what is out on the old one is still read.
+- A connection that breaks raises in all its channels.
+- A caller that is cancelled in the middle of a write leaves the rest to the next write, or to whoever reads its answer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+import anyio
+
+from mainspring import entropy, process
+from mainspring.clock import loop_clock
+from mainspring.errors import copied
+from mainspring.mailbox.redis_wire import LOST, NOTHING, ServerError, packed
+from mainspring.policies import backoff
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from mainspring.mailbox.redis_url import Server
+    from mainspring.mailbox.redis_wire import Wire
+
+KIND: Final = "redis connections"
+RECONNECT_INITIAL: Final = 0.02
+RECONNECT_MAXIMUM: Final = 1.0
+"""Seconds between tries to connect: callers wait their turn, so a server that is away is asked gently."""
+_PING: Final = "ping"
+_LEAVE: Final = "leave"
+"""Whose an answer is that no channel waits for."""
+
+
+class Gate:
+    """When to try to connect again."""
+
+    def __init__(self) -> None:
+        self._now = loop_clock()
+        self._failures = 0
+        self._opens = 0.0
+
+    async def wait(self) -> None:
+        """Wait for the turn to try."""
+        pause = self._opens - self._now()
+        if pause > 0:
+            await anyio.sleep(pause)
+
+    def failed(self) -> None:
+        """A try has failed."""
+        self._failures += 1
+        self._opens = self._now() + backoff(
+            self._failures,
+            initial=RECONNECT_INITIAL,
+            maximum=RECONNECT_MAXIMUM,
+            factor=2.0,
+            jitter="full",
+            rng=entropy.rng(),
+        )
+
+    def succeeded(self) -> None:
+        """A try has succeeded."""
+        self._failures = 0
+        self._opens = 0.0
+
+
+class Lines:
+    """Both lines to one server, for one user and event loop."""
+
+    def __init__(self) -> None:
+        self.calls = Line()
+        self.listening = Line()
+
+    @classmethod
+    def shared(cls, server: Server) -> Lines:
+        """Those of the running event loop to that server, as that user, with those TLS options."""
+        return process.shared(KIND, (process.event_loop(), server), cls)
+
+
+class Line:
+    """Gives out channels of one connection, which is made when there is none."""
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+        self.connection: Connection | None = None
+        self._turn = anyio.Lock()
+        self._failures = 0
+        self._failure: Exception | None = None
+
+    async def join(self, connect: Callable[[], Awaitable[Wire]]) -> Channel:
+        """A channel of the connection, made by ``connect`` if there is none; of several callers one makes it for all.
+
+        Raises what ``connect`` raises, also in the callers that waited for that try.
+        """
+        failures = self._failures
+        while self.connection is None:
+            async with self._turn:
+                if self.connection is not None:
+                    break
+                if self._failures != failures:
+                    assert self._failure is not None
+                    raise copied(self._failure)
+                await self._make(connect)
+        return Channel(self.connection)
+
+    async def _make(self, connect: Callable[[], Awaitable[Wire]]) -> None:
+        await self.gate.wait()
+        try:
+            wire = await connect()
+        except Exception as error:
+            self.gate.failed()
+            self._failures += 1
+            self._failure = error
+            raise
+        self.gate.succeeded()
+        self._failure = None
+        self.connection = Connection(self, wire)
+
+
+class Connection:
+    """One connection to a server, read by one of its channels for all."""
+
+    def __init__(self, line: Line, wire: Wire) -> None:
+        self.line = line
+        self.wire = wire
+        self.channels: set[Channel] = set()
+        self.routes: dict[bytes, list[Channel]] = {}
+        """Who hears what is published on a channel of the server's."""
+        self.turns: deque[Channel | str] = deque()
+        """Whose the outstanding answers are, in their order."""
+        self.reader: Channel | None = None
+        self.waiting: dict[anyio.Event, None] = {}
+        """The channels that wait while another one reads."""
+        self.lost = False
+        self.asked_at: float | None = None
+        self._now = loop_clock()
+        self.heard_at = self._now()
+
+    @property
+    def retired(self) -> bool:
+        """True if new channels get another connection."""
+        return self.line.connection is not self
+
+    async def write(self, command: Sequence[str | int | float | bytes], turn: Channel | str) -> None:
+        """Write one command, whose answer is for ``turn``. Cancelled, it is out nevertheless (see :meth:`Wire.flush`)."""
+        data = packed(command)
+        self.turns.append(turn)
+        try:
+            await self.wire.write(data)
+        except LOST:
+            await self.hang_up()
+            raise
+
+    async def read(self, channel: Channel, items: deque[Any]) -> None:
+        """Read for all until there are ``items`` for ``channel``, or it is closed."""
+        self.reader = channel
+        try:
+            while not (items or channel.closed):
+                await self.wire.fill()
+                self.heard_at, self.asked_at = self._now(), None
+                while (reply := self.wire.parsed()) is not NOTHING:
+                    self._deliver(reply)
+        except LOST:
+            await self.hang_up()
+            raise
+        finally:
+            self.reader = None
+        if self.retired:
+            await self.tidy()
+
+    def _deliver(self, reply: Any) -> None:
+        turns = self.turns
+        if self.routes and type(reply) is list:
+            unasked = reply[:1] == [b"sunsubscribe"] and not (turns and turns[0] == _LEAVE)
+            if unasked or reply[:1] == [b"smessage"]:
+                for channel in self.routes.get(reply[1], ()):
+                    channel.give(channel.messages, reply)
+                return
+        if not turns:
+            raise anyio.BrokenResourceError  # the last words of a server that hangs up
+        turn = turns.popleft()
+        if isinstance(turn, Channel) and not turn.closed:
+            turn.give(turn.replies, reply)
+
+    def pass_on(self) -> None:
+        """Let the next one read that waits, if nobody does."""
+        if self.waiting and self.reader is None:
+            next(iter(self.waiting)).set()
+
+    def retire(self, *, pause: bool) -> None:
+        """Give out no more channels; with ``pause`` the next try to connect waits a little."""
+        if not self.retired:
+            self.line.connection = None
+            if pause:
+                self.line.gate.failed()
+
+    async def tidy(self) -> None:
+        """Hang up where nothing more is to come: no channel is left, or none of a retired connection waits for anything."""
+        if self.lost or (self.channels and not self.retired):
+            return
+        if self.channels and (self.routes or any(isinstance(turn, Channel) and not turn.closed for turn in self.turns)):
+            return
+        await self.hang_up()
+
+    async def hang_up(self) -> None:
+        """Close it for all."""
+        self.lost = True
+        if not self.retired:
+            self.line.connection = None
+        for event in self.waiting:
+            event.set()
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
+            await self.wire.close()
+
+
+class Channel:
+    """What one mailbox has of a connection: answers to its own commands, and what is published where it subscribes."""
+
+    __slots__ = ("_alone", "_connection", "_event", "_scope", "closed", "host", "longest", "messages", "replies")
+
+    def __init__(self, connection: Connection) -> None:
+        self.host = connection.wire.host
+        self.longest = connection.wire.longest
+        self.closed = False
+        self.replies: deque[Any] = deque()
+        self.messages: deque[Any] = deque()
+        self._connection = connection
+        self._event: anyio.Event | None = None
+        self._scope: anyio.CancelScope | None = None
+        self._alone = False  # whether it acts without a scope
+        connection.channels.add(self)
+
+    @property
+    def current(self) -> bool:
+        """True if this is, as far as is known, a connection that can be trusted with a new call."""
+        return not (self.closed or self._connection.retired)
+
+    @property
+    def heard_at(self) -> float:
+        """When the server last sent anything over the connection."""
+        return self._connection.heard_at
+
+    @property
+    def asked_at(self) -> float | None:
+        """When the server was asked whether it is there, if it has sent nothing since."""
+        return self._connection.asked_at
+
+    async def send(self, command: Sequence[str | int | float | bytes]) -> None:
+        """Write one command. Cancelled, it is out nevertheless: :meth:`read` goes on with it."""
+        self._check()
+        await self._until_closed(self._connection.write, command, self)
+
+    async def read(self) -> Any:
+        """The next reply to a command of this channel; raises :class:`ServerError` where it is an error."""
+        reply = await self._next(self.replies)
+        if isinstance(reply, ServerError):
+            raise reply
+        return reply
+
+    async def hear(self) -> Any:
+        """The next message that was published on a channel that :meth:`subscribe` has named."""
+        return await self._next(self.messages)
+
+    async def call(self, *command: str | int | float | bytes) -> Any:
+        """Write one command and read its reply."""
+        await self.send(command)
+        return await self.read()
+
+    async def subscribe(self, name: bytes) -> None:
+        """Hear what is published on that channel of the server's."""
+        self._connection.routes.setdefault(name, []).append(self)
+        await self.call("SSUBSCRIBE", name)
+
+    async def ask(self, now: float) -> None:
+        """Ask whether the server is there, unless it was asked already: ``heard_at`` tells that it is."""
+        if self._connection.asked_at is None:
+            self._connection.asked_at = now
+            await self._connection.write(("PING",), _PING)
+
+    async def _next(self, items: deque[Any]) -> Any:
+        connection = self._connection
+        try:
+            if connection.wire.unsent:
+                await self._until_closed(connection.wire.flush)
+            while not items:
+                self._check()
+                if connection.reader is None:
+                    await self._until_closed(connection.read, self, items)
+                else:
+                    await self._wait()
+        finally:
+            connection.pass_on()
+        return items.popleft()
+
+    async def _wait(self) -> None:
+        """Wait for an item, or for the turn to read."""
+        event = self._event = anyio.Event()
+        self._connection.waiting[event] = None
+        try:
+            await event.wait()
+        finally:
+            del self._connection.waiting[event]
+            self._event = None
+
+    async def _until_closed(self, act: Callable[..., Awaitable[None]], *arguments: Any) -> None:
+        """Do it until another task closes this channel. A channel that is alone closes the connection, which ends it too."""
+        if len(self._connection.channels) == 1:
+            self._alone = True
+            try:
+                await act(*arguments)
+            finally:
+                self._alone = False
+            return
+        with anyio.CancelScope() as scope:
+            self._scope = scope
+            try:
+                await act(*arguments)
+            finally:
+                self._scope = None
+
+    def _check(self) -> None:
+        if self.closed:
+            raise anyio.ClosedResourceError
+        if self._connection.lost:
+            raise anyio.BrokenResourceError
+
+    def give(self, items: deque[Any], item: Any) -> None:
+        """Something has come."""
+        items.append(item)
+        if self._event is not None:
+            self._event.set()
+
+    def retire(self, *, pause: bool = False) -> None:
+        """Trust the connection no more: all new channels are of another one (see :meth:`Connection.retire`)."""
+        self._connection.retire(pause=pause)
+
+    async def close(self) -> None:
+        """Drop what is still to come; whoever waits for it has :class:`anyio.ClosedResourceError`."""
+        if self.closed:
+            return
+        self.closed = True
+        connection = self._connection
+        connection.channels.discard(self)
+        if self._event is not None:
+            self._event.set()
+        left = self._leave_routes()
+        if self._scope is not None:
+            self._scope.cancel()
+        elif self._alone:  # when it began
+            await connection.hang_up()
+        await connection.tidy()
+        if left and not connection.lost:
+            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
+                for name in left:
+                    await self._unsubscribe(name)
+
+    def _leave_routes(self) -> list[bytes]:
+        """Hear nothing more; the channels of the server's that no mailbox here hears any more."""
+        routes, left = self._connection.routes, []
+        for name in [name for name, heard_by in routes.items() if self in heard_by]:
+            routes[name].remove(self)
+            if not routes[name]:
+                del routes[name]
+                left.append(name)
+        return left
+
+    async def _unsubscribe(self, name: bytes) -> None:
+        if name not in self._connection.routes and not self._connection.lost:
+            await self._connection.write(("SUNSUBSCRIBE", name), _LEAVE)
