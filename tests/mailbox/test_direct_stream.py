@@ -126,3 +126,41 @@ async def test_a_broken_connection_is_named_so(ends):
 
     with pytest.raises(anyio.BrokenResourceError):
         await write()
+
+
+async def test_writes_of_several_tasks_arrive_whole_and_in_order_though_some_are_cancelled(ends):
+    stream, other = ends
+    items = [bytes([number]) * 3_000_000 for number in range(4)]
+    got = bytearray()
+    async with anyio.create_task_group() as group:
+        for number, item in enumerate(items):
+            scope = anyio.CancelScope()
+
+            async def send(item=item, scope=scope) -> None:
+                with scope:
+                    await stream.send(item)
+
+            group.start_soon(send)
+            await anyio.wait_all_tasks_blocked()
+            if number < 3:
+                scope.cancel()
+        while len(got) < 12_000_000:
+            got += await other.receive(262_144)
+    assert bytes(got) == b"".join(items)
+    assert not stream.unsent
+
+
+async def test_a_write_that_does_not_wait_leaves_the_rest_to_a_flush(ends):
+    stream, other = ends
+    quick = DirectStream(stream._stream, waits=False)
+    body = b"x" * 9_000_000
+    await quick.send(body[:-1])
+    await quick.send(b"y")
+    assert quick.unsent
+    got = bytearray()
+    async with anyio.create_task_group() as group:
+        group.start_soon(quick.flush)
+        while len(got) < len(body):
+            got += await other.receive(262_144)
+    assert bytes(got) == body[:-1] + b"y"
+    await quick.aclose()

@@ -25,13 +25,16 @@ class DirectStream(ByteStream):
 
     Raises :class:`anyio.BrokenResourceError` where the peer has hung up already.
 
+    :param waits: a write waits until the socket has taken all of it; False: it returns at once, and :meth:`flush` waits.
+
     Unlike anyio's streams it does not yield where it need not: a write that the socket takes whole returns at once. Several
     tasks may write: each item arrives whole, in the order of the calls. Cancelled in a write, the rest of the item leaves with
     the next write or :meth:`flush`; cancelled in a read, nothing is lost.
     """
 
-    def __init__(self, stream: SocketStream) -> None:
+    def __init__(self, stream: SocketStream, *, waits: bool = True) -> None:
         self._stream = stream
+        self._waits = waits
         try:
             known = stream.extra(SocketAttribute.raw_socket)  # noqa: S610 - not Django's
             self._socket = socket.fromfd(known.fileno(), known.family, known.type)
@@ -49,11 +52,12 @@ class DirectStream(ByteStream):
         return self._stream.extra_attributes
 
     async def send(self, item: bytes) -> None:
-        """Write all of it."""
+        """Write all of it, behind what was written before."""
         sent = 0 if self._rest else self._write(item)
         if sent < len(item):
             self._rest.append(memoryview(item)[sent:])
-            await self.flush()
+            if self._waits:
+                await self.flush()
 
     @property
     def unsent(self) -> bool:
@@ -62,6 +66,8 @@ class DirectStream(ByteStream):
 
     async def flush(self) -> None:
         """Wait until the socket has taken all that was written."""
+        if not self._rest:
+            return
         async with self._turn:
             while self._rest:
                 await anyio.wait_writable(self._check())

@@ -126,8 +126,8 @@ class Link:
                 wire = await self._connect_by(began + self._timeout)
             try:
                 if not self._awaiting:
-                    self._awaiting = True  # also where it is cancelled in the middle of it
                     await wire.send(self._command)
+                    self._awaiting = True
                 result: list[Any] = await wire.read()
             except ServerError as error:
                 self._awaiting = False

@@ -7,7 +7,8 @@ to a connection: of those that wait for something to come, one reads for all, an
 - A channel that is closed has its outstanding answers dropped as they come. The last channel hangs up.
 - A connection that somebody mistrusts is *retired*: who is next makes a new one, and what is out on the old one is still read.
 - A connection that breaks raises in all its channels.
-- A caller that is cancelled in the middle of a write leaves the rest to the next write, or to whoever reads its answer.
+- A command is written as far as the socket takes it at once. The rest leaves while its caller waits for the answer, or with
+  the next command: no cancellation leaves half a command behind.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ class Connection:
         return self.line.connection is not self
 
     async def write(self, command: Sequence[str | int | float | bytes], turn: Channel | str) -> None:
-        """Write one command, whose answer is for ``turn``. Cancelled, it is out nevertheless (see :meth:`Wire.flush`)."""
+        """Write one command, whose answer is for ``turn``, as far as the socket takes it."""
         data = packed(command)
         self.turns.append(turn)
         try:
@@ -252,9 +253,9 @@ class Channel:
         return self._connection.asked_at
 
     async def send(self, command: Sequence[str | int | float | bytes]) -> None:
-        """Write one command. Cancelled, it is out nevertheless: :meth:`read` goes on with it."""
+        """Write one command, without a wait; :meth:`read` waits until all of it has left."""
         self._check()
-        await self._until_closed(self._connection.write, command, self)
+        await self._connection.write(command, self)
 
     async def read(self) -> Any:
         """The next reply to a command of this channel; raises :class:`ServerError` where it is an error."""
@@ -356,9 +357,8 @@ class Channel:
             await connection.hang_up()
         await connection.tidy()
         if left and not connection.lost:
-            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
-                for name in left:
-                    await self._unsubscribe(name)
+            for name in left:
+                await self._unsubscribe(name)
 
     def _leave_routes(self) -> list[bytes]:
         """Hear nothing more; the channels of the server's that no mailbox here hears any more."""

@@ -229,7 +229,9 @@ class Listener:
                         raise
                     raise MailboxConnectionError(f"the Redis server: {trouble(error)}") from error
                 self._failed()
-                if self.live:  # else nothing new is known of the server
+                if (
+                    self.live and self._wire is not None and not self._wire.current
+                ):  # else the server has said nothing of it
                     await self._link.suspect()
             finally:
                 self.live, self._wire = False, None
@@ -331,6 +333,7 @@ class Listener:
                 except (ValueError, TypeError, IndexError, AttributeError, OverflowError) as error:
                     raise MailboxConnectionError("somebody else speaks on the mailbox's channels") from error
             elif message[0] == b"sunsubscribe":
+                wire.retire()
                 raise MailboxConnectionError("the mailbox has moved to another node")
 
     async def _watch(self, overslept: float) -> float:
@@ -345,7 +348,7 @@ class Listener:
             return wire.asked_at + self._patience
         if now < wire.heard_at + self._ask_after:
             return wire.heard_at + self._ask_after
-        with anyio.move_on_after(self._patience), suppress(*LOST):  # what is wrong with the connection, reading tells
+        with suppress(*LOST):  # what is wrong with the connection, reading tells
             await wire.ask(now)
         return now + self._patience
 

@@ -81,7 +81,7 @@ class Wire:
         """The most bytes of one argument that the server takes."""
 
     async def write(self, command: bytes) -> None:
-        """Write one command, packed. Cancelled, the rest of it leaves with the next one, or with :meth:`flush`."""
+        """Write one command, packed. What the socket does not take at once leaves with the next one, or with :meth:`flush`."""
         await self._stream.send(command)
 
     @property
@@ -104,6 +104,7 @@ class Wire:
     async def call(self, *command: str | int | float | bytes) -> Any:
         """Write one command and read its reply; raises :class:`ServerError` where that is an error."""
         await self.write(packed(command))
+        await self.flush()
         while (reply := self.parsed()) is NOTHING:
             await self.fill()
         if isinstance(reply, ServerError):
@@ -137,7 +138,7 @@ async def connect(server: Server, host: Host, *, sentinel: bool = False, name: s
     tcp = await connect_tcp(*host)
     stream: ByteStream = tcp
     try:
-        stream = direct = DirectStream(tcp)
+        stream = direct = DirectStream(tcp, waits=False)
         if server.tls is not None:
             stream = await _encrypted(direct, host, server.tls)
         wire = Wire(direct, stream, host)

@@ -1,0 +1,302 @@
+"""The mailboxes of a process share two connections to a server: one for calls, one to listen."""
+
+from __future__ import annotations
+
+import gc
+import random
+import signal
+import warnings
+from contextlib import AsyncExitStack
+from functools import partial
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from mainspring import ConfigError, MailboxConnectionError, MainLoop, open_mailbox
+from mainspring.mailbox.message import Counts
+from redis_support import place
+from servers import RedisServer
+from support import outcomes
+
+pytestmark = pytest.mark.anyio
+BOTH = ["mainspring-calls", "mainspring-listener"]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with RedisServer() as own:
+        yield own
+
+
+@pytest.fixture
+def here(server):
+    """A place on a server to which only this test connects; receives that wait there look only when they are called."""
+    with place(server.url, fallback_interval=3_600) as made:
+        yield made
+
+
+def connections(here) -> dict[str, str]:
+    """The ids of the connections that mailboxes have, and their names."""
+    lines = [dict(part.partition("=")[::2] for part in line.split()) for line in clients(here)]
+    return {line["id"]: line["name"] for line in lines if line["name"].startswith("mainspring")}
+
+
+def clients(here) -> list[str]:
+    return here.call("CLIENT", "LIST").decode().splitlines()
+
+
+def names(here) -> list[str]:
+    return sorted(connections(here).values())
+
+
+async def soon(holds, seconds=10):
+    """Wait until ``holds()``."""
+    with anyio.fail_after(seconds):
+        while not holds():
+            await anyio.sleep(0.005)
+
+
+async def all_call(mailboxes) -> list[object]:
+    """Each counts its messages, all at the same time; once each of them can."""
+    with anyio.fail_after(10):
+        while errors := [
+            one for one in await outcomes(*[box.counts for box in mailboxes]) if isinstance(one, Exception)
+        ]:
+            assert all(isinstance(error, MailboxConnectionError) for error in errors)
+            await anyio.sleep(0.01)
+    return [await box.counts() for box in mailboxes]
+
+
+def elsewhere(here, work) -> None:
+    """Do ``work`` in an event loop, and so over connections, of its own."""
+    anyio.run(work, here)
+
+
+# -------------------------------------------------------------------------------------------------- how many there are
+
+
+async def test_forty_mailboxes_with_loops_have_two_connections(here, anyio_backend):
+    """They had eighty. Each is called by what another event loop, with connections of its own, sends."""
+    handled: set[int] = set()
+
+    async def handle(body: int) -> None:
+        handled.add(body)
+
+    async def send_to_all(here) -> None:
+        async with AsyncExitStack() as stack:
+            for number in range(40):
+                await (await stack.enter_async_context(here.mailbox(str(number)))).send(number)
+            assert names(here) == sorted(BOTH * 2)
+
+    async with AsyncExitStack() as stack:
+        for number in range(40):
+            await stack.enter_async_context(MainLoop(here.mailbox(str(number), body=int), handle))
+        assert names(here) == BOTH
+        await anyio.to_thread.run_sync(elsewhere, here, send_to_all)
+        await soon(lambda: len(handled) == 40)
+        assert names(here) == BOTH
+    assert names(here) == []
+
+
+async def test_what_shares_is_told_by_server_login_and_tls_not_by_name(here, anyio_backend):
+    here.call("ACL", "SETUSER", "other", "on", ">secret", "~*", "&*", "+@all")
+    async with (
+        here.mailbox("a"),
+        here.mailbox("b", capacity=5, timeout=1),
+        open_mailbox(f"{here.url}?name={here.prefix}c"),
+    ):
+        assert names(here) == BOTH
+        assert await here.mailbox("a").exists()
+        async with here.mailbox("a", username="other", password="secret"):
+            assert names(here) == sorted(BOTH * 2)
+            with pytest.raises(ConfigError, match="check the user and the password"):
+                await here.mailbox("a", username="other", password="wrong").__aenter__()
+
+
+async def test_mailboxes_that_close_leave_the_others_theirs(here, anyio_backend):
+    """Also the first one, whose task reads for all; the last one hangs up, and leaves nothing behind."""
+    got: list = []
+    leave = anyio.Event()
+
+    async def hold(box, *, task_status) -> None:
+        async with box:
+            await box.send("x")
+            task_status.started()
+            await leave.wait()
+
+    async def receive(box) -> None:
+        got.extend(await box.receive(wait_time_seconds=600))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        async with anyio.create_task_group() as holders:
+            for number in range(39):
+                await holders.start(hold, here.mailbox(str(number)))
+            async with here.mailbox("last") as last, anyio.create_task_group() as group:
+                group.start_soon(receive, last)
+                await soon(lambda: here.call("ZCARD", here.key("waiters", "last")))
+                leave.set()
+                await soon(lambda: len(here.call("PUBSUB", "SHARDCHANNELS", "*")) == 2)
+                assert names(here) == BOTH
+                await last.send("y")
+        assert got[0].body == "y"
+        await soon(lambda: names(here) == [])
+        gc.collect()
+
+
+async def test_two_of_one_name_are_both_called(here, anyio_backend):
+    """Where one of them closes, the other hears still what all are told."""
+    async with here.mailbox() as stays, here.mailbox() as sender:
+        async with here.mailbox() as goes:
+            assert await goes.receive(wait_time_seconds=0.01) == []
+        message_id = await sender.send("x")
+        (message,) = await stays.receive()
+        told: list[str] = []
+        stays._receiving.listener._told = stays._receiving.listener._told._replace(cancelled=told.extend)
+        await sender.cancel(message_id)
+        await soon(lambda: told)
+        assert message.id in told
+
+
+# --------------------------------------------------------------------------------------------- errors, and what breaks
+
+
+async def test_an_error_of_one_is_nothing_to_its_neighbours(here, anyio_backend):
+    async with AsyncExitStack() as stack:
+        boxes = [await stack.enter_async_context(here.mailbox(str(number))) for number in range(5)]
+        ids = set(connections(here))
+        here.call("SET", here.key("messages", "2"), "another program's")
+        for _ in range(3):
+            found = await outcomes(*[partial(box.send, "x") for box in boxes])
+            assert [isinstance(one, MailboxConnectionError) for one in found] == [False, False, True, False, False]
+            assert "WRONGTYPE" in str(found[2])
+        here.call("SPUBLISH", here.key("all", "1"), "nobody can read this")
+        here.call("SPUBLISH", here.key("all", "1"), "m*1\r\n")
+        await soon(lambda: all(box._receiving.listener.live for box in boxes))
+        assert [len(await box.receive(max_messages=9)) for box in boxes if box is not boxes[2]] == [3] * 4
+        assert set(connections(here)) == ids
+
+
+async def test_a_connection_that_is_lost_is_made_once_for_all(here, anyio_backend):
+    async with AsyncExitStack() as stack:
+        boxes = [await stack.enter_async_context(here.mailbox(str(number))) for number in range(40)]
+        before = connections(here)
+        made = int(here.call("INFO", "stats").split(b"total_connections_received:")[1].split()[0])
+        old = {box._receiving.listener._name for box in boxes}
+        for killed in before:
+            here.call("CLIENT", "KILL", "ID", killed)
+        calls = len(before)
+        counts = await all_call(boxes)
+        await soon(
+            lambda: all(box._receiving.listener.live and box._receiving.listener._name not in old for box in boxes)
+        )
+        assert counts == [Counts()] * 40
+        now = int(here.call("INFO", "stats").split(b"total_connections_received:")[1].split()[0])
+        assert now - made - calls - 1 == 2, "connections that were made, but for those of this test itself"
+        assert names(here) == BOTH
+        assert not set(connections(here)) & set(before)
+        got: list = []
+
+        async def receive(box) -> None:
+            got.extend(await box.receive(wait_time_seconds=600))
+
+        async with anyio.create_task_group() as group:
+            for number, box in enumerate(boxes):
+                group.start_soon(receive, box)
+                await soon(lambda number=number: here.call("ZCARD", here.key("waiters", str(number))))
+                await box.send(number)
+        assert sorted(message.body for message in got) == list(range(40))
+
+
+async def test_a_server_that_is_away_is_asked_by_one_for_all(anyio_backend):
+    with RedisServer() as own, place(own.url) as here:
+        async with AsyncExitStack() as stack:
+            boxes = [await stack.enter_async_context(here.mailbox(str(number))) for number in range(10)]
+            own.stop(signal.SIGKILL)
+            found = await outcomes(*[box.counts for box in boxes])
+            assert all(isinstance(one, MailboxConnectionError) for one in found)
+            own.start()
+            assert await all_call(boxes) == [Counts()] * 10
+            await soon(lambda: all(box._receiving.listener.live for box in boxes))
+            assert names(here) == BOTH
+
+
+async def test_the_timeout_of_one_ends_no_call_of_its_neighbours(anyio_backend):
+    """It begins its next call on a new connection; theirs is answered on the old one."""
+    with RedisServer() as own, place(own.url) as here:
+        async with here.mailbox("hasty", timeout=0.2) as hasty, here.mailbox("patient", timeout=30) as patient:
+            own.send_signal(signal.SIGSTOP)
+            found: list = []
+
+            async def send() -> None:
+                found.append(await patient.send("x"))
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(send)
+                for _ in range(2):
+                    with pytest.raises(MailboxConnectionError, match=r"did not answer within 0\.2 s"):
+                        await hasty.send("x")
+                assert not found
+                own.send_signal(signal.SIGCONT)
+            assert await patient.counts() == Counts(pending=1)
+            await hasty.send("y")
+            assert len(await patient.receive()) == 1
+            await soon(lambda: names(here) == BOTH)
+
+
+# ------------------------------------------------------------------------------------------------- whose an answer is
+
+
+async def test_cancelled_callers_take_no_answer_of_others(here, anyio_backend):
+    """Each mailbox has another number of messages; callers are cancelled at any instant of their calls."""
+    rng = random.Random(7)
+    async with AsyncExitStack() as stack:
+        boxes = [await stack.enter_async_context(here.mailbox(str(number))) for number in range(6)]
+        for number, box in enumerate(boxes):
+            await box.send_many(range(number + 1))
+        wrong: list = []
+        done = 0
+
+        async def ask(number: int) -> None:
+            nonlocal done
+            for _ in range(60):
+                with anyio.move_on_after(rng.choice([0, 0, 0.0002, 0.0005, 0.001, 1])):
+                    counts = await boxes[number].counts()
+                    if counts != Counts(pending=number + 1):
+                        wrong.append((number, counts))
+                    done += 1
+
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as group:
+                for number in range(6):
+                    group.start_soon(ask, number)
+        assert wrong == []
+        assert done
+        assert names(here) == BOTH
+
+
+async def test_large_messages_and_their_cancelled_senders_disturb_nobody(here, anyio_backend):
+    """A body that the socket takes in many pieces: the sender goes between two of them."""
+    body = "x" * 6_000_000
+    async with here.mailbox("large") as large, here.mailbox("small") as small:
+        async with anyio.create_task_group() as group:
+            for number in range(6):
+                scope = anyio.CancelScope()
+
+                async def send(scope=scope) -> None:
+                    with scope:
+                        await large.send(body)
+
+                group.start_soon(send)
+                for _ in range(number):
+                    await anyio.lowlevel.checkpoint()
+                scope.cancel()
+                await small.send(number)
+        got = await small.receive(max_messages=9)
+        assert [message.body for message in got] == list(range(6))
+        found = await outcomes(partial(large.receive, max_messages=9), *[partial(small.send, "y")] * 5)
+        assert not [one for one in found if isinstance(one, Exception)]
+        assert all(message.body == body for message in found[0])
+        assert (await small.counts()).pending == 5
+        assert names(here) == BOTH
