@@ -15,7 +15,7 @@ import anyio
 from anyio.abc import ByteStream, SocketAttribute
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from anyio.abc import SocketStream
 
@@ -60,9 +60,9 @@ class DirectStream(ByteStream):
                 await self.flush()
 
     @property
-    def unsent(self) -> bool:
-        """True if the socket has not taken all that was written."""
-        return bool(self._rest)
+    def unsent(self) -> Collection[memoryview]:
+        """What has been written and the socket has not taken; always the same object."""
+        return self._rest
 
     async def flush(self) -> None:
         """Wait until the socket has taken all that was written."""

@@ -122,7 +122,7 @@ class Link:
             if self._awaiting:
                 if wire is None:  # hung up on meanwhile
                     raise anyio.ClosedResourceError
-            elif wire is None or not wire.current or began - wire.heard_at > IDLE:
+            elif wire is None or not wire.heard_since(began - IDLE):
                 wire = await self._connect_by(began + self._timeout)
             try:
                 if not self._awaiting:
@@ -184,7 +184,7 @@ class Link:
             wire = self._wire
             if wire is None or not wire.current:
                 wire = await self._join()
-            if self._now() - wire.heard_at <= IDLE:
+            if wire.heard_since(self._now() - IDLE):
                 return wire
             try:
                 await wire.call("PING")

@@ -14,6 +14,7 @@ to a connection: of those that wait for something to come, one reads for all, an
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -21,7 +22,7 @@ import anyio
 from mainspring import entropy, process
 from mainspring.clock import loop_clock
 from mainspring.errors import copied
-from mainspring.mailbox.redis_wire import LOST, NOTHING, ServerError, packed
+from mainspring.mailbox.redis_wire import LOST, NOTHING, PIECE, ServerError, packed
 from mainspring.policies import backoff
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ class Connection:
     def __init__(self, line: Line, wire: Wire) -> None:
         self.line = line
         self.wire = wire
+        self.unsent = wire.unsent
         self.channels: set[Channel] = set()
         self.routes: dict[bytes, list[Channel]] = {}
         """Who hears what is published on a channel of the server's."""
@@ -148,7 +150,7 @@ class Connection:
         """True if new channels get another connection."""
         return self.line.connection is not self
 
-    async def write(self, command: Sequence[str | int | float | bytes], turn: Channel | str) -> None:
+    async def write(self, turn: Channel | str, command: Sequence[str | int | float | bytes]) -> None:
         """Write one command, whose answer is for ``turn``, as far as the socket takes it."""
         data = packed(command)
         self.turns.append(turn)
@@ -160,38 +162,40 @@ class Connection:
 
     async def read(self, channel: Channel, items: deque[Any]) -> None:
         """Read for all until there are ``items`` for ``channel``, or it is closed."""
+        receive, feed, parsed = self.wire.receive, self.wire.feed, self.wire.parsed
         self.reader = channel
         try:
             while not (items or channel.closed):
-                await self.wire.fill()
+                feed(await receive(PIECE))
                 self.heard_at, self.asked_at = self._now(), None
-                while (reply := self.wire.parsed()) is not NOTHING:
-                    self._deliver(reply)
+                while (reply := parsed()) is not NOTHING:
+                    if self.routes and type(reply) is list and self._is_published(reply):
+                        continue
+                    if not self.turns:
+                        raise anyio.BrokenResourceError  # the last words of a server that hangs up
+                    turn = self.turns.popleft()
+                    if not isinstance(turn, str) and not turn.closed:
+                        turn.give(turn.replies, reply)
         except LOST:
             await self.hang_up()
             raise
         finally:
             self.reader = None
-        if self.retired:
+        if self.line.connection is not self:
             await self.tidy()
 
-    def _deliver(self, reply: Any) -> None:
-        turns = self.turns
-        if self.routes and type(reply) is list:
-            unasked = reply[:1] == [b"sunsubscribe"] and not (turns and turns[0] == _LEAVE)
-            if unasked or reply[:1] == [b"smessage"]:
-                for channel in self.routes.get(reply[1], ()):
-                    channel.give(channel.messages, reply)
-                return
-        if not turns:
-            raise anyio.BrokenResourceError  # the last words of a server that hangs up
-        turn = turns.popleft()
-        if isinstance(turn, Channel) and not turn.closed:
-            turn.give(turn.replies, reply)
+    def _is_published(self, reply: list[Any]) -> bool:
+        """Give out what came for those who have subscribed; False if it is an answer."""
+        unasked = reply[:1] == [b"sunsubscribe"] and not (self.turns and self.turns[0] == _LEAVE)
+        if not unasked and reply[:1] != [b"smessage"]:
+            return False
+        for channel in self.routes.get(reply[1], ()):
+            channel.give(channel.messages, reply)
+        return True
 
     def pass_on(self) -> None:
-        """Let the next one read that waits, if nobody does."""
-        if self.waiting and self.reader is None:
+        """Let the next one read that waits."""
+        if self.reader is None:
             next(iter(self.waiting)).set()
 
     def retire(self, *, pause: bool) -> None:
@@ -234,13 +238,18 @@ class Channel:
         self._connection = connection
         self._event: anyio.Event | None = None
         self._scope: anyio.CancelScope | None = None
-        self._alone = False  # whether it acts without a scope
+        self._alone = False  # whether it reads without a scope: closing it hangs up, which ends the read
         connection.channels.add(self)
 
     @property
     def current(self) -> bool:
-        """True if this is, as far as is known, a connection that can be trusted with a new call."""
+        """True if new calls may begin on this connection."""
         return not (self.closed or self._connection.retired)
+
+    def heard_since(self, instant: float) -> bool:
+        """True if new calls may begin on this connection, and it has worked since ``instant``."""
+        connection = self._connection
+        return connection.heard_at >= instant and connection.line.connection is connection and not self.closed
 
     @property
     def heard_at(self) -> float:
@@ -252,21 +261,20 @@ class Channel:
         """When the server was asked whether it is there, if it has sent nothing since."""
         return self._connection.asked_at
 
-    async def send(self, command: Sequence[str | int | float | bytes]) -> None:
+    def send(self, command: Sequence[str | int | float | bytes]) -> Awaitable[None]:
         """Write one command, without a wait; :meth:`read` waits until all of it has left."""
-        self._check()
-        await self._connection.write(command, self)
+        connection = self._connection
+        if self.closed or connection.lost:
+            raise anyio.ClosedResourceError
+        return connection.write(self, command)
 
-    async def read(self) -> Any:
-        """The next reply to a command of this channel; raises :class:`ServerError` where it is an error."""
-        reply = await self._next(self.replies)
-        if isinstance(reply, ServerError):
-            raise reply
-        return reply
+    def read(self) -> Awaitable[Any]:
+        """Wait for the next reply to a command of this channel; raises :class:`ServerError` where it is an error."""
+        return self._next(self.replies)
 
-    async def hear(self) -> Any:
-        """The next message that was published on a channel that :meth:`subscribe` has named."""
-        return await self._next(self.messages)
+    def hear(self) -> Awaitable[Any]:
+        """Wait for the next message that was published on a channel that :meth:`subscribe` has named."""
+        return self._next(self.messages)
 
     async def call(self, *command: str | int | float | bytes) -> Any:
         """Write one command and read its reply."""
@@ -282,22 +290,31 @@ class Channel:
         """Ask whether the server is there, unless it was asked already: ``heard_at`` tells that it is."""
         if self._connection.asked_at is None:
             self._connection.asked_at = now
-            await self._connection.write(("PING",), _PING)
+            await self._connection.write(_PING, ("PING",))
 
     async def _next(self, items: deque[Any]) -> Any:
         connection = self._connection
         try:
-            if connection.wire.unsent:
+            if connection.unsent:
                 await self._until_closed(connection.wire.flush)
             while not items:
-                self._check()
-                if connection.reader is None:
+                if self.closed or connection.lost:
+                    raise anyio.ClosedResourceError
+                if connection.reader is not None:
+                    await self._wait()
+                elif len(connection.channels) > 1:
                     await self._until_closed(connection.read, self, items)
                 else:
-                    await self._wait()
+                    self._alone = True
+                    await connection.read(self, items)
         finally:
-            connection.pass_on()
-        return items.popleft()
+            self._alone = False
+            if connection.waiting:
+                connection.pass_on()
+        item = items.popleft()
+        if isinstance(item, ServerError):
+            raise item
+        return item
 
     async def _wait(self) -> None:
         """Wait for an item, or for the turn to read."""
@@ -310,26 +327,13 @@ class Channel:
             self._event = None
 
     async def _until_closed(self, act: Callable[..., Awaitable[None]], *arguments: Any) -> None:
-        """Do it until another task closes this channel. A channel that is alone closes the connection, which ends it too."""
-        if len(self._connection.channels) == 1:
-            self._alone = True
-            try:
-                await act(*arguments)
-            finally:
-                self._alone = False
-            return
+        """Do it until another task closes this channel."""
         with anyio.CancelScope() as scope:
             self._scope = scope
             try:
                 await act(*arguments)
             finally:
                 self._scope = None
-
-    def _check(self) -> None:
-        if self.closed:
-            raise anyio.ClosedResourceError
-        if self._connection.lost:
-            raise anyio.BrokenResourceError
 
     def give(self, items: deque[Any], item: Any) -> None:
         """Something has come."""
@@ -353,12 +357,13 @@ class Channel:
         left = self._leave_routes()
         if self._scope is not None:
             self._scope.cancel()
-        elif self._alone:  # when it began
+        elif self._alone:
             await connection.hang_up()
         await connection.tidy()
         if left and not connection.lost:
-            for name in left:
-                await self._unsubscribe(name)
+            with suppress(*LOST):
+                for name in left:
+                    await self._unsubscribe(name)
 
     def _leave_routes(self) -> list[bytes]:
         """Hear nothing more; the channels of the server's that no mailbox here hears any more."""
@@ -372,4 +377,4 @@ class Channel:
 
     async def _unsubscribe(self, name: bytes) -> None:
         if name not in self._connection.routes and not self._connection.lost:
-            await self._connection.write(("SUNSUBSCRIBE", name), _LEAVE)
+            await self._connection.write(_LEAVE, ("SUNSUBSCRIBE", name))

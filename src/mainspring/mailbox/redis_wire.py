@@ -18,7 +18,7 @@ from mainspring.mailbox.direct_stream import DirectStream
 from mainspring.resolver import connect_tcp
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Collection, Sequence
 
     from anyio.abc import ByteStream
 
@@ -31,7 +31,7 @@ NOTHING: Final = object()
 """What is parsed while no reply is whole."""
 LONGEST: Final = 536_870_912
 """The most bytes of one argument that a server takes which was not told otherwise (``proto-max-bulk-len``)."""
-_PIECE: Final = 65_536
+PIECE: Final = 65_536
 """Bytes of one read. For more than 128 KiB the allocator asks the system each time, which costs more than a small reply."""
 _FORBIDDEN: Final = ("NOAUTH", "WRONGPASS", "NOPERM", "DENIED")
 
@@ -69,44 +69,39 @@ class ServerError(MailboxConnectionError):
 class Wire:
     """A connection that is ready for commands, to ``host``. Closed or not, :meth:`close` may be called."""
 
-    __slots__ = ("_direct", "_reader", "_stream", "cluster", "host", "longest")
+    __slots__ = ("_direct", "_stream", "cluster", "feed", "host", "longest", "parsed", "receive", "write")
 
     def __init__(self, direct: DirectStream, stream: ByteStream, host: Host) -> None:
+        reader = hiredis.Reader(replyError=ServerError, notEnoughData=NOTHING)
+        self.write: Callable[[bytes], Awaitable[None]] = stream.send
+        """Writes a packed command. What the socket does not take at once leaves with the next one, or with :meth:`flush`."""
+        self.receive: Callable[[int], Awaitable[bytes]] = stream.receive
+        """Waits for at most :data:`PIECE` bytes, which are for ``feed``."""
+        self.feed: Callable[[bytes], None] = reader.feed
+        self.parsed: Callable[[], Any] = reader.gets
+        """Gives the next reply that has come whole, which may be a :class:`ServerError`; or :data:`NOTHING`."""
         self._direct = direct
         self._stream = stream
-        self._reader = hiredis.Reader(replyError=ServerError, notEnoughData=NOTHING)
         self.host = host
         self.cluster = False
         self.longest = LONGEST
         """The most bytes of one argument that the server takes."""
 
-    async def write(self, command: bytes) -> None:
-        """Write one command, packed. What the socket does not take at once leaves with the next one, or with :meth:`flush`."""
-        await self._stream.send(command)
-
     @property
-    def unsent(self) -> bool:
-        """True if part of what was written has not left."""
+    def unsent(self) -> Collection[memoryview]:
+        """What has been written and has not left."""
         return self._direct.unsent
 
     async def flush(self) -> None:
         """Wait until all that was written has left."""
         await self._direct.flush()
 
-    def parsed(self) -> Any:
-        """The next reply that has come whole, which may be a :class:`ServerError`; or :data:`NOTHING`."""
-        return self._reader.gets()
-
-    async def fill(self) -> None:
-        """Wait for more to parse."""
-        self._reader.feed(await self._stream.receive(_PIECE))
-
     async def call(self, *command: str | int | float | bytes) -> Any:
         """Write one command and read its reply; raises :class:`ServerError` where that is an error."""
         await self.write(packed(command))
         await self.flush()
         while (reply := self.parsed()) is NOTHING:
-            await self.fill()
+            self.feed(await self.receive(PIECE))
         if isinstance(reply, ServerError):
             raise reply
         return reply
