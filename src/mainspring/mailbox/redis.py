@@ -44,8 +44,9 @@ class RedisMailbox(Mailbox[T, R]):
     delays and expiries are by the server's clock. A send returns once the server has it; whether it outlives the server's end
     depends on its settings. On opening, a server without ``appendonly yes`` is warned of in the log, once; ``appendfsync``,
     which not everybody may ask for, is not looked at. One ``send_many`` takes up to 250,000 messages
-    (:class:`InvalidParameterError` beyond). A mailbox object has two connections: one for calls, one on which the server calls
-    when there are messages to wait for.
+    (:class:`InvalidParameterError` beyond). All mailboxes of a process and event loop with the same server, database, login
+    and TLS options share two connections: one for calls, one on which the server calls when there are messages to wait for.
+    In a cluster each mailbox object has two of its own.
 
     :param url: ``redis://[user:password@]host:6379/0``, ``rediss://…`` (TLS), ``redis+sentinel://host:26379,host/service/0``,
         ``redis+cluster://host:6379,host``. The other parameters can stand in its query instead, as in ``?name=jobs``, but for
