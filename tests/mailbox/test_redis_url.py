@@ -93,3 +93,19 @@ def test_no_error_of_open_mailbox_shows_a_secret(rest):
         open_mailbox(f"redis://me:secret@{rest}")
     assert "secret" not in str(caught.value)
     assert "redis://db/0" in str(caught.value)
+
+
+def test_servers_are_one_by_what_was_given_for_tls_not_by_what_was_made_of_it():
+    """Mailboxes of one server share connections; each makes a context of its own of the same files."""
+    url, context = "rediss://h:6380/0", ssl.create_default_context()
+    assert parse_server(url, {}) == parse_server(url, {})
+    assert hash(parse_server(url, {})) == hash(parse_server(url, {}))
+    assert parse_server(url, {"ssl_context": context}) == parse_server(url, {"ssl_context": context})
+    others = [
+        {"ssl_context": context},
+        {"ssl_context": ssl.create_default_context()},
+        {"password": "p"},
+        {"username": "u"},
+    ]
+    assert len({parse_server(url, {}), *(parse_server(url, dict(options)) for options in others)}) == 5
+    assert parse_server(url, {}) != parse_server("redis://h:6380/0", {})

@@ -2,10 +2,10 @@
 
 A *line* makes one connection for all that ask for it. Each mailbox has a *channel* of it, with the interface of a connection
 of its own: its commands are written in the order in which they come, and the server answers in that order. No task belongs
-to a connection: of those that wait for something to come, one reads for all, and leaves that to the next when it goes.
+to a connection: of the tasks that wait for something to come, one reads for all, and leaves that to the next when it goes.
 
 - A channel that is closed has its outstanding answers dropped as they come. The last channel hangs up.
-- A connection that somebody mistrusts is *retired*: who is next makes a new one, and what is out on the old one is still read.
+- A mailbox that mistrusts a connection *retires* it: the next call of any makes a new one; answers that are out are still read.
 - A connection that breaks raises in all its channels.
 - A command is written as far as the socket takes it at once. The rest leaves while its caller waits for the answer, or with
   the next command: no cancellation leaves half a command behind.
@@ -346,7 +346,7 @@ class Channel:
         self._connection.retire(pause=pause)
 
     async def close(self) -> None:
-        """Drop what is still to come; whoever waits for it has :class:`anyio.ClosedResourceError`."""
+        """Drop what is still to come; a task that waits for it has :class:`anyio.ClosedResourceError`."""
         if self.closed:
             return
         self.closed = True
