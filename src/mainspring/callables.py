@@ -55,12 +55,11 @@ def check_runs(
         raise error(f"{called} {name_of(fn)} {what}; give an object of it, or a function")
 
 
-def ran(result: T, called: str) -> T:
+def ran(result: T, called: str, error: type[MainspringError] = InvalidParameterError) -> T:
     """Return what a call gave, unless that is work which has not run: a generator, or something that was not awaited.
 
-    A coroutine that has not begun is closed, so that Python does not warn of it as well. ``called`` names what was called.
-
-    :raises InvalidParameterError: it is such work.
+    A coroutine that has not begun is closed, so that Python does not warn of it as well. ``called`` names what was called, and
+    ``error`` is raised where it is such work.
     """
     if result is None:
         return result
@@ -72,7 +71,7 @@ def ran(result: T, called: str) -> T:
     else:
         return result
     close_unbegun(result)
-    raise InvalidParameterError(f"{called} returned {what}, so its work has not run to its end; {advice}")
+    raise error(f"{called} returned {what}, so its work has not run to its end; {advice}")
 
 
 def close_unbegun(given: Any) -> bool:

@@ -135,7 +135,7 @@ class HandlerTimeoutError(MainspringError, TimeoutError):
 
 class TaskExitError(MainspringError):
     """Code that runs under a scope raised ``SystemExit``, ``KeyboardInterrupt`` or another error that is no ``Exception``;
-    or it was cancelled natively, by asyncio, and by no cancel scope.
+    or it was cancelled natively, by asyncio, and by no cancel scope; or a handler returned work that has not run.
 
     One task must not end the process behind the others' backs: in a handler it counts as a failed attempt, elsewhere as a
     crash. To end a program from inside, call ``shutdown()`` of its group.

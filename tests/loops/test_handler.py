@@ -17,7 +17,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 import mainspring
-from mainspring import Context, DeadLetterPolicy, DLQConsumer, InMemoryMailbox, MainLoop
+from mainspring import Context, DeadLetterPolicy, DLQConsumer, InMemoryMailbox, MainLoop, RetryPolicy
 from mainspring.errors import ConfigError, SerializationError
 from mainspring.loops.handler import inspect_handler
 from support import settled
@@ -399,9 +399,10 @@ UNRUN = [
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("handler", "says"), UNRUN)
 @pytest.mark.parametrize("wrapped", [False, True])
-async def test_a_result_that_has_not_run_is_dead_at_once(handler, says, wrapped):
+async def test_a_result_that_has_not_run_is_a_failed_attempt_and_retried(handler, says, wrapped):
     mailbox = InMemoryMailbox()
-    loop = MainLoop(mailbox, handler, body=int)
+    policies = {"retry": RetryPolicy(initial_delay=0), "dead_letter": DeadLetterPolicy(max_attempts=2)}
+    loop = MainLoop(mailbox, handler, body=int, **policies)
     if wrapped:
 
         @loop.wrap
@@ -412,9 +413,9 @@ async def test_a_result_that_has_not_run_is_dead_at_once(handler, says, wrapped)
         await mailbox.send(1)
         await settled(mailbox)
         (letter,) = await mailbox.dead_letters()
-    assert (letter.attempt, letter.error_type) == (1, "InvalidParameterError")
+    assert (letter.attempt, letter.error_type) == (2, "TaskExitError")
     assert says in letter.error
-    assert loop.outcomes == {"dead_lettered": 1}
+    assert loop.outcomes == {"retried": 1, "dead_lettered": 1}
 
 
 async def calls_only(message, call):

@@ -13,7 +13,7 @@ from mainspring import entropy
 from mainspring.callables import close_unbegun, name_of, ran
 from mainspring.contexts import resumed
 from mainspring.deadline import deadline_of, enter
-from mainspring.errors import InvalidParameterError, Retry, SerializationError, TaskExitError
+from mainspring.errors import Retry, SerializationError, TaskExitError
 from mainspring.events import MessageStarted
 from mainspring.loops.context import Context
 from mainspring.loops.outcome import (
@@ -194,7 +194,7 @@ class Attempts:
 
         def checked(call: Callable[[], Awaitable[Any]], name: str) -> Callable[[], Awaitable[Any]]:
             async def run() -> Any:
-                return ran(await call(), name)
+                return ran(await call(), name, TaskExitError)
 
             def begin() -> Coroutine[Any, Any, Any]:
                 begun.append(coroutine := run())
@@ -210,7 +210,7 @@ class Attempts:
         finally:
             unbegun = [coroutine for coroutine in begun if close_unbegun(coroutine)]
         if unbegun:
-            raise InvalidParameterError(
+            raise TaskExitError(
                 "a wrapper has called call() without `await`, so the handler has not run; write `return await call()`"
             )
         return result
@@ -219,7 +219,7 @@ class Attempts:
         if run.lost:
             return run.fate
         if result is not None:
-            ran(result, self._called)
+            ran(result, self._called, TaskExitError)
         message = run.message
         if message.reply_to is None or (message.is_settled and not is_unanswered(message.settlement)):
             return DONE
