@@ -46,6 +46,11 @@ def utc_now() -> datetime:
     clock = virtual_clock()
     if clock is None:
         return datetime.now(UTC)
+    return virtual_date(clock)
+
+
+def virtual_date(clock: Any) -> datetime:
+    """The date by that ``MockClock``, as an aware UTC datetime."""
     return VIRTUAL_EPOCH + timedelta(seconds=clock.current_time() + _wall_ahead())
 
 
@@ -54,7 +59,7 @@ def utc_clock() -> Callable[[], datetime]:
     clock = virtual_clock()
     if clock is None:
         return utc_now
-    return lambda: VIRTUAL_EPOCH + timedelta(seconds=clock.current_time() + _wall_ahead())
+    return lambda: virtual_date(clock)
 
 
 def monotonic() -> float:

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import UTC, datetime, timedelta
 from functools import partial
 
 import anyio
 import pytest
 
-from mainspring import clock, entropy
+from mainspring import InMemoryMailbox, clock, entropy
 from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.testing import DeadlockError, VirtualClock, run_virtual
 from mainspring.testing import idle as idle_module
@@ -46,6 +47,26 @@ def test_time_passes_only_while_all_are_blocked_and_every_clock_agrees() -> None
         await anyio.sleep(3600)
         assert anyio.current_time() == VirtualClock().now == 3600
         assert (clock.utc_now() - began).total_seconds() == clock.boot_time() - booted == 3600
+
+    run_virtual(main)
+
+
+def test_the_virtual_date_is_public_and_an_error_about_a_date_names_it() -> None:
+    async def main() -> None:
+        async with InMemoryMailbox("jobs", body=str) as jobs:
+            await anyio.sleep(86_400)
+            with pytest.raises(
+                InvalidParameterError, match=r"its date is 2000-01-02: take VirtualClock\(\)\.utc_now\(\)"
+            ):
+                await jobs.send("today", at=datetime.now(UTC) + timedelta(minutes=1))
+            virtual = VirtualClock()
+            assert virtual.utc_now() == datetime(2000, 1, 2, tzinfo=UTC)
+            await jobs.send("in an hour", at=virtual.utc_now() + timedelta(hours=1))
+            await jobs.send("at once", at=datetime.min.replace(tzinfo=UTC))
+            (first,) = await jobs.receive()
+            await first.acknowledge()
+            (second,) = await jobs.receive(wait_time_seconds=7_200)
+            assert (first.body, second.body, virtual.now) == ("at once", "in an hour", 86_400 + 3_600)
 
     run_virtual(main)
 

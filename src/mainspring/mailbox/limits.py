@@ -55,8 +55,20 @@ def delay_of(delay: Seconds, at: datetime | None) -> float:
         )
     left = (at - clock.utc_now()).total_seconds()
     if left > MAX_DELAY:
-        raise InvalidParameterError(f"send: at must be within {MAX_DELAY / 86_400:.0f} days from now, not {at!r}")
+        raise InvalidParameterError(
+            f"send: at must be within {MAX_DELAY / 86_400:.0f} days from now, not {at!r}{_virtual_date()}"
+        )
     return max(0.0, left)
+
+
+def _virtual_date() -> str:
+    """What to add to an error about a date: where time is virtual, the date is not today's."""
+    if clock.virtual_clock() is None:
+        return ""
+    return (
+        f"; time is virtual here and its date is {clock.utc_now():%Y-%m-%d}: take VirtualClock().utc_now()"
+        " (mainspring.testing) instead of datetime.now(UTC)"
+    )
 
 
 def check_send(

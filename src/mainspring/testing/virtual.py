@@ -22,6 +22,7 @@ from mainspring.testing.idle import DeadlockError, IdleJudge  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Iterator
+    from datetime import datetime
 
     from trio.testing import MockClock
 
@@ -112,6 +113,13 @@ class VirtualClock:
     def now(self) -> float:
         """Virtual seconds since the run began: what ``anyio.current_time()`` says in it."""
         return self._mock.current_time()
+
+    def utc_now(self) -> datetime:
+        """Return the virtual date, in UTC: 2000-01-01 when the run began, and :attr:`now` seconds later.
+
+        Mailboxes go by it. So ``send(at=...)`` takes ``clock.utc_now() + timedelta(hours=1)``, not ``datetime.now(UTC) + ...``.
+        """
+        return clock.virtual_date(self._mock)
 
     def advance(self, seconds: float) -> Settled:
         """Move the clock on by ``seconds`` at once, as if the process had been suspended for so long.
