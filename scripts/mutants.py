@@ -124,6 +124,15 @@ def table(results: dict[Mutant, str]) -> str:
     return "\n".join(lines)
 
 
+def chosen(mutants: list[Mutant], numbers: list[int] | None) -> list[Mutant]:
+    """Return the faults of these numbers, or all of them. Raise ValueError for a number that the list does not have."""
+    if not numbers:
+        return mutants
+    if unknown := sorted(set(numbers) - {one.number for one in mutants}):
+        raise ValueError(f"no fault has the number {', '.join(map(str, unknown))}; the list has 1 to {len(mutants)}")
+    return [one for one in mutants if one.number in numbers]
+
+
 def main() -> int:
     """Plant the faults, and say which were caught."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -134,7 +143,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="run the tests without any fault first")
     arguments = parser.parse_args()
     try:
-        mutants = [one for one in read(arguments.list) if not arguments.only or one.number in arguments.only]
+        mutants = chosen(read(arguments.list), arguments.only)
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -228,6 +228,8 @@ class InMemoryMailbox(Mailbox[T, R]):
 
     def _turn(self) -> Awaitable[None]:
         """What a sender awaits first: there it can be cancelled, and now and then others have a turn."""
+        if not self._usable:
+            self._check_open()  # before the event loop is asked for anything: a forked child has none
         store = self._store
         if store.thread != get_ident() or not store.is_current():
             store = self._here()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mainspring.errors import ConfigError, JournalDamagedError, JournalLockedError, ReducerError, SessionError
+from mainspring.loggers import Logger
 from mainspring.scope import DaemonScope
 from mainspring.session.journal import JournalCalls
 from mainspring.session.record import REMEDY, Entry, EventCodecs, Stored, entry_of_snapshot, read_entry
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mainspring.session.transaction import Transaction
     from mainspring.session.writer import Writer
 
-_log = logging.getLogger("mainspring")
+_log = Logger("mainspring")
 
 ENTRIES_AT_ONCE = 1_000
 """How many entries are read before the event loop goes on with something else."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import os
 import shutil
 from typing import TYPE_CHECKING
 
 from mainspring.errors import ConfigError, JournalDamagedError, JournalError, JournalLockedError
+from mainspring.loggers import Logger
 from mainspring.session.journal import Journal, free_name
 from mainspring.session.record import REMEDY, SEAL_LENGTH, is_journal, is_sealed
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-_log = logging.getLogger("mainspring")
+_log = Logger("mainspring")
 
 
 class FileJournal(Journal):
