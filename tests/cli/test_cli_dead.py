@@ -208,9 +208,9 @@ def test_match_looks_into_the_body_too(url: str, ids: list[str], capsys: Any) ->
     assert [letter["error"] for letter in json.loads(capsys.readouterr().out)["letters"]] == ["bounced"]
 
 
-def test_errors_cannot_speak_to_the_terminal(url: str, capsys: Any) -> None:
+def test_errors_and_headers_cannot_speak_to_the_terminal(url: str, capsys: Any) -> None:
     async def one(mailbox: Mailbox[Any, Any]) -> str:
-        sent: str = await mailbox.send("job")
+        sent: str = await mailbox.send("job", headers={"title \x1b]0;x\x07": "\x1b]0;y\x07"})
         await (await mailbox.receive())[0].dead_letter("red \x1b[31m\nand a line of its own")
         return sent
 

@@ -110,6 +110,16 @@ async def test_status_is_the_whole_tree_as_valid_json() -> None:
     assert second == {"name": "jobs#2", "counts": None, "error": "MailboxConnectionError: down here"}
 
 
+@pytest.mark.parametrize("path", ["health/live", "health/ready", "health/startup", "status"])
+async def test_an_answer_holds_what_errors_say_beyond_utf_8(path: str) -> None:
+    text = "no file \udcff here"
+    source = FakeGroup(ready=False, reasons=(text,), checks={"disk": text}, loops=(loop_status(reason=text),))
+    async with client_of(source) as client:
+        response = await client.get(f"/{path}")
+    assert response.status_code in {200, 503}
+    assert response.json()["loops"][0]["reason"] == text
+
+
 async def test_metrics_are_made_where_none_are_given_and_count_from_then_on() -> None:
     source = FakeGroup()
     async with client_of(source) as client:

@@ -135,7 +135,7 @@ def show_dead(url: str, message_id: str, as_json: bool) -> int:
         ("body", _body_text(letter)),
     ]
     for name, value in facts:
-        typer.echo(f"{name:<9} {_printable(str(value))}")
+        typer.echo(_printable(f"{name:<9} {value}"))
     if letter.history:
         typer.echo("history")
     for failure in letter.history:

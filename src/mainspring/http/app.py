@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import json
 import os
 from email.utils import format_datetime
 from typing import TYPE_CHECKING, Any, Protocol
@@ -133,7 +134,7 @@ class _Views:
         tree["mailboxes"] = plain(depths)
         tree["version"] = mainspring.__version__
         tree["time"] = clock.utc_now().isoformat(timespec="milliseconds")
-        return JSONResponse(tree)
+        return _Json(tree)
 
     async def _ask_around(self) -> Sequence[MailboxStatus]:
         """Ask checks and mailboxes; what the status then says of the checks is fresh."""
@@ -169,7 +170,7 @@ class _Views:
 
     def _done(self, what: str, code: int) -> Response:
         status = self._source.status()
-        return JSONResponse({"status": what, "group": status.name, "state": str(status.state)}, code)
+        return _Json({"status": what, "group": status.name, "state": str(status.state)}, code)
 
     async def dashboard(self, _: Request) -> Response:
         page = dashboard_page()
@@ -194,7 +195,14 @@ def _probe(status: GroupStatus, well: bool, **more: Any) -> Response:
         ],
         **more,
     }
-    return JSONResponse(answer, 200 if well else 503)
+    return _Json(answer, 200 if well else 503)
+
+
+class _Json(JSONResponse):
+    """JSON in which an error may say what UTF-8 cannot hold, as of a file's name: that is escaped."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
 
 
 def _line(text: str, status: int, **headers: str) -> Response:
