@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from types import SimpleNamespace
 
 import anyio
@@ -465,7 +465,16 @@ def test_a_task_that_cancels_itself(make):
     assert thread.submit(add, 1).wait_sync(PATIENCE) == 2
 
 
+def decorated(fn):
+    @wraps(fn)
+    def call(*args):
+        return fn(*args)
+
+    return call
+
+
 def test_what_submit_refuses(thread):
+    called: list[int] = []
     with pytest.raises(
         InvalidParameterError, match=r"not a coroutine: write submit\(add, …\) instead of submit\(add\(…\)\)"
     ):
@@ -474,8 +483,11 @@ def test_what_submit_refuses(thread):
         InvalidParameterError, match=r"post\(\) takes a function, not a coroutine: write submit\(add, …\)"
     ):
         thread.post(add(1))
-    with pytest.raises(InvalidParameterError, match="post\\(\\) takes such"):
-        thread.submit(lambda: None).wait_sync(PATIENCE)
+    for blocks in (lambda: called.append(1), partial(called.append, 1), called.append, decorated(called.append)):
+        with pytest.raises(InvalidParameterError, match="is plain and would block the event loop"):
+            thread.submit(blocks)
+    assert thread.submit(decorated(add), 1).wait_sync(PATIENCE) == 2
+    assert called == []
     with pytest.raises(InvalidParameterError, match="stop_timeout must be 0 or more seconds"):
         thread.submit(add, 1, stop_timeout=-1)
     with pytest.raises(InvalidParameterError, match="timeout must be 0 or more seconds, or None"):
@@ -532,7 +544,7 @@ def test_an_error_that_nobody_asks_for_is_logged(thread, caplog):
     try:
         thread.submit(bad)
         thread.submit(leave)
-        thread.submit(lambda: None)
+        thread.submit(wraps(add)(lambda: None))  # cannot be seen before it is called
         assert thread.stop() is True
         thread.submit(add, 1)
     finally:
@@ -991,7 +1003,7 @@ def test_what_a_broken_loop_had_accepted_is_told(monkeypatch, caplog):
 
 
 def test_what_is_in_flight_is_counted_and_waited_for(thread):
-    gate, seen = threading.Event(), []
+    posted, gate, seen = threading.Event(), threading.Event(), []
 
     async def task():
         await anyio.sleep(0)
@@ -1000,6 +1012,7 @@ def test_what_is_in_flight_is_counted_and_waited_for(thread):
         seen.append("task")
 
     def callback():
+        posted.wait(PATIENCE)
         seen.append(thread.in_flight)
         gate.wait(PATIENCE)
 
@@ -1008,6 +1021,7 @@ def test_what_is_in_flight_is_counted_and_waited_for(thread):
     ticket = thread.submit(task)
     thread.post(callback)
     thread.post(lambda: seen.append("callback"))
+    posted.set()
     while not seen:
         time.sleep(0.001)
     assert seen == [3]  # in the callback: itself, the task, and the callback behind it

@@ -31,6 +31,11 @@ def is_async(fn: Any) -> bool:
     return inspect.iscoroutinefunction(code_of(fn))
 
 
+def gives_coroutine(fn: Any) -> bool:
+    """True if a call of ``fn`` gives a coroutine as far as can be seen: it is async, or wraps (``__wrapped__``) what is."""
+    return is_async(fn) or is_async(inspect.unwrap(innermost(fn)))
+
+
 def is_generator(fn: Any) -> bool:
     """True if a call of ``fn`` only makes a generator, plain or async; it is seen through as by :func:`is_async`."""
     code = code_of(fn)

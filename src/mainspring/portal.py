@@ -7,7 +7,7 @@ import weakref
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, TypeVarTuple, Unpack
 
-from mainspring.callables import instead_of, is_async
+from mainspring.callables import gives_coroutine, instead_of, is_async, name_of
 from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.portal_core import LoopCore
 from mainspring.portal_submission import Submission
@@ -126,12 +126,18 @@ class LoopThread:
 
         :param stop: is called in the event loop when the thread is to stop, to ask the task to end by itself.
         :param stop_timeout: seconds that it then gets instead of the thread's, as a :class:`LoopGroup` needs for its phases.
-        :raises InvalidParameterError: ``async_fn`` cannot be called (pass the function, not a coroutine), or
-            ``stop_timeout`` is not a time.
+        :raises InvalidParameterError: ``async_fn`` is no async function (a plain one would block the event loop; of a coroutine
+            the function is passed), or ``stop_timeout`` is not a time.
         """
         if not callable(async_fn):
             raise InvalidParameterError(
                 f"{self._core}: submit() takes an async function and its arguments, {instead_of(async_fn, 'submit')}"
+            )
+        code = getattr(async_fn, "__code__", None)
+        if not (code is not None and code.co_flags & inspect.CO_COROUTINE) and not gives_coroutine(async_fn):
+            raise InvalidParameterError(
+                f"{self._core}: submit() takes an async function, and {name_of(async_fn)} is plain and would block the event"
+                " loop; pass the async function itself and its arguments, or use post() for a short plain one"
             )
         if stop_timeout is not None and not is_number(stop_timeout, 0):
             raise InvalidParameterError(f"{self._core}: stop_timeout must be 0 or more seconds, not {stop_timeout!r}")

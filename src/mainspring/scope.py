@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 
-from mainspring.callables import innermost, instead_of, is_async
+from mainspring.callables import gives_coroutine, instead_of, is_async
 from mainspring.clock import real_work
 from mainspring.errors import InvalidParameterError, TaskExitError
 from mainspring.loggers import Logger
@@ -297,7 +297,7 @@ class DaemonScope:
             problem = f"a task is {what} and its arguments, {instead_of(fn, how)}"
         elif in_thread and is_async(fn):
             problem = f"{label} is async; use start_soon() for it"
-        elif not in_thread and not (is_async(fn) or is_async(inspect.unwrap(innermost(fn)))):
+        elif not in_thread and not gives_coroutine(fn):
             problem = (
                 f"{label} is no async function, and would block the event loop; use start_thread() for it, or pass the async"
                 " function itself"

@@ -161,7 +161,13 @@ def test_errors_are_those_of_the_async_calls(url):
         orders.send(3)
 
 
-@pytest.mark.parametrize(("what", "got"), [(lambda: 3, "it returned 3"), (None, "not None")])
+def not_to_be_called():
+    raise AssertionError("it would block the event loop")
+
+
+@pytest.mark.parametrize(
+    ("what", "got"), [(not_to_be_called, "and not_to_be_called is plain; call it without"), (None, "not None")]
+)
 def test_a_call_of_what_is_not_async_has_a_name(url, what, got):
     with open_mailbox(url).sync as orders:
         with pytest.raises(InvalidParameterError, match=f"sync.call: an async function is needed.*{got}") as caught:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, cast
 
 import anyio
 
-from mainspring.callables import instead_of, name_of
+from mainspring.callables import gives_coroutine, instead_of, name_of
 from mainspring.errors import ConfigError, InvalidParameterError, MailboxClosedError, TicketAbandonedError
 from mainspring.portal import LoopThread
 from mainspring.process import async_library, call_soon, carried_context, event_loop, in_event_loop, shared
@@ -86,7 +86,7 @@ class SyncMailbox(Generic[T, R]):
     def _blocking(self, method: Callable[P, Awaitable[X]]) -> Callable[P, X]:
         @wraps(method)
         def call(*args: P.args, **keywords: P.kwargs) -> X:
-            return self.call(method, *args, **keywords)
+            return self._call(method, *args, **keywords)
 
         return call
 
@@ -95,10 +95,10 @@ class SyncMailbox(Generic[T, R]):
         def send(*args: P.args, **keywords: P.kwargs) -> X:
             given = keywords.get("connection")
             if given is None:
-                return self.call(method, *args, **keywords)
+                return self._call(method, *args, **keywords)
             errand = Errand(given)
             cast("dict[str, Any]", keywords)["connection"] = errand
-            found = self.call(method, *args, **keywords)
+            found = self._call(method, *args, **keywords)
             return found if errand.work is None else cast("X", errand.run(many=isinstance(found, list)))
 
         return send
@@ -108,10 +108,17 @@ class SyncMailbox(Generic[T, R]):
 
         What interrupts the wait, as Ctrl-C does, cancels the call.
 
-        :raises InvalidParameterError: it is not async: what it returns cannot be awaited.
+        :raises InvalidParameterError: it is not async: a plain function would block the event loop.
         """
         if not callable(method):
             raise InvalidParameterError(f"sync.call: an async function is needed, {instead_of(method, 'sync.call')}")
+        if not gives_coroutine(method):
+            raise InvalidParameterError(
+                f"sync.call: an async function is needed, and {name_of(method)} is plain; call it without sync.call"
+            )
+        return self._call(method, *args, **keywords)
+
+    def _call(self, method: Callable[P, Awaitable[X]], /, *args: P.args, **keywords: P.kwargs) -> X:
         name = getattr(method, "__name__", repr(method))
         self._check_thread(name)
         routers = self._mailbox._routers  # noqa: SLF001 - this port's own
