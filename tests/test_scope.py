@@ -181,6 +181,28 @@ async def test_the_blocks_own_error_comes_out_as_it_is():
     assert caught.value is error
 
 
+@pytest.mark.parametrize("where", ["the block", "a task"])
+async def test_an_error_while_the_block_is_cancelled_comes_out_as_it_is(where):
+    """On trio it came in a group, which ``except LookupError`` does not catch: a nursery lists its cancelled tasks too."""
+    error = LookupError("mine")
+
+    async def fails_on_cancel() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            raise error
+
+    with pytest.raises(LookupError) as caught, anyio.CancelScope() as outer:
+        async with DaemonScope() as scope:
+            scope.start_soon(forever)
+            if where == "a task":
+                scope.start_soon(fails_on_cancel)
+            await anyio.wait_all_tasks_blocked()
+            outer.cancel()
+            await (fails_on_cancel() if where == "the block" else anyio.sleep_forever())
+    assert caught.value is error
+
+
 async def test_several_errors_come_out_as_a_group():
     async def fails_on_cancel() -> None:
         try:

@@ -199,7 +199,7 @@ class DaemonScope:
                 self._ask_all()
             return await group.__aexit__(kind, error, trace)
         except BaseExceptionGroup as errors:
-            lone = lone_error(errors)
+            lone = lone_error(_without_cancellations(errors))
             if lone is error:
                 return False  # the block's own error goes on as it is
             if lone is errors:
@@ -370,6 +370,12 @@ def native_cancels() -> Callable[[], int]:
     task = asyncio.current_task()
     assert task is not None
     return task.cancelling
+
+
+def _without_cancellations(errors: BaseExceptionGroup[BaseException]) -> BaseExceptionGroup[BaseException]:
+    """Return the errors beside the cancellations. A trio nursery that is cancelled raises both, an asyncio task group does not."""
+    cancellations, others = errors.split(anyio.get_cancelled_exc_class())
+    return errors if cancellations is None or others is None else others
 
 
 def lone_error(error: BaseException) -> BaseException:
