@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from contextlib import suppress
 from functools import partial
@@ -373,7 +372,7 @@ def native_cancels() -> Callable[[], int]:
 
 
 def _without_cancellations(errors: BaseExceptionGroup[BaseException]) -> BaseExceptionGroup[BaseException]:
-    """Return the errors beside the cancellations. A trio nursery that is cancelled raises both, an asyncio task group does not."""
+    """Return the errors beside the cancellations: a trio nursery that is cancelled raises both."""
     cancellations, others = errors.split(anyio.get_cancelled_exc_class())
     return errors if cancellations is None or others is None else others
 
