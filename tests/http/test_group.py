@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import httpx
@@ -91,6 +93,38 @@ async def test_a_busy_port_keeps_the_group_from_starting() -> None:
         with pytest.raises(ConfigError, match=f"health_port {port} on 127.0.0.1 is in use"):
             async with group:
                 raise AssertionError("it started")
+
+
+async def test_a_slow_look_up_of_the_host_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    turned, waited, real = threading.Event(), [], socket.getaddrinfo
+
+    def slow(host: Any, *args: Any, **options: Any) -> Any:
+        if host == "slow.example":
+            waited.append(turned.wait(5))
+            host = "127.0.0.1"
+        return real(host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    group = LoopGroup(
+        [MainLoop(InMemoryMailbox("jobs", body=str), lambda job: None)], health_host="slow.example", health_port=0
+    )
+
+    async def turn() -> None:
+        await anyio.sleep(0.01)
+        turned.set()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(turn)
+        async with group:
+            assert group.health_url is not None
+            assert waited == [True]
+
+
+async def test_a_host_that_does_not_exist_keeps_the_group_from_starting() -> None:
+    loop = MainLoop(InMemoryMailbox("jobs", body=str), lambda job: None)
+    with pytest.raises(ConfigError, match=r"health_host 'no-such-host\.invalid' cannot be resolved"):
+        async with LoopGroup([loop], health_host="no-such-host.invalid", health_port=0):
+            raise AssertionError("it started")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mainspring.events import CalibrationWarning
 from mainspring.http.app import health_app
 from mainspring.http.metrics import GroupMetrics
-from mainspring.http.server import HealthServer, bind, is_loopback
+from mainspring.http.server import HealthServer, is_loopback, listen
 
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
@@ -23,7 +23,7 @@ async def start(group: Source, scope: DaemonScope, host: str, port: int) -> str:
 
     Raises :class:`ConfigError` where the address cannot be had. The metrics count while the server runs.
     """
-    sock = bind(host, port)
+    sock = await listen(host, port)
     if "KUBERNETES_SERVICE_HOST" in os.environ and sock.family != socket.AF_UNIX and is_loopback(sock):
         text = (
             f"the health server listens on {host}, where the kubelet's probes do not reach it: set health_host='0.0.0.0'"

@@ -14,6 +14,7 @@ import anyio
 
 from mainspring.errors import ConfigError
 from mainspring.process import async_library
+from mainspring.resolver import resolve
 
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
@@ -26,7 +27,7 @@ _UNIX = "unix:"
 class HealthServer:
     """Serves one app on one listening socket, as a daemon: ``await scope.start(server.serve, stop=server.stop)``.
 
-    The socket (from :func:`bind`) is the server's from the moment it is made. Nothing ticks while nobody asks.
+    The socket (from :func:`listen`) is the server's from the moment it is made. Nothing ticks while nobody asks.
     """
 
     def __init__(
@@ -98,10 +99,38 @@ class HealthServer:
 # ------------------------------------------------------------------------------------------------------------ listening
 
 
-def bind(host: str, port: int) -> socket.socket:
+async def listen(host: str, port: int) -> socket.socket:
+    """As :func:`bind`, with a host name looked up on a thread of the library's own."""
+    name = _bare(host)
+    if not name or host.startswith(_UNIX):
+        return bind(host, port)
+    try:
+        addresses = await resolve(name)
+    except OSError as error:
+        raise _unresolved(host, error) from None
+    return bind(host, port, _preferred(addresses))
+
+
+def _preferred(addresses: list[str]) -> str:
+    """Of a name with both kinds the one that most probes ask: IPv4."""
+    return next((address for address in addresses if ":" not in address), addresses[0])
+
+
+def _bare(host: str) -> str:
+    return host.strip().removeprefix("[").removesuffix("]")
+
+
+def _unresolved(host: str, error: OSError | UnicodeError) -> ConfigError:
+    reason = getattr(error, "strerror", None) or error
+    return ConfigError(
+        f"health_host {host!r} cannot be resolved ({reason}): give an address of this machine, such as 127.0.0.1"
+    )
+
+
+def bind(host: str, port: int, address: str | None = None) -> socket.socket:
     """A listening socket on ``host`` and ``port``; port 0 takes a free one. A host ``unix:/path`` is a Unix socket.
 
-    ``::`` takes IPv4 as well. A Unix socket can be used by this user only, and replaces the file of a program that is gone.
+    ``address`` is that of a host name which was looked up. ``::`` takes IPv4 as well. A Unix socket can be used by this user only, and replaces the file of a program that is gone.
 
     :raises ConfigError: one line on what is wrong and what to do: the port is taken, needs privileges, the host is none
         of this machine's, the path cannot be used.
@@ -110,18 +139,13 @@ def bind(host: str, port: int) -> socket.socket:
         return _bind_unix(host.removeprefix(_UNIX))
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65_535:
         raise ConfigError(f"health_port must be a whole number from 0 (any free one) to 65535, not {port!r}")
-    name = host.strip().removeprefix("[").removesuffix("]")
-    if not name:
+    if not (name := _bare(host)):
         raise ConfigError("health_host is empty: say 127.0.0.1 for this machine only, or 0.0.0.0 for every interface")
     try:
-        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(address or name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"health_host {host!r} cannot be resolved ({reason}): give an address of this machine, such as 127.0.0.1"
-        ) from None
-    found.sort(key=lambda entry: entry[0] != socket.AF_INET)  # for a name with both, what most probes ask: IPv4
-    family, kind, protocol, _, address = found[0]
+        raise _unresolved(host, error) from None
+    family, kind, protocol, _, place = next((one for one in found if one[0] == socket.AF_INET), found[0])
     try:
         sock = socket.socket(family, kind, protocol)
     except OSError as error:
@@ -131,7 +155,7 @@ def bind(host: str, port: int) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(name != "::"))
-        sock.bind(address)
+        sock.bind(place)
         sock.listen(_BACKLOG)  # here, not in the server: a port that is taken can be noticed as late as this
     except OSError as error:
         sock.close()
