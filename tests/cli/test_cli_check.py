@@ -75,6 +75,8 @@ def test_a_beat_gap_shorter_than_the_longest_processing(directory: Path) -> None
     arguments = ("check", "app:plain", "--grace", "45", "--longest", "7200")
     assert run(*arguments, cwd=directory).returncode == 1
     assert run(*arguments, "--beat-gap", "60", cwd=directory).returncode == 0
+    written_otherwise = ("check", "app:plain", "--grace", "45s", "--longest", "2h", "--beat-gap", "1m")
+    assert run(*written_otherwise, cwd=directory).returncode == 0
 
 
 @pytest.mark.parametrize("option", ["--grace", "--longest", "--beat-gap"])

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import threading
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -118,6 +119,24 @@ def test_a_delay_is_not_over_yet(tmp_path: Path) -> None:
     assert bodies(tmp_path) == []
 
 
+@pytest.mark.parametrize("delay", ["60s", "5m", "1.5h", "1d", "7"])
+def test_a_delay_is_a_duration(tmp_path: Path, delay: str) -> None:
+    assert run("send", URL, "1", "--delay", delay, cwd=tmp_path).returncode == 0
+    assert bodies(tmp_path) == []
+
+
+def test_an_instant_in_the_future_is_a_delay_and_one_in_the_past_is_now(tmp_path: Path) -> None:
+    tomorrow = (datetime.now(UTC) + timedelta(days=1)).isoformat()
+    assert run("send", URL, "1", "--at", tomorrow, cwd=tmp_path).returncode == 0
+    assert run("send", URL, "2", "--at", "1999-12-31T23:59:59+01:00", cwd=tmp_path).returncode == 0
+    assert bodies(tmp_path) == [2]
+
+
+def test_an_expiry_is_a_duration(tmp_path: Path) -> None:
+    assert run("send", URL, "1", "--expires-in", "1h", cwd=tmp_path).returncode == 0
+    assert bodies(tmp_path) == [1]
+
+
 def test_a_dedup_key_sends_once(tmp_path: Path) -> None:
     first = run("send", URL, "1", "--dedup-key", "order-7", cwd=tmp_path)
     second = run("send", URL, "1", "--dedup-key", "order-7", cwd=tmp_path)
@@ -140,7 +159,17 @@ def test_nothing_to_send_is_said(tmp_path: Path) -> None:
         ([URL, "--file", "missing.jsonl"], "", "cannot read --file missing.jsonl: No such file"),
         ([URL, "--dedup-key", "k"], "1\n2\n", "--dedup-key names one message, but there are 2 bodies"),
         ([URL, "1", "--header", "novalue"], "", "--header 'novalue' must be KEY=VALUE"),
-        ([URL, "1", "--delay", "-1"], "", "delay must be 0 to"),
+        ([URL, "1", "--delay", "-1"], "", "Invalid value for '--delay': '-1' is no duration; write for example 90s"),
+        ([URL, "1", "--delay", "5x"], "", "Invalid value for '--delay': '5x' is no duration; write for example 90s"),
+        ([URL, "1", "--delay", "nan"], "", "'nan' is no duration"),
+        ([URL, "1", "--delay", "367d"], "", "delay must be 0 to"),
+        (
+            [URL, "1", "--at", "2026-01-10T09:00:00"],
+            "",
+            "'--at': '2026-01-10T09:00:00' is no date and time with a time zone",
+        ),
+        ([URL, "1", "--at", "tomorrow"], "", "write for example 2026-01-10T09:00:00Z"),
+        ([URL, "1", "--at", "2026-01-10T09:00:00Z", "--delay", "5m"], "", "give delay or at, not both"),
         ([URL, "1", "--priority", "99999"], "", "priority must be a whole number within"),
         ([URL, "1", "--expires-in", "0"], "", "expires_in must be above 0"),
         (["memory://jobs", "1"], "", "a memory:// mailbox lives and ends with one process"),

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from mainspring.cli.app import call
-from mainspring.cli.simulate import seconds
 
 SOURCE = """
 from dataclasses import dataclass
@@ -109,8 +108,3 @@ def test_wrong_use_is_one_line(
     assert call(["simulate", f"{module}:{target}", *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
-
-
-@pytest.mark.parametrize(("text", "value"), [("24h", 86_400), ("1.5d", 129_600), ("90s", 90), ("2m", 120), ("7", 7)])
-def test_durations(text: str, value: float) -> None:
-    assert seconds(text) == value

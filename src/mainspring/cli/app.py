@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime  # noqa: TC003 - typer reads the annotations
 from enum import StrEnum
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +12,7 @@ import typer
 from mainspring import __version__
 from mainspring.cli.dead_verbs import dead
 from mainspring.cli.problems import FAILED, WRONG_USE, Problem, flush_output, say
+from mainspring.cli.times import instant, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -160,14 +162,32 @@ def send(
     file: Annotated[
         str | None, typer.Option("--file", "-f", help="Read bodies from a file of JSON lines, or - for standard input.")
     ] = None,
-    delay: Annotated[float, typer.Option(help="Seconds before anybody receives them.")] = 0.0,
+    delay: Annotated[
+        float,
+        typer.Option(
+            metavar="TIME", parser=seconds, help="Deliver them after this time: 60s, 5m, 1h or a number of seconds."
+        ),
+    ] = 0.0,
+    at: Annotated[
+        datetime | None,
+        typer.Option(
+            metavar="DATE", parser=instant, help="Deliver them at this date and time with a time zone (ISO 8601)."
+        ),
+    ] = None,
     priority: Annotated[int, typer.Option(help="Higher is received sooner.")] = 0,
     dedup_key: Annotated[
         str | None, typer.Option(help="While a message with this key is unfinished, send no other (one body only).")
     ] = None,
     header: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A header; may be repeated.")] = None,
     reply_to: Annotated[str | None, typer.Option(help="Where the result is wanted: a mailbox's name or URL.")] = None,
-    expires_in: Annotated[float | None, typer.Option(help="Seconds after which nobody should begin it.")] = None,
+    expires_in: Annotated[
+        float | None,
+        typer.Option(
+            metavar="TIME",
+            parser=seconds,
+            help="Begin them within this time or not at all: 60s, 5m, 1h or a number of seconds.",
+        ),
+    ] = None,
     as_json: _Json = False,
 ) -> int:
     """Send messages, and print their ids once they are stored.
@@ -176,7 +196,7 @@ def send(
     """
     from mainspring.cli.send import SendOptions, send_bodies
 
-    options = SendOptions(delay, priority, dedup_key, tuple(header or ()), reply_to, expires_in, as_json)
+    options = SendOptions(delay, at, priority, dedup_key, tuple(header or ()), reply_to, expires_in, as_json)
     return send_bodies(url, bodies or [], file, options)
 
 
@@ -203,14 +223,21 @@ def check(
     target: _Target,
     grace: Annotated[
         float | None,
-        typer.Option(min=0, help="Seconds from SIGTERM to SIGKILL (Kubernetes: terminationGracePeriodSeconds)."),
+        typer.Option(
+            metavar="TIME",
+            parser=seconds,
+            help="From SIGTERM to SIGKILL (Kubernetes: terminationGracePeriodSeconds): 45s, 2m or a number of seconds.",
+        ),
     ] = None,
     longest: Annotated[
-        float | None, typer.Option(min=0, help="The longest processing of one message, seconds.")
+        float | None,
+        typer.Option(metavar="TIME", parser=seconds, help="The longest processing of one message: 90s, 1h or seconds."),
     ] = None,
     beat_gap: Annotated[
         float | None,
-        typer.Option(min=0, help="The longest a handler goes without a beat, seconds; default: --longest."),
+        typer.Option(
+            metavar="TIME", parser=seconds, help="The longest a handler goes without a beat; default: --longest."
+        ),
     ] = None,
     as_json: _Json = False,
 ) -> int:
@@ -251,7 +278,12 @@ def simulate(
     ],
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds to run, from 0.")] = 20,
     seed: Annotated[int | None, typer.Option(min=0, help="Run this seed only, and tell what came of it.")] = None,
-    duration: Annotated[str, typer.Option(help="Virtual time of work and trouble: 24h, 30m, 90s.")] = "24h",
+    duration: Annotated[
+        float,
+        typer.Option(
+            metavar="TIME", parser=seconds, show_default="24h", help="Virtual time of work and trouble: 24h, 30m, 90s."
+        ),
+    ] = 86_400.0,
     workers: Annotated[int, typer.Option(min=1, help="How many worker processes.")] = 4,
     faults: Annotated[
         str | None, typer.Option(metavar="KIND,KIND", help="Only these kinds of faults (none: no one); default: all.")

@@ -21,6 +21,7 @@ from mainspring.mailbox.open import open_mailbox
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from datetime import datetime
 
     from mainspring.mailbox.base import Mailbox
 
@@ -33,6 +34,7 @@ class SendOptions:
     """What goes with each message."""
 
     delay: float = 0.0
+    at: datetime | None = None
     priority: int = 0
     dedup_key: str | None = None
     headers: tuple[str, ...] = ()
@@ -208,6 +210,7 @@ async def _send(
     ids: list[str] = []
     common: dict[str, Any] = {
         "delay": options.delay,
+        "at": options.at,
         "priority": options.priority,
         "headers": headers,
         "reply_to": options.reply_to,

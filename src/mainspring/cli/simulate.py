@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from mainspring.testing.simulation import Faults, Simulation, SimulationReport
 
-UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 CHUNK = 8
 """Seeds that a process is given at once."""
 
@@ -33,7 +32,7 @@ class SimulateOptions:
 
     seeds: int = 20
     seed: int | None = None
-    duration: str = "24h"
+    duration: float = 86_400.0
     workers: int = 4
     kinds: str | None = None
     times: float = 1.0
@@ -84,7 +83,7 @@ def _simulation(target: str, options: SimulateOptions) -> Simulation:
     from mainspring.testing.simulation import Simulation
 
     return Simulation(
-        duration=seconds(options.duration),
+        duration=options.duration,
         workers=options.workers,
         faults=_faults(options),
         per_minute=options.per_minute,
@@ -132,15 +131,6 @@ def _body(text: str | None) -> Callable[[int], Any] | None:
     except ValueError as error:
         raise Problem(f"--body is no JSON: {error}") from None
     return lambda number: body
-
-
-def seconds(text: str) -> float:
-    """``"24h"``, ``"90s"``, ``"1.5d"`` or a plain number of seconds."""
-    number, unit = (text[:-1], text[-1]) if text and text[-1] in UNITS else (text, "s")
-    try:
-        return float(number) * UNITS[unit]
-    except ValueError:
-        raise Problem(f"{text!r} is no duration; write for example 90s, 30m, 24h or a number of seconds") from None
 
 
 # --------------------------------------------------------------------------------------------------------------- runs

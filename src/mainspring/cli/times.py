@@ -1,0 +1,37 @@
+"""Durations and dates of the command line: what is typed, and what it means."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import typer
+
+UNITS = {"s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}
+LONGEST = 1e9
+"""Seconds (31 years): more is a slip, and a date so far away may not exist."""
+
+
+def seconds(text: str) -> float:
+    """Return the seconds of ``"24h"``, ``"90s"``, ``"1.5d"`` or of a plain number; for options (``parser=seconds``)."""
+    number, unit = (text[:-1], text[-1]) if text and text[-1] in UNITS else (text, "s")
+    try:
+        found = float(number) * UNITS[unit]
+    except ValueError:
+        found = -1.0
+    if not 0 <= found <= LONGEST:
+        raise typer.BadParameter(f"{text!r} is no duration; write for example 90s, 30m, 24h or a number of seconds")
+    return found
+
+
+def instant(text: str) -> datetime:
+    """Return the instant of a date and time in ISO 8601 with a time zone; for options (``parser=instant``)."""
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        found = None
+    if found is None or found.utcoffset() is None:
+        raise typer.BadParameter(
+            f"{text!r} is no date and time with a time zone; write for example 2026-01-10T09:00:00Z or"
+            " 2026-01-10T09:00:00+01:00"
+        )
+    return found
