@@ -198,6 +198,19 @@ def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path, url: str, enco
     assert ("there is no dead letter " + (r"\u65e5\u672c" if escaped else "日本")) in missing
 
 
+def test_match_looks_into_the_headers_too(url: str, ids: list[str], capsys: Any) -> None:
+    async def send_one_with_another_header(mailbox: Mailbox[Any, Any]) -> None:
+        await mailbox.send(99, headers={"tenant": "b"})
+        for message in await mailbox.receive(max_messages=5):
+            if message.body == 99:
+                await _die(message)
+
+    with_mailbox(url, send_one_with_another_header)
+    for text, matched in (("tenant=b", 1), ("Tenant", 7), ("=a", 6)):
+        assert call(["dead", "list", url, "--match", text, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["matched"] == matched
+
+
 def test_match_looks_into_the_body_too(url: str, ids: list[str], capsys: Any) -> None:
     async def more(mailbox: Mailbox[Any, Any]) -> None:
         await mailbox.send({"to": "Ann@example.org"}, priority=1)

@@ -19,7 +19,7 @@ from mainspring.mailbox.open import open_mailbox
 from mainspring.urls import without_secrets
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
     from mainspring.mailbox.base import Mailbox
     from mainspring.mailbox.message import DeadLetter
@@ -75,7 +75,7 @@ class Choice:
                 (kind is None or letter.error_type == kind)
                 and (after is None or letter.dead_lettered_at >= after)
                 and (until is None or letter.dead_lettered_at <= until)
-                and (text is None or text in letter.error.casefold() or text in _body_text(letter).casefold())
+                and (text is None or any(text in searched.casefold() for searched in _searched(letter)))
             )
 
         return fits
@@ -273,6 +273,14 @@ def _line(letter: DeadLetter) -> str:
     error = _printable(f"{letter.error_type}: {letter.error}")
     text = f"{letter.message_id}  {_date(letter.dead_lettered_at)}  attempt {letter.attempt}  {error}"
     return text if len(text) <= WIDTH else f"{text[: WIDTH - 1]}…"
+
+
+def _searched(letter: DeadLetter) -> Iterator[str]:
+    """The texts of a dead letter that ``--match`` looks into; a header is written as it is sent, ``KEY=VALUE``."""
+    yield letter.error
+    yield _body_text(letter)
+    for key, value in letter.headers.items():
+        yield f"{key}={value}"
 
 
 def _body_text(letter: DeadLetter) -> str:
