@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextvars
 import ctypes
 import os
 import re
@@ -27,8 +28,17 @@ async def asynchronous(number=0):
     return number
 
 
-def leads_to_async():
-    return asynchronous(1)
+def leads_to_async(number=1):
+    return asynchronous(number)
+
+
+TENANT: contextvars.ContextVar[str] = contextvars.ContextVar("tenant", default="none")
+
+
+def exchange_tenant(name: str) -> str:
+    before = TENANT.get()
+    TENANT.set(name)
+    return before
 
 
 def pid():

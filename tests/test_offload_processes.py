@@ -145,6 +145,11 @@ async def test_what_cannot_be_pickled_is_said_in_one_line(fn, args, complaint):
         assert await pool.run(offload_work.add, 1, 2) == 3, "the worker is as good as before"
 
 
+async def test_context_variables_of_a_job_are_not_seen_by_the_next():
+    async with OffloadPool("process", workers=1) as pool:
+        assert [await pool.run(offload_work.exchange_tenant, name) for name in ("a", "b")] == ["none", "none"]
+
+
 async def test_what_a_job_prints_does_not_disturb():
     async with OffloadPool("process", workers=1) as pool:
         assert await pool.run(offload_work.write_to_every_stream) == ""

@@ -25,7 +25,13 @@ from mainspring import offload_worker
 from mainspring.callables import name_of
 from mainspring.clock import monotonic
 from mainspring.descendants import descendants, hold, kill_family, kill_held
-from mainspring.errors import OffloadClosedError, OffloadPickleError, OffloadWorkerDiedError, describe
+from mainspring.errors import (
+    InvalidParameterError,
+    OffloadClosedError,
+    OffloadPickleError,
+    OffloadWorkerDiedError,
+    describe,
+)
 from mainspring.loggers import Logger
 from mainspring.offload_lifeline import Lifeline
 from mainspring.offload_worker import BEGUN, LEAVE, READY, TAG_SIZE
@@ -381,6 +387,10 @@ def opened(answer: bytes) -> Answer:
 def unpack(fn: Callable[..., Any], answer: Answer) -> Any:
     """The result of a call, or its exception, raised."""
     how, what, text = answer
+    if how == "unrun":
+        raise InvalidParameterError(
+            f"{name_of(fn)} returned {what}, so its work has not run to its end; give a plain function that returns its result"
+        )
     try:
         value = pickle.loads(what) if how != "lost" else OffloadPickleError(f"{name_of(fn)}: {what}")  # noqa: S301
     except Exception as error:

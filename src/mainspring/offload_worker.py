@@ -14,9 +14,10 @@ import signal
 import sys
 import threading
 import traceback
+from contextvars import copy_context
 from multiprocessing import spawn
 from multiprocessing.connection import Connection
-from types import CoroutineType
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 READY = b"ready"
@@ -31,14 +32,15 @@ def perform(job: bytes) -> bytes:
     """Do a pickled ``(function, arguments)``, and pickle how it went; raises nothing.
 
     The answer is ``(how, what, text)``: ``("returned", pickled result, "")``, ``("raised", pickled exception, traceback)``,
-    ``("lost", "what of it cannot be pickled", traceback)``.
+    ``("unrun", "what it returned that has not run", "")``, ``("lost", "what of it cannot be pickled", traceback)``.
+    Each job has context variables of its own: a worker does one job after the other.
     """
     try:
         fn, args = pickle.loads(job)  # noqa: S301 - from the process that started this one
     except BaseException as error:
         return _lost("the function or an argument cannot be unpickled there", error)
     try:
-        result = fn(*args)
+        result = copy_context().run(fn, *args)
     except BaseException as error:
         trace = error.__traceback__
         text = "".join(traceback.format_exception(error.with_traceback(trace and trace.tb_next)))  # without this frame
@@ -50,7 +52,9 @@ def perform(job: bytes) -> bytes:
         return _answer("raised", pickled, text)
     if isinstance(result, CoroutineType):
         result.close()  # it would complain that nobody awaits it
-        return _answer("lost", "it returned a coroutine; pass a plain `def`", "")
+        return _answer("unrun", "a coroutine", "")
+    if isinstance(result, GeneratorType | AsyncGeneratorType):
+        return _answer("unrun", "a generator", "")
     try:
         return _answer("returned", pickle.dumps(result, pickle.HIGHEST_PROTOCOL), "")
     except BaseException as error:

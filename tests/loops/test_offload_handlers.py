@@ -71,6 +71,21 @@ async def test_a_process_that_dies_of_its_job_is_a_failed_attempt():
         assert "the worker process of die was killed by SIGKILL" in dead.error
 
 
+async def test_work_that_has_not_run_there_is_dead_at_once():
+    box = InMemoryMailbox()
+    async with background(MainLoop(box, offload_work.leads_to_async, body=int, offload="process")):
+        await box.send(1)
+        await settled(box)
+        (dead,) = await box.dead_letters()
+        assert (dead.error_type, dead.attempt) == ("InvalidParameterError", 1)
+
+
+async def test_context_variables_of_a_handler_there_are_not_seen_by_the_next():
+    box = InMemoryMailbox()
+    async with box, background(MainLoop(box, offload_work.exchange_tenant, offload="process")):
+        assert [await box.request(name, timeout=30) for name in ("a", "b")] == ["none", "none"]
+
+
 @pytest.mark.parametrize("kind", ["thread", "process"])
 @pytest.mark.parametrize("fn", [offload_work.be_cancelled_in_a_loop_of_its_own, offload_work.be_cancelled_as_a_future])
 async def test_a_cancellation_that_arises_in_a_handler_is_a_failed_attempt(kind, fn):
