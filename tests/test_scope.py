@@ -467,6 +467,16 @@ async def test_a_thread_that_raises_cancels_the_others_and_its_error_comes_out()
     assert caught.value is error
 
 
+async def test_a_thread_that_raises_a_cancellation_is_an_error():
+    def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(TaskExitError, match="one raised a cancellation that nobody asked for"):
+        async with DaemonScope("test") as scope:
+            scope.start_thread(cancelled, name="one")
+            await anyio.sleep_forever()
+
+
 async def test_an_error_of_the_block_asks_a_thread_to_stop_and_gives_it_the_grace():
     stop, ended = threading.Event(), []
 

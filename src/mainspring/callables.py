@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, TypeVar
 
-from mainspring.errors import ConfigError, InvalidParameterError, MainspringError
+from mainspring.errors import ConfigError, InvalidParameterError, MainspringError, TaskExitError
 
 T = TypeVar("T")
 
@@ -77,6 +78,30 @@ def ran(result: T, called: str, error: type[MainspringError] = InvalidParameterE
         return result
     close_unbegun(result)
     raise error(f"{called} returned {what}, so its work has not run to its end; {advice}")
+
+
+def bearable(error: BaseException, name: str) -> BaseException:
+    """Return what the task gets that waits for a thread in which ``name`` raised ``error``: an error of its own, or ``error``.
+
+    What generators speak with cannot cross a future: it would pass the coroutines that wait for it. An exit would end the event
+    loop. A cancellation would be taken for one of the waiting task, which then ends as if it had been asked to.
+    """
+    if isinstance(error, StopIteration | GeneratorExit):
+        changed: Exception = RuntimeError(f"{name} raised {type(error).__name__}")
+    elif isinstance(error, SystemExit | KeyboardInterrupt):
+        changed = TaskExitError(f"{name} raised {error!r}; to end the program, call its group's shutdown()")
+    elif isinstance(error, cancellations()):
+        changed = TaskExitError(f"{name} raised a cancellation that nobody asked for; catch it where it arises")
+    else:
+        return error
+    changed.__cause__ = error
+    return changed
+
+
+def cancellations() -> tuple[type[BaseException], ...]:
+    """Return the cancellations of all loaded libraries: work may use another one than its caller does."""
+    places = (("asyncio", "CancelledError"), ("concurrent.futures", "CancelledError"), ("trio", "Cancelled"))
+    return tuple(getattr(sys.modules[module], name) for module, name in places if module in sys.modules)
 
 
 def close_unbegun(given: Any) -> bool:

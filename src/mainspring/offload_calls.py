@@ -7,7 +7,6 @@ many as workers) from its begin to the real end of its work, so that work nobody
 from __future__ import annotations
 
 import math
-import sys
 import threading
 import weakref
 from enum import IntEnum
@@ -17,13 +16,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import anyio
 from anyio import CapacityLimiter, from_thread, to_thread
 
-from mainspring.callables import name_of
+from mainspring.callables import bearable, cancellations, name_of
 from mainspring.clock import real_work
 from mainspring.errors import (
     OffloadClosedError,
     OffloadFullError,
     OffloadTimeoutError,
-    TaskExitError,
     describe,
 )
 from mainspring.loggers import Logger
@@ -367,31 +365,12 @@ class Calls:
 
 
 def _bearable(error: BaseException, job: Job) -> BaseException:
-    """The exception that the caller gets: one that would end its event loop, or confuse it, becomes an error.
-
-    What generators speak with cannot cross a future: it would pass the coroutines that wait for it. And a cancellation of
-    the work's own would be taken for one of the caller's task, which then ends as if it had been asked to.
-    """
-    name = name_of(job.fn)
-    if isinstance(error, StopIteration | GeneratorExit):
-        changed: Exception = RuntimeError(f"{name} raised {type(error).__name__}")
-    elif isinstance(error, SystemExit | KeyboardInterrupt):
-        changed = TaskExitError(f"{name} raised {error!r}; to end the program, call its group's shutdown()")
-    elif isinstance(error, _cancellations()):
-        changed = TaskExitError(f"{name} raised a cancellation that nobody asked for; catch it where it arises")
-        changed.__cause__ = error
+    """Return what the caller gets: its own cancellation, where the work was told of that, or a :func:`bearable` error."""
+    changed = bearable(error, name_of(job.fn))
+    if job.is_told and isinstance(error, cancellations()):
         # The one that was asked for stands in no variable here, as its frames lead back to this one.
-        return (_cancellation_of_caller() if job.is_told else None) or changed
-    else:
-        return error
-    changed.__cause__ = error
+        return _cancellation_of_caller() or changed
     return changed
-
-
-def _cancellations() -> tuple[type[BaseException], ...]:
-    """The cancellations of all libraries that are loaded: work may use another one than its caller does."""
-    places = (("asyncio", "CancelledError"), ("concurrent.futures", "CancelledError"), ("trio", "Cancelled"))
-    return tuple(getattr(sys.modules[module], name) for module, name in places if module in sys.modules)
 
 
 def _cancellation_of_caller() -> BaseException | None:

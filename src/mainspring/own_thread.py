@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import anyio
 
-from mainspring.errors import TaskExitError
+from mainspring.callables import bearable
 from mainspring.process import call_soon, carried_context, event_loop
 from mainspring.stacks import where_thread
 
@@ -48,7 +48,7 @@ class OwnThread(Generic[T]):
     async def wait(self) -> T:
         """Wait for the end of ``fn``: its result or its error, once. Cancelled, it leaves the thread at work.
 
-        :raises TaskExitError: ``fn`` raised ``SystemExit`` or ``KeyboardInterrupt``.
+        :raises TaskExitError: ``fn`` raised ``SystemExit``, ``KeyboardInterrupt`` or a cancellation.
         """
         await self.ended.wait()
         error, self._error = self._error, None
@@ -68,12 +68,7 @@ class OwnThread(Generic[T]):
     def _call(self) -> None:
         try:
             self._value = self._context.run(self._fn)
-        except (SystemExit, KeyboardInterrupt) as error:
-            self._error = TaskExitError(
-                f"{self.name} raised {error!r}; to end the program, call its group's shutdown()"
-            )
-            self._error.__cause__ = error
         except BaseException as error:
-            self._error = error
+            self._error = bearable(error, self.name)
         finally:
             call_soon(self._loop, self.ended.set)

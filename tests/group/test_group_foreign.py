@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import anyio
 import pytest
 from group_support import Foreign, box, running
 
 from mainspring import ConfigError, HandlerStalledError, Heartbeat, LoopGroup, MainLoop, RestartPolicy, Runnable
-from mainspring.errors import TaskExitError
+from mainspring.errors import InvalidParameterError, TaskExitError
 from mainspring.events import HandlerStuck
 
 
@@ -150,6 +152,57 @@ async def test_a_system_exit_is_a_crash_that_says_what_to_do():
 
     with pytest.raises(TaskExitError, match=r"loop 'exits' raised SystemExit\(3\); to end the program, call shutdown"):
         await LoopGroup([Exits(name="exits")]).run(install_signals=False)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("where", ["work", "shutdown"])
+async def test_a_cancellation_of_its_own_is_a_crash(where, anyio_backend_name):
+    """A task group would take it for one of its own, and the run for ended."""
+    if anyio_backend_name == "trio":
+        return  # it has no cancellation but that of scopes
+
+    class Cancelled(Foreign):
+        async def work(self):
+            await (cancelled_future() if where == "work" else self.stop.wait())
+
+        async def shutdown(self, *, timeout=30.0):
+            await (cancelled_future() if where == "shutdown" else super().shutdown())
+
+    group = LoopGroup([Cancelled(name="cancelled")])
+    with pytest.raises(TaskExitError, match=r"of loop 'cancelled' was cancelled by itself"):
+        async with running(group):
+            group.request_shutdown()
+    assert group.report.parts[0].ending == "crashed"
+
+
+@pytest.mark.anyio
+async def test_work_that_it_returns_unbegun_is_a_crash():
+    class Returns(Foreign):
+        async def run(self):
+            return (step for step in "123")
+
+    with pytest.raises(InvalidParameterError, match=r"run\(\) of loop 'returns' returned a generator"):
+        await LoopGroup([Returns(name="returns")]).run(install_signals=False)
+
+
+@pytest.mark.anyio
+async def test_a_pause_that_returns_unbegun_work_is_refused():
+    async def nothing():
+        pass
+
+    loop = Foreign(name="odd", pause=lambda: nothing(), resume=lambda: None)
+    group = LoopGroup([loop])
+    async with running(group):
+        with pytest.raises(InvalidParameterError, match=r"pause\(\) of loop 'odd' returned a coroutine"):
+            await group.pause()
+        assert not group.actors[0].health().paused
+        group.request_shutdown()
+
+
+def cancelled_future():
+    future = asyncio.get_running_loop().create_future()
+    future.cancel()
+    return future
 
 
 @pytest.mark.parametrize("missing", ["run", "shutdown", "running", "heartbeat"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import math
 import threading
@@ -78,7 +79,7 @@ def test_an_event_loop_may_be_run_in_it(anyio_backend):
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("error", [LookupError("mine"), SystemExit(3)])
+@pytest.mark.parametrize("error", [LookupError("mine"), SystemExit(3), asyncio.CancelledError("mine")])
 async def test_what_it_raises_is_a_crash(error):
     class Raises(Plain):
         def run(self):

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 
-from mainspring.callables import is_async
+from mainspring.callables import is_async, ran
 from mainspring.clock import real_work
 from mainspring.entry import Entry
-from mainspring.errors import ConfigError
+from mainspring.errors import ConfigError, TaskExitError
 from mainspring.heartbeat import Heartbeat
 from mainspring.loggers import Logger
 from mainspring.loops.forms import RUN_KEYWORDS, Form, check_heartbeat, value_of
 from mainspring.own_thread import OwnThread
+from mainspring.scope import native_cancels, nobody_asked
 from mainspring.stacks import where
 from mainspring.values import MAX_DELAY, is_number, is_whole
 
@@ -110,7 +111,8 @@ class ForeignLoop:
         result = run() if self._run_form.is_async else await self._run_in_thread(subject, run)
         if inspect.isawaitable(result):
             subject.coroutine = result
-            await result
+            result = await self._awaited(result, "run")
+        ran(result, f"run() of loop {self.name!r}")
 
     async def _run_in_thread(self, subject: _ForeignRun, run: Callable[[], Any]) -> Any:
         self._thread = subject.thread = thread = OwnThread(run, self.name)
@@ -145,8 +147,21 @@ class ForeignLoop:
         else:
             result = await OwnThread(shutdown, f"shutdown of {self.name}").wait()
         if inspect.isawaitable(result):
-            result = await result
+            result = await self._awaited(result, "shutdown")
+        ran(result, f"shutdown() of loop {self.name!r}")
         return result is None or bool(result)
+
+    async def _awaited(self, awaitable: Any, name: str) -> Any:
+        """Await what a member of the loop has returned.
+
+        A future that was cancelled raises a cancellation here that nobody asked for: a task group would take it for its own.
+        """
+        try:
+            return await awaitable
+        except anyio.get_cancelled_exc_class() as error:
+            if native_cancels()() or not await nobody_asked():
+                raise
+            raise TaskExitError(f"{name}() of loop {self.name!r} was cancelled by itself") from error
 
     @property
     def running(self) -> bool:
@@ -182,7 +197,7 @@ class ForeignLoop:
         """It is paused when its ``pause`` has returned."""
 
     def _switch(self, name: str, paused: bool) -> None:
-        getattr(self.loop, name)()
+        ran(getattr(self.loop, name)(), f"{name}() of loop {self.name!r}")
         self.paused = paused
 
     def cancel_work(self) -> None:
