@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -324,6 +325,78 @@ def test_where_no_replies_can_be_received_the_requesters_hear_of_it_and_the_next
                 assert await mailbox.request([1], timeout=30) == Sum(1)
 
     run_virtual(main)
+
+
+def test_a_timeout_while_the_reply_mailbox_opens_ends_that_request_only():
+    class Slow(InMemoryMailbox):
+        async def _open(self, *args, **options):
+            await super()._open(*args, **options)
+            if self.name.startswith(TRANSIENT):
+                with anyio.CancelScope(shield=True):
+                    await anyio.sleep(1)
+
+        def _sibling(self, name, **types):
+            sibling = Slow(name, **types)
+            sibling._settle_in(name, None)
+            return sibling
+
+    async def main():
+        mailbox = Slow(body=list[int], reply=Sum)
+        async with mailbox, MainLoop(mailbox, add):
+            replies = []
+
+            async def request():
+                replies.append(await mailbox.request([1], timeout=30))
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(request)
+                with pytest.raises(RequestTimeoutError, match=r"within 0\.5 s"):
+                    await mailbox.request([2], timeout=0.5)
+            assert replies == [Sum(1)]
+
+    async def other_order():
+        mailbox = Slow(body=list[int], reply=Sum)
+        async with mailbox, MainLoop(mailbox, add), anyio.create_task_group() as tasks:
+            replies = []
+
+            async def impatient():
+                with pytest.raises(RequestTimeoutError, match=r"within 0\.5 s"):
+                    await mailbox.request([2], timeout=0.5)
+
+            async def request():
+                replies.append(await mailbox.request([1], timeout=30))
+
+            tasks.start_soon(impatient)
+            await anyio.sleep(0.1)
+            tasks.start_soon(request)
+            await anyio.sleep(20)
+            assert replies == [Sum(1)]
+
+    run_virtual(main)
+    run_virtual(other_order)
+
+
+async def test_a_failed_request_is_freed_with_its_error_at_once():
+    class Local:
+        pass
+
+    async def fail(job: str) -> None:
+        raise Reject(job)
+
+    async def ask(mailbox):
+        local = Local()
+        with pytest.raises(RequestFailedError):
+            await mailbox.request("job", timeout=30)
+        return weakref.ref(local)
+
+    async with InMemoryMailbox() as mailbox, MainLoop(mailbox, fail):
+        await ask(mailbox)
+        gc.collect()
+        gc.disable()
+        try:
+            assert (await ask(mailbox))() is None
+        finally:
+            gc.enable()
 
 
 # ------------------------------------------------------------------------------------------------------- virtual time

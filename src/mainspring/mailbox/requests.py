@@ -21,6 +21,7 @@ from mainspring.errors import (
     RequestFailedError,
     RequestTimeoutError,
     SerializationError,
+    copied,
 )
 from mainspring.mailbox.dead_letters import REPLY_ERRORS
 from mainspring.mailbox.hooks import TRANSIENT
@@ -100,7 +101,7 @@ class PendingReply(Generic[R]):
 
     def _outcome(self) -> R:
         if self._error is not None:
-            raise self._error
+            raise copied(self._error)  # an error refers to the frames that it passed through, and so would this object
         return cast("R", self._value)
 
     def _end(self, value: Any, error: MainspringError | None = None) -> None:
@@ -175,10 +176,8 @@ class Requester:
         name = f"{TRANSIENT}{entropy.token(96)}"
         box = self.mailbox._sibling(name, body=self.mailbox.reply_type)  # noqa: SLF001 - this port's own
         error: MainspringError = MailboxClosedError(f"mailbox {self.mailbox.name!r} was closed before the reply came")
-        opened = False
         try:
             async with box:
-                opened = True
                 task_status.started(box)
                 try:
                     await self._receive(box)
@@ -190,8 +189,8 @@ class Requester:
                 raise  # it never opened: the one who waits for the start hears of it
             error = failed
         finally:
-            self._box = None
-            if opened:  # else whoever wanted it hears of that, or was cancelled, and the next one opens it
+            was_used, self._box = self._box is box, None
+            if was_used:  # else its opener hears of that, or was cancelled, and the next one opens another
                 for message_id in list(self._waiting):
                     self.end(message_id, error)
 
