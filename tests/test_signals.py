@@ -275,6 +275,35 @@ def test_callbacks_that_nothing_has_called_are_told_at_the_end_of_the_interprete
     assert warned or not program.stderr
 
 
+EMBEDDED = """
+import os, signal, sys
+import anyio
+from mainspring import InMemoryMailbox, LoopGroup, MainLoop, ShutdownCoordinator
+
+def close_database(): ...
+async def handle(job: str) -> None: ...
+
+coordinator = ShutdownCoordinator.install(() if sys.argv[1] == "by hand" else (signal.SIGTERM,))
+coordinator.register(close_database)
+
+async def main():
+    async with LoopGroup([MainLoop(InMemoryMailbox(), handle)]):
+        if sys.argv[1] == "entered":
+            async with coordinator:
+                pass
+
+anyio.run(main)
+os.kill(os.getpid(), signal.SIGTERM)  # as uvicorn does with the signal that has stopped it
+"""
+
+
+@pytest.mark.parametrize(("how", "warned"), [("never entered", True), ("entered", False), ("by hand", False)])
+def test_an_embedded_group_tells_of_callbacks_that_nothing_has_called(how, warned):
+    program = subprocess.run([sys.executable, "-c", EMBEDDED, how], capture_output=True, text=True, timeout=60)
+    assert program.returncode == -signal.SIGTERM
+    assert ("nothing called its callbacks (close_database)" in program.stderr) is warned
+
+
 # ------------------------------------------------------------------------------------------------- without an event loop
 
 

@@ -131,6 +131,8 @@ class Lifetime:
                 self._watch.call_off()
             if self._owner and self.report is not None and self._leftovers.threads():
                 self._leftovers.leave_by(self._exit_at, EXIT_CANCELLED, self.report)
+            if not self._owner:
+                ShutdownCoordinator.warn_of_unentered()
             self.ended.set()
 
     async def _watch_for_blocks(self, stack: AsyncExitStack) -> None:
