@@ -22,6 +22,7 @@ from pydantic import (
     Secret,
     SecretBytes,
     SecretStr,
+    StringConstraints,
     computed_field,
 )
 from pydantic.alias_generators import to_camel
@@ -221,6 +222,8 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "a nested class below": (Holder, Holder(Base(1), [Sub(1, 2)]), "items.0"),
     "the second of a union": (Cat | Dog, Dog("a"), "Dog"),
     "a colour that looks like text": (Colour | str, Colour.RED, "Colour"),
+    "text that looks like a time": (datetime | str, "2025-01-02T03:04:05Z", "2025"),
+    "text that a validator changes": (Annotated[str, StringConstraints(to_upper=True)], "abc", "ABC"),
     "pairs as keys": (dict[tuple[int, int], int], {(1, 2): 3}, "1,2"),
     "a serializer without a validator": (OneWay, OneWay(tags=["a", "b"]), "tags"),
     "a tuple in anything": (Loose, Loose(value=(1, 2)), "value"),
