@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import anyio
 from cli_helpers import Command, alive, only_line, run, started, wait_until, wait_until_gone
 
+from mainspring.cli.link import VARIABLE
 from mainspring.cli.run import RunOptions
 from mainspring.cli.supervise import Supervisor
 from mainspring.signals import ShutdownCoordinator
@@ -65,6 +66,26 @@ def test_a_signal_stops_all_workers(tmp_path: Path) -> None:
         assert "all workers have ended; exit status 0" in command.text
         for number in (1, 2):
             assert f"mainspring: worker {number}: own: shutdown (SIGTERM)" in command.text
+
+
+def test_ctrl_c_while_the_interpreter_of_a_worker_starts_ends_it_without_a_word(tmp_path: Path) -> None:
+    """It was a KeyboardInterrupt there: a traceback of Python's own start, and the exit status 1."""
+    write(tmp_path)
+    slow = f"""
+    import os, sys, time
+    if {VARIABLE!r} in os.environ:
+        sys.stderr.write("a worker starts\\n")
+        sys.stderr.flush()
+        time.sleep(60)
+    """
+    (tmp_path / "sitecustomize.py").write_text(dedent(slow), encoding="utf-8")
+    with started(*RUN_TWO, cwd=tmp_path, PYTHONPATH=str(tmp_path)) as command:
+        command.expect("a worker starts")
+        command.expect("a worker starts")
+        command.send(signal.SIGINT)
+        assert command.wait() == 0
+        assert "Traceback" not in command.text
+        assert "all workers have ended; exit status 0" in command.text
 
 
 def test_a_killed_worker_is_replaced_with_backoff(tmp_path: Path) -> None:

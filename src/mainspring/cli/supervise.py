@@ -122,7 +122,8 @@ class Supervisor:
         for worker in self._workers:
             worker.change.set()
             if repeated or not worker.told:  # for one that ends already it would be a second signal
-                self._ask(worker, signum)
+                begun = worker.heard or repeated  # else SIGINT may meet the start of Python, and raise there
+                self._ask(worker, signum if begun else signal.SIGTERM)
 
     def _ask(self, worker: Worker, signum: int) -> None:
         """Ask a worker to stop, and see to it that it does."""
