@@ -30,6 +30,7 @@ from mainspring import (
     ShutdownCoordinator,
     Ticket,
 )
+from mainspring.mailbox.sqlite import SQLiteMailbox
 from support import FaultyMailbox, background, fail, hang, settled
 
 pytestmark = pytest.mark.anyio
@@ -337,6 +338,31 @@ async def test_one_of_dead_letters(how):
         async with consumer:
             while not consumer.outcomes:
                 await anyio.sleep(0.001)
+            await none_alive()
+
+
+@dataclass
+class Refused:
+    """A body that the receiver's type does not take."""
+
+    number: int
+
+    def __post_init__(self) -> None:
+        big = Big()  # noqa: F841 - held by the frame
+        raise ValueError("too old")
+
+
+@pytest.mark.parametrize("takes", [Refused, Refused | None])
+async def test_a_body_that_does_not_fit(tmp_path, takes):
+    path = tmp_path / "jobs.db"
+    async with SQLiteMailbox(path) as sender:
+        mailbox = SQLiteMailbox(path, body=takes)
+
+        async def handle(job: Any) -> None: ...
+
+        async with MainLoop(mailbox, handle, body=takes, dead_letter=DeadLetterPolicy(max_attempts=1)):
+            await sender.send({"number": 1})
+            await settled(sender)
             await none_alive()
 
 

@@ -108,10 +108,10 @@ class Attempts:
         self._heartbeat.beat()
         try:
             prepared = self._prepare(run, now)
-        except SerializationError as error:
-            prepared = self._after(run, error, self._misfits)
         except Exception as error:  # whatever is wrong with one message, its neighbours are handled
-            prepared = self.judge(run, error)
+            run.phase = Phase.ENDED
+            misfit = isinstance(error, SerializationError)
+            return self._after(run, error, self._misfits) if misfit else self.judge(run, error)
         if isinstance(prepared, Decision):
             run.phase = Phase.ENDED
             return prepared

@@ -212,8 +212,8 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
                 messages.append(Message(self, delivery, self._body_of(delivery)))
             except NotJsonError as error:
                 undecodable.append((delivery, Dead.of(error)))
-            except SerializationError as error:
-                messages.append(Message(self, delivery, None, error))
+            except SerializationError:
+                messages.append(Message(self, delivery, None, is_decoded=False))
         return messages, undecodable
 
     async def _bury(self, undecodable: list[tuple[Delivery, Dead]]) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias
 from typing_extensions import TypeVar
 
 from mainspring import clock
-from mainspring.errors import MessageSettledError, ReplyNotAvailableError, SerializationError, reason_of
+from mainspring.errors import MessageSettledError, ReplyNotAvailableError, reason_of
 from mainspring.mailbox.history import Failure, crashes_before, read_history, remember, silences
 from mainspring.mailbox.limits import check_seconds
 from mainspring.values import MAX_DELAY, Seconds, as_seconds
@@ -210,19 +210,20 @@ class Message(Generic[T, R]):
     delivery unsettled and may be tried again. A call that is cancelled may or may not have taken effect.
     """
 
-    __slots__ = ("_body", "_decode_error", "_delivery", "_mailbox", "_replied", "_settled", "_settling")
+    __slots__ = ("_body", "_delivery", "_is_decoded", "_mailbox", "_replied", "_settled", "_settling")
 
     def __init__(
         self,
         mailbox: Mailbox[T, R],
         delivery: Delivery,
         body: Any,
-        decode_error: SerializationError | None = None,
+        *,
+        is_decoded: bool = True,
     ) -> None:
         self._mailbox = mailbox
         self._delivery = delivery
         self._body = body
-        self._decode_error = decode_error
+        self._is_decoded = is_decoded
         self._settled: Settlement | None = None
         self._settling = False
         self._replied = False
@@ -245,8 +246,8 @@ class Message(Generic[T, R]):
 
         That is a failed attempt like any other: during a rolling deploy another worker may understand the message.
         """
-        if self._decode_error is not None:
-            raise self._decode_error
+        if not self._is_decoded:  # its error is made anew: one that is kept would keep all of its receive
+            return self._mailbox._body_of(self._delivery)  # type: ignore[no-any-return]  # noqa: SLF001 - this port's own
         return self._body  # type: ignore[no-any-return]
 
     @property
