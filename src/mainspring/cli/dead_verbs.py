@@ -29,7 +29,10 @@ _OlderThan = Annotated[
         metavar="TIME", help="Those that died before: 30d, 24h ago, or a date. With --since: those between the two."
     ),
 ]
-_Match = Annotated[str | None, typer.Option(metavar="TEXT", help="Those with this text in the error, the body or a header (KEY=VALUE).")]
+_Match = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="Those with this text in the error, the body or a header (KEY=VALUE)."),
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
