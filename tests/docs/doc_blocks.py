@@ -9,6 +9,7 @@ Conventions, none of which shows in the rendered page:
   that begins with ``$`` is another terminal, one that begins without is what appears in the service's, perhaps behind
   more, and ``^C`` presses Ctrl-C there.
 - ``<!-- not run: why -->`` before a block leaves it out.
+- ``<!-- needs: module -->`` before a block leaves it out where the module is not installed, but not on CI.
 - Blocks of other languages without a title (``text``, ``yaml`` and the like) are only to be read.
 
 In expected output a line of ``...`` stands for any lines, ``…`` for any text within one, and ids, dates and decimal numbers
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^`\n]*)$")
 _TITLE = re.compile(r'\btitle="([^"]+)"')
 _NOT_RUN = re.compile(r"<!-- not run: (.+?) -->")
+_NEEDS = re.compile(r"<!-- needs: (\w+) -->")
 _TOKENS = re.compile(
     r"(?P<anything>…)"
     r"|(?P<date>\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?)"
@@ -53,6 +55,7 @@ class Block:
     title: str | None
     text: str
     not_run: str | None
+    needs: str | None
 
     @property
     def place(self) -> str:
@@ -76,11 +79,11 @@ def blocks_of(page: Path) -> list[Block]:
             language = info.partition(" ")[0]
             assert language, f"{page.name}:{start}: name the block's language (text, where it is none)"
             title = _TITLE.search(info)
-            reason = _NOT_RUN.search(before)
+            reason, needs = _NOT_RUN.search(before), _NEEDS.search(before)
             text = "".join(f"{content}\n" for content in lines[start : number - 1])
             found.append(
-                Block(page, start + 1, language, title and title[1], text, reason and reason[1])
-            )  # fmt: skip
+                Block(page, start + 1, language, title and title[1], text, reason and reason[1], needs and needs[1])
+            )
             start = None
         if start is None and line.strip() and line != "```":
             before = line

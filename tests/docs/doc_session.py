@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from doc_blocks import Block, pattern_of, steps_of
@@ -45,8 +46,13 @@ sys.stdout.write(answer.read().decode())
 """
 """As much of curl as the pages use, for machines that have none."""
 
-SERVICE = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:mainspring run|uvicorn) ")
+SERVICE = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:mainspring run|uvicorn|gunicorn|flask --app \S+ run) ")
 PORT = re.compile(r"\b80(?:00|80)\b")
+
+
+def is_missing(module: str) -> bool:
+    """True if ``module`` is not installed here, and may be missing."""
+    return os.environ.get("CI") != "true" and find_spec(module) is None
 
 
 class Service:
@@ -150,7 +156,7 @@ class Session:
 
     def play(self, block: Block) -> None:
         """Do with a block what its reader would."""
-        if block.not_run is not None:
+        if block.not_run is not None or (block.needs is not None and is_missing(block.needs)):
             return
         if block.title is not None:
             path = self.directory / block.title

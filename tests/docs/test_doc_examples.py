@@ -96,6 +96,17 @@ def test_a_block_is_left_out_only_by_the_comment_right_before_it(tmp_path: Path)
     assert (first.not_run, second.not_run) == ("why", None)
 
 
+def test_a_block_that_needs_a_missing_module_is_left_out_but_not_on_ci(
+    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (block,) = blocks_of(page_with(tmp_path, "<!-- needs: no_such_module -->\n```console\n$ false\n```\n"))
+    monkeypatch.delenv("CI", raising=False)
+    session.play(block)
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(AssertionError, match="exit status 1"):
+        session.play(block)
+
+
 def test_an_indented_fence_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="indented"):
         blocks_of(page_with(tmp_path, "- item\n\n  ```python\n  x\n  ```\n"))
