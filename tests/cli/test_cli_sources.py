@@ -22,6 +22,14 @@ def test_only_python_files_right_in_the_directories_are_seen(tmp_path: Path) -> 
     assert snapshot([str(tmp_path), str(tmp_path / "gone")]).keys() == {str(tmp_path / "a.py")}
 
 
+def test_a_file_that_cannot_be_looked_at_hides_no_other(tmp_path: Path) -> None:
+    for name in "abcdefgh":
+        (tmp_path / f"{name}.py").touch()
+    before = snapshot([str(tmp_path)])
+    (tmp_path / ".#c.py").symlink_to("user@host.1234")  # Emacs locks a file that is being edited so
+    assert snapshot([str(tmp_path)]) == before
+
+
 def test_new_gone_and_different_files_are_changes() -> None:
     before = {"a.py": (1, 1), "b.py": (1, 1)}
     assert changed(before, dict(before)) is None

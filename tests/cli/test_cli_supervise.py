@@ -14,11 +14,14 @@ from cli_helpers import Command, alive, only_line, run, started, wait_until, wai
 from mainspring.cli.link import VARIABLE
 from mainspring.cli.run import RunOptions
 from mainspring.cli.supervise import Supervisor
+from mainspring.policies import RestartPolicy
 from mainspring.signals import ShutdownCoordinator
 from ports import neighbours
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
 SERVICE = """
 import os, sys
@@ -302,6 +305,21 @@ def test_a_signal_that_meets_a_worker_which_is_being_replaced_is_no_second_one(t
 
 
 @dataclass(frozen=True)
+class Missing(RunOptions):
+    """Whose workers cannot be started, as while another version is being installed."""
+
+    def worker_command(self, executable: str) -> list[str]:
+        return [f"{executable}-gone"]
+
+
+def test_a_worker_that_cannot_be_started_is_tried_again_and_then_given_up(capsys: pytest.CaptureFixture[str]) -> None:
+    policy = RestartPolicy(max_retries=1, initial_delay=0.001)
+    assert anyio.run(Supervisor(Missing("app:group", processes=2), policy).run) == 1
+    said = capsys.readouterr().err
+    assert "worker 1 cannot be started: No such file or directory" in said
+    assert "(restart 1 of 1)" in said
+
+
 class Starting(RunOptions):
     """Whose worker is being started when the signal comes."""
 

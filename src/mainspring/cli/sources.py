@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,8 +38,9 @@ def snapshot(directories: Iterable[str]) -> Snapshot:
             with os.scandir(directory) as entries:
                 for entry in entries:
                     if entry.name.endswith(".py"):
-                        status = entry.stat()
-                        found[entry.path] = (status.st_mtime_ns, status.st_size)
+                        with suppress(OSError):  # a link to nothing, as editors make beside an unsaved file
+                            status = entry.stat()
+                            found[entry.path] = (status.st_mtime_ns, status.st_size)
         except OSError:  # gone, or going while we look
             continue
     return found

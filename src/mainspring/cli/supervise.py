@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from mainspring import entropy
 from mainspring.cli.link import LOAD_TIMEOUT, MARGIN, link_for_child
-from mainspring.cli.problems import WRONG_USE, say
+from mainspring.cli.problems import FAILED, WRONG_USE, say
 from mainspring.cli.sources import SourceWatch
 from mainspring.cli.verdicts import AwaitChange, Ended, GiveUp, Restart, after_exit, exit_status, how, worst
 from mainspring.policies import RestartPolicy
@@ -26,6 +27,8 @@ from mainspring.scope import DaemonScope
 from mainspring.signals import ShutdownCoordinator
 
 if TYPE_CHECKING:
+    from socket import socket
+
     from mainspring.cli.run import RunOptions
     from mainspring.cli.verdicts import Verdict
 
@@ -57,8 +60,8 @@ class Worker:
     def __str__(self) -> str:
         return f"worker {self.number}" + (f" (pid {self.process.pid})" if self.process is not None else "")
 
-    def begins(self, process: Process) -> None:
-        """A new process takes the place."""
+    def begins(self, process: Process | None) -> None:
+        """A new process takes the place; None: it could not be started."""
         self._fresh()
         self.process = process
 
@@ -201,21 +204,12 @@ class Supervisor:
 
     async def _run_once(self, worker: Worker) -> int:
         """One process from start to end; its return code. Cancelled, it kills the process and its children."""
-        ours, theirs, environment = link_for_child(worker.number)
         try:
-            # Not to be cancelled half way, which would lose sight of a started process.
-            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + SPAWN_TIMEOUT):
-                process = await anyio.open_process(
-                    self._options.worker_command(sys.executable),
-                    stdin=DEVNULL,
-                    stdout=None,
-                    stderr=None,
-                    env=environment,
-                    start_new_session=True,
-                    pass_fds=[theirs.fileno()],
-                )
-        finally:
-            theirs.close()
+            process, ours = await self._start(worker.number)
+        except OSError as error:  # no memory, too many processes or files, the program being replaced: it may pass
+            worker.begins(None)
+            say(f"{worker} cannot be started: {error.strerror}")
+            return FAILED
         worker.begins(process)
         stream = await UNIXSocketStream.from_socket(ours)
         try:
@@ -233,6 +227,28 @@ class Supervisor:
             with anyio.CancelScope(shield=True, deadline=anyio.current_time() + MARGIN):
                 await process.wait()
         return returncode
+
+    async def _start(self, number: int) -> tuple[Process, socket]:
+        """Start a process; with our end of its link."""
+        ours, theirs, environment = link_for_child(number)
+        try:
+            # Not to be cancelled half way, which would lose sight of a started process.
+            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + SPAWN_TIMEOUT):
+                return await anyio.open_process(
+                    self._options.worker_command(sys.executable),
+                    stdin=DEVNULL,
+                    stdout=None,
+                    stderr=None,
+                    env=environment,
+                    start_new_session=True,
+                    pass_fds=[theirs.fileno()],
+                ), ours
+            raise TimeoutError(errno.ETIMEDOUT, f"not within {SPAWN_TIMEOUT:g} s")
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
 
     async def _hear(self, worker: Worker, stream: UNIXSocketStream, heard_all: anyio.Event) -> None:
         """Take in what a worker says, until the end of its line."""
