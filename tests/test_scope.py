@@ -362,6 +362,16 @@ async def test_a_scope_must_be_open():
     scope.cancel()  # nothing to cancel
 
 
+async def test_an_open_scope_is_not_opened_again():
+    async with DaemonScope("jobs") as scope:
+        daemon = scope.start_soon(forever)
+        with pytest.raises(RuntimeError, match="DaemonScope 'jobs' is open already"):
+            async with scope:
+                pass
+        assert scope.daemons == (daemon,)
+    assert daemon.done
+
+
 async def test_a_coroutine_is_no_task():
     async with DaemonScope("tasks") as scope:
         with pytest.raises(InvalidParameterError, match=r"not a coroutine: write start_soon\(sleep, …\) instead of"):

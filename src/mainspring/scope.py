@@ -179,6 +179,8 @@ class DaemonScope:
         return tuple(self._daemons)
 
     async def __aenter__(self) -> Self:
+        if self._group is not None:
+            raise RuntimeError(f"DaemonScope {self.name!r} is open already; make another one")
         self._daemons.clear()
         self._group = anyio.create_task_group()
         await self._group.__aenter__()

@@ -6,7 +6,7 @@ import anyio
 import pytest
 from loop_support import quick
 
-from mainspring import InMemoryMailbox, MainLoop, Runnable, open_mailbox
+from mainspring import ConfigError, InMemoryMailbox, MainLoop, Runnable, open_mailbox
 from mainspring.loops.base import Steerable
 from mainspring.states import MailboxState
 from support import FaultyMailbox, background, fail, settled
@@ -112,6 +112,21 @@ async def test_the_block_may_be_entered_again():
             await mailbox.send(1)
             await settled(mailbox)
     assert loop.outcomes == {"acknowledged": 3}
+
+
+async def test_a_block_inside_of_another_is_refused_and_the_loop_goes_on():
+    mailbox = InMemoryMailbox()
+    loop = MainLoop(mailbox, quick)
+    with anyio.fail_after(10):
+        async with loop:
+            with pytest.raises(ConfigError, match="is already running"):
+                async with loop:
+                    pass
+            await mailbox.send(1)
+            await settled(mailbox)
+        assert not loop.running
+        async with loop:
+            pass
 
 
 async def test_the_block_may_be_entered_again_after_the_loop_ended_by_itself():

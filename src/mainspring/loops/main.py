@@ -183,7 +183,7 @@ class MainLoop:
         :raises ConfigError: it is already running, or a value is impossible.
         """
         if self.running:
-            raise ConfigError(f"loop {self.name!r} is already running; make a second loop, or raise its concurrency")
+            raise self._runs_already()
         visibility = self.visibility_timeout if visibility_timeout is None else visibility_timeout
         wait = self.wait_time_seconds if wait_time_seconds is None else wait_time_seconds
         _check_times(self.name, visibility, wait)
@@ -315,14 +315,23 @@ class MainLoop:
 
     async def __aenter__(self) -> Self:
         """Open the mailbox if nobody has, and run in the background; leaving the block shuts down."""
-        self._own = DaemonScope(f"loop {self.name}")
-        await self._own.__aenter__()
+        if self._own is not None:
+            raise self._runs_already()
+        self._own = own = DaemonScope(f"loop {self.name}")
         try:
-            await self._own.start(self._run_opened, name=self.name, stop=self.request_shutdown)
-        except BaseException as error:
-            await self._own.__aexit__(type(error), error, error.__traceback__)
+            await own.__aenter__()
+            try:
+                await own.start(self._run_opened, name=self.name, stop=self.request_shutdown)
+            except BaseException as error:
+                await own.__aexit__(type(error), error, error.__traceback__)
+                raise
+        except BaseException:
+            self._own = None
             raise
         return self
+
+    def _runs_already(self) -> ConfigError:
+        return ConfigError(f"loop {self.name!r} is already running; make a second loop, or raise its concurrency")
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
