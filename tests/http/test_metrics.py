@@ -6,26 +6,30 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import httpx
 import pytest
 from http_fakes import FakeGroup, loop_status
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from trio.testing import MockClock
 
 from mainspring import Context, InMemoryMailbox, LoopGroup, MainLoop, Retry, RetryPolicy, events
+from mainspring.http.app import health_app
 from mainspring.http.metrics import BUCKETS, FAULTS, GroupMetrics
 from mainspring.loops.outcome import Outcome
 from mainspring.states import GroupState, ServiceState
 from mainspring.status import MailboxStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 pytestmark = pytest.mark.anyio
 
@@ -256,6 +260,39 @@ async def test_the_applications_own_metrics_are_served_and_one_that_raises_costs
 async def test_a_name_that_both_have_comes_once() -> None:
     metrics = GroupMetrics(FakeGroup(), registry=GroupMetrics(FakeGroup()).registry)
     assert len(scrape(metrics)["mainspring_in_flight"]) == 1  # scrape() asserts that no sample comes twice
+
+
+class Waiting:
+    """Collects from a server that has not answered yet."""
+
+    def __init__(self) -> None:
+        self.answer = threading.Event()
+        self.calls = 0
+
+    def describe(self) -> tuple[Any, ...]:
+        return ()
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        self.calls += 1
+        self.answer.wait(60)
+        yield GaugeMetricFamily("queue_entries", "Entries of a queue elsewhere.", 7)
+
+
+async def test_a_collector_of_the_application_that_waits_does_not_block_the_event_loop(monkeypatch) -> None:
+    monkeypatch.setattr("mainspring.http.metrics.COLLECT_WITHIN", 0.01)
+    registry, waiting = CollectorRegistry(), Waiting()
+    registry.register(waiting)
+    app = health_app(FakeGroup(), metrics=GroupMetrics(FakeGroup(), registry=registry))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+        with anyio.fail_after(20):
+            for _ in range(2):
+                text = (await client.get("/metrics")).text
+                assert "mainspring_ready" in text
+                assert "queue_entries" not in text
+            assert waiting.calls == 1
+            waiting.answer.set()
+            while "queue_entries 7.0" not in (await client.get("/metrics")).text:
+                await anyio.sleep(0.001)
 
 
 async def test_the_default_registry_is_served_without_being_named() -> None:

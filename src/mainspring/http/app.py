@@ -125,6 +125,7 @@ class _Views:
 
     async def metrics(self, request: Request) -> Response:
         depths = await self._ask_around()
+        await self._metrics.collect_soon()
         text, content_type = self._metrics.render(depths, request.headers.get("accept", ""))
         return Response(text, headers={"content-type": content_type})
 

@@ -21,8 +21,10 @@ from prometheus_client.utils import floatToGoString
 
 import mainspring
 from mainspring import events
+from mainspring.clock import real_work
 from mainspring.loggers import Logger
 from mainspring.loops.outcome import Outcome
+from mainspring.own_thread import OwnThread
 from mainspring.states import BEFORE_SHUTDOWN, GroupState, ServiceState
 
 if TYPE_CHECKING:
@@ -44,6 +46,9 @@ FAULTS = {
     events.SettlementDelayed: "settlement_delayed",
     events.SettlementFailed: "settlement_failed",
 }
+
+COLLECT_WITHIN = 5.0
+"""Seconds that the application's collectors may take; Prometheus waits 10 s for a page by default."""
 
 # From a millisecond (a webhook that is up) to six hours (a long agent run): about three steps a decade.
 BUCKETS = (
@@ -110,7 +115,8 @@ class GroupMetrics:
     def __init__(self, source: StatusSource, *, registry: CollectorRegistry | None = REGISTRY) -> None:
         self.collector = _Collector(source)
         self.registry = CollectorRegistry()
-        self.registry.register(_Page(self.collector, registry))
+        self._page = _Page(self.collector, registry)
+        self.registry.register(self._page)
 
     def subscribe(self, dispatcher: events.Dispatcher) -> Callable[[], None]:
         """Count the events of ``dispatcher`` from now on; the returned function ends it."""
@@ -127,10 +133,19 @@ class GroupMetrics:
 
         return unsubscribe
 
+    async def collect_soon(self) -> None:
+        """Collect the application's metrics for the next :meth:`render`, in a thread: a collector may wait for a server.
+
+        Those that take longer than ``COLLECT_WITHIN`` seconds are left out, with a warning, and not asked again before they
+        have answered.
+        """
+        await self._page.collect_theirs()
+
     def render(self, depths: Sequence[MailboxStatus] = (), accept: str = "") -> tuple[bytes, str]:
         """The metrics as text and its content type, in the format that the ``Accept`` header asks for.
 
-        ``depths`` are the mailboxes' counts, which only an async caller can get; one without counts is left out.
+        ``depths`` are the mailboxes' counts, which only an async caller can get; one without counts is left out. Without
+        :meth:`collect_soon` before it, the application's collectors are called here.
         """
         self.collector.depths = depths
         encode, content_type = choose_encoder(accept)
@@ -144,6 +159,8 @@ class _Page:
         self._group = group
         self._registry = registry
         self._process = ProcessCollector(registry=None)
+        self._thread: OwnThread[Sequence[Metric]] | None = None
+        self._collected: Sequence[Metric] | None = None
 
     def describe(self) -> Iterable[Metric]:
         """Nothing is collected when this is registered, only when it is scraped."""
@@ -151,10 +168,28 @@ class _Page:
 
     def collect(self) -> Iterable[Metric]:
         seen: set[str] = set()
-        for family in (*self._group.collect(), *self._theirs(), *self._process.collect()):
+        collected, self._collected = self._collected, None
+        theirs = self._theirs() if collected is None else collected
+        for family in (*self._group.collect(), *theirs, *self._process.collect()):
             if family.name not in seen:
                 seen.add(family.name)
                 yield family
+
+    async def collect_theirs(self) -> None:
+        """Call :meth:`_theirs` in a thread, unless an earlier call still runs, and keep what it gives in time."""
+        if self._registry is None:
+            return
+        if self._thread is None or self._thread.done:
+            self._thread = OwnThread(self._theirs, "metrics of the application")
+        collected: Sequence[Metric] | None = None
+        with anyio.move_on_after(COLLECT_WITHIN), real_work():
+            collected = await self._thread.wait()
+        if collected is None:
+            text = (
+                "the application's own metrics are left out of /metrics: a collector has not answered within %g s: %s"
+            )
+            _log.warning(text, COLLECT_WITHIN, self._thread.where)
+        self._collected = collected or ()
 
     def _theirs(self) -> Sequence[Metric]:
         try:
