@@ -401,4 +401,7 @@ def unpack(fn: Callable[..., Any], answer: Answer) -> Any:
         raise OffloadPickleError(f"{name_of(fn)}: the exception it raised comes back as {type(value).__qualname__}")
     if text:
         value.add_note(f"Where it was raised:\n{text.rstrip()}")
-    raise value
+    try:
+        raise value
+    finally:
+        del value  # its traceback refers to this frame

@@ -381,6 +381,17 @@ async def test_a_pool(to_the_end):
         await none_alive()
 
 
+async def test_the_caller_of_a_pool_of_processes():
+    async def asks(pool: OffloadPool) -> None:
+        big = Big()  # noqa: F841
+        with pytest.raises(ValueError, match="invalid literal"):
+            await pool.run(int, "one")
+
+    async with OffloadPool("process", workers=1) as pool:
+        await asks(pool)
+        await none_alive()
+
+
 async def test_a_pool_that_nobody_waits_for_any_more():
     release = threading.Event()
 
