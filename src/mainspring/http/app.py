@@ -203,7 +203,8 @@ class _Json(JSONResponse):
     """JSON in which an error may say what UTF-8 cannot hold, as of a file's name: that is escaped."""
 
     def render(self, content: Any) -> bytes:
-        return json.dumps(content, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return text.encode("utf-8", "backslashreplace")
 
 
 def _line(text: str, status: int, **headers: str) -> Response:
