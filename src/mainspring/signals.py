@@ -217,8 +217,8 @@ class ShutdownCoordinator:
     the signal handler, or in the thread that calls :meth:`trigger`. Async ones are called when the block is left: on an event
     loop of their own, within 10 s. Without a block, :meth:`trigger` calls plain ones, and async ones wait for a block.
 
-    A coordinator whose callbacks nothing has called, and which was never entered, is logged as a warning when it is dropped, when
-    an embedded LoopGroup ends, or when the interpreter ends.
+    A coordinator whose callbacks nothing has called, and which was never entered, is logged as a warning when it is dropped,
+    when an embedded LoopGroup ends, or when the interpreter ends.
     """
 
     _CURRENT: ClassVar[str] = "shutdown coordinators"
@@ -317,8 +317,12 @@ class ShutdownCoordinator:
     def warn_of_unentered(cls) -> None:
         """Log the warning now: an embedded group ends, and the server around it may end the process by the signal."""
         for one in cls._all():
-            if one.signals and not (one._is_entered or one._triggered) and any(one._callbacks):
-                one._warning()
+            one.warn_if_unentered()
+
+    def warn_if_unentered(self) -> None:
+        """Log the warning now where it was never entered, and is not for :meth:`trigger` alone."""
+        if self.signals and not (self._is_entered or self._triggered) and any(self._callbacks):
+            self._warning()
 
     def expect_no_block(self) -> None:
         """Log no warning where it is never entered: for a program that has only imported a module."""

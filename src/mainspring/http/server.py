@@ -130,7 +130,8 @@ def _unresolved(host: str, error: OSError | UnicodeError) -> ConfigError:
 def bind(host: str, port: int, address: str | None = None) -> socket.socket:
     """A listening socket on ``host`` and ``port``; port 0 takes a free one. A host ``unix:/path`` is a Unix socket.
 
-    ``address`` is that of a host name which was looked up. ``::`` takes IPv4 as well. A Unix socket can be used by this user only, and replaces the file of a program that is gone.
+    ``address`` is that of a host name which was looked up. ``::`` takes IPv4 as well. A Unix socket can be used by this
+    user only, and replaces the file of a program that is gone.
 
     :raises ConfigError: one line on what is wrong and what to do: the port is taken, needs privileges, the host is none
         of this machine's, the path cannot be used.
