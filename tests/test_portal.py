@@ -190,6 +190,8 @@ def test_a_stop_while_it_starts(make):
         ({"name": 3}, "name must be text"),
         ({"backend": "curio"}, 'backend must be "asyncio" or "trio"'),
         ({"stop_timeout": -1}, "stop_timeout must be 0 or more seconds"),
+        ({"backend_options": 5}, "backend_options must be options by name"),
+        ({"backend_options": "use_uvloop"}, "backend_options must be options by name"),
         ({"stop_timeout": float("inf")}, "stop_timeout must be 0 or more seconds"),
         ({"cancel_grace": None}, "cancel_grace must be 0 or more seconds"),
     ],

@@ -15,7 +15,7 @@ import anyio
 import pytest
 
 from mainspring import DaemonScope
-from mainspring.errors import InvalidParameterError, TaskExitError
+from mainspring.errors import ConfigError, InvalidParameterError, TaskExitError
 from mainspring.report import Ending
 from mainspring.scope import lone_error
 
@@ -535,3 +535,11 @@ async def test_what_cannot_be_a_task_or_a_thread_is_refused_by_name():
         with pytest.raises(InvalidParameterError, match=r"stop= of .*forever is a plain function"):
             scope.start_soon(forever, stop=forever)
         assert len(scope.daemons) == 2
+
+
+@pytest.mark.parametrize("name", ["timeout", "grace"])
+@pytest.mark.parametrize("seconds", [None, "5", -1, float("nan"), True, pytest.param(10**5_000, id="digits")])
+def test_times_that_are_none_are_refused_by_name(name, seconds):
+    with pytest.raises(ConfigError, match=f"DaemonScope: {name} must be a number of seconds from 0, not "):
+        DaemonScope(**{name: seconds})
+    DaemonScope(**{name: float("inf")})

@@ -457,3 +457,30 @@ def test_a_second_signal_before_there_is_an_event_loop_ends_the_process():
         time.sleep(0.1)
         program.send_signal(signal.SIGINT)
         assert program.wait(30) == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    "signals",
+    [
+        None,
+        5,
+        ["TERM"],
+        "TERM",
+        [-1],
+        [0],
+        [99_999],
+        [True],
+        [1.5],
+        pytest.param([10**5_000], id="digits"),
+        [signal.SIGKILL],
+    ],
+)
+@pytest.mark.parametrize("make", [ShutdownCoordinator, ShutdownCoordinator.install])
+def test_signals_that_no_handler_can_be_installed_for_are_refused_by_name(make, signals):
+    with pytest.raises(ConfigError, match=r"signals must be signals that a process can handle, as \(signal\.SIGTERM"):
+        make(signals)
+
+
+def test_what_cannot_be_called_at_a_repeated_signal_is_refused():
+    with pytest.raises(ConfigError, match="on_repeat must be a function, or None, not 5"):
+        ShutdownCoordinator(on_repeat=5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, TypeVarTuple, Unpack
 
@@ -11,10 +12,10 @@ from mainspring.callables import gives_coroutine, instead_of, is_async, name_of
 from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.portal_core import LoopCore
 from mainspring.portal_submission import Submission
-from mainspring.values import is_number
+from mainspring.values import is_number, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable
     from types import TracebackType
 
     from mainspring.states import LoopThreadState
@@ -61,6 +62,10 @@ class LoopThread:
         for what, seconds in (("stop_timeout", stop_timeout), ("cancel_grace", cancel_grace)):
             if not is_number(seconds, 0):
                 raise ConfigError(f"LoopThread: {what} must be 0 or more seconds, not {seconds!r}")
+        if not (backend_options is None or isinstance(backend_options, Mapping)):
+            raise ConfigError(
+                f"LoopThread: backend_options must be options by name, as {{'use_uvloop': False}}, not {shown(backend_options)}"
+            )
         if backend_options is None:
             backend_options = {"use_uvloop": find_spec("uvloop") is not None} if backend == "asyncio" else {}
         # The thread holds this and not the object of the user, who can hence drop it.

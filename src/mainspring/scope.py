@@ -11,12 +11,13 @@ import anyio
 
 from mainspring.callables import gives_coroutine, instead_of, is_async
 from mainspring.clock import real_work
-from mainspring.errors import InvalidParameterError, TaskExitError
+from mainspring.errors import ConfigError, InvalidParameterError, TaskExitError
 from mainspring.loggers import Logger
 from mainspring.own_thread import OwnThread
 from mainspring.process import async_library
 from mainspring.report import Ending, PartReport
 from mainspring.stacks import where
+from mainspring.values import is_number, shown
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -159,9 +160,14 @@ class DaemonScope:
     seconds to clean up). A task that raises cancels the others, as in any task group; a lone error comes out by itself,
     not wrapped in a group. Where the block is left by an error, or the scope is cancelled from outside, the tasks are asked
     to stop and cancelled at the same time.
+
+    :raises ConfigError: ``timeout`` or ``grace`` is no number of seconds from 0 (``math.inf``: no end).
     """
 
     def __init__(self, name: str = "scope", *, timeout: float = 10.0, grace: float = 5.0) -> None:
+        for what, seconds in (("timeout", timeout), ("grace", grace)):
+            if not is_number(seconds, 0) and seconds != math.inf:
+                raise ConfigError(f"DaemonScope: {what} must be a number of seconds from 0, not {shown(seconds)}")
         self.name = name
         self.timeout = timeout
         self.grace = grace

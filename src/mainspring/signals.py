@@ -30,6 +30,7 @@ from mainspring.entry import Entry
 from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.loggers import Logger
 from mainspring.scope import DaemonScope, nobody_asked
+from mainspring.values import is_whole, shown
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -201,6 +202,22 @@ def _warn_of(callbacks: list[list[Callable[[], object]]], of_process: object) ->
         )
 
 
+def _checked(signals: Iterable[int]) -> tuple[int, ...]:
+    """Return the signals, or raise ConfigError for what no handler can be installed for."""
+    possible = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+    found: tuple[int, ...] = ()
+    wrong: list[object] = [signals]
+    with suppress(TypeError):
+        found = tuple(signals)
+        wrong = [signum for signum in found if not is_whole(signum) or signum not in possible]
+    if wrong:
+        raise ConfigError(
+            "ShutdownCoordinator: signals must be signals that a process can handle, as (signal.SIGTERM, signal.SIGINT),"
+            f" not {shown(wrong[0])}"
+        )
+    return found
+
+
 class ShutdownCoordinator:
     """Is told of a shutdown, by a signal or by :meth:`trigger`, and calls the callbacks that are registered.
 
@@ -229,7 +246,9 @@ class ShutdownCoordinator:
         *,
         on_repeat: Callable[[int, int], object] | None = None,
     ) -> None:
-        self.signals = tuple(signals)
+        self.signals = _checked(signals)
+        if on_repeat is not None and not callable(on_repeat):
+            raise ConfigError(f"ShutdownCoordinator: on_repeat must be a function, or None, not {shown(on_repeat)}")
         self.reason = ""
         self._on_trigger: list[Callable[[], object]] = []
         self._on_repeat = [] if on_repeat is None else [on_repeat]
@@ -257,7 +276,7 @@ class ShutdownCoordinator:
 
         :raises ConfigError: the current one is for other signals than those that are asked for.
         """
-        wanted = tuple(signals)
+        wanted = _checked(signals)
         current = cls.get()
         if current is None:
             current = cls(wanted)

@@ -258,7 +258,7 @@ def test_what_a_types_own_validator_raises_is_a_body_that_does_not_fit() -> None
         codec.check("x")
 
 
-@pytest.mark.parametrize("body_type", [object(), lambda: None, "Job", type("Plain", (), {})])
+@pytest.mark.parametrize("body_type", [object(), lambda: None, "Job", {}, {"type": "int"}, type("Plain", (), {})])
 def test_a_type_that_cannot_be_a_body_is_a_config_error(body_type: Any) -> None:
     with pytest.raises(ConfigError, match="cannot be a message body"):
         Codec(body_type)

@@ -50,7 +50,7 @@ class Codec:
 
         self.body_type: Any = Any if body_type is None else body_type
         try:
-            if inspect.isroutine(body_type) or isinstance(body_type, str):
+            if inspect.isroutine(body_type) or isinstance(body_type, str | dict):  # pydantic reads a dict as a schema
                 raise TypeError(f"{body_type!r} is no type")
             self._adapter: TypeAdapter[Any] = TypeAdapter(_supported(self.body_type))
             self._exact = exactness(self._adapter.core_schema)
