@@ -160,6 +160,22 @@ def test_wrong_options_are_one_line_and_status_2(tmp_path: Path, arguments: list
     assert expected in only_line(ended.stderr)
 
 
+@pytest.mark.parametrize(
+    "arguments", [["run", "json:dumps"], ["check", "json:dumps"], ["send", "sqlite:///jobs.db?name=jobs", "1"]]
+)
+def test_a_working_directory_that_is_gone_is_one_line_and_status_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert call(arguments) == 2
+    assert only_line(capsys.readouterr().err) == (
+        "mainspring: the working directory has been removed; change to one that exists"
+    )
+
+
 def test_no_verb_shows_the_help_and_is_wrong_use(tmp_path: Path) -> None:
     ended = run(cwd=tmp_path)
     assert ended.returncode == 2

@@ -71,6 +71,21 @@ def test_a_signal_stops_all_workers(tmp_path: Path) -> None:
             assert f"mainspring: worker {number}: own: shutdown (SIGTERM)" in command.text
 
 
+def test_the_exit_status_of_workers_is_known_where_a_parent_ignored_their_ends(tmp_path: Path) -> None:
+    write(tmp_path)
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        command = Command(*RUN_TWO, cwd=tmp_path)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    try:
+        new_pid(command), new_pid(command)
+        command.send(signal.SIGTERM)
+        assert command.wait() == 0, command.text
+    finally:
+        command.close()
+
+
 def test_ctrl_c_while_the_interpreter_of_a_worker_starts_ends_it_without_a_word(tmp_path: Path) -> None:
     """It was a KeyboardInterrupt there: a traceback of Python's own start, and the exit status 1."""
     write(tmp_path)

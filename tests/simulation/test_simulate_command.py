@@ -60,6 +60,13 @@ def test_what_holds(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "3 seeds: " in capsys.readouterr().out
 
 
+def test_the_duration_may_be_left_out(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        call(["simulate", f"{module}:build_patient", "--seeds", "1", "--faults", "none", "--per-minute", "0.01"]) == 0
+    )
+    assert "1 seeds: 24.0 virtual hours" in capsys.readouterr().out
+
+
 def test_several_processes_find_the_same(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     printed = []
     for jobs in ("1", "2"):

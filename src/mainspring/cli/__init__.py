@@ -29,6 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"mainspring: this process may have too few files open: let it have {FEWEST_FILES} (ulimit -n)\n"
         )
         return 1
+    if (
+        signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+    ):  # as a parent can leave it: the system forgets how workers end
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if arguments[:1] == ["run"]:
         _take_signals()
     # A process that ends need not look for garbage, which the system frees with it: that was most of the time to leave.

@@ -61,6 +61,11 @@ def call(arguments: Sequence[str]) -> int:
     except (ConfigError, MainspringError) as error:
         say(str(error))
         return WRONG_USE if error.fault in {"config", "caller"} else FAILED
+    except FileNotFoundError as error:
+        if error.filename is not None:
+            raise
+        say("the working directory has been removed; change to one that exists")
+        return WRONG_USE
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except BrokenPipeError:  # the reader of our output has gone, which is its right

@@ -11,8 +11,9 @@ LONGEST = 1e9
 """Seconds (31 years): more is a slip, and a date so far away may not exist."""
 
 
-def seconds(text: str) -> float:
+def seconds(given: str | float) -> float:
     """Return the seconds of ``"24h"``, ``"90s"``, ``"1.5d"`` or of a plain number; for options (``parser=seconds``)."""
+    text = str(given)  # the default of an option is no text
     number, unit = (text[:-1], text[-1]) if text and text[-1] in UNITS else (text, "s")
     try:
         found = float(number) * UNITS[unit]
