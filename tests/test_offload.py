@@ -123,7 +123,7 @@ async def test_an_exit_does_not_end_the_program(error):
 @pytest.mark.parametrize("fn", [offload_work.be_cancelled_in_a_loop_of_its_own, offload_work.be_cancelled_as_a_future])
 async def test_a_cancellation_of_the_work_is_not_taken_for_one_of_the_caller(kind, fn):
     async with OffloadPool(kind, workers=1) as pool:
-        for call in (pool.run, pool.run_to_the_end):
+        for call in (pool.run, pool._run_to_the_end):
             with pytest.raises(ExceptionGroup) as caught:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(call, fn)
@@ -139,7 +139,7 @@ async def test_so_it_is_with_trios():
 
     cancelled = await anyio.to_thread.run_sync(trio.run, trios_cancelled)
     async with OffloadPool() as pool:
-        for call in (pool.run, pool.run_to_the_end):
+        for call in (pool.run, pool._run_to_the_end):
             with pytest.raises(TaskExitError, match="fail raised a cancellation that nobody asked for"):
                 await call(fail)
 
@@ -164,7 +164,7 @@ async def test_work_that_ends_at_its_callers_cancellation_is_cancelled_with_it(o
     async with OffloadPool(workers=1) as pool:
         with anyio.CancelScope() as scope:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(pool.run_to_the_end, work)
+                tasks.start_soon(pool._run_to_the_end, work)
                 await gate.is_entered()
                 scope.cancel()
                 gate.open.set()
@@ -519,7 +519,7 @@ async def test_closing_names_what_is_run_to_the_end_and_refuses_what_waits_to_be
 
     async def call(pool):
         try:
-            results.append(await pool.run_to_the_end(gate.pass_through, "done"))
+            results.append(await pool._run_to_the_end(gate.pass_through, "done"))
         except OffloadClosedError as error:
             errors.append(str(error))
 
@@ -696,7 +696,7 @@ async def test_an_impossible_timeout_is_refused(timeout):
 async def test_an_async_function_is_refused(kind):
     refused = r"calls plain functions, and .* is async: pass a plain `def`, or await it where you are"
     async with OffloadPool(kind) as pool:
-        for run in (pool.run, pool.run_to_the_end):
+        for run in (pool.run, pool._run_to_the_end):
             for fn in (offload_work.asynchronous, partial(offload_work.asynchronous, 1)):
                 with pytest.raises(InvalidParameterError, match=refused):
                     await run(fn)
@@ -722,7 +722,7 @@ async def test_a_plain_function_that_returns_a_coroutine_is_none(capfd):
 @pytest.mark.parametrize("kind", ["thread", "process"])
 async def test_a_generator_does_no_work_there_and_is_refused(kind):
     async with OffloadPool(kind, workers=1) as pool:
-        for run in (pool.run, pool.run_to_the_end):
+        for run in (pool.run, pool._run_to_the_end):
             for fn in (offload_work.generates, partial(offload_work.generates, 1), offload_work.generates_async):
                 with pytest.raises(
                     InvalidParameterError, match=r"pool: generates.* is a generator, which would never run"

@@ -329,7 +329,7 @@ async def test_who_must_not_go_on_while_work_does_need_not_wait_for_a_start(held
     """What was cancelled before its worker was there has not begun, and never will. The worker is for the next call."""
     async with OffloadPool("process", workers=1) as pool:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(pool.run_to_the_end, offload_work.kill_oneself)
+            tasks.start_soon(pool._run_to_the_end, offload_work.kill_oneself)
             worker = await held_start.begun()
             tasks.cancel_scope.cancel()
         assert not caplog.records, "nothing was waited for in vain"
@@ -357,7 +357,7 @@ async def test_a_killed_process_that_does_not_end_is_not_waited_for_without_end(
         with monkeypatch.context() as patch:
             patch.setattr(WorkerProcess, "kill", lambda _: None)
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(pool.run_to_the_end, offload_work.sleep_in, str(tmp_path / "pid"))
+                tasks.start_soon(pool._run_to_the_end, offload_work.sleep_in, str(tmp_path / "pid"))
                 (worker,) = await told(tmp_path / "pid")
                 tasks.cancel_scope.cancel()
             assert is_there(worker)

@@ -445,7 +445,7 @@ def a_raised_error():
 
 def test_an_error_that_nobody_asks_for_is_logged(caplog):
     ticket = Ticket()
-    assert ticket.offer_sole_error(a_raised_error(), "the import")
+    assert ticket._offer_sole_error(a_raised_error(), "the import")
     assert unread(caplog) == []
     del ticket
     (line,) = unread(caplog)
@@ -456,7 +456,7 @@ def test_an_error_that_nobody_asks_for_is_logged(caplog):
 
 def test_an_error_that_somebody_asks_for_is_not(caplog):
     ticket = Ticket()
-    assert ticket.offer_sole_error(LookupError("no such row"), "the import")
+    assert ticket._offer_sole_error(LookupError("no such row"), "the import")
     with pytest.raises(LookupError):
         ticket.wait_sync()
     del ticket
@@ -467,7 +467,7 @@ def test_an_error_that_somebody_asks_for_is_not(caplog):
 def test_nor_is_one_that_came_too_late(caplog):
     ticket = Ticket()
     ticket.complete(1)
-    assert not ticket.offer_sole_error(LookupError("no such row"), "the import")
+    assert not ticket._offer_sole_error(LookupError("no such row"), "the import")
     del ticket
     assert unread(caplog) == []
 
@@ -477,7 +477,7 @@ def test_a_forked_child_leaves_to_its_parent_what_nobody_asks_for():
 import os, sys
 from mainspring import Ticket
 ticket = Ticket()
-ticket.offer_sole_error(LookupError("no such row"), "the import")
+ticket._offer_sole_error(LookupError("no such row"), "the import")
 child = os.fork()
 if child == 0:
     del ticket

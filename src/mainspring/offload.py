@@ -181,7 +181,7 @@ class OffloadPool:
             ran(result, f"{self.name}: {name_of(fn)}")
         return result
 
-    async def run_to_the_end(
+    async def _run_to_the_end(
         self, fn: Callable[[Unpack[Args]], T], *args: *Args, waiting: Callable[[bool], object] | None = None
     ) -> T:
         """As :meth:`run`, for callers that must not go on while the work does, whatever happens.

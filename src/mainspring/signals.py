@@ -303,7 +303,7 @@ class ShutdownCoordinator:
             process.set_current(self._CURRENT, (*self._all(), self))
 
     @asynccontextmanager
-    async def during_run(
+    async def _during_run(
         self, on_trigger: Callable[[str], object], on_repeat: Callable[[int, int], object]
     ) -> AsyncIterator[None]:
         """Enter it for a run of a group, which receives SIGTERM and SIGINT besides; ``on_trigger(reason)`` is called, in any
@@ -333,17 +333,17 @@ class ShutdownCoordinator:
                 self._list()
 
     @classmethod
-    def warn_of_unentered(cls) -> None:
+    def _warn_of_unentered(cls) -> None:
         """Log the warning now: an embedded group ends, and the server around it may end the process by the signal."""
         for one in cls._all():
-            one.warn_if_unentered()
+            one._warn_if_unentered()  # noqa: SLF001 - this package's own
 
-    def warn_if_unentered(self) -> None:
+    def _warn_if_unentered(self) -> None:
         """Log the warning now where it was never entered, and is not for :meth:`trigger` alone."""
         if self.signals and not (self._is_entered or self._triggered) and any(self._callbacks):
             self._warning()
 
-    def expect_no_block(self) -> None:
+    def _expect_no_block(self) -> None:
         """Log no warning where it is never entered: for a program that has only imported a module."""
         self._warning.detach()
 
@@ -462,7 +462,7 @@ class ShutdownCoordinator:
             raise ConfigError("ShutdownCoordinator: an event loop runs here; use `async with` instead of `with`")
         self._check_thread(self.signals)
         self._plain_blocks += 1
-        self.expect_no_block()
+        self._expect_no_block()
         self._list()
         if self._plain_blocks == 1:
             self._plain_hubs = [_join_plain(signum, self._on_signal) for signum in self.signals]
@@ -537,7 +537,7 @@ class ShutdownCoordinator:
             self._release(block)
             await block.scope.__aexit__(type(error), error, error.__traceback__)
             raise
-        self.expect_no_block()
+        self._expect_no_block()
         self._list()
         return block
 

@@ -96,7 +96,7 @@ class Ticket(Generic[T]):
             raise InvalidParameterError(f"{self._called()}: a ticket fails with an exception, not {error!r}")
         return self._settle(None, error)
 
-    def offer_sole_error(self, error: BaseException, work: str) -> bool:
+    def _offer_sole_error(self, error: BaseException, work: str) -> bool:
         """As :meth:`offer_error`, for an error that is told nowhere else: where nobody asks the ticket, it is logged.
 
         That is when the ticket is dropped (logger ``mainspring``); ``work`` says of what the error came.
@@ -331,6 +331,6 @@ class TicketWriter(Generic[T]):
             return
         if error is None:
             why = "" if cause is None else f" ({type(cause).__name__})"
-            error = TicketAbandonedError(f"{ticket._called()}: its writer has ended without an answer{why}")  # noqa: SLF001
+            error = TicketAbandonedError(f"{ticket._called()}: its writer has ended without an answer{why}")  # noqa: SLF001 - this package's own
             error.__cause__ = cause
         ticket.offer_error(error)  # another writer may have been quicker, which is no error here

@@ -142,7 +142,7 @@ def test_the_users_corruption_is_used() -> None:
 
     async def corrupt(mailbox: Any, raw: bytes) -> None:
         done.append(raw)
-        await mailbox.send_encoded  # never awaitable: shows up as the behaviour's failure
+        await mailbox._send_encoded  # never awaitable: shows up as the behaviour's failure
 
     backend = mailbox_contract.Backend(memory(serialize=True).factory, corrupt=corrupt)
 

@@ -366,7 +366,7 @@ async def test_all_claimed_messages_are_handed_back_not_only_the_next_one(virtua
 
 async def test_a_mailbox_that_does_not_close_stands_in_the_report(virtual_clock):
     class DoesNotClose(InMemoryMailbox):
-        works_unopened = False
+        _works_unopened = False
 
         async def _close(self):
             await anyio.sleep_forever()

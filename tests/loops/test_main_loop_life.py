@@ -65,7 +65,7 @@ async def test_the_block_opens_the_mailbox_and_closes_it_last():
         states.append(mailbox.state)
 
     class NeedsOpening(FaultyMailbox):
-        works_unopened = False
+        _works_unopened = False
 
     mailbox = NeedsOpening()
     async with MainLoop(mailbox, handle) as loop:

@@ -323,12 +323,12 @@ class BusyPool(OffloadPool):
         super().__init__(workers=1)
         self.seconds = list(seconds)
 
-    async def run_to_the_end(self, fn, *args, waiting=None):
+    async def _run_to_the_end(self, fn, *args, waiting=None):
         waiting(True)
         await anyio.sleep(self.seconds.pop(0))
         waiting(False)
         await anyio.sleep(2)
-        return await super().run_to_the_end(fn, *args)
+        return await super()._run_to_the_end(fn, *args)
 
 
 @pytest.mark.parametrize(

@@ -332,7 +332,7 @@ async def test_a_result_that_cannot_be_sent_after_the_acknowledgement_is_logged(
         return 1
 
     class Deaf(InMemoryMailbox):
-        async def send_reply(self, reply):
+        async def _send_late_reply(self, reply):
             if trouble == "refuses":
                 raise MailboxConnectionError("it does not answer")
             await anyio.sleep_forever()

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.anyio
 class Store(InMemoryMailbox[Any, Any]):
     """A memory mailbox that has to be opened, and that fails when it is told to."""
 
-    works_unopened = False
+    _works_unopened = False
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__("store", **keywords)

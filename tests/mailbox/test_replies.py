@@ -139,7 +139,7 @@ async def test_a_store_that_does_not_answer_holds_up_no_reply_to_another(virtual
 
 
 class Answers(SQLiteMailbox[Any, Any]):
-    """A store of replies that remembers which mailboxes were made on it, each with ``send_encoded`` as the test wants it."""
+    """A store of replies that remembers which mailboxes were made on it, each with ``_send_encoded`` as the test wants it."""
 
     made: list[Answers]
 
@@ -152,9 +152,9 @@ class Answers(SQLiteMailbox[Any, Any]):
     async def before(self, mailbox: Answers) -> None:
         """Called before a reply is sent."""
 
-    async def send_encoded(self, envelope: Any) -> str:
+    async def _send_encoded(self, envelope: Any) -> str:
         await self.before(self)
-        return await super().send_encoded(envelope)
+        return await super()._send_encoded(envelope)
 
 
 @pytest.fixture
@@ -256,7 +256,7 @@ async def test_a_reply_goes_to_no_store_that_only_its_message_names(tmp_path: Pa
                 with pytest.raises(ReplyNotAvailableError, match="reply_stores"):
                     await message.reply("answer")
                 with pytest.raises(ReplyNotAvailableError, match="reply_stores"):
-                    await jobs.send_reply(jobs.reply_to(message, "answer"))
+                    await jobs._send_late_reply(jobs.reply_to(message, "answer"))
                 await message.dead_letter("no")  # with news for a requester, which goes nowhere either
         with pytest.raises(BlockingIOError):
             server.accept()

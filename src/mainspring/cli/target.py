@@ -101,7 +101,7 @@ def _expect_no_shutdown() -> None:
     from mainspring.signals import ShutdownCoordinator
 
     if (coordinator := ShutdownCoordinator.get()) is not None:
-        coordinator.expect_no_block()
+        coordinator._expect_no_block()  # noqa: SLF001 - this package's own
 
 
 def _attribute(module: ModuleType, attribute: str, target: str) -> Any:

@@ -87,13 +87,13 @@ class LoopActor:
         self._on_message = on_message
         self._context = copy_context()
         self.loop: Steerable = loop if isinstance(loop, Steerable) else ForeignLoop(loop)
-        self.stop_began: float | None = None
+        self._stop_began: float | None = None
         """When it was told to stop (anyio's clock), or None."""
         self.stopped = anyio.Event()
         """Set once it is told to stop."""
         self.on_stop: Callable[[], object] | None = None
         """Called once it is told to stop, on its event loop."""
-        self.cancelled_at: tuple[str, ...] | None = None
+        self._cancelled_at: tuple[str, ...] | None = None
         """The lines its work stood on when that was cancelled, or None."""
         self._belong_here()
         self._inbox: deque[tuple[ControlMessage[Any], TicketWriter[Any]]] = deque()
@@ -253,8 +253,8 @@ class LoopActor:
 
     def _stop(self, answer: TicketWriter[bool], within: float) -> None:
         self._stops.append(answer)
-        if self.stop_began is None:
-            self.stop_began = anyio.current_time()
+        if self._stop_began is None:
+            self._stop_began = anyio.current_time()
             self.stopped.set()
             if self.on_stop is not None:
                 self.on_stop()
@@ -282,15 +282,15 @@ class LoopActor:
         A pause ends with it. :raises ConfigError: it is running already.
         """
         async with self.serving():
-            if self.stop_began is None:
-                await self.run_loop(**keywords)
+            if self._stop_began is None:
+                await self._run_loop(**keywords)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Serve control messages while the block runs, in which :meth:`run_loop` may be called, and be called again."""
+        """Serve control messages while the block runs, in which :meth:`_run_loop` may be called, and be called again."""
         if self._event_loop is not None:
             raise ConfigError(f"{self!r} is already running")
-        self.stop_began = self.cancelled_at = None
+        self._stop_began = self._cancelled_at = None
         self.stopped, self._ended, self._wake = anyio.Event(), anyio.Event(), anyio.Event()
         self._crashed = False
         self._context = copy_context()
@@ -305,7 +305,7 @@ class LoopActor:
             finally:
                 self._end()
 
-    async def run_loop(self, **keywords: Any) -> None:
+    async def _run_loop(self, **keywords: Any) -> None:
         """One run of the loop, while control messages are served."""
         self._at_work = True
         try:
@@ -326,7 +326,7 @@ class LoopActor:
             answer.offer_error(self._not_running(message))
         stops, self._stops = self._stops, []
         for answer in stops:
-            answer.offer(self.cancelled_at is None and not self._crashed)
+            answer.offer(self._cancelled_at is None and not self._crashed)
         if self.loop.paused:
             try:
                 self.loop.resume()
@@ -361,14 +361,14 @@ class LoopActor:
 
     def cancel_work(self) -> None:
         """Cancel its work, remembering the lines that it stood on; once."""
-        if not self._ended.is_set() and self.cancelled_at is None:
-            self.cancelled_at = self.where()
+        if not self._ended.is_set() and self._cancelled_at is None:
+            self._cancelled_at = self.where()
             self.loop.cancel_work()
 
     def abort(self) -> None:
         """Cancel its run, settlements included, where cancelling the work was not enough; remembers the lines again."""
         if not self._ended.is_set():
-            self.cancelled_at = tuple(dict.fromkeys((*(self.cancelled_at or ()), *self.where())))
+            self._cancelled_at = tuple(dict.fromkeys((*(self._cancelled_at or ()), *self.where())))
             self.loop.abort()
 
     def where(self) -> tuple[str, ...]:
@@ -381,7 +381,7 @@ class LoopActor:
         reason = None
         if not self.running:
             reason = "not running"
-        elif self.stop_began is not None:
+        elif self._stop_began is not None:
             reason = "stopping"
         elif loop.trouble is not None:
             reason = loop.trouble
@@ -394,7 +394,7 @@ class LoopActor:
             healthy=reason is None,
             reason=reason,
             paused=loop.paused,
-            stopping=self.stop_began is not None,
+            stopping=self._stop_began is not None,
             in_flight=loop.in_flight,
             oldest_beat_age=max((run.beat_age() for run in loop.runs), default=0.0),
             heartbeat_age=loop.heartbeat.elapsed(),

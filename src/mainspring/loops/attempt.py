@@ -177,7 +177,7 @@ class Attempts:
         message = run.message
         if run.lost or now >= run.trusted_until:  # this process stood still meanwhile (SIGSTOP, a suspended machine)
             return run.fate
-        given_up = before_start(message.attempt, self._settings.dead_letter, message.history_until)
+        given_up = before_start(message.attempt, self._settings.dead_letter, message._history_until)  # noqa: SLF001 - this package's own
         if given_up is not None:
             return given_up
         if self._dispatcher.wants(MessageStarted):
@@ -263,10 +263,10 @@ class Attempts:
         )
         settlement = decision.settlement
         if isinstance(settlement, Ack):  # a ReplyError
-            reply = None if message.reply_to is None else self._mailbox.error_reply(message, decision.error or error)
+            reply = None if message.reply_to is None else self._mailbox._failure_reply(message, decision.error or error)  # noqa: SLF001 - this package's own
             return replace(decision, settlement=Ack(reply))
         if isinstance(settlement, Return) and settlement.charge:
-            return _with_history(decision, message.history_with(lone_error(error)))
+            return _with_history(decision, message._history_with(lone_error(error)))  # noqa: SLF001 - this package's own
         return decision
 
     async def _cancelled(self, run: Run, scope: anyio.CancelScope, error: BaseException) -> Decision | None:

@@ -65,7 +65,7 @@ class LeaseKeeper:
         """Those whose renewals are being tried again."""
 
     async def run(self, hear: Callable[[Callable[[list[str]], object]], Callable[[], None]] | None = None) -> None:
-        """Keep the leases until cancelled; ``hear`` (:meth:`Mailbox.hear_cancelled`) tells of those revoked meanwhile."""
+        """Keep the leases until cancelled; ``hear`` (`Mailbox._listen_for_cancelled`) tells of those revoked meanwhile."""
         stop_hearing = None if hear is None else hear(self.revoke)
         try:
             async with anyio.create_task_group() as self._tasks:
@@ -113,7 +113,7 @@ class LeaseKeeper:
 
     def _attend(self, run: Run, now: float) -> None:
         message = run.message
-        if run.phase <= Phase.HANDLING and message.is_settled and not message.is_settling:
+        if run.phase <= Phase.HANDLING and message.is_settled and not message._is_settling:  # noqa: SLF001 - this package's own
             run.renew_at = now + self._period  # the handler has done it itself; if that fails, its lease matters again
         elif now >= run.trusted_until:
             self._lose(run)
@@ -158,7 +158,7 @@ class LeaseKeeper:
                     await run.message.renew(self._visibility)
             except ReceiptHandleExpiredError:
                 if (
-                    run.phase is Phase.HANDLING and run.message.is_settling
+                    run.phase is Phase.HANDLING and run.message._is_settling  # noqa: SLF001 - this package's own
                 ):  # which may be what has ended it, and tells soon
                     run.renew_at = run.trusted_until
                     self._timer.wake_by(run.renew_at)
@@ -205,7 +205,7 @@ class LeaseKeeper:
     def _lose(self, run: Run) -> None:
         run.renew_at = math.inf
         message = run.message
-        if run.lost or run.phase >= Phase.ENDED or (message.is_settled and not message.is_settling):
+        if run.lost or run.phase >= Phase.ENDED or (message.is_settled and not message._is_settling):  # noqa: SLF001 - this package's own
             return  # its settlement tells
         run.lost = True
         run.cancel(Cause.LEASE_LOST)

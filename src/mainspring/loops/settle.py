@@ -180,7 +180,7 @@ class Settler:
             _log.warning(text, self._name, run.message_id, describe(error), _where(error))
         if is_unanswered(settlement):
             own = decision.settlement
-            reply = own.reply if isinstance(own, Ack) else self._mailbox.error_reply(run.message, error or NO_RESULT)
+            reply = own.reply if isinstance(own, Ack) else self._mailbox._failure_reply(run.message, error or NO_RESULT)  # noqa: SLF001 - this package's own
             if reply is not None:
                 await self._send(run, reply)
         return as_settled(settlement)
@@ -189,7 +189,7 @@ class Settler:
         """Send a reply whose message is done: once, as nothing is left that could be tried again."""
         try:
             with anyio.fail_after(LATE_REPLY_TIMEOUT):
-                await self._mailbox.send_reply(reply)
+                await self._mailbox._send_late_reply(reply)  # noqa: SLF001 - this package's own
         except (MainspringError, OSError) as error:
             text = "%s: what the handler returned for message %s, which it had settled by itself, was not sent: %s"
             _log.warning(text, self._name, run.message_id, describe(error))
@@ -200,7 +200,7 @@ class Settler:
         wait = max(0.0, min(wait, left))
         first, self._failures = not self._failures, self._failures + 1
         reply = getattr(decision.settlement, "reply", None)
-        if reply is None or self._mailbox.is_here(reply.reply_to or ""):  # else it may be the requester's that is away
+        if reply is None or self._mailbox._is_here(reply.reply_to or ""):  # else it may be the requester's that is away  # noqa: SLF001 - this package's own
             self._contact.failed(error)
         self._dispatcher.dispatch(
             SettlementDelayed(self._name, run.message_id, decision.outcome, describe(error), wait, first)

@@ -176,7 +176,7 @@ class Worker:
 
     async def _keep_leases(self) -> None:
         try:
-            await self._lease.run(self._mailbox.hear_cancelled)
+            await self._lease.run(self._mailbox._listen_for_cancelled)  # noqa: SLF001 - this package's own
         finally:
             self._attempts.cancelled = (
                 True  # it is stopped last: handlers that still run are being cancelled with the loop

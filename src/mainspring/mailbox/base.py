@@ -71,7 +71,7 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
             )
         super().__init__(name, body, reply)
         self._state: StateMachine[MailboxState] = StateMachine(MAILBOX, MailboxState.UNOPENED, name=f"mailbox {name!r}")
-        self._usable = self.works_unopened
+        self._usable = self._works_unopened
         self._thread: int | None = None
         self._process: object = None
         self._scope: DaemonScope | None = None
@@ -122,7 +122,7 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         except BaseException:
             self._scope = None
             raise
-        self._end_routing = self.route_replies(scope)
+        self._end_routing = self._route_replies(scope)
         self._state.to(MailboxState.OPEN, anyio.current_time())
         self._usable = True
         self._thread, self._process = get_ident(), identity()
@@ -145,7 +145,7 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
             raise
         return await scope.__aexit__(kind, error, trace) if scope is not None else None
 
-    def route_replies(self, scope: DaemonScope) -> Callable[[], None]:
+    def _route_replies(self, scope: DaemonScope) -> Callable[[], None]:
         """Let replies to other stores go out through daemons of ``scope``, until the function that this returns is called."""
         from mainspring.mailbox.replies import ReplyRouter
 
@@ -256,18 +256,18 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
             message._check_unsettled()  # noqa: SLF001 - Message is this port's own, as below
         once = list(dict.fromkeys(messages))
         for message in once:
-            message._settled, message._settling = ACK, True  # noqa: SLF001
+            message._settled, message._settling = ACK, True  # noqa: SLF001 - this package's own
         try:
-            refused = await self._acknowledge_many([message._delivery for message in once]) if once else {}  # noqa: SLF001
+            refused = await self._acknowledge_many([message._delivery for message in once]) if once else {}  # noqa: SLF001 - this package's own
         except Exception:
             for message in once:
-                message._settled = None  # noqa: SLF001
+                message._settled = None  # noqa: SLF001 - this package's own
             raise
         finally:
             for message in once:
-                message._settling = False  # noqa: SLF001
+                message._settling = False  # noqa: SLF001 - this package's own
         for number in refused:
-            once[number]._settled = None  # noqa: SLF001
+            once[number]._settled = None  # noqa: SLF001 - this package's own
         return refused if len(once) == len(messages) else _with_repeats(messages, once, refused)
 
     async def _settle_dead(self, delivery: Delivery, dead: Dead) -> None:
@@ -307,7 +307,7 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
                 raise
         await self._settle(delivery, replace(settlement, reply=None))
 
-    async def send_reply(self, reply: Envelope) -> None:
+    async def _send_late_reply(self, reply: Envelope) -> None:
         """Send a reply by itself, as its message is settled already: it may be lost where the process dies in between.
 
         :raises ReplyNotAvailableError: it goes to a store that this process does not know.
@@ -319,23 +319,23 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         box = self._sibling(local) if local is not None else self._destination(address)
         if not box.name.startswith(TRANSIENT) or await box.exists():  # else whoever asked is gone
             async with box:
-                await box.send_encoded(replace(reply, body=raw, reply_to=None))
+                await box._send_encoded(replace(reply, body=raw, reply_to=None))  # noqa: SLF001 - this package's own
 
     def _destination(self, address: str) -> Mailbox[Any, Any]:
         from mainspring.mailbox.replies import destination
 
         return destination(self, address)
 
-    def error_reply(self, message: Message[Any, Any], error: BaseException | str) -> Envelope | None:
+    def _failure_reply(self, message: Message[Any, Any], error: BaseException | str) -> Envelope | None:
         """What tells the requester of ``message`` that there will be no result, or None where nobody wants to hear that."""
         return self._obituary(message._delivery, Dead.of(error)).reply  # noqa: SLF001 - Message is this port's own
 
-    async def send_encoded(self, envelope: Envelope) -> str:
+    async def _send_encoded(self, envelope: Envelope) -> str:
         """Put an envelope whose body is JSON bytes already: a reply from a mailbox on another store."""
         self._check_open()
         return (await self._put([envelope]))[0]
 
-    def is_here(self, address: str) -> bool:
+    def _is_here(self, address: str) -> bool:
         """Whether a reply to that address goes to this store."""
         return self._local_name(address) is not None
 
@@ -354,9 +354,9 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
 
     def reply_to(self, message: Message[Any, Any], body: Any) -> Envelope:
         """The reply to ``message``, checked and encoded, for :class:`Ack`."""
-        return self.reply_envelope(message._delivery, body)  # noqa: SLF001 - Message is this port's own
+        return self._reply_envelope(message._delivery, body)  # noqa: SLF001 - Message is this port's own
 
-    def reply_envelope(self, delivery: Delivery, body: Any) -> Envelope:
+    def _reply_envelope(self, delivery: Delivery, body: Any) -> Envelope:
         """The reply to ``delivery``, for its ``reply_to``, with the request's id and deadline in its headers."""
         payload = self._payload(self.reply_codec, body)
         headers = {"request_id": delivery.message_id}

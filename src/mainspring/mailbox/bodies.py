@@ -41,7 +41,7 @@ class Bodies(MailboxHooks):
         self._id_count += 1
         return f"{self._id_prefix}{self._id_count:08x}"
 
-    def new_ids(self, count: int) -> list[str]:
+    def _new_ids(self, count: int) -> list[str]:
         """As many new message ids, in order."""
         last = self.new_id()  # which also sees to the prefix
         first, prefix = self._id_count + 1, self._id_prefix

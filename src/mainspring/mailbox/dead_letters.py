@@ -78,7 +78,7 @@ class DeadLetterCalls(Bodies, Generic[T]):
         self._check_open()
         return await self._discard_dead(_ids(message_ids))
 
-    def hear_deaths(self, listener: Callable[[str], object]) -> Callable[[], None]:
+    def _listen_for_deaths(self, listener: Callable[[str], object]) -> Callable[[], None]:
         """Call ``listener`` with the id of a message dead-lettered through this object, until the result is called."""
         self._mourners.append(listener)
         return lambda: self._mourners.remove(listener)

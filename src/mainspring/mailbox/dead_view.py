@@ -84,7 +84,7 @@ class DeadLetterView(Mailbox[DeadLetter, None]):
     async def _open(self, scope: DaemonScope) -> None:
         await open_in(scope, [self.source, self._tickets], f"the dead letters of {self.source.name!r}")
         self._feeder = Periodic(self._feed, first=anyio.current_time())
-        self._stop_hearing = self.source.hear_deaths(self._on_death)
+        self._stop_hearing = self.source._listen_for_deaths(self._on_death)  # noqa: SLF001 - this package's own
         self._after = None
         scope.start_soon(self._feeder.run, name=f"tickets of {self.name}")
 
@@ -170,7 +170,7 @@ class DeadLetterView(Mailbox[DeadLetter, None]):
         deadline = anyio.current_time() + wait_time_seconds
         while True:
             wait = max(0.0, deadline - anyio.current_time())
-            tickets = await self._tickets._claim(max_messages, visibility_timeout, wait)  # noqa: SLF001
+            tickets = await self._tickets._claim(max_messages, visibility_timeout, wait)  # noqa: SLF001 - this package's own
             if not tickets:
                 return []
             with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT):

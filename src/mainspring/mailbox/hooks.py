@@ -73,9 +73,9 @@ class MailboxHooks(ABC):
     name: str
 
     capabilities: ClassVar[Capabilities]
-    works_unopened: ClassVar[bool] = False
+    _works_unopened: ClassVar[bool] = False
     """Whether calls are taken before the mailbox is opened (after it was closed they never are)."""
-    kept_by: Owner | None = None
+    _kept_by: Owner | None = None
     """The group or loop that has opened it and closes it at its end; None where a user did, or nobody."""
     serializes: bool = True
     """Whether bodies reach the store as JSON bytes (else as the objects they are)."""

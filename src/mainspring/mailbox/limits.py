@@ -94,13 +94,9 @@ def check_send(
         raise InvalidParameterError(f"send: headers must be a mapping of strings, not {headers!r}") from None
     for key, value in pairs:
         if not isinstance(key, str):
-            raise InvalidParameterError(
-                f"send: the name of a header must be a string, not of type {type(key).__name__}"
-            )
+            raise InvalidParameterError(f"send: headers are strings by string, not by {type(key).__name__}")
         if not isinstance(value, str):
-            raise InvalidParameterError(
-                f"send: the header {key!r} must be a string, not of type {type(value).__name__}"
-            )
+            raise InvalidParameterError(f"send: headers are strings, and {key!r} is of type {type(value).__name__}")
         check_text("send: a header", key)
         check_text(f"send: the header {key!r}", value)
 

@@ -54,7 +54,7 @@ class InMemoryMailbox(Mailbox[T, R]):
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(joined_acks=True)
-    works_unopened: ClassVar[bool] = True
+    _works_unopened: ClassVar[bool] = True
 
     if TYPE_CHECKING:
 
@@ -243,7 +243,7 @@ class InMemoryMailbox(Mailbox[T, R]):
         self._check_open()
         return self._put_now(envelopes, JSON if self.serializes else self.codec.body_type)
 
-    async def send_encoded(self, envelope: Envelope) -> str:
+    async def _send_encoded(self, envelope: Envelope) -> str:
         """Put an envelope whose body is JSON bytes: a reply from a mailbox on another store."""
         await self._turn()
         self._check_open()

@@ -307,7 +307,7 @@ class Message(Generic[T, R]):
         return self._settled is not None
 
     @property
-    def is_settling(self) -> bool:
+    def _is_settling(self) -> bool:
         """Whether the store has yet to answer the settlement that ``is_settled`` tells of."""
         return self._settling
 
@@ -324,9 +324,9 @@ class Message(Generic[T, R]):
     @property
     def history(self) -> tuple[Failure, ...]:
         """What went wrong in its earlier charged attempts, oldest first; at most the last 10."""
-        return read_history(self.history_until())
+        return read_history(self._history_until())
 
-    def history_with(self, error: BaseException | str | None) -> str | None:
+    def _history_with(self, error: BaseException | str | None) -> str | None:
         """Its history and ``error`` as that of this attempt, for :attr:`Return.history`; None where none is kept."""
         if not self._mailbox.capabilities.history:
             return None
@@ -334,7 +334,7 @@ class Message(Generic[T, R]):
         now = clock.utc_now().timestamp()
         return remember(delivery.history, delivery.attempt, dead.error, dead.error_type, now)
 
-    def history_until(self) -> str | None:
+    def _history_until(self) -> str | None:
         """Its history with those attempts before this one that nobody told of."""
         return silences(self._delivery.history, self.attempt) if self._mailbox.capabilities.history else None
 
@@ -352,7 +352,7 @@ class Message(Generic[T, R]):
         """
         delay = as_seconds(delay)
         check_seconds("nack: delay", delay, MAX_DELAY)
-        await self.settle(Return(float(delay), charge, history=self.history_with(error) if charge else None))
+        await self.settle(Return(float(delay), charge, history=self._history_with(error) if charge else None))
 
     async def release(self) -> None:
         """Hand it back as if it had not been delivered: to the front of the queue, and not charged."""
@@ -371,7 +371,7 @@ class Message(Generic[T, R]):
         """
         if self._delivery.reply_to is None:
             raise ReplyNotAvailableError(f"message {self.id}: its sender set no reply_to; acknowledge it instead")
-        await self.settle(Ack(self._mailbox.reply_envelope(self._delivery, body)))
+        await self.settle(Ack(self._mailbox._reply_envelope(self._delivery, body)))  # noqa: SLF001 - this package's own
         self._replied = True
 
     async def extend_visibility(self, timeout: float) -> None:

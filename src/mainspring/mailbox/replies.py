@@ -53,7 +53,7 @@ def destination(mailbox: Mailbox[Any, Any], address: str) -> Mailbox[Any, Any]:
         for known in (*mailbox.reply_stores, *open_mailboxes()):
             name = known._local_name(address)  # noqa: SLF001 - this port's own
             if name is not None:
-                return known._sibling(name)  # noqa: SLF001
+                return known._sibling(name)  # noqa: SLF001 - this package's own
     except ConfigError as error:
         raise ReplyNotAvailableError(f"the reply cannot be sent to {address!r}: {error}") from error
     raise ReplyNotAvailableError(
@@ -105,7 +105,7 @@ class ReplyRouter:
             with anyio.fail_after(SEND_TIMEOUT):
                 kept = await self._kept_at(url, find)
                 try:
-                    await kept.mailbox.send_encoded(reply)
+                    await kept.mailbox._send_encoded(reply)  # noqa: SLF001 - this package's own
                 except ReplyNotAvailableError:  # a queue in memory that is nobody's, or only what is kept here
                     if kept.users == 1 and not await kept.mailbox.approximate_count() and self._open.get(url) is kept:
                         self._open.pop(url).unwanted.set()

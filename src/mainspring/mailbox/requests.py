@@ -222,7 +222,7 @@ class Requester:
         if pending is None:
             self.mailbox.forgotten_replies += 1
         elif "error" in headers:
-            pending._end(None, _failed(request_id, headers["error"], headers.get("error_type", "")))  # noqa: SLF001
+            pending._end(None, _failed(request_id, headers["error"], headers.get("error_type", "")))  # noqa: SLF001 - this package's own
         else:
             try:
                 pending._end(message.body)  # noqa: SLF001 - one module
@@ -265,7 +265,7 @@ class RequestCalls(SendCalls[T], Generic[T, R]):
         _routers: list[ReplyRouter]
         _listeners: list[Callable[[list[str]], object]]
 
-        async def send_reply(self, reply: Envelope) -> None: ...
+        async def _send_late_reply(self, reply: Envelope) -> None: ...
 
     async def request(
         self,
@@ -359,7 +359,7 @@ class RequestCalls(SendCalls[T], Generic[T, R]):
         """Tell the one who waits for the reply, in another process, that there will be none; else its timeout does."""
         reply = self._error_reply(message_id, reply_to, "it was cancelled", CANCELLED)
         with suppress(MainspringError, OSError):
-            await self.send_reply(reply)
+            await self._send_late_reply(reply)
 
     def _request(
         self,
@@ -384,7 +384,7 @@ class RequestCalls(SendCalls[T], Generic[T, R]):
 
     # ------------------------------------------------------------------------------------- for those who hold messages
 
-    def hear_cancelled(self, listener: Callable[[list[str]], object]) -> Callable[[], None]:
+    def _listen_for_cancelled(self, listener: Callable[[list[str]], object]) -> Callable[[], None]:
         """Call ``listener`` with the ids of cancelled messages, some maybe held by others, until the result is called."""
         self._listeners.append(listener)
         self._hear_cancelled(True)

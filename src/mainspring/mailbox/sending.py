@@ -97,7 +97,7 @@ class SendCalls(DeadLetterCalls[T], Generic[T]):
             return []
         envelopes = [
             Envelope(message_id, payload, delay, address, None, priority, given, expires_in)
-            for message_id, payload in zip(self.new_ids(len(payloads)), payloads, strict=True)
+            for message_id, payload in zip(self._new_ids(len(payloads)), payloads, strict=True)
         ]
         return await (self._put(envelopes) if connection is None else self._put_into(connection, envelopes))
 

@@ -284,7 +284,7 @@ class Session(Generic[S]):
             try:
                 ticket.complete(writer.apply(self._cell, event))
             except Exception as error:
-                ticket.offer_sole_error(error, work(writer.name, event))
+                ticket._offer_sole_error(error, work(writer.name, event))  # noqa: SLF001 - this package's own
         else:
             writer.check_room()
             writer.submit(self._cell, event, ticket)

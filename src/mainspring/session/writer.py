@@ -155,7 +155,7 @@ class Writer:
             try:
                 ticket.offer(transaction.take(cell, event))
             except Exception as error:  # the ticket has it, as everywhere
-                ticket.offer_sole_error(error, work(self.name, event))
+                ticket._offer_sole_error(error, work(self.name, event))  # noqa: SLF001 - this package's own
         elif self.journal is not None and transaction is None and not self._held:
             self._accept(held)
         else:
@@ -186,7 +186,7 @@ class Writer:
         try:
             self.submit(held.cell, held.event, held.ticket)
         except Exception as error:  # the ticket has it: nobody else is there to be told
-            held.ticket.offer_sole_error(error, work(self.name, held.event))
+            held.ticket._offer_sole_error(error, work(self.name, held.event))  # noqa: SLF001 - this package's own
 
     def entered(self) -> None:
         """The session is open on the running event loop, whose thread writes from now on."""
@@ -296,7 +296,7 @@ class Writer:
         except ReducerError as error:
             ticket.offer(refused(event, error))
         except BaseException as error:  # also an interrupt: it is for who dispatched, in whosever task this runs
-            ticket.offer_sole_error(error, work(self.name, event))
+            ticket._offer_sole_error(error, work(self.name, event))  # noqa: SLF001 - this package's own
         else:
             seq = None
             if changed:

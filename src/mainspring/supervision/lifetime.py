@@ -116,7 +116,7 @@ class Lifetime:
             async with AsyncExitStack() as stack:
                 if self._owner:
                     coordinator = ShutdownCoordinator.get() or ShutdownCoordinator()
-                    await stack.enter_async_context(coordinator.during_run(self._on_trigger, self._on_signal_again))
+                    await stack.enter_async_context(coordinator._during_run(self._on_trigger, self._on_signal_again))  # noqa: SLF001 - this package's own
                 self._enter(GroupState.STARTING)
                 await self._watch_for_blocks(stack)
                 health = await stack.enter_async_context(DaemonScope(f"{self.name} health", timeout=5.0))
@@ -132,7 +132,7 @@ class Lifetime:
             if self._owner and self.report is not None and self._leftovers.threads():
                 self._leftovers.leave_by(self._exit_at, EXIT_CANCELLED, self.report)
             if not self._owner:
-                ShutdownCoordinator.warn_of_unentered()
+                ShutdownCoordinator._warn_of_unentered()  # noqa: SLF001 - this package's own
             self.ended.set()
 
     async def _watch_for_blocks(self, stack: AsyncExitStack) -> None:

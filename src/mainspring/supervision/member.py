@@ -79,7 +79,7 @@ class Member:
     @property
     def stopping(self) -> bool:
         """Whether it was told to stop: with the group, or alone."""
-        return self.stop_began is not None or self.actor.stop_began is not None
+        return self.stop_began is not None or self.actor._stop_began is not None  # noqa: SLF001 - this package's own
 
     async def run(self, keywords: dict[str, Any]) -> None:
         """Run the loop until it ends for good. Its last error is kept, not raised: the group decides what it means."""
@@ -112,7 +112,7 @@ class Member:
 
     async def _run_once(self, keywords: dict[str, Any]) -> Exception | None:
         try:
-            await self.actor.run_loop(**keywords)
+            await self.actor._run_loop(**keywords)  # noqa: SLF001 - this package's own
         except (Exception, BaseExceptionGroup, SystemExit, KeyboardInterrupt) as raised:
             error = lone_error(raised)
             if isinstance(error, Exception):
@@ -152,7 +152,7 @@ class Member:
 
     def _pass_on_stop(self) -> None:
         """The loop was told past its actor, by its own ``shutdown()``: that stops the member, as any other way does."""
-        if self.actor.stop_began is None:
+        if self.actor._stop_began is None:  # noqa: SLF001 - this package's own
             self.actor.tell(DrainRequest())
 
     def _enter_stopping(self) -> None:
@@ -172,9 +172,9 @@ class Member:
     def report(self, now: float) -> PartReport:
         """How it ended, or how it stands."""
         until = now if self.ended_at is None else self.ended_at
-        told = [at for at in (self.stop_began, self.actor.stop_began) if at is not None]
+        told = [at for at in (self.stop_began, self.actor._stop_began) if at is not None]  # noqa: SLF001 - this package's own
         seconds = max(0.0, until - min(told)) if told else 0.0
-        cancelled_at = self.actor.cancelled_at
+        cancelled_at = self.actor._cancelled_at  # noqa: SLF001 - this package's own
         if not self.ended.is_set():
             # The remembered lines first: this may be called on another thread, for which a task that spins has no line.
             return PartReport(self.name, Ending.STUCK, seconds, cancelled_at or self.actor.where())

@@ -94,7 +94,7 @@ async def a_cancellation_is_announced(h: Harness) -> None:
             heard.extend(message_ids)
             told.set()
 
-        stop = box.hear_cancelled(hear)
+        stop = box._listen_for_cancelled(hear)  # noqa: SLF001 - this package's own
         with h.at_once("the announcement"):
             await box.cancel(sent)
             with anyio.move_on_after(h.wait):

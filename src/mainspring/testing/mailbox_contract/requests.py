@@ -120,7 +120,7 @@ async def a_reply_to_a_requester_that_is_gone_is_dropped(h: Harness) -> None:
     async with h.open() as worker:
         async with h.open() as box:
             await box.submit("x")
-            if box.works_unopened:  # closed is closed for good there: the worker must have an object of its own
+            if box._works_unopened:  # closed is closed for good there: the worker must have an object of its own  # noqa: SLF001 - this package's own
                 check(box is not worker, "the factory gives one object twice")
             request = await h.one(worker)
         await request.reply("nobody waits")

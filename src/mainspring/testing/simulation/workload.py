@@ -75,7 +75,7 @@ class Workload:
 
     async def _send_poison(self) -> None:
         raw = NO_JSON if not self._strange or self._rng.random() < 0.5 else self._rng.choice(self._strange)
-        await self._mailbox.send_encoded(Envelope(self._mailbox.new_id(), raw))
+        await self._mailbox._send_encoded(Envelope(self._mailbox.new_id(), raw))  # noqa: SLF001 - this package's own
 
     async def receive_replies(self) -> None:
         """Receive replies until cancelled, as the requesters would."""
