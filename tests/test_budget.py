@@ -288,6 +288,6 @@ async def test_it_counts_on_over_the_attempts_of_a_message(virtual_clock):
         await jobs.send("x")
         await LoopGroup([MainLoop(jobs, handle)]).run(install_signals=False, until_empty=True)
         (letter,) = await jobs.dead_letters()
-    assert seen == [10, 20, 30, 40, 50]
+    assert seen == [10 * attempt for attempt in range(1, 21)]
     assert letter.error_type == "BudgetExceededError"
     assert [failure.error_type for failure in letter.history[:2]] == ["ConnectionError", "ConnectionError"]

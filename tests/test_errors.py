@@ -32,6 +32,7 @@ def test_what_another_try_can_help():
         "JournalLockedError",
         "OverrideLockedError",
         "RequestTimeoutError",
+        "SessionFullError",
         "TaskExitError",
         "TicketTimeoutError",
     }

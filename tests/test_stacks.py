@@ -13,6 +13,7 @@ import threading
 import types
 import weakref
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -98,8 +99,8 @@ def line_of(name):
         (nested, "plain"),
         (iterating, "numbers"),
         (opening, "opened"),
-        (lambda: awaiting(Wrapped()), "plain"),
-        (lambda: awaiting(Generated()), "plain"),
+        (partial(awaiting, Wrapped()), "plain"),
+        (partial(awaiting, Generated()), "plain"),
         (in_a_group, "in_a_group"),
     ],
 )
