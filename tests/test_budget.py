@@ -23,6 +23,7 @@ from mainspring import (
     BudgetExceededError,
     BudgetTracker,
     Context,
+    DeadLetterPolicy,
     Deadline,
     InMemoryMailbox,
     InvalidParameterError,
@@ -286,8 +287,10 @@ async def test_it_counts_on_over_the_attempts_of_a_message(virtual_clock):
 
     async with InMemoryMailbox("jobs", body=str) as jobs:
         await jobs.send("x")
-        await LoopGroup([MainLoop(jobs, handle)]).run(install_signals=False, until_empty=True)
+        await LoopGroup([MainLoop(jobs, handle, dead_letter=DeadLetterPolicy(max_attempts=5))]).run(
+            install_signals=False, until_empty=True
+        )
         (letter,) = await jobs.dead_letters()
-    assert seen == [10 * attempt for attempt in range(1, 21)]
+    assert seen == [10, 20, 30, 40, 50]
     assert letter.error_type == "BudgetExceededError"
     assert [failure.error_type for failure in letter.history[:2]] == ["ConnectionError", "ConnectionError"]
