@@ -131,16 +131,24 @@ class Session:
         self._ports: dict[str, str] = {}
         binaries = os.path.dirname(sys.executable)
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "MAINSPRING_"))}
+        given = [path for path in (os.environ.get("PYTHONPATH"),) if path]
         self._environment = {
             **clean,
             "PATH": f"{binaries}:{os.environ.get('PATH', '')}",
             "NO_COLOR": "1",
             "TERM": "dumb",
             "COLUMNS": "100",
-            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": os.pathsep.join([self._line_by_line(directory / ".python"), *given]),
         }
         if shutil.which("curl") is None:
             self._make_curl(directory / ".bin")
+
+    def _line_by_line(self, modules: Path) -> str:
+        """Have Python write each printed line in one piece, as on a terminal: others write to the same pipe."""
+        modules.mkdir()
+        customize = "import sys\n\nsys.stdout.reconfigure(line_buffering=True, write_through=False)\n"
+        (modules / "sitecustomize.py").write_text(customize, encoding="utf-8")
+        return str(modules)
 
     def _make_curl(self, binaries: Path) -> None:
         binaries.mkdir()

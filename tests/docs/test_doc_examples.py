@@ -112,6 +112,23 @@ def test_an_indented_fence_is_refused(tmp_path: Path) -> None:
         blocks_of(page_with(tmp_path, "- item\n\n  ```python\n  x\n  ```\n"))
 
 
+def test_what_a_thread_prints_and_what_is_logged_meanwhile_do_not_share_a_line(
+    tmp_path: Path, session: Session
+) -> None:
+    (tmp_path / "talk.py").write_text(
+        "import sys, threading\n"
+        "def log():\n"
+        "    for _ in range(2000): sys.stderr.write('logged\\n')\n"
+        "thread = threading.Thread(target=log)\n"
+        "thread.start()\n"
+        "for _ in range(2000): print('printed')\n"
+        "thread.join()\n"
+    )
+    text = "```console\n$ python talk.py 2>&1 | sort -u\nlogged\nprinted\n```\n"
+    (block,) = blocks_of(page_with(tmp_path, text))
+    session.play(block)
+
+
 def test_the_steps_of_a_session(tmp_path: Path) -> None:
     text = "```console\nline before\n$ mainspring run a:b\nstarted\n^C\nended\n$ echo $?\n0\n```\n"
     (block,) = blocks_of(page_with(tmp_path, text))
