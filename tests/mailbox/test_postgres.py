@@ -553,9 +553,25 @@ async def test_connections_that_the_server_ended_are_not_used(place):
         assert (await mailbox.counts()).pending == 2
 
 
-async def test_no_server(place):
-    with pytest.raises(MailboxConnectionError, match="cannot be reached"):
-        await place.mailbox(url="postgresql://nobody@127.0.0.1:1/nothing").__aenter__()
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [
+        ("127.0.0.1:1", "Connection refused; start the server, or correct the host and the port of the URL"),
+        (
+            "127.0.0.1:1,127.0.0.1:2",
+            "Connection refused; start the server, or correct the host and the port of the URL",
+        ),
+        (
+            "%2Fno%2Fsuch%2Fdirectory",
+            "No such file or directory; start the server, or correct the host and the port of the URL",
+        ),
+        ("no-such-host.invalid", "; correct the host of the URL, or mend the name service"),
+    ],
+)
+async def test_no_server(place, host, told):
+    with pytest.raises(MailboxConnectionError, match=r"cannot be reached: [^?]+$") as caught:
+        await place.mailbox(url=f"postgresql://nobody@{host}/nothing").__aenter__()
+    assert str(caught.value).endswith(told)
 
 
 async def test_a_closed_mailbox_closes_its_connections(place):

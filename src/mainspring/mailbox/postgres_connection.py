@@ -19,7 +19,7 @@ from psycopg.pq import PGconn, PollingStatus, TransactionStatus
 from psycopg.rows import tuple_row
 from psycopg.waiting import wait_async
 
-from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, MainspringError
+from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, MainspringError, remedy
 from mainspring.mailbox.limits import COURTESY, SILENCE, dropped
 from mainspring.mailbox.postgres_arrays import register
 from mainspring.resolver import resolve
@@ -72,6 +72,10 @@ _LASTING_CODES = {
     **dict.fromkeys(("22023", "42704"), _PARAMETERS),
 }
 """The same by the code of a server's refusal, in whatever language it speaks. Any other may pass."""
+
+
+_QUESTION = re.compile(r";? *Is the server running [^?]*\?")
+"""What libpq asks where it finds no server; the advice at the end of the error says it."""
 
 
 class Connection(psycopg.AsyncConnection[Any]):
@@ -196,7 +200,7 @@ class Pool:
             remedy = None if self._welcome else _remedy(str(error)) or await self._remedy_by_code(error, until)
             if remedy is not None:
                 raise ConfigError(f"PostgreSQL refuses the connection: {one_line(error)}; {remedy}") from error
-            raise MailboxConnectionError(f"PostgreSQL cannot be reached: {one_line(error)}") from error
+            raise _unreached(error) from error
         except BaseException as error:
             clear_frames(error.__traceback__)  # else what was half open stays so for as long as somebody has the error
             raise
@@ -389,6 +393,15 @@ _WAITS = {PollingStatus.READING: anyio.wait_readable, PollingStatus.WRITING: any
 def _remedy(text: str) -> str | None:
     """What to do about a connection that fails for good with that text, or None where it may succeed later."""
     return next((remedy for pattern, remedy in _LASTING if re.search(pattern, text)), None)
+
+
+def _unreached(error: Exception) -> MailboxConnectionError:
+    """A connection that could not be made, in the words of the other servers: what failed, and what to do about it."""
+    failed: BaseException = error.__cause__ if isinstance(error.__cause__, OSError) else error
+    told = _QUESTION.sub(";", one_line(error)).rstrip(";")
+    if re.search("Connection refused|No such file", told):  # of libpq there is only the text
+        failed = ConnectionRefusedError()
+    return MailboxConnectionError(f"PostgreSQL cannot be reached: {told}{remedy(failed)}")
 
 
 async def _sent(connection: psycopg.AsyncConnection[Any], calls: Sequence[Call]) -> list[list[tuple[Any, ...]]]:
