@@ -10,7 +10,7 @@ import re
 import threading
 from collections.abc import Awaitable, Coroutine  # noqa: TC003 - the annotations are resolved at run time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypedDict
 
 import anyio
 import pytest
@@ -68,6 +68,60 @@ def sync(job: Job) -> int: ...
 def test_how_a_handler_is_called(fn, is_async, wants_context):
     handler = inspect_handler(fn, {})
     assert (handler.is_async, handler.wants_context, handler.name) == (is_async, wants_context, fn.__name__)
+
+
+class Database: ...
+
+
+class Beats(Protocol):
+    def beat(self) -> None: ...
+
+
+async def optional_context(job: Job, ctx: Context | None = None) -> None: ...
+async def annotated_context(job: Job, c: Annotated[Context, "the context"]) -> None: ...
+async def any_context(job: Job, ctx: Any) -> None: ...
+async def object_context(job: Job, ctx: object) -> None: ...
+async def protocol_context(job: Job, ctx: Beats) -> None: ...
+async def named_like_it(context: Job) -> None: ...
+
+
+@pytest.mark.parametrize("fn", [optional_context, annotated_context, any_context, object_context, protocol_context])
+def test_annotations_that_the_context_fits(fn):
+    assert inspect_handler(fn, {}).wants_context
+
+
+def test_a_message_may_be_called_context_if_its_type_is_said():
+    handler = inspect_handler(named_like_it, {})
+    assert (handler.wants_context, handler.body_type) == (False, Job)
+
+
+async def context_first(ctx: Context, job: Job) -> None: ...
+async def context_first_by_name(ctx, job: Job) -> None: ...
+async def context_alone(ctx: Context) -> None: ...
+async def context_by_keyword(job: Job, *, ctx: Context = None) -> None: ...
+async def context_third(job: Job, verbose: bool = False, ctx: Context = None) -> None: ...
+
+
+@pytest.mark.parametrize("fn", [context_first, context_first_by_name, context_alone, context_by_keyword, context_third])
+def test_a_context_in_the_wrong_place_is_refused(fn):
+    with pytest.raises(
+        ConfigError, match=rf"handler {fn.__name__}\(.*\).*: the context is the second parameter; it must"
+    ) as caught:
+        MainLoop(InMemoryMailbox(), fn, body=Job)
+    assert "\n" not in str(caught.value)
+
+
+async def own_value(job: Job, database: Database) -> None: ...
+async def own_context(job: Job, ctx: Database = None) -> None: ...
+async def own_number(job: Job, times: int | None) -> None: ...
+async def own_mapping(job: Job, ctx: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize("fn", [own_value, own_context, own_number, own_mapping])
+def test_a_second_parameter_that_cannot_be_the_context_is_refused(fn):
+    with pytest.raises(ConfigError, match=rf"handler {fn.__name__}\(.*the second parameter gets the context; annotate"):
+        MainLoop(InMemoryMailbox(), fn)
+    assert not inspect_handler(functools.partial(own_value, database=Database()), {}).wants_context
 
 
 def test_types_come_from_the_annotations():

@@ -7,18 +7,18 @@ import threading
 import typing
 from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import SimpleNamespace, UnionType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from mainspring.callables import check_runs, code_of, instead_of, is_async, name_of
 from mainspring.errors import ConfigError, OffloadPickleError
+from mainspring.loops.context import Context
 from mainspring.offload import OffloadPool
 from mainspring.process import end_returned_child, identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from mainspring.loops.context import Context
     from mainspring.loops.run import Run
 
 T = TypeVar("T")
@@ -29,6 +29,7 @@ HandlerOf: TypeAlias = "Callable[[T], Returned[R]] | Callable[[T, Context], Retu
 """A handler of a mailbox with bodies of type ``T`` and replies of type ``R``, for type checkers."""
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _CONTEXT_NAMES = ("ctx", "context")
 
 
@@ -149,7 +150,7 @@ def inspect_handler(fn: Callable[..., Any], names: Mapping[str, Any], *, body: A
         fn=fn,
         name=name,
         is_async=is_async(fn),
-        wants_context=len(positional) > 1 and _is_context(positional[1], annotations),
+        wants_context=_wants_context(name, signature, annotations),
         body_type=annotations.needed(first) if body is None else body,
         reply_type=_reply_type(annotations.known("return")),
     )
@@ -176,11 +177,46 @@ def _parameters(name: str, signature: inspect.Signature) -> list[inspect.Paramet
     return positional
 
 
-def _is_context(parameter: inspect.Parameter, annotations: _Annotations) -> bool:
-    """Whether the second parameter is for the context, rather than an option of the function's own."""
-    if parameter.default is inspect.Parameter.empty or parameter.name in _CONTEXT_NAMES:
+def _wants_context(name: str, signature: inspect.Signature, annotations: _Annotations) -> bool:
+    """True if the second positional parameter is for the context, rather than an option of the function's own.
+
+    Raises :class:`ConfigError` where another parameter asks for the context, or the second one for something else.
+    """
+    parameters = [p for p in signature.parameters.values() if p.kind not in _VARIABLE]
+    second = next((p for p in parameters[1:2] if p.kind in _POSITIONAL), None)
+    for parameter in parameters:
+        named = parameter.name in _CONTEXT_NAMES and parameter.annotation is inspect.Parameter.empty
+        if parameter is not second and (named or Context in _alternatives(annotations.known(parameter.name))):
+            raise ConfigError(
+                f"handler {name}{signature}: the context is the second parameter; it must take (job) or (job, ctx)"
+            )
+    if second is None:
+        return False
+    kinds = _alternatives(annotations.known(second.name))
+    if second.default is not inspect.Parameter.empty and second.name not in _CONTEXT_NAMES:
+        return Context in kinds
+    if not any(map(_takes_context, kinds)):
+        raise ConfigError(
+            f"handler {name}{signature}: the second parameter gets the context; annotate {second.name} as mainspring.Context,"
+            f" or bind a value of your own: functools.partial({name}, {second.name}=…)"
+        )
+    return True
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    """The types that an annotation allows: several of a union."""
+    if typing.get_origin(kind) is typing.Annotated:
+        return _alternatives(typing.get_args(kind)[0])
+    if typing.get_origin(kind) in (typing.Union, UnionType):
+        return tuple(one for part in typing.get_args(kind) for one in _alternatives(part))
+    return (kind,)
+
+
+def _takes_context(kind: Any) -> bool:
+    """True if what is annotated with ``kind`` can be the context; None is an annotation that is missing or not known."""
+    if kind is None or kind is Any or isinstance(kind, TypeVar):
         return True
-    return getattr(annotations.known(parameter.name), "__name__", "") == "Context"
+    return isinstance(kind, type) and (getattr(kind, "_is_protocol", False) or issubclass(Context, kind))
 
 
 def _reply_type(returned: Any) -> Any:
