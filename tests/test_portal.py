@@ -490,6 +490,8 @@ def test_what_submit_refuses(thread):
             thread.submit(blocks)
     assert thread.submit(decorated(add), 1).wait_sync(PATIENCE) == 2
     assert called == []
+    with pytest.raises(InvalidParameterError, match="stop must be a plain function"):
+        thread.submit(anyio.sleep, 0, stop=anyio.aclose_forcefully)
     with pytest.raises(InvalidParameterError, match="stop_timeout must be 0 or more seconds"):
         thread.submit(add, 1, stop_timeout=-1)
     with pytest.raises(InvalidParameterError, match="timeout must be 0 or more seconds, or None"):

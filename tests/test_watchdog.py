@@ -306,6 +306,27 @@ async def test_alone_with_a_heartbeat_on_every_loop():
     assert [error.where for error in told] == ["poller.py:1"]
 
 
+async def asynchronous(*given):
+    pass
+
+
+def generator(*given):
+    yield
+
+
+@pytest.mark.parametrize("wrong", [asynchronous, generator, "cancel"])
+@pytest.mark.parametrize("name", ["cancel", "where", "finished"])
+def test_functions_of_which_a_call_runs_nothing_are_refused(name, wrong):
+    given = {"cancel": print, name: wrong}
+    with pytest.raises(ConfigError, match=f"HeartbeatSubject: {name} must be a plain function"):
+        HeartbeatSubject("poller", Heartbeat(), **given)
+
+
+def test_an_async_kill_is_refused():
+    with pytest.raises(ConfigError, match="watchdog: kill must be a plain function"):
+        Watchdog(list, kill=asynchronous)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"threshold": 0}, {"threshold": math.nan}, {"threshold": math.inf}, {"interval": -1}, {"cancel_grace": math.nan}],

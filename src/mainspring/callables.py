@@ -61,6 +61,12 @@ def check_runs(
         raise error(f"{called} {name_of(fn)} {what}; give an object of it, or a function")
 
 
+def check_plain(fn: Any, called: str, error: type[MainspringError] = ConfigError) -> None:
+    """Raise ``error`` unless ``fn`` is a plain function: of an async one or a generator, a call would run nothing."""
+    if not callable(fn) or is_async(fn) or is_generator(fn):
+        raise error(f"{called} must be a plain function, not {fn!r}")
+
+
 def ran(result: T, called: str, error: type[MainspringError] = InvalidParameterError) -> T:
     """Return what a call gave, unless that is work which has not run: a generator, or something that was not awaited.
 

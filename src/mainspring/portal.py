@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, TypeVarTuple, Unpack
 
-from mainspring.callables import gives_coroutine, instead_of, is_async, name_of
+from mainspring.callables import check_plain, gives_coroutine, instead_of, is_async, name_of
 from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.portal_core import LoopCore
 from mainspring.portal_submission import Submission
@@ -132,7 +132,7 @@ class LoopThread:
         :param stop: is called in the event loop when the thread is to stop, to ask the task to end by itself.
         :param stop_timeout: seconds that it then gets instead of the thread's, as a :class:`LoopGroup` needs for its phases.
         :raises InvalidParameterError: ``async_fn`` is no async function (a plain one would block the event loop; of a coroutine
-            the function is passed), or ``stop_timeout`` is not a time.
+            the function is passed), ``stop`` is no plain one, or ``stop_timeout`` is not a time.
         """
         if not callable(async_fn):
             raise InvalidParameterError(
@@ -146,6 +146,8 @@ class LoopThread:
             )
         if stop_timeout is not None and not is_number(stop_timeout, 0):
             raise InvalidParameterError(f"{self._core}: stop_timeout must be 0 or more seconds, not {stop_timeout!r}")
+        if stop is not None:
+            check_plain(stop, f"{self._core}: stop", InvalidParameterError)
         submission = Submission(self._core, async_fn, args, stop, stop_timeout)
         if not self._core.post(submission):
             submission.fail(self._core.not_running())

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import anyio
 
+from mainspring.callables import check_plain
 from mainspring.errors import ConfigError, HandlerStalledError
 from mainspring.events import HandlerStalled, HandlerStuck
 from mainspring.last_resort import kill_self, last_words
@@ -60,6 +61,8 @@ class HeartbeatSubject:
 
     ``where`` says on which line it stands; ``finished`` whether it has ended (by default it never does: then ``cancel``
     must see to it that it is not listed any more, or the process is killed ``cancel_grace`` later).
+
+    :raises ConfigError: one of them is no plain function.
     """
 
     def __init__(
@@ -72,6 +75,8 @@ class HeartbeatSubject:
         where: Callable[[], str] = str,
         finished: Callable[[], bool] = bool,
     ) -> None:
+        for what, fn in (("cancel", cancel), ("where", where), ("finished", finished)):
+            check_plain(fn, f"HeartbeatSubject: {what}")
         self.name = name
         self.message_id = message_id
         self._heartbeat = heartbeat
@@ -187,7 +192,8 @@ class Watchdog:
     ``kill`` is called with one line that says who is stuck and where; by default it writes that and the stacks of all
     threads to standard error, then sends SIGKILL to its own process: something that does not end keeps its message, its
     lease and its slot for ever, while another process could do the work. Raises :class:`ConfigError` for limits that are not
-    positive numbers. It judges what shares its event loop; whether that loop turns at all is the block watch's to say.
+    positive numbers, and for a ``kill`` that is not plain. It judges what shares its event loop; whether that loop turns at
+    all is the block watch's to say.
     """
 
     def __init__(
@@ -200,6 +206,7 @@ class Watchdog:
         dispatcher: Dispatcher | None = None,
         kill: Callable[[str], None] = kill_with_words,
     ) -> None:
+        check_plain(kill, "watchdog: kill")
         self._subjects = subjects
         self._limits = Limits(threshold, interval, cancel_grace)
         self._dispatcher = dispatcher

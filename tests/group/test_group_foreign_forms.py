@@ -267,6 +267,26 @@ async def test_running_and_heartbeat_may_be_plain_methods(virtual_clock):
 # --------------------------------------------------------------------------------------------------------- refused forms
 
 
+async def test_its_figures_may_be_plain_methods(virtual_clock):
+    class Told(Foreign):
+        def in_flight(self):
+            return 3
+
+        def trouble(self):
+            return "the queue is away"
+
+    loop = Told(name=None)
+    loop.name = lambda: "told"
+    group = group_of(loop)
+    async with running(group):
+        status = group.status()
+        assert [(found.name, found.in_flight, found.ready) for found in status.loops] == [("told", 3, False)]
+        assert "the queue is away" in (status.loops[0].reason or "")
+        loop.running = threading.Lock().locked
+        assert not group.loops[0].running
+        group.request_shutdown()
+
+
 def generator(self):
     yield
 

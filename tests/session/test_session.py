@@ -235,6 +235,12 @@ def test_a_bad_key(key):
     with pytest.raises(ConfigError, match="upsert_by takes the name of an attribute, or a function"):
         upsert_by(key)
 
+    async def key(event: object) -> int:
+        return 1
+
+    with pytest.raises(ConfigError, match="upsert_by: the key must be a plain function"):
+        upsert_by(key)
+
 
 async def test_a_key_can_be_computed(anyio_backend):
     session = Session()

@@ -50,7 +50,7 @@ class ForeignLoop:
         self._shutdown_form = Form(loop, "shutdown", ("timeout",), always=("timeout",))
         check_heartbeat(loop)
         self.loop = loop
-        self.name = str(getattr(loop, "name", None) or type(loop).__name__)
+        self.name = str(_option(loop, "name", None) or type(loop).__name__)
         self.pausable: bool = all(_is_plain(getattr(loop, name, None)) for name in ("pause", "resume"))
         self.paused = False
         self.shutdown_timeout: float | None = _option(loop, "shutdown_timeout", None)
@@ -282,7 +282,7 @@ _UNJUDGED: Final = _Unjudged()
 
 
 def _option(loop: object, name: str, default: Any) -> Any:
-    value = getattr(loop, name, default)
+    value = value_of(loop, name, default)
     return default if callable(value) or (isinstance(value, float) and math.isnan(value)) else value
 
 

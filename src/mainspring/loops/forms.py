@@ -56,9 +56,9 @@ class Form:
 
 
 def value_of(owner: object, name: str, default: Any = None) -> Any:
-    """An attribute, or what the plain method of that name returns; ``default`` where it is async or missing."""
+    """An attribute, or what the plain function of that name returns; ``default`` where it is async or missing."""
     found = getattr(owner, name, default)
-    if inspect.ismethod(found) or inspect.isfunction(found):
+    if inspect.isroutine(innermost(found)):
         method: Callable[[], Any] = found
         return default if is_async(method) else method()
     return found

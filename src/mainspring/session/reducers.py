@@ -9,7 +9,7 @@ from operator import attrgetter, indexOf
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-from mainspring.callables import code_of, innermost, is_async
+from mainspring.callables import check_plain, code_of, innermost, is_async
 from mainspring.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ def upsert_by(key: str | Callable[[Any], Any]) -> Reducer:
         raise ConfigError(
             f"upsert_by takes the name of an attribute, or a function from an event to its key, not {key!r}"
         )
+    if callable(key):
+        check_plain(key, "upsert_by: the key")
     key_of: Callable[[Any], Any] = attrgetter(key) if isinstance(key, str) else key
 
     def upsert(events: tuple[Any, ...], event: Any) -> tuple[Any, ...]:
