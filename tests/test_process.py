@@ -8,11 +8,14 @@ import gc
 import subprocess
 import sys
 import threading
+from types import ModuleType
 
 import anyio
+import anyio.to_thread
 import pytest
 
-from mainspring import process
+from mainspring import DeadLetterPolicy, InMemoryMailbox, LoopGroup, LoopThread, MainLoop, process
+from mainspring.callables import bearable
 from mainspring.errors import ConfigError
 
 
@@ -215,6 +218,55 @@ def test_so_it_is_under_a_plain_asyncio_run():
 
     asyncio.run(main())
     assert answers == [True, True, True]
+
+
+@pytest.mark.parametrize("name", ["asyncio", "trio", "sniffio", "concurrent.futures"])
+def test_a_library_that_another_thread_is_importing_runs_nothing(name, monkeypatch):
+    """It is among the modules already, and empty."""
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    error = ValueError()
+    assert not process.in_event_loop()
+    assert not process.in_task_of(object())
+    assert process.carried_context(None).run(lambda: 1) == 1
+    assert bearable(error, "it") is error
+
+
+def test_while_another_thread_imports_trio_sync_calls_and_handlers_work(monkeypatch):
+    """They ended in an AttributeError: httpx, for one, imports trio at its first use."""
+    started, go_on = threading.Event(), threading.Event()
+
+    async def fail(_: int) -> None:
+        started.set()
+        await anyio.to_thread.run_sync(go_on.wait)
+        raise ValueError("its own")
+
+    async def serve(box: InMemoryMailbox) -> None:
+        once = DeadLetterPolicy(max_attempts=1)
+        await LoopGroup([MainLoop(box, fail, dead_letter=once)]).run(install_signals=False, until_empty=True)
+
+    async def keep(box: InMemoryMailbox, opened: anyio.Event, closed: anyio.Event) -> None:
+        async with box:
+            opened.set()
+            await closed.wait()
+
+    with LoopThread(backend="asyncio") as thread:
+        box = InMemoryMailbox(body=int)
+        opened, closed = anyio.Event(), anyio.Event()
+        kept = thread.submit(keep, box, opened, closed)
+        thread.submit(opened.wait).wait_sync(10)
+        box.sync.send(1)
+        served = thread.submit(serve, box)
+        assert started.wait(10)
+        with monkeypatch.context() as patched:
+            patched.setitem(sys.modules, "trio", ModuleType("trio"))
+            patched.delitem(sys.modules, "trio.testing", raising=False)
+            box.sync.send(2)
+            go_on.set()
+            served.wait_sync(10)
+            letters = box.sync.dead_letters()
+        thread.post(closed.set)
+        kept.wait_sync(10)
+    assert [letter.error for letter in letters] == ["its own"] * 2
 
 
 def test_the_main_thread_is_told_from_others():

@@ -107,7 +107,8 @@ def bearable(error: BaseException, name: str) -> BaseException:
 def cancellations() -> tuple[type[BaseException], ...]:
     """Return the cancellations of all loaded libraries: work may use another one than its caller does."""
     places = (("asyncio", "CancelledError"), ("concurrent.futures", "CancelledError"), ("trio", "Cancelled"))
-    return tuple(getattr(sys.modules[module], name) for module, name in places if module in sys.modules)
+    found = (getattr(sys.modules.get(module), name, None) for module, name in places)  # no name: it is being imported
+    return tuple(kind for kind in found if kind is not None)
 
 
 def close_unbegun(given: Any) -> bool:

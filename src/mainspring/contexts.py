@@ -146,5 +146,6 @@ def _is_cancellation(value: Any, thrown: bool) -> bool:
 
 
 def _trio_task() -> Any:
-    trio = sys.modules.get("trio")  # asked for without anyio, which takes as long for it as all of the rest does
-    return trio.lowlevel.current_task() if trio is not None and trio.lowlevel.in_trio_task() else None
+    # Asked for without anyio, which takes as long for it as all of the rest does. None: not imported, or just being imported.
+    trio = getattr(sys.modules.get("trio"), "lowlevel", None)
+    return trio.current_task() if trio is not None and trio.in_trio_task() else None

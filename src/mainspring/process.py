@@ -124,22 +124,29 @@ def in_event_loop() -> bool:
     Asked of the libraries themselves: in a bare callback of the event loop, which no task has scheduled, anyio does not
     know on what it runs.
     """
-    asyncio, trio = sys.modules.get("asyncio"), sys.modules.get("trio")  # what nobody has imported runs nothing
-    return (asyncio is not None and asyncio._get_running_loop() is not None) or (  # noqa: SLF001 - asyncio's documented name for libraries
-        trio is not None and trio.lowlevel.in_trio_run()
-    )
+    running, trio = _asked_of_libraries()
+    return (running is not None and running() is not None) or (trio is not None and trio.in_trio_run())
 
 
 def in_task_of(loop: object) -> bool:
     """True in a task of the event loop ``loop`` (see :func:`event_loop`), but not in a signal handler that interrupts it."""
-    asyncio, trio = sys.modules.get("asyncio"), sys.modules.get("trio")
-    if trio is not None and trio.lowlevel.in_trio_task():
-        running = trio.lowlevel.current_trio_token()
-    elif asyncio is not None and asyncio._get_running_loop() is not None and asyncio.current_task() is not None:  # noqa: SLF001 - as above
-        running = asyncio.get_running_loop()
+    running, trio = _asked_of_libraries()
+    if trio is not None and trio.in_trio_task():
+        here = trio.current_trio_token()
+    elif running is not None and running() is not None and sys.modules["asyncio"].current_task() is not None:
+        here = running()
     else:
         return False
-    return running is loop and not in_signal_handler()
+    return here is loop and not in_signal_handler()
+
+
+def _asked_of_libraries() -> tuple[Any, Any]:
+    """Return asyncio's function that gives the running loop, and ``trio.lowlevel``.
+
+    None for what is not imported, or is being imported by another thread just now: nothing runs on it.
+    """
+    running = getattr(sys.modules.get("asyncio"), "_get_running_loop", None)  # asyncio documents it for libraries
+    return running, getattr(sys.modules.get("trio"), "lowlevel", None)
 
 
 def in_signal_handler() -> bool:
@@ -173,9 +180,10 @@ def call_soon(loop: Any, fn: Callable[[], object]) -> bool:
 def carried_context(library: str | None) -> Context:
     """The caller's context variables, for what runs elsewhere: on ``"asyncio"``, on ``"trio"``, or (None) in a plain thread."""
     context = copy_context()
-    sniffio = sys.modules.get("sniffio")  # whose variable says on what its code runs; anyio and others ask it
-    if sniffio is not None:
-        context.run(sniffio.current_async_library_cvar.set, library)
+    # Says on what its code runs; anyio and others ask it. It is not there while another thread imports sniffio.
+    variable = getattr(sys.modules.get("sniffio"), "current_async_library_cvar", None)
+    if variable is not None:
+        context.run(variable.set, library)
     return context
 
 
