@@ -36,7 +36,7 @@ class Load:
 
 def share(capacity, *loops):
     for loop in loops:
-        loop.capacity = capacity
+        loop._capacity = capacity
 
 
 def places(capacity):

@@ -233,7 +233,7 @@ async def test_a_paused_loop_leaves_the_places_of_its_group_to_others(virtual_cl
     work.go.set()
     loops = [MainLoop(box, work, body=int, name=box.name) for box in boxes]
     for loop in loops:
-        loop.capacity = capacity
+        loop._capacity = capacity
     async with background(loops[0]), background(loops[1]):
         await anyio.sleep(1)
         loops[0].pause()

@@ -108,8 +108,9 @@ class MainLoop:
         self.shutdown_timeout = shutdown_timeout
         self.shutdown_priority = shutdown_priority
         self.outcomes = Tally()
+        """How many deliveries ended in which way, since the loop was made."""
         self.dispatcher = Dispatcher()
-        self.capacity: Capacity | None = None
+        self._capacity: Capacity | None = None
         self.on_stop: Callable[[], object] | None = None
         self._wrappers: list[Wrapper] = []
         self._settings = WorkerSettings(
@@ -199,7 +200,7 @@ class MainLoop:
             dispatcher=self.dispatcher,
             heartbeat=self._heartbeat,
             outcomes=self.outcomes,
-            capacity=self.capacity,
+            capacity=self._capacity,
             wrappers=tuple(self._wrappers),
             visibility=float(visibility),
             wait=float(wait),

@@ -380,8 +380,8 @@ class Lifetime:
 
 async def _run_within(capacity: Capacity, member: Member, loop: MainLoop, keywords: dict[str, Any]) -> None:
     """Run a loop within the places of its group, for as long as it belongs to that: its next run may be on its own."""
-    loop.capacity = capacity
+    loop._capacity = capacity  # noqa: SLF001 - this package's own
     try:
         await member.run(keywords)
     finally:
-        loop.capacity = None
+        loop._capacity = None  # noqa: SLF001 - this package's own
