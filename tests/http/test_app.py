@@ -179,6 +179,15 @@ async def test_drain_on_loopback_needs_no_token_and_may_be_asked_twice() -> None
     assert source.drains == ["drain requested over HTTP"] * 2
 
 
+async def test_a_group_that_does_not_run_cannot_drain() -> None:
+    """It would remember that, and end its next run at once."""
+    source = FakeGroup(state=GroupState.IDLE, started=False, ready=False)
+    async with client_of(source) as client:
+        response = await client.post("/drain")
+    assert (response.status_code, response.text) == (409, "group 'shop' cannot drain: it is not running\n")
+    assert source.drains == []
+
+
 @pytest.mark.parametrize(
     ("token", "header", "status", "words"),
     [

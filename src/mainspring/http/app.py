@@ -20,6 +20,7 @@ from mainspring.errors import ControlRefusedError, LoopNotRunningError, TicketTi
 from mainspring.http.dashboard import page as dashboard_page
 from mainspring.http.depths import DepthReader
 from mainspring.http.metrics import GroupMetrics
+from mainspring.states import GroupState
 from mainspring.status import plain
 
 if TYPE_CHECKING:
@@ -151,6 +152,9 @@ class _Views:
         return endpoint
 
     async def drain(self) -> Response:
+        status = self._source.status()
+        if status.state in (GroupState.IDLE, GroupState.STOPPED):  # its next run would drain at once
+            return _line(f"group {status.name!r} cannot drain: it is not running", 409)
         self._source.request_drain("drain requested over HTTP")
         return self._done("draining", 202)
 
