@@ -14,7 +14,7 @@ import pytest
 from cli_helpers import MAINSPRING, only_line, run
 
 from mainspring import MailboxFullError, open_mailbox
-from mainspring.cli.send import SendOptions, send_bodies
+from mainspring.cli.send import SendOptions, read_bodies, send_bodies
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -254,3 +254,13 @@ def test_a_reader_that_has_gone_changes_no_status(tmp_path: Path) -> None:
     os.close(write)
     listed = run("send", "sqlite:///jobs.db?name=jobs", "3", cwd=tmp_path)
     assert "it was made" not in listed.stderr  # by the first
+
+
+def test_what_is_appended_to_the_file_meanwhile_was_not_checked_and_is_not_sent(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.jsonl"
+    path.write_text("1\n\n2\n", encoding="utf-8")
+    with path.open("rb") as lines:
+        bodies, count = read_bodies(lines, path.name)
+        with path.open("a", encoding="utf-8") as more:
+            more.write('3\n{"half": ')
+        assert (list(bodies), count) == ([1, 2], 2)

@@ -125,7 +125,8 @@ def read_bodies(lines: IO[bytes], name: str) -> tuple[Iterator[Any], int]:
             raise Problem(f"line {number} of {name} is no JSON ({error}); nothing was sent") from None
         count += 1
     lines.seek(0)
-    return (json.loads(line) for line in lines if line.strip()), count
+    # What is appended to the file meanwhile was not checked.
+    return islice((json.loads(line) for line in lines if line.strip()), count), count
 
 
 def _whole_document(lines: IO[bytes]) -> list[Any] | None:
