@@ -475,6 +475,14 @@ def decorated(fn):
     return call
 
 
+def yields():
+    yield 1
+
+
+async def yields_later():
+    yield 1
+
+
 def test_what_submit_refuses(thread):
     called: list[int] = []
     with pytest.raises(
@@ -485,6 +493,9 @@ def test_what_submit_refuses(thread):
         InvalidParameterError, match=r"post\(\) takes a function, not a coroutine: write submit\(add, …\)"
     ):
         thread.post(add(1))
+    for steps in (yields, yields_later, partial(yields)):
+        with pytest.raises(InvalidParameterError, match=r"post\(\) takes a plain function, not"):
+            thread.post(steps)
     for blocks in (lambda: called.append(1), partial(called.append, 1), called.append, decorated(called.append)):
         with pytest.raises(InvalidParameterError, match="is plain and would block the event loop"):
             thread.submit(blocks)

@@ -516,6 +516,22 @@ async def test_a_thread_in_virtual_time_is_waited_for(virtual_clock):
     assert virtual_clock.now == 60
 
 
+async def test_what_a_thread_would_not_run_is_refused_or_an_error():
+    def steps():
+        yield 1
+
+    async with DaemonScope("test") as scope:
+        with pytest.raises(InvalidParameterError, match="steps is a generator, which would never run"):
+            scope.start_thread(steps)
+        with pytest.raises(InvalidParameterError, match=r"stop= of .*work is a plain function"):
+            scope.start_soon(forever, name="work", stop=steps)
+    for result in (forever, steps):
+        with pytest.raises(InvalidParameterError, match=r"lazy returned a .*, so its work has not run to its end"):
+            async with DaemonScope("test") as scope:
+                scope.start_thread(lambda result=result: result(), name="lazy")
+                await anyio.sleep(5)
+
+
 async def test_what_cannot_be_a_task_or_a_thread_is_refused_by_name():
     @functools.wraps(forever)
     def wrapped() -> object:

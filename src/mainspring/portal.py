@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, TypeVarTuple, Unpack
 
-from mainspring.callables import check_plain, gives_coroutine, instead_of, is_async, name_of
+from mainspring.callables import check_plain, gives_coroutine, instead_of, is_async, is_generator, name_of
 from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.portal_core import LoopCore
 from mainspring.portal_submission import Submission
@@ -26,6 +26,8 @@ Args = TypeVarTuple("Args")
 
 STOP_TIMEOUT: Final = 10.0
 CANCEL_GRACE: Final = 5.0
+_RUN_NOTHING: Final = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+"""The flags of functions of which a call runs nothing."""
 
 
 class LoopThread:
@@ -107,13 +109,15 @@ class LoopThread:
         ``fn`` runs in the event loop's thread and must not block: everything there waits for it. What it raises is logged
         (logger ``mainspring``) and harms nobody else. It sees the context variables of the thread, not those of the caller.
 
-        :raises InvalidParameterError: ``fn`` is async (see :meth:`submit`), or cannot be called.
+        :raises InvalidParameterError: ``fn`` is async (see :meth:`submit`), a generator, or cannot be called.
         """
         code = getattr(fn, "__code__", None)
         if code is None and not callable(fn):
             raise InvalidParameterError(f"{self._core}: post() takes a function, {instead_of(fn, 'submit')}")
-        if code.co_flags & inspect.CO_COROUTINE if code is not None else is_async(fn):
-            raise InvalidParameterError(f"{self._core}: post() takes a plain function; use submit() for {fn!r}")
+        if code.co_flags & _RUN_NOTHING if code is not None else is_async(fn) or is_generator(fn):
+            raise InvalidParameterError(
+                f"{self._core}: post() takes a plain function, not {fn!r}; use submit() for an async one"
+            )
         return self._core.post(fn)
 
     def submit(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 
-from mainspring.callables import gives_coroutine, instead_of, is_async
+from mainspring.callables import gives_coroutine, instead_of, is_async, is_generator, ran
 from mainspring.clock import real_work
 from mainspring.errors import ConfigError, InvalidParameterError, TaskExitError
 from mainspring.loggers import Logger
@@ -130,7 +130,7 @@ class ThreadDaemon(Daemon):
         """Run it, and wait for its end; cancelled, for ``grace`` seconds."""
         self._thread = OwnThread(self._fn, self.name)
         try:
-            await self._thread.wait()
+            ran(await self._thread.wait(), self.name)
         except anyio.get_cancelled_exc_class():
             if not await self._thread.wait_ended(self._grace):
                 _log.error("the thread %r did not end, and is left behind at %s", self.name, self.where)
@@ -246,7 +246,7 @@ class DaemonScope:
         or left by an error, it has ``grace`` seconds. It is a daemon thread, which does not hold up the end of the program.
         What it raises counts as raised by a task of the scope.
 
-        :raises InvalidParameterError: ``fn`` is async, or cannot be called.
+        :raises InvalidParameterError: ``fn`` is async or a generator, or cannot be called.
         """
         daemon = ThreadDaemon(self._check(fn, name, stop, "start_thread"), stop, partial(fn, *args), self.grace)
         self._add(daemon)
@@ -304,12 +304,14 @@ class DaemonScope:
             problem = f"a task is {what} and its arguments, {instead_of(fn, how)}"
         elif in_thread and is_async(fn):
             problem = f"{label} is async; use start_soon() for it"
+        elif in_thread and is_generator(fn):
+            problem = f"{label} is a generator, which would never run; return the result instead of yielding"
         elif not in_thread and not gives_coroutine(fn):
             problem = (
                 f"{label} is no async function, and would block the event loop; use start_thread() for it, or pass the async"
                 " function itself"
             )
-        elif stop is not None and (not callable(stop) or is_async(stop)):
+        elif stop is not None and (not callable(stop) or is_async(stop) or is_generator(stop)):
             problem = f"stop= of {label} is a plain function without parameters, not {stop!r}"
         if problem is not None:
             raise InvalidParameterError(f"DaemonScope {self.name!r}: {problem}")
