@@ -140,7 +140,7 @@ class NatsMailbox(Mailbox[T, R]):
 
     @property
     def address(self) -> str:
-        """Its URL, without user and password."""
+        """Its URL, without a login: a worker on another store has its own for it among its ``reply_stores``."""
         return f"{self._server.address}?name={quote(self.name, safe='')}"
 
     def _local_name(self, address: str) -> str | None:

@@ -136,7 +136,7 @@ class PostgresMailbox(Mailbox[T, R]):
 
     @property
     def address(self) -> str:
-        """Its URL, without a password: whoever replies to it finds that in its own environment."""
+        """Its URL, without a password: a worker on another store has its own login for it among its ``reply_stores``."""
         return address_of(self._conninfo, self._schema, self.name)
 
     def _local_name(self, address: str) -> str | None:

@@ -116,7 +116,7 @@ class RedisMailbox(Mailbox[T, R]):
 
     @property
     def address(self) -> str:
-        """Its URL, without user and password: where a sender elsewhere needs them, give it a URL of your own."""
+        """Its URL, without a login: a worker on another store has its own for it among its ``reply_stores``."""
         return f"{self._server.address}?name={quote(self.name, safe='')}"
 
     def _local_name(self, address: str) -> str | None:
