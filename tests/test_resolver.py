@@ -12,6 +12,7 @@ import anyio
 import pytest
 
 from mainspring import entropy, open_mailbox
+from mainspring.errors import MailboxConnectionError
 from mainspring.process import async_library
 from mainspring.resolver import connect_tcp, resolve
 from mainspring.testing import run_virtual
@@ -135,3 +136,17 @@ def schema(postgres_url: str) -> Any:
     made = new_schema()
     yield made
     drop_schema(postgres_url, made)
+
+
+@pytest.mark.parametrize("url", ["redis://localhost:1/0", "nats://localhost:1", "postgresql://localhost:1/jobs"])
+async def test_a_process_without_another_thread_is_a_lost_connection(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    if not url.startswith("redis") and async_library() == "trio":
+        pytest.skip("runs on asyncio only")
+
+    def no_thread(**options: Any) -> threading.Thread:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("mainspring.resolver.Thread", no_thread)
+    with pytest.raises(MailboxConnectionError, match="can't start new thread"):
+        async with open_mailbox(f"{url}?name=jobs"):
+            pass

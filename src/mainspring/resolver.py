@@ -36,7 +36,10 @@ class _Lookup:
         self._done = False
         self.addresses: list[str] = []
         self.error: OSError | None = None
-        Thread(target=self._run, name=f"looking up {host}", daemon=True).start()
+        try:
+            Thread(target=self._run, name=f"looking up {host}", daemon=True).start()
+        except RuntimeError as error:  # the process may have no more threads just now
+            raise OSError(f"{host!r} cannot be looked up: {error}") from None
 
     def _run(self) -> None:
         try:
@@ -75,7 +78,7 @@ async def resolve(host: str) -> list[str]:
 
     Cancelled, it leaves a thread behind that ends when the system's resolver answers.
 
-    :raises OSError: there is no such host, as far as is known (``socket.gaierror``).
+    :raises OSError: there is no such host, as far as is known (``socket.gaierror``), or no thread to ask in.
     """
     try:
         ip_address(host.partition("%")[0])

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import resource
+import sys
 import threading
 from functools import partial
 
@@ -478,3 +479,47 @@ async def test_a_mailbox_without_its_row_harms_no_other_mailbox(mailbox, path, a
             with pytest.raises(MailboxError, match="was dropped"):
                 await call()
         await works(other)
+
+
+# ----------------------------------------------------------------------------------------------- no threads to be had
+
+
+@pytest.fixture
+def refused_threads(monkeypatch):
+    """Of threads whose name has a part that is put in here, none can be started."""
+    parts: list[str] = []
+    start = threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if any(part in self.name for part in parts):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    return parts
+
+
+async def test_no_thread_to_write_in(path, refused_threads, anyio_backend):
+    refused_threads.append("sqlite writer")
+    await refused(path, MailboxConnectionError, "cannot be opened: can't start new thread")
+    refused_threads.clear()
+    async with SQLiteMailbox(path) as mailbox:
+        await works(mailbox)
+
+
+async def test_no_thread_to_hear_other_processes_in(mailbox, path, refused_threads):
+    refused_threads.append("sqlite bell")
+    received = []
+
+    async def receive() -> None:
+        received.extend(await mailbox.receive(wait_time_seconds=30))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(receive)
+        await anyio.sleep(1.5)  # longer than until it looks again
+        send = [sys.executable, "-m", "mainspring", "send", f"sqlite:///{path}?name=jobs", "1"]
+        await anyio.run_process(send)
+        with anyio.fail_after(10):
+            while not received:
+                await anyio.sleep(0.01)
+    await works(mailbox)

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from mainspring import clock, process
-from mainspring.errors import ConfigError
+from mainspring.errors import ConfigError, MailboxConnectionError
 from mainspring.mailbox.sqlite_commands import Look
 from mainspring.mailbox.sqlite_file import DatabaseFile
 from mainspring.mailbox.sqlite_store import look
@@ -102,10 +102,13 @@ class Writer:
                     f" busy_timeout={file.busy_timeout:g}; give all mailboxes on one file the same"
                 )
             file.synchronous, file.busy_timeout = synchronous, busy_timeout
-            self._users += 1
             if not self._running:
+                try:
+                    threading.Thread(target=self._write, name="mainspring sqlite writer", daemon=True).start()
+                except RuntimeError as error:  # no more threads to be had
+                    raise MailboxConnectionError(f"the mailbox file {file.path} cannot be opened: {error}") from None
                 self._running = True
-                threading.Thread(target=self._write, name="mainspring sqlite writer", daemon=True).start()
+            self._users += 1
 
     def release(self, job: Job) -> None:
         """Use it no longer; ``job`` (without commands) is done when the last user's connection is closed."""
@@ -251,10 +254,21 @@ class Writer:
     # ---------------------------------------------------------------------------------------- for other processes
 
     def _watch_from_now_on(self) -> None:
-        """Hang up the bell. What was sent before it hung is found by the receives themselves: they look once more."""
+        """Hang up the bell. What was sent before it hung is found by the receives themselves: they look once more.
+
+        Where no thread is to be had for that, this one looks at the file, and again each second, when it tries anew.
+        """
         self._bell.listen()
-        self._watcher = threading.Thread(target=self._watch, name="mainspring sqlite bell", daemon=True)
-        self._watcher.start()
+        watcher = threading.Thread(target=self._watch, name="mainspring sqlite bell", daemon=True)
+        try:
+            watcher.start()
+        except RuntimeError:
+            self._bell.take_down()
+            self._inbox.put(Job((Look(0),), clock.boot_time, 0.0))
+            for waiters in self._everybody():
+                process.call_soon(waiters.loop, partial(waiters.due_in, LOOK_AGAIN))
+            return
+        self._watcher = watcher
         self._wake_all()
 
     def _watch(self) -> None:
