@@ -68,6 +68,10 @@ def generator(event):
     yield event
 
 
+async def async_generator(event):
+    yield event
+
+
 @pytest.mark.parametrize(
     ("subscriber", "what"), [(asynchronous, "async"), (partial(asynchronous), "async"), (None, "no function")]
 )
@@ -118,6 +122,7 @@ def test_an_interrupt_is_raised_once_all_are_told():
         ("Said", print, "subscribe takes the class of events to hear, not 'Said'"),
         (STARTED, print, "subscribe takes the class of events to hear, not MessageStarted"),
         (MessageStarted, generator, "a subscriber is a plain function of .* is a generator"),
+        (MessageStarted, async_generator, "a subscriber is a plain function of .* is a generator"),
     ],
 )
 def test_a_subscription_that_could_hear_nothing_is_refused(kind, subscriber, complaint):
@@ -133,6 +138,14 @@ def test_one_that_hides_that_it_is_async_is_an_error_of_the_dispatch():
     result = dispatcher.dispatch(STARTED)
     assert result.delivered == 0
     assert "is async" in str(result.errors[0])
+
+
+def test_one_that_returns_a_generator_is_an_error_of_the_dispatch():
+    dispatcher = Dispatcher()
+    dispatcher.subscribe(MessageStarted, lambda event: generator(event))
+    result = dispatcher.dispatch(STARTED)
+    assert result.delivered == 0
+    assert "returned a generator" in str(result.errors[0])
 
 
 def test_a_subscription_to_several_classes():

@@ -131,6 +131,16 @@ def test_a_raising_callback_is_logged_and_harms_nobody(monotonic, caplog):
     assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
 
 
+def test_a_callback_that_returns_work_which_nothing_runs_is_logged(caplog):
+    async def notify() -> None:
+        raise AssertionError
+
+    heart = Heartbeat()
+    heart.add_callback(lambda: notify())
+    heart.beat()
+    assert "returned a coroutine, which nothing runs" in caplog.text
+
+
 def test_a_callback_may_remove_itself():
     heart, heard = Heartbeat(), []
 

@@ -289,16 +289,21 @@ def raise_(error):
     raise error
 
 
+def iter_of(number):
+    yield number
+
+
 @pytest.mark.parametrize("fn", [add, partial(add, 1), None, 3])
 def test_what_post_refuses(thread, fn):
     with pytest.raises(InvalidParameterError, match="post\\(\\) takes a"):
         thread.post(fn)
 
 
-def test_a_coroutine_that_comes_out_of_a_callback_is_told(thread, caplog):
-    thread.post(lambda: add(1))
+@pytest.mark.parametrize(("fn", "what"), [(lambda: add(1), "a coroutine"), (lambda: iter_of(1), "a generator")])
+def test_work_that_comes_out_of_a_callback_unrun_is_told(thread, caplog, fn, what):
+    thread.post(fn)
     flush(thread)
-    assert "returned a coroutine, which only submit() runs" in caplog.text
+    assert f"returned {what}, which nothing runs" in caplog.text
 
 
 def test_callbacks_see_the_threads_variables(thread):

@@ -133,6 +133,16 @@ async def test_stop_may_be_called_early_and_skips_what_has_ended():
     assert [part.name for part in scope.reports] == ["long", "another"]
 
 
+async def test_a_stop_that_returns_work_which_nothing_runs_is_logged(virtual_clock, caplog):
+    async def close() -> None:
+        raise AssertionError
+
+    async with DaemonScope("test", timeout=5) as scope:
+        scope.start_soon(forever, name="server", stop=lambda: close())
+    assert [str(part.ending) for part in scope.reports] == ["cancelled"]
+    assert "stop= of server returned a coroutine, which nothing runs" in caplog.text
+
+
 async def test_a_crash_while_stopping_comes_out():
     asked = anyio.Event()
 

@@ -322,6 +322,12 @@ def test_functions_of_which_a_call_runs_nothing_are_refused(name, wrong):
         HeartbeatSubject("poller", Heartbeat(), **given)
 
 
+def test_a_cancel_that_returns_work_which_nothing_runs_is_logged(caplog):
+    subject = HeartbeatSubject("poller", Heartbeat(), lambda error: asynchronous(error))
+    subject.stall(HandlerStalledError("no sign of life"))
+    assert "cancel= of poller returned a coroutine, which nothing runs" in caplog.text
+
+
 def test_an_async_kill_is_refused():
     with pytest.raises(ConfigError, match="watchdog: kill must be a plain function"):
         Watchdog(list, kill=asynchronous)

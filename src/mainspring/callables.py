@@ -86,6 +86,17 @@ def ran(result: T, called: str, error: type[MainspringError] = InvalidParameterE
     raise error(f"{called} returned {what}, so its work has not run to its end; {advice}")
 
 
+def unrun(result: Any) -> str | None:
+    """Return what a call gave, in words, where that is work which nothing runs; else None. A task or a future runs by itself.
+
+    A coroutine is closed, so that Python does not warn of it as well.
+    """
+    if isinstance(result, CoroutineType):
+        result.close()
+        return "a coroutine"
+    return "a generator" if isinstance(result, GeneratorType | AsyncGeneratorType) else None
+
+
 def bearable(error: BaseException, name: str) -> BaseException:
     """Return what the task gets that waits for a thread in which ``name`` raised ``error``: an error of its own, or ``error``.
 

@@ -6,13 +6,11 @@ live objects, so that a subscriber can keep them.
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from dataclasses import dataclass, field
-from types import CoroutineType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mainspring.callables import code_of, is_async, name_of
+from mainspring.callables import is_async, is_generator, name_of, unrun
 from mainspring.clock import utc_now
 from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.loggers import Logger
@@ -313,7 +311,7 @@ class Dispatcher:
             issubclass(object, event_type)
         except TypeError:
             raise InvalidParameterError(f"subscribe takes the class of events to hear, not {event_type!r}") from None
-        if callable(subscriber) and inspect.isgeneratorfunction(code_of(subscriber)):
+        if callable(subscriber) and is_generator(subscriber):
             raise InvalidParameterError(
                 f"a subscriber is a plain function of (event), and {subscriber!r} is a generator"
             )
@@ -371,12 +369,10 @@ class Dispatcher:
         for subscriber in subscribers:
             try:
                 said = subscriber(event)
-                if said is not None and isinstance(said, CoroutineType):
-                    said.close()  # it would complain that nobody awaits it
-                    errors.append(
-                        InvalidParameterError(f"the subscriber {name_of(subscriber)} is async, and nobody runs it")
-                    )
-                    log_error("a subscriber to %s is async", type(event).__name__, errors[-1])
+                if said is not None and (what := unrun(said)) is not None:
+                    text = f"is async or a generator: it returned {what}, which nothing runs"
+                    errors.append(InvalidParameterError(f"the subscriber {name_of(subscriber)} {text}"))
+                    log_error("a subscriber to %s did nothing", type(event).__name__, errors[-1])
             except KeyboardInterrupt as error:
                 interrupt = error
             # A plain function cannot be cancelled: what it raises so is of something that it has asked, say a future.

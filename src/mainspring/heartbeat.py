@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mainspring import clock
-from mainspring.callables import check_runs, is_async
+from mainspring.callables import check_runs, is_async, unrun
 from mainspring.errors import InvalidParameterError
 from mainspring.loggers import Logger
 
@@ -38,7 +38,8 @@ class Heartbeat:
         self._stamp = clock.monotonic(), None if running is None else float(running.current_time())
         for callback in self._callbacks:
             try:
-                callback()
+                if (what := unrun(callback())) is not None:
+                    _log.error("the heartbeat callback %r returned %s, which nothing runs", callback, what)
             except KeyboardInterrupt:
                 raise
             except BaseException:  # a plain function cannot be cancelled: what it raises so is of something else

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import inspect
 import os
 import sys
 import threading
@@ -16,6 +15,7 @@ import anyio
 import anyio.lowlevel
 
 from mainspring import clock
+from mainspring.callables import unrun
 from mainspring.errors import ConfigError, LoopNotRunningError
 from mainspring.loggers import Logger
 from mainspring.portal_state import IDLE, JOIN_WITHIN, RUNNING, STARTING, Gate, Life
@@ -345,9 +345,8 @@ class LoopCore:
         except BaseException:  # a SystemExit too: it must not end the event loop of everybody else
             _log.exception("%s: a posted callback raised: %r", self, fn)
             return
-        if inspect.iscoroutine(result):
-            result.close()
-            _log.error("%s: a posted callback returned a coroutine, which only submit() runs: %r", self, fn)
+        if result is not None and (what := unrun(result)) is not None:
+            _log.error("%s: a posted callback returned %s, which nothing runs; use submit() for it: %r", self, what, fn)
 
     def _told_to_stop(self) -> None:
         self._context.run(self._end_all)

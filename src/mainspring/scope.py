@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 
-from mainspring.callables import gives_coroutine, instead_of, is_async, is_generator, ran
+from mainspring.callables import gives_coroutine, instead_of, is_async, is_generator, ran, unrun
 from mainspring.clock import real_work
 from mainspring.errors import ConfigError, InvalidParameterError, TaskExitError
 from mainspring.loggers import Logger
@@ -88,7 +88,11 @@ class Daemon:
     def ask(self) -> None:
         """Ask it politely to end, where it can be asked and still runs."""
         if not self.done and self._stop is not None:
-            self._stop()
+            what = unrun(self._stop())
+            if what is not None:
+                _log.error(
+                    "stop= of %s returned %s, which nothing runs; it is cancelled at the deadline", self.name, what
+                )
 
     async def stop(self, deadline: float, grace: float) -> PartReport:
         """Ask it to stop, wait until ``deadline`` (anyio's clock), then cancel it and wait ``grace`` seconds more."""

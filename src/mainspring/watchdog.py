@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import anyio
 
-from mainspring.callables import check_plain
+from mainspring.callables import check_plain, unrun
 from mainspring.errors import ConfigError, HandlerStalledError
 from mainspring.events import HandlerStalled, HandlerStuck
 from mainspring.last_resort import kill_self, last_words
+from mainspring.loggers import Logger
 from mainspring.periodic import Periodic
 from mainspring.stacks import all_stacks
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from mainspring.events import Dispatcher
     from mainspring.heartbeat import Heartbeat
+
+_log = Logger("mainspring")
 
 K = TypeVar("K", bound="Hashable")
 
@@ -95,7 +98,9 @@ class HeartbeatSubject:
         return self._where()
 
     def stall(self, error: HandlerStalledError) -> None:
-        self._cancel(error)
+        what = unrun(self._cancel(error))
+        if what is not None:
+            _log.error("cancel= of %s returned %s, which nothing runs", self.name, what)
 
 
 @dataclass(frozen=True, slots=True)
