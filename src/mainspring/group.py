@@ -150,7 +150,7 @@ class LoopGroup:
         A loop that crashes for good stops the others gracefully, and its error is raised. Cancelled from outside, handlers
         are cancelled and their messages given back.
 
-        :raises ConfigError: it is running already, or, with ``install_signals``, this is not the main thread.
+        :raises ConfigError: it or one of its loops is running already, or, with ``install_signals``, this is not the main thread.
         """
         if install_signals and not process.in_main_thread():
             raise ConfigError(
@@ -185,6 +185,9 @@ class LoopGroup:
     ) -> ShutdownReport:
         if self._lifetime is not None:
             raise ConfigError(f"group {self.name!r} is already running")
+        for loop in self.loops:  # now, as what follows would change it under the other run
+            if isinstance(loop, MainLoop) and loop.running:
+                raise ConfigError(f"group {self.name!r}: loop {loop.name!r} is already running; make a second loop")
         ends = [loop.dispatcher.pass_on_to(self.dispatcher) for loop in self.loops if isinstance(loop, MainLoop)]
         ends.append(logs.subscribe(self.dispatcher))
         lifetime = Lifetime(

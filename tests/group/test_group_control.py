@@ -218,3 +218,19 @@ async def test_an_actor_may_be_given_for_a_loop_and_one_that_runs_elsewhere_may_
     async with running(group):
         assert [health.name for health in await group.check_health()] == ["mine", "mine-2"]
         await group.shutdown()
+
+
+async def test_a_loop_that_runs_in_another_group_is_refused_and_stays_that_groups(virtual_clock):
+    jobs = box()
+    loop = MainLoop(jobs, take_long, name="one", body=dict)
+    group = LoopGroup([loop], restart=RestartPolicy())
+    await jobs.send({"seconds": 10})
+    async with running(group):
+        await anyio.sleep(1)
+        began = virtual_clock.now
+        with pytest.raises(ConfigError, match="loop 'one' is already running"):
+            await LoopGroup([loop], restart=RestartPolicy()).run(install_signals=False)
+        assert virtual_clock.now == began
+        loop.request_shutdown()
+        assert group.status().loops[0].state == "stopping"
+    assert loop.outcomes == {"acknowledged": 1}
