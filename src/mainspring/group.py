@@ -150,7 +150,8 @@ class LoopGroup:
         A loop that crashes for good stops the others gracefully, and its error is raised. Cancelled from outside, handlers
         are cancelled and their messages given back.
 
-        :raises ConfigError: it or one of its loops is running already, or, with ``install_signals``, this is not the main thread.
+        :raises ConfigError: it or one of its loops is running already, or, with ``install_signals``, this is not the main
+            thread.
         """
         if install_signals and not process.in_main_thread():
             raise ConfigError(
