@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -348,6 +350,20 @@ async def test_closing_does_not_wait_for_a_start_that_nobody_waits_for(held_star
     assert anyio.current_time() - since < pool.shutdown_timeout
     assert pool.late == 0
     assert not is_there(worker)
+
+
+async def test_a_call_is_killed_while_no_more_files_can_be_opened(monkeypatch):
+    def refuse(path: str) -> list[str]:
+        raise OSError(errno.EMFILE, "Too many open files", path)
+
+    async with OffloadPool("process", workers=1) as pool:
+        await pool.run(len, "warm")
+        with monkeypatch.context() as patch, anyio.move_on_after(0.2):
+            patch.setattr("mainspring.descendants.os.listdir", refuse)
+            await pool.run(time.sleep, 60)
+        with anyio.fail_after(30):
+            await pool.wait_for_late()
+            assert await pool.run(len, "again") == 5
 
 
 async def test_a_killed_process_that_does_not_end_is_not_waited_for_without_end(tmp_path, monkeypatch, caplog):

@@ -17,9 +17,16 @@ STOP_WITHIN = 1.0
 
 
 def descendants(root: int) -> dict[int, int]:
-    """The process ids of the children of ``root``, of their children, and so on, each with that of its parent."""
+    """The process ids of the children of ``root``, of their children, and so on, each with that of its parent.
+
+    None are found while this process can open no more files.
+    """
     children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
+    try:
+        entries = os.listdir("/proc")
+    except OSError:
+        return {}
+    for entry in entries:
         if entry.isdigit():
             children.setdefault(_parent(int(entry)), []).append(int(entry))
     found: dict[int, int] = {}

@@ -237,8 +237,11 @@ class WorkerProcess:
     """
 
     def __init__(self) -> None:
-        self._connection, theirs = Pipe()
-        self._lifeline = Lifeline()
+        try:
+            self._connection, theirs = Pipe()
+            self._lifeline = Lifeline()
+        except OSError as error:
+            raise OffloadWorkerDiedError(f"a worker process could not be started: {error}") from error
         passed = (theirs.fileno(), self._lifeline.theirs)
         try:
             # -P: the package's folder must not be where the child imports from.
