@@ -1,6 +1,6 @@
 """Plants the faults of ``scripts/mutants.toml``, one at a time in a copy of the sources, and runs the tests that should fail.
 
-A fault is *caught* if a test fails, or hangs for longer than ``--timeout``. Its tests must pass without it: ``--check`` tries
+A fault is *caught* if a test fails, hangs for longer than ``--timeout``, or takes more than 4 GiB of memory. Its tests must pass without it: ``--check`` tries
 that first. Prints a table by kind and names the survivors. Fails where fewer than 95 % are caught, or a text to replace is
 not found exactly once: the code has moved on, and the list must follow.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from queue import SimpleQueue
 ROOT = Path(__file__).resolve().parent.parent
 LIST = Path(__file__).with_suffix(".toml")
 GOAL = 0.95
+MEMORY = 4 * 1024**3
+"""Bytes of address space that a process of the tests may have: a fault can make a loop that takes memory without end."""
 COPIED = (
     "src",
     "tests",
@@ -78,6 +81,7 @@ def run(tree: Path, tests: tuple[str, ...], timeout: float) -> str:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
+        resource.prlimit(process.pid, resource.RLIMIT_AS, (MEMORY, MEMORY))
         try:
             status = process.wait(timeout)
         except subprocess.TimeoutExpired:
