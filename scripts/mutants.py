@@ -1,8 +1,8 @@
 """Plants the faults of ``scripts/mutants.toml``, one at a time in a copy of the sources, and runs the tests that should fail.
 
-A fault is *caught* if a test fails, hangs for longer than ``--timeout``, or takes more than 4 GiB of memory. Its tests must pass without it: ``--check`` tries
-that first. Prints a table by kind and names the survivors. Fails where fewer than 95 % are caught, or a text to replace is
-not found exactly once: the code has moved on, and the list must follow.
+A fault is *caught* if a test fails, hangs for longer than ``--timeout``, or takes more than 4 GiB of memory. Its tests must
+pass without it: ``--check`` tries that first. Prints a table by kind and names the survivors. Fails where fewer than 95 % are
+caught, or a text to replace is not found exactly once: the code has moved on, and the list must follow.
 """
 
 from __future__ import annotations

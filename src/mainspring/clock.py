@@ -62,9 +62,8 @@ def utc_clock() -> Callable[[], datetime]:
     return lambda: virtual_date(clock)
 
 
-def monotonic() -> float:
-    """Seconds of the operating system's monotonic clock: callable from any thread, unaware of virtual time."""
-    return time.monotonic()
+monotonic: Callable[[], float] = time.monotonic
+"""Seconds of the operating system's monotonic clock: callable from any thread, unaware of virtual time."""
 
 
 def boot_time() -> float:

@@ -14,7 +14,7 @@ import anyio
 
 from mainspring.errors import ConfigError, LoopNotRunningError, TicketAbandonedError
 from mainspring.loggers import Logger
-from mainspring.process import call_soon, event_loop, identity, in_task_of, process_id
+from mainspring.process import call_soon, event_loop, identity, in_task_of
 from mainspring.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ class Entry:
 
         :raises ConfigError: the event loop runs in the process from which this one was forked.
         """
-        if self._process is not identity():
+        if not self._process.here:
             raise ConfigError(
-                f"{self._name} runs in process {process_id(self._process)}, from which this one was forked; make a new one"
+                f"{self._name} runs in process {self._process.pid}, from which this one was forked; make a new one"
                 " after the fork"
             )
         if self.is_here:

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from contextvars import Context, copy_context
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from anyio.lowlevel import current_token
@@ -36,6 +36,7 @@ class _Registry:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
+        self.here = True
         self.lock = threading.RLock()
         self.owners: dict[str, str] = {}
         self.shared: WeakValueDictionary[tuple[str, Hashable], Any] = WeakValueDictionary()
@@ -60,6 +61,7 @@ def _after_fork_in_parent() -> None:
 def _after_fork_in_child() -> None:
     global _registry
     parent, _registry = _registry, _Registry()
+    parent.here = False
     # Kept, not used: what the parent goes on using must not be torn down here when the last reference to it is dropped.
     _registry.inherited = {**parent.inherited, **dict(parent.shared)}
     try:
@@ -97,15 +99,21 @@ def end_returned_child() -> NoReturn:
     os._exit(1)
 
 
-def identity() -> object:
-    """What stands for this process: in a forked child it is another object. Costs less than asking for the process id."""
+class Identity(Protocol):
+    """Stands for one process. Two processes have two objects, also where one is forked off the other.
+
+    ``here`` is True in that process and False in a child forked off it: the check costs less than asking for the process id.
+    """
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def here(self) -> bool: ...
+
+
+def identity() -> Identity:
+    """What stands for this process."""
     return _registry
-
-
-def process_id(of: object) -> int:
-    """The process id of the process for which :func:`identity` has said ``of``."""
-    assert isinstance(of, _Registry)
-    return of.pid
 
 
 def async_library() -> str:

@@ -18,7 +18,7 @@ from mainspring.errors import (
 )
 from mainspring.loggers import Logger
 from mainspring.logs import one_line
-from mainspring.process import call_soon, event_loop, identity, in_event_loop, in_main_thread, process_id
+from mainspring.process import call_soon, event_loop, identity, in_event_loop, in_main_thread
 from mainspring.stacks import where_raised
 from mainspring.values import is_number
 
@@ -216,9 +216,9 @@ class Ticket(Generic[T]):
 
     def _wait_with(self, wake: Callable[[], object]) -> bool:
         """Have ``wake()`` called by the writer; False where the answer has come by now."""
-        if self._process is not identity():
+        if not self._process.here:
             raise ConfigError(
-                f"{self._called()} was made in process {process_id(self._process)}, from which this one was forked, and"
+                f"{self._called()} was made in process {self._process.pid}, from which this one was forked, and"
                 " would be answered there; make one of its own after the fork"
             )
         with self._lock:

@@ -37,7 +37,7 @@ from mainspring.loggers import Logger
 from mainspring.loops.base import AnyRunnable, Runnable, Steerable, stop_in_time
 from mainspring.loops.foreign import ForeignLoop
 from mainspring.loops.worker import is_inside
-from mainspring.process import call_soon, event_loop, identity, in_task_of, process_id
+from mainspring.process import call_soon, event_loop, identity, in_task_of
 from mainspring.scope import DaemonScope, nobody_asked
 from mainspring.values import is_number
 
@@ -130,7 +130,7 @@ class LoopActor:
         """
         if not isinstance(message, ControlMessage):
             raise InvalidParameterError(f"{self!r} takes control messages such as PauseRequest(), not {message!r}")
-        if self._process is not identity():
+        if not self._process.here:
             self._come_from_a_fork()
         answer = message.ticket.writer()
         with self._lock:
@@ -154,7 +154,7 @@ class LoopActor:
         """Raise where the parent runs it; else it is this process's own from here on."""
         if self._event_loop is not None:
             raise ConfigError(
-                f"loop {self.name!r} runs in process {process_id(self._process)}, from which this one was forked; make a new"
+                f"loop {self.name!r} runs in process {self._process.pid}, from which this one was forked; make a new"
                 " LoopActor after the fork"
             )
         self._belong_here()
@@ -296,7 +296,7 @@ class LoopActor:
         self._context = copy_context()
         async with DaemonScope(f"control of {self.name}") as self._scope:
             self._scope.start_soon(self._serve, name=f"control of {self.name}")
-            if self._process is not identity():
+            if not self._process.here:
                 self._come_from_a_fork()
             with self._lock:
                 self._event_loop = event_loop()

@@ -145,7 +145,7 @@ class Attempts:
                 _as_failure(error, f"the handler raised {error!r}; raise Reject, or call shutdown() of the group"),
             )
         finally:
-            if identity() is not self._process:
+            if not self._process.here:
                 end_returned_child()
             run.phase = Phase.ENDED
             run.coroutine = None

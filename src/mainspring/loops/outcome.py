@@ -133,7 +133,7 @@ def before_start(
     None where the store keeps none: then it is not known how many of the attempts ended with their worker.
     """
     most = dead_letter.max_attempts
-    if attempt <= min(most, dead_letter.max_crashes):
+    if attempt <= dead_letter.max_crashes and attempt <= most:
         return None
     history = history_until()
     crashes = 0 if history is None else crashes_before(history, attempt)

@@ -97,7 +97,7 @@ class Settler:
                 where="" if fault is None else where_raised(fault),
                 traceback="" if fault is None else "".join(traceback.format_exception(fault)),
                 error_type=None if fault is None else type(fault).__qualname__,
-                queue_seconds=_time_in_queue(message) if message.delivery_count == 1 else None,
+                queue_seconds=message._queue_seconds() if message.delivery_count == 1 else None,  # noqa: SLF001 - this package's own
             )
         )
 
@@ -206,10 +206,6 @@ class Settler:
             SettlementDelayed(self._name, run.message_id, decision.outcome, describe(error), wait, first)
         )
         await anyio.sleep(wait)
-
-
-def _time_in_queue(message: Message[Any, Any]) -> float:
-    return max(0.0, (message.first_received_at - message.enqueued_at).total_seconds())
 
 
 def _is_hopeless(run: Run, decision: Decision, error: Exception) -> bool:

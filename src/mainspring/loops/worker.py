@@ -404,8 +404,9 @@ class Worker:
         if not self._backlog:
             return None
         run = self._backlog.popleft()
-        for _ in range(min(others, len(self._backlog) + bool(self._ends.done))):
-            self._rouse()
+        if others:
+            for _ in range(min(others, len(self._backlog) + bool(self._ends.done))):
+                self._rouse()
         return run
 
     async def _acknowledge(self, scope: anyio.CancelScope) -> None:

@@ -37,7 +37,7 @@ from mainspring.mailbox.limits import (
 from mainspring.mailbox.message import ACK, Ack, Counts, Dead, Delivery, Envelope, Message, Settlement
 from mainspring.mailbox.requests import RequestCalls
 from mainspring.mailbox.sync import SyncCalls
-from mainspring.process import async_library, identity, off_fork, on_fork, process_id
+from mainspring.process import async_library, identity, off_fork, on_fork
 from mainspring.scope import DaemonScope
 from mainspring.states import MAILBOX, MailboxState, StateMachine
 from mainspring.values import MAX_VISIBILITY
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from weakref import WeakSet
 
     from mainspring.mailbox.replies import ReplyRouter
+    from mainspring.process import Identity
 
 __all__ = ["MAX_MESSAGES", "Capabilities", "Mailbox"]
 
@@ -73,7 +74,7 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         self._state: StateMachine[MailboxState] = StateMachine(MAILBOX, MailboxState.UNOPENED, name=f"mailbox {name!r}")
         self._usable = self._works_unopened
         self._thread: int | None = None
-        self._process: object = None
+        self._process: Identity | None = None
         self._scope: DaemonScope | None = None
         self._routers: list[ReplyRouter] = []
         self._open_ones: WeakSet[Mailbox[Any, Any]] | None = None
@@ -405,12 +406,12 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         self._usable = False
 
     def _is_forked(self) -> bool:
-        return self._process is not None and self._process is not identity()
+        return self._process is not None and not self._process.here
 
     def _check_process(self) -> None:
-        if self._is_forked() and self._state.state is MailboxState.OPEN:
+        if self._process is not None and not self._process.here and self._state.state is MailboxState.OPEN:
             raise ConfigError(
-                f"mailbox {self.name!r} is open in process {process_id(self._process)}, from which this one was forked, and"
+                f"mailbox {self.name!r} is open in process {self._process.pid}, from which this one was forked, and"
                 " must not be used across a fork; open one of its own here (for SQLite: in a process that subprocess or the"
                 " spawn method has started)"
             )

@@ -12,6 +12,7 @@ from mainspring.process import identity
 
 if TYPE_CHECKING:
     from mainspring.mailbox.message import Delivery
+    from mainspring.process import Identity
 
 
 class Bodies(MailboxHooks):
@@ -29,14 +30,15 @@ class Bodies(MailboxHooks):
         self._reply_codec: Codec | None = None
         self._id_prefix = ""
         self._id_count = 0
-        self._id_process: object = None
+        self._id_process: Identity | None = None
 
     def new_id(self) -> str:
         """A new message id: a random prefix of this mailbox object and a count, so that ids sort in order of sending.
 
         A forked child has a prefix of its own: else its next id were that of its parent's next one, and its brothers'.
         """
-        if self._id_process is not identity():
+        process = self._id_process
+        if process is None or not process.here:
             self._id_prefix, self._id_process = entropy.token(64), identity()
         self._id_count += 1
         return f"{self._id_prefix}{self._id_count:08x}"

@@ -286,6 +286,11 @@ class Message(Generic[T, R]):
         """When it was first delivered to anybody (UTC)."""
         return datetime.fromtimestamp(self._delivery.first_received_at, UTC)
 
+    def _queue_seconds(self) -> float:
+        """Seconds from the send to the first delivery."""
+        delivery = self._delivery
+        return max(0.0, delivery.first_received_at - delivery.enqueued_at)
+
     @property
     def reply_to(self) -> str | None:
         """The mailbox that wants the result: a name on the same store, or a mailbox URL."""
