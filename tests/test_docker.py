@@ -269,7 +269,7 @@ def test_the_service_and_the_budget_mean_the_pods() -> None:
 async def scrape() -> str:
     group = some_group()
     async with group:
-        text, _ = GroupMetrics(group).render([MailboxStatus("jobs", {"pending": 1})])
+        text, _ = GroupMetrics(group).render([MailboxStatus("jobs", {"pending": 1}, queue_age=1.0)])
     return text.decode()
 
 

@@ -77,6 +77,8 @@ class MailboxStatus:
     name: str
     counts: Mapping[str, int] | None
     error: str | None = None
+    queue_age: float | None = None
+    """Seconds since the send of its oldest pending message (see ``Counts.queue_age``); None where it is not known."""
 
 
 def plain(value: Any) -> Any:

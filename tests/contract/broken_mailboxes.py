@@ -336,6 +336,20 @@ class FindsAnyDead(Broken):
         return await self._dead_letters(1, None)
 
 
+class AgesByTheNewest(Broken):
+    async def _counts(self) -> Counts:
+        counts, wall = await super()._counts(), self._store.queue.wall()
+        ages = [wall - entry.enqueued_at for lane in self._store.queue._lanes.values() for entry in lane]
+        return replace(counts, queue_age=min(ages, default=0.0))
+
+
+class AgesByTheReceived(Broken):
+    async def _counts(self) -> Counts:
+        counts, queue = await super()._counts(), self._store.queue
+        ages = [queue.wall() - entry.first_received_at for lane in queue._lanes.values() for entry in lane]
+        return replace(counts, queue_age=min(ages, default=0.0))
+
+
 class SendsWhatChanges(Broken):
     verifies = False
 
@@ -354,6 +368,11 @@ KINDS: list[tuple[type[Broken], list[str]]] = [
     (LosesOnCancel, ["a_cancellation_that_meets_a_send_loses_nothing"]),
     (DoesNotChargeExpiry, ["an_expired_lease_charges_and_delivers_again"]),
     (CountsFlightAsPending, ["counts_follow_every_step", "counts_add_up_under_any_use"]),
+    (
+        AgesByTheNewest,
+        ["the_queue_age_is_that_of_the_oldest_pending_message", "the_queue_age_looks_at_each_priority"],
+    ),
+    (AgesByTheReceived, ["the_queue_age_includes_the_delay", "the_queue_age_sees_a_lease_that_has_ended"]),
     (ForgetsTheSettled, ["counts_add_up_under_concurrency", "an_acknowledged_message_is_gone"]),
     (FillsTheBatch, ["receive_never_waits_to_fill_the_batch"]),
     (Polls, ["send_wakes_a_waiting_receive", "nack_wakes_a_waiting_receive", "a_replay_wakes_a_waiting_receive"]),

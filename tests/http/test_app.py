@@ -86,7 +86,10 @@ async def test_every_answer_has_a_date_and_is_not_stored() -> None:
 
 
 async def test_status_is_the_whole_tree_as_valid_json() -> None:
-    boxes = FakeMailbox("jobs", Counts(pending=7, dead=1)), FakeMailbox("jobs", MailboxConnectionError("down\nhere"))
+    boxes = (
+        FakeMailbox("jobs", Counts(pending=7, dead=1, queue_age=9.87654)),
+        FakeMailbox("jobs", MailboxConnectionError("down\nhere")),
+    )
     source = FakeGroup(
         *boxes,
         loops=(loop_status(heartbeat_age=math.inf),),
@@ -106,8 +109,14 @@ async def test_status_is_the_whole_tree_as_valid_json() -> None:
         "name": "jobs",
         "counts": {"delayed": 0, "pending": 7, "in_flight": 0, "settled": 0, "dead": 1},
         "error": None,
+        "queue_age": 9.877,
     }
-    assert second == {"name": "jobs#2", "counts": None, "error": "MailboxConnectionError: down here"}
+    assert second == {
+        "name": "jobs#2",
+        "counts": None,
+        "error": "MailboxConnectionError: down here",
+        "queue_age": None,
+    }
 
 
 @pytest.mark.parametrize("path", ["health/live", "health/ready", "health/startup", "status"])
@@ -129,13 +138,20 @@ async def test_metrics_are_made_where_none_are_given_and_count_from_then_on() ->
 
 
 async def test_metrics_answers_what_it_is_given() -> None:
-    source = FakeGroup(FakeMailbox("jobs", Counts(pending=7)), FakeMailbox("down", MailboxConnectionError("down")))
+    source = FakeGroup(
+        FakeMailbox("jobs", Counts(pending=7, queue_age=9.5)),
+        FakeMailbox("own", Counts(pending=3)),  # it does not tell the age of its queue
+        FakeMailbox("down", MailboxConnectionError("down")),
+    )
     async with client_of(source, metrics=GroupMetrics(source)) as client:
         response = await client.get("/metrics")
         open_metrics = await client.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
     assert response.status_code == 200
     assert response.headers["content-type"].startswith("text/plain; version=")
     assert 'mainspring_mailbox_depth{mailbox="jobs",state="pending"} 7.0' in response.text
+    assert 'mainspring_queue_age_seconds{mailbox="jobs"} 9.5' in response.text
+    assert 'mainspring_mailbox_depth{mailbox="own",state="pending"} 3.0' in response.text
+    assert 'mainspring_queue_age_seconds{mailbox="own"}' not in response.text
     assert 'mailbox="down"' not in response.text
     assert open_metrics.headers["content-type"].startswith("application/openmetrics-text")
     assert open_metrics.text.endswith("# EOF\n")

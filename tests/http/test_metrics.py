@@ -23,6 +23,7 @@ from trio.testing import MockClock
 
 from mainspring import Context, InMemoryMailbox, LoopGroup, MainLoop, Retry, RetryPolicy, events
 from mainspring.http.app import health_app
+from mainspring.http.depths import DepthReader
 from mainspring.http.metrics import BUCKETS, FAULTS, GroupMetrics
 from mainspring.loops.outcome import Outcome
 from mainspring.states import GroupState, ServiceState
@@ -63,7 +64,8 @@ async def test_the_names_and_their_labels() -> None:
     dispatcher.dispatch(finished())
     dispatcher.dispatch(events.MessageNotAcknowledged("indexer", "m", "r", "retried", 1.0, 1, error_type="KeyError"))
     dispatcher.dispatch(events.GroupStateChanged("shop", GroupState.RUNNING, GroupState.FINISH, 9.0))
-    depths = [MailboxStatus("jobs", {"delayed": 1, "pending": 2, "in_flight": 3, "settled": 4, "dead": 5})]
+    counts = {"delayed": 1, "pending": 2, "in_flight": 3, "settled": 4, "dead": 5}
+    depths = [MailboxStatus("jobs", counts, queue_age=2.5)]
     found = scrape(metrics, depths)
     labels = {name: {tuple(label for label, _ in key) for key in samples} for name, samples in found.items()}
     ours = {name: sets for name, sets in labels.items() if name.startswith("mainspring_")}
@@ -89,6 +91,7 @@ async def test_the_names_and_their_labels() -> None:
         "mainspring_loop_ready": {("loop",)},
         "mainspring_loop_restarts_total": {("loop",)},
         "mainspring_mailbox_depth": {("mailbox", "state")},
+        "mainspring_queue_age_seconds": {("mailbox",)},
         "mainspring_shutdown_seconds": {("phase",)},
     }
     assert {"process_resident_memory_bytes", "process_open_fds", "process_cpu_seconds_total"} <= labels.keys()
@@ -177,6 +180,40 @@ async def test_depths_leave_out_who_gave_none() -> None:
         "in_flight": 1,
         "dead": 2,
     }
+
+
+async def test_the_age_of_a_queue_is_0_where_nothing_waits_and_left_out_where_it_is_not_known() -> None:
+    metrics, _ = counting()
+    told = [
+        MailboxStatus("old", {"pending": 2}, queue_age=90.5),
+        MailboxStatus("empty", {"pending": 0}, queue_age=0.0),
+        MailboxStatus("silent", {"pending": 2}),
+        MailboxStatus("down", None, "no answer"),
+    ]
+    found = scrape(metrics, told)["mainspring_queue_age_seconds"]
+    assert found == {(("mailbox", "old"),): 90.5, (("mailbox", "empty"),): 0.0}
+
+
+async def test_the_age_of_a_queue_follows_virtual_time(virtual_clock: Any) -> None:
+    mailbox: InMemoryMailbox[str, None] = InMemoryMailbox("jobs")
+    reader, (metrics, _) = DepthReader(lambda: [mailbox]), counting()
+
+    async def age() -> float:
+        return scrape(metrics, await reader.read())["mainspring_queue_age_seconds"][(("mailbox", "jobs"),)]
+
+    async with mailbox:
+        assert await age() == 0
+        await mailbox.send("old")
+        await anyio.sleep(3_600)
+        await mailbox.send("urgent", priority=9)
+        assert await age() == pytest.approx(3_600)
+        (urgent, old) = await mailbox.receive(max_messages=2)
+        await urgent.release()
+        await anyio.sleep(10)
+        assert await age() == pytest.approx(10)
+        await old.nack()
+        await anyio.sleep(10)
+        assert await age() == pytest.approx(3_620)
 
 
 FAULT_EVENTS = [

@@ -274,6 +274,21 @@ async def test_a_view_can_let_the_parked_come_and_forget_everything():
         assert (await mailbox.counts()).dead == 0
 
 
+async def test_a_view_tells_how_long_dead_letters_wait(virtual_clock):
+    async with InMemoryMailbox() as mailbox, DeadLetterView(mailbox, look_every=1) as view:
+        await mailbox.send("a")
+        await anyio.sleep(100)
+        assert (await view.counts()).queue_age == 0
+        (message,) = await mailbox.receive()
+        await message.dead_letter("no")
+        assert (await view.counts()).queue_age is None  # the view has yet to look at it
+        await anyio.sleep(30)
+        counts = await view.counts()
+        assert (counts.pending, counts.queue_age) == (1, pytest.approx(30, abs=1))
+        assert len(await view.receive()) == 1
+        assert (await view.counts()).queue_age == 0
+
+
 def test_a_view_says_that_it_has_no_transactions():
     class Able(InMemoryMailbox):
         capabilities = replace(InMemoryMailbox.capabilities, transactions=True)

@@ -312,3 +312,45 @@ def test_an_idle_mailbox_does_nothing(entered: bool) -> None:
         assert steps.count < 20
 
     virtual(entered, test)
+
+
+def test_the_age_of_the_queue_is_that_of_the_first_in_line(entered: bool) -> None:
+    async def test(mailbox: Any) -> None:
+        async def age() -> float:
+            return (await mailbox.counts()).queue_age
+
+        await mailbox.send("old")
+        await anyio.sleep(100)
+        cancelled = await mailbox.send("cancelled")
+        await anyio.sleep(100)
+        await mailbox.send("new")
+        (old,) = await mailbox.receive()
+        await old.nack()
+        assert await age() == 100  # "old" is behind the others, whatever its age
+        await mailbox.cancel(cancelled)
+        assert await age() == 0
+        (new,) = await mailbox.receive()
+        assert await age() == 200
+        await new.release()
+        await anyio.sleep(5)
+        assert await age() == 5
+        assert [message.body for message in await mailbox.receive(max_messages=9)] == ["new", "old"]
+        assert await age() == 0
+
+    virtual(entered, test)
+
+
+def test_the_age_of_the_queue_passes_over_what_has_expired_or_was_cancelled(entered: bool) -> None:
+    async def test(mailbox: Any) -> None:
+        await mailbox.send_many(range(10), expires_in=50, priority=3)
+        for message_id in await mailbox.send_many(range(200), priority=2):
+            await mailbox.cancel(message_id)
+        await anyio.sleep(60)
+        assert (await mailbox.counts()).queue_age == 0
+        await mailbox.send("x", priority=3)
+        await anyio.sleep(7)
+        counts = await mailbox.counts()
+        assert (counts.pending, counts.dead, counts.queue_age) == (1, 10, 7)
+        assert [message.body for message in await mailbox.receive(max_messages=9)] == ["x"]
+
+    virtual(entered, test)

@@ -159,11 +159,13 @@ async def test_an_upgrade_brings_the_functions_of_its_version(place):
     place.execute("UPDATE SCHEMA.store SET version = 1")
     place.execute("DROP FUNCTION SCHEMA.sweep_from")
     place.execute("DROP FUNCTION SCHEMA.try_keyed")
+    place.execute("DROP FUNCTION SCHEMA.queue_age")
     with pytest.raises(ConfigError, match=f"has version 1, and this Mainspring needs {schemas.SCHEMA_VERSION}"):
         await place.mailbox(migrate=False).__aenter__()
     async with place.mailbox() as mailbox:
         await mailbox.send("x", delay=0.01, dedup_key="k")
         assert [message.body for message in await mailbox.receive(wait_time_seconds=5)] == ["x"]
+        assert (await mailbox.counts()).queue_age == 0
     assert place.execute("SELECT version FROM SCHEMA.store") == [(schemas.SCHEMA_VERSION,)]
 
 

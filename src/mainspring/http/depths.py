@@ -71,7 +71,7 @@ class DepthReader:
             return MailboxStatus(label, None, f"no answer within {self._timeout:g} s")
         except Exception as error:  # whatever the driver of a store raises when it is down
             return MailboxStatus(label, None, " ".join(f"{type(error).__name__}: {error}".split()))
-        return MailboxStatus(label, {part: getattr(counts, part) for part in PARTS})
+        return MailboxStatus(label, {part: getattr(counts, part) for part in PARTS}, queue_age=counts.queue_age)
 
 
 def _labels(mailboxes: Sequence[Countable]) -> list[str]:

@@ -267,14 +267,7 @@ class _Collector:
         yield from self._messages()
         yield from _loops(status.loops)
         yield from self._group(status)
-        depth = GaugeMetricFamily(
-            "mainspring_mailbox_depth", "Messages of a mailbox by where they are.", labels=["mailbox", "state"]
-        )
-        for mailbox in self.depths:
-            for state, count in (mailbox.counts or {}).items():
-                if state != "settled":  # a total since the store was made, not a depth
-                    depth.add_metric([mailbox.name, state], count)
-        yield depth
+        yield from _mailboxes(self.depths)
 
     def _messages(self) -> Iterable[Metric]:
         total = CounterMetricFamily(
@@ -325,6 +318,24 @@ class _Collector:
         for phase, seconds in taken.items():
             phases.add_metric([phase.replace(" ", "_")], seconds)
         yield phases
+
+
+def _mailboxes(mailboxes: Sequence[MailboxStatus]) -> Iterable[Metric]:
+    depth = GaugeMetricFamily(
+        "mainspring_mailbox_depth", "Messages of a mailbox by where they are.", labels=["mailbox", "state"]
+    )
+    age = GaugeMetricFamily(
+        "mainspring_queue_age_seconds",
+        "Time since the send of the oldest pending message; 0 where none is pending.",
+        labels=["mailbox"],
+    )
+    for mailbox in mailboxes:
+        for state, count in (mailbox.counts or {}).items():
+            if state != "settled":  # a total since the store was made, not a depth
+                depth.add_metric([mailbox.name, state], count)
+        if mailbox.queue_age is not None:
+            age.add_metric([mailbox.name], mailbox.queue_age)
+    return depth, age
 
 
 def _loops(loops: Sequence[LoopStatus]) -> Iterable[Metric]:

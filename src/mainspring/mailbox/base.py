@@ -368,7 +368,14 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
     # -------------------------------------------------------------------------------------------------- looking after
 
     async def counts(self) -> Counts:
-        """Where the messages are; the parts add up to all that were ever accepted."""
+        """Return how many messages are where, and how long the oldest pending one has waited.
+
+        The parts add up to all messages that were ever accepted. :attr:`Counts.queue_age` is in seconds, and None where the
+        backend does not tell. The cost does not grow with the number of messages. A cancelled call leaves nothing behind.
+
+        :raises MailboxClosedError: the mailbox is not open.
+        :raises MailboxConnectionError: the store does not answer.
+        """
         self._check_open()
         return await self._counts()
 

@@ -243,7 +243,8 @@ class DeadLetterView(Mailbox[DeadLetter, None]):
         """Dead letters that nobody has looked at yet are pending; ``dead`` are the parked ones."""
         tickets, source = await self._tickets.counts(), await self.source.counts()
         pending = max(0, source.dead - tickets.dead - tickets.in_flight - tickets.delayed)
-        return Counts(tickets.delayed, pending, tickets.in_flight, tickets.settled, tickets.dead)
+        age = tickets.queue_age if tickets.pending else None if pending else 0.0
+        return Counts(tickets.delayed, pending, tickets.in_flight, tickets.settled, tickets.dead, queue_age=age)
 
     async def _purge(self) -> int:
         """Forget all dead letters, and who works on which."""

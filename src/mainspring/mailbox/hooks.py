@@ -61,6 +61,8 @@ class Capabilities:
     lease_ends_seen: bool = True
     """The end of a lease shows at once, whoever held it: in the counts, and as the death of what has expired meanwhile. Else
     the next receive finds it, and before that the mailbox object that held it counts it."""
+    queue_age: bool = False
+    """``counts()`` tells how long the oldest pending message has waited (:attr:`Counts.queue_age`)."""
     lease_granularity: float = 0.0
     """Seconds by which the store may round a lease."""
     async_backends: frozenset[str] = frozenset({"asyncio", "trio"})
@@ -148,7 +150,7 @@ class MailboxHooks(ABC):
 
     @abstractmethod
     async def _counts(self) -> Counts:
-        """Where the messages are."""
+        """Return the counts, with ``queue_age`` where the store finds the first in line without reading the others."""
 
     @abstractmethod
     async def _purge(self) -> int:

@@ -53,7 +53,7 @@ class InMemoryMailbox(Mailbox[T, R]):
     counts as expired. Used from another event loop while its own lives, it raises :class:`ConfigError`.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(joined_acks=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(joined_acks=True, queue_age=True)
     _works_unopened: ClassVar[bool] = True
 
     if TYPE_CHECKING:

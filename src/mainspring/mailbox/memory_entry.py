@@ -127,6 +127,19 @@ class Lane:
         into.append(entry)
         return 1
 
+    def first(self) -> Entry | None:
+        """Return the entry that is next in turn, and drop the dead items before it."""
+        front, tail = self.front, self.tail
+        while front and front[0][1].place != PENDING:
+            heappop(front)
+            self.gone -= 1
+        if front:
+            return front[0][1]
+        while tail and tail[0].place != PENDING:
+            tail.popleft()
+            self.gone -= 1
+        return tail[0] if tail else None
+
     def lose_one(self, entry: Entry) -> None:
         """``entry`` has left from the middle."""
         entry.place = GONE

@@ -249,7 +249,13 @@ class MemoryQueue:
     def counts(self, now: float) -> Counts:
         """Where the messages are."""
         self.advance(now)
-        return Counts(self.delayed, self.pending, len(self._in_flight), self.settled, len(self.dead))
+        age = self._queue_age()
+        return Counts(self.delayed, self.pending, len(self._in_flight), self.settled, len(self.dead), queue_age=age)
+
+    def _queue_age(self) -> float:
+        """Seconds since the send of the oldest of the first in line; 0 where none is pending."""
+        first = [entry for lane in self._lanes.values() if (entry := lane.first()) is not None]
+        return max((0.0, *(self.wall() - entry.enqueued_at for entry in first)))
 
     def purge(self, now: float) -> int:
         """Drop all that is delayed, pending or in flight; how many that were."""

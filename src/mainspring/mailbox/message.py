@@ -193,6 +193,12 @@ class Counts:
     in_flight: int = 0
     settled: int = 0
     dead: int = 0
+    queue_age: float | None = field(default=None, compare=False, kw_only=True)
+    """Seconds since the send of the oldest pending message: 0.0 where none is pending, None where the backend does not tell.
+
+    Of the messages that are first in line, one for each priority, it is the one that was sent first. The time runs from the
+    first send: a message that was delayed, nacked or replayed keeps it. Two counts are equal whatever their ages.
+    """
 
     @property
     def waiting(self) -> int:

@@ -77,6 +77,7 @@ class NatsMailbox(Mailbox[T, R]):
         priority=False,
         transactional_reply=False,
         joined_acks=True,
+        queue_age=True,
         lease_ends_seen=False,
         lease_granularity=0.05,
         async_backends=frozenset({"asyncio"}),

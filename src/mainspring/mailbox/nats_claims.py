@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Dead
     from mainspring.mailbox.nats_parser import Heard
     from mainspring.mailbox.nats_pull import Puller
-    from mainspring.mailbox.nats_store import Store
+    from mainspring.mailbox.nats_store import Store, Stored
 
 LONGEST_PULL = 30.0
 """Seconds of one pull request; a longer wait is made of several."""
@@ -376,17 +376,18 @@ class Claims:
         self._left.clear()
         await self._store.wire.ask_all([Ask(reply, b"+ACK") for reply in replies])
 
-    async def over(self) -> int:
-        """How many messages are still with the consumer although their leases, of this process, are over."""
+    async def over(self) -> list[Stored]:
+        """The messages that are still with the consumer although their leases, of this process, are over."""
         now = self._now()
         ended = [(handle, lease) for handle, lease in self._leases.items() if lease.until <= now]
-        count = 0
+        found = []
         for handle, lease in ended:
-            if await self._store.get(self._store.names.queue, lease.sequence) is None:
+            there = await self._store.get(self._store.names.queue, lease.sequence)
+            if there is None:
                 self._leases.pop(handle, None)
             else:
-                count += 1
-        return count
+                found.append(there)
+        return found
 
     def _prune(self) -> None:
         now = self._now()

@@ -63,16 +63,30 @@ async def counts(store: Store, claims: Claims) -> Counts:
                     raise
                 answers.append(await store.api(ask.subject.removeprefix("$JS.API.")))
     queue, delayed, dead, moves = (answer["state"] for answer in answers[:4])
-    in_flight = min(max(0, answers[4]["num_ack_pending"] - over), queue["messages"])
+    in_flight = min(max(0, answers[4]["num_ack_pending"] - len(over)), queue["messages"])
+    pending = queue["messages"] - in_flight
+    age = await _queue_age(store, answers[4]["delivered"]["stream_seq"], over) if pending else 0.0
     accepted = queue["last_seq"] + delayed["last_seq"] - moves["last_seq"]
     present = queue["messages"] + delayed["messages"] + dead["messages"]
     return Counts(
         delayed["messages"],
-        queue["messages"] - in_flight,
+        pending,
         in_flight,
         max(0, accepted - present),
         dead["messages"],
+        queue_age=age,
     )
+
+
+async def _queue_age(store: Store, delivered: int, over: list[Stored]) -> float | None:
+    """Seconds since the send of the oldest of two kinds: the first message behind those delivered, and those in ``over``.
+
+    None where there is none of either: then only the consumer knows which messages are pending.
+    """
+    first = await store.next(store.names.queue, delivered + 1, ">")
+    known = over if first is None else [first, *over]
+    now = clock.utc_now().timestamp()
+    return max((max(0.0, now - there.record.enqueued_at) for there in known), default=None)
 
 
 async def purge(store: Store) -> int:

@@ -87,6 +87,7 @@ class PostgresMailbox(Mailbox[T, R]):
         transactions=True,
         ordered=True,
         joined_acks=True,
+        queue_age=True,
         async_backends=frozenset({"asyncio"}),
     )
 

@@ -237,11 +237,17 @@ class Calls:
         self._add("look", (since,), finish)
 
     def add_count(self, counts: list[do.Count]) -> None:
+        parts: list[int] = []
+
+        def finish_counts(rows: list[tuple[Any, ...]]) -> None:
+            parts[:] = rows[0]
+
         def finish(rows: list[tuple[Any, ...]]) -> None:
             for count in counts:
-                count.result = Counts(*rows[0])
+                count.result = Counts(*parts, queue_age=rows[0][0])
 
-        self._add("counts", (), finish)
+        self._add("counts", (), finish_counts)
+        self._add("queue_age", (), finish)
 
     # -------------------------------------------------------------------------------------------------------- settling
 

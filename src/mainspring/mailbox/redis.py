@@ -69,7 +69,7 @@ class RedisMailbox(Mailbox[T, R]):
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        durable=True, cross_process=True, ordered=True, joined_acks=True
+        durable=True, cross_process=True, ordered=True, joined_acks=True, queue_age=True
     )
 
     @reads_query(read_options)

@@ -112,7 +112,7 @@ class Count(Operation):
         out.append("counts")
 
     def take(self, result: Any) -> None:
-        self.result = Counts(*result) if result else None
+        self.result = Counts(*result[:5], queue_age=result[5] / MICRO) if result else None
 
 
 class ListDead(Operation):

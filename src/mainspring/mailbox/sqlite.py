@@ -58,7 +58,7 @@ class SQLiteMailbox(Mailbox[T, R]):
     :raises ConfigError: a value cannot work. On opening: the file is another program's, or of a newer Mainspring.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(durable=True, cross_process=True, ordered=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(durable=True, cross_process=True, ordered=True, queue_age=True)
 
     def __init__(
         self,

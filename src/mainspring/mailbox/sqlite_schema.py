@@ -141,6 +141,12 @@ ADD_MAILBOX = "INSERT INTO mailboxes (id, name) SELECT max(?, coalesce(max(id), 
 LAST_MAILBOX = "SELECT max(id) FROM mailboxes"
 MAILBOX = "SELECT id FROM mailboxes WHERE name = ?"
 COUNTS = "SELECT delayed, pending, in_flight, settled, dead FROM mailboxes WHERE id = ?"
+FIRST_SENT = """WITH RECURSIVE ranks (rank) AS (
+        SELECT min(rank) FROM ready WHERE mailbox = ?
+        UNION ALL SELECT (SELECT min(r.rank) FROM ready AS r WHERE r.mailbox = ? AND r.rank > ranks.rank)
+        FROM ranks WHERE ranks.rank IS NOT NULL
+    ) SELECT min(m.enqueued_at) FROM ranks CROSS JOIN messages AS m ON m.seq =
+        (SELECT r.seq FROM ready AS r WHERE r.mailbox = ? AND r.rank = ranks.rank ORDER BY r.pos LIMIT 1)"""
 PENDING = "SELECT id, pending FROM mailboxes WHERE pending > 0"
 ADD_COUNTS = """UPDATE mailboxes SET delayed = delayed + ?, pending = pending + ?, in_flight = in_flight + ?,
     settled = settled + ?, dead = dead + ? WHERE id = ?"""

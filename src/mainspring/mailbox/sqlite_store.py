@@ -303,7 +303,9 @@ def _json_list(leases: list[str]) -> str:
 def _count(work: Work, commands: list[do.CountAll]) -> None:
     work.flush()
     for command in commands:
-        command.result = Counts(*work.counts(command.mailbox))
+        sent = work.value(sql.FIRST_SENT, (command.mailbox,) * 3)
+        age = 0.0 if sent is None else max(0.0, work.wall - sent)
+        command.result = Counts(*work.counts(command.mailbox), queue_age=age)
 
 
 def _sweep(work: Work, commands: list[do.Sweep]) -> None:

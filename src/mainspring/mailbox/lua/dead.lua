@@ -88,9 +88,23 @@ local function discard(box, ids)
   return #ids
 end
 
+-- How long ago the oldest of the first in line was sent, one for each rank; 0: no message is pending.
+local function queue_age(box)
+  local oldest = now
+  local first = redis.call('ZRANGE', box.ready, 0, 0, 'WITHSCORES')
+  while first[1] do
+    local value = redis.call('HGET', box.messages, string.sub(first[1], 17))
+    local sent = value and tonumber(string.match(value, '^%d+|(%d+)|'))
+    oldest = math.min(oldest, sent or now)
+    first = redis.call('ZRANGE', box.ready, '(' .. first[2], '+inf', 'BYSCORE', 'LIMIT', 0, 1, 'WITHSCORES')
+  end
+  return now - oldest
+end
+
 local function counts(box)
   return { redis.call('ZCARD', box.delayed), redis.call('ZCARD', box.ready), redis.call('ZCARD', box.leases),
-    (tonumber(redis.call('HGET', box.state, 'settled') or nil) or 0) + box.settled, redis.call('ZCARD', box.deaths) }
+    (tonumber(redis.call('HGET', box.state, 'settled') or nil) or 0) + box.settled, redis.call('ZCARD', box.deaths),
+    queue_age(box) }
 end
 
 local function purge(box)

@@ -11,6 +11,18 @@ BEGIN
         INTO delayed, pending, in_flight, settled, dead FROM mainspring.tallies t WHERE t.mailbox = box;
 END $$;
 
+CREATE OR REPLACE FUNCTION mainspring.queue_age(box integer) RETURNS float8
+LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off
+SET plan_cache_mode = force_generic_plan AS $$
+-- Seconds since the send of the oldest of the first in line, one for each rank; 0: no message is pending.
+BEGIN
+    RETURN coalesce(greatest(0, extract(epoch FROM clock_timestamp() - min(f.enqueued_at))), 0)
+        FROM mainspring.ranks r CROSS JOIN LATERAL (
+            SELECT m.enqueued_at FROM mainspring.messages m
+            WHERE m.mailbox = box AND m.state = 0 AND m.rank = r.rank ORDER BY m.pos LIMIT 1
+        ) AS f WHERE r.mailbox = box;
+END $$;
+
 CREATE OR REPLACE FUNCTION mainspring.fold(box integer) RETURNS void LANGUAGE plpgsql AS $$
 -- Make one row of a mailbox's tallies, unless another process is at it.
 BEGIN

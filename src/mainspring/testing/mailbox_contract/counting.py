@@ -10,7 +10,7 @@ import anyio
 import anyio.lowlevel
 
 from mainspring.mailbox.message import Counts
-from mainspring.testing.mailbox_contract.harness import Harness, behaviour, equal
+from mainspring.testing.mailbox_contract.harness import Harness, behaviour, check, equal
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -120,6 +120,88 @@ async def counts_add_up_under_concurrency(h: Harness) -> None:
                 equal(least <= total <= started, True, f"{least} <= {total} <= {started}")
                 await anyio.lowlevel.checkpoint()
         await h.counts(box, settled=180)
+
+
+@behaviour("queue_age")
+async def the_queue_age_is_that_of_the_oldest_pending_message(h: Harness) -> None:
+    """counts().queue_age is the time since the first send of the oldest pending message, and 0 where none is pending."""
+    async with h.open() as box:
+        await _expect_age(h, box, None)
+        old = await _sent(box, "old")
+        await h.spend(h.short)
+        new = await _sent(box, "new")
+        await _expect_age(h, box, old)
+        held = await h.one(box)
+        await _expect_age(h, box, new)
+        other = await h.one(box)
+        await _expect_age(h, box, None)
+        await held.nack()
+        await _expect_age(h, box, old)
+        await other.acknowledge()
+        await (await h.one(box)).dead_letter("no")
+        await _expect_age(h, box, None)
+        await box.replay_dead_letters()
+        await _expect_age(h, box, old)
+        await box.purge()
+        await _expect_age(h, box, None)
+
+
+@behaviour("queue_age", "delay")
+async def the_queue_age_includes_the_delay(h: Harness) -> None:
+    """A delayed message has no part in the queue_age; once it is due, its age runs from its send."""
+    async with h.open() as box:
+        since = anyio.current_time()
+        with h.within(h.short, since):
+            late = await _sent(box, "late", delay=h.short)
+            await _expect_age(h, box, None)
+        await h.pass_time(h.short)
+        await _expect_age(h, box, late)
+
+
+@behaviour("queue_age")
+async def the_queue_age_sees_a_lease_that_has_ended(h: Harness) -> None:
+    """A message whose lease has ended is pending, and as old as before."""
+    async with h.open() as box:
+        lost = await _sent(box, "lost")
+        await h.spend(h.short)
+        with h.within(h.short):
+            await h.one(box, lease=h.short)
+            await _expect_age(h, box, None)
+        await h.pass_time(h.short)
+        await _expect_age(h, box, lost)
+
+
+@behaviour("queue_age", "priority")
+async def the_queue_age_looks_at_each_priority(h: Harness) -> None:
+    """An old message of a low priority counts, though newer ones of higher priorities come before it."""
+    async with h.open() as box:
+        low = await _sent(box, "low", priority=-5)
+        await h.spend(h.short)
+        middle = await _sent(box, "middle")
+        await _sent(box, "high", priority=7)
+        await _expect_age(h, box, low)
+        for message in await box.receive(max_messages=3):
+            if message.body == "middle":
+                await message.release()
+        await _expect_age(h, box, middle)
+
+
+async def _sent(box: Mailbox[Any, Any], body: str, **options: Any) -> tuple[float, float]:
+    """Send it; the times between which it was sent."""
+    before = anyio.current_time()
+    await box.send(body, **options)
+    return before, anyio.current_time()
+
+
+async def _expect_age(h: Harness, box: Mailbox[Any, Any], sent: tuple[float, float] | None) -> None:
+    """The queue_age is that of the message sent between those times; None: no message is pending."""
+    before = anyio.current_time()
+    age = (await box.counts()).queue_age
+    if sent is None or age is None:
+        equal(age, 0.0, "queue_age")
+        return
+    least, most = before - sent[1] - h.slack, anyio.current_time() - sent[0] + h.slack
+    check(least - 1e-5 <= age <= most + 1e-5, f"queue_age: {age:g}, not from {least:g} to {most:g}")
 
 
 def _total(counts: Counts) -> int:

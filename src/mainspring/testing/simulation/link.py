@@ -238,6 +238,7 @@ class LinkedMailbox(Mailbox[Any, Any]):
         cancel=False,
         siblings=False,
         joined_acks=True,
+        queue_age=True,
         async_backends=frozenset({"trio"}),
     )
 
