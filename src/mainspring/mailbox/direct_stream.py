@@ -15,7 +15,7 @@ import anyio
 from anyio.abc import ByteStream, SocketAttribute
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Coroutine, Mapping
 
     from anyio.abc import SocketStream
 
@@ -84,9 +84,9 @@ class DirectStream(ByteStream):
         except OSError as error:
             raise self._broken() from error
 
-    async def receive(self, max_bytes: int = 65_536) -> bytes:
+    def receive(self, max_bytes: int = 65_536) -> Coroutine[Any, Any, bytes]:
         """What has come, or comes next; :class:`anyio.EndOfStream` at the end."""
-        return await self._stream.receive(max_bytes)
+        return self._stream.receive(max_bytes)
 
     async def send_eof(self) -> None:
         """Write no more."""

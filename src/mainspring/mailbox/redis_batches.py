@@ -100,8 +100,7 @@ class Batches:
             _log.warning(
                 "mailbox %r: %d index entries without a message were dropped (a key was deleted)", self._name, dropped
             )
-        again = [command for command in call.commands if command.owed and command.error is not None]
-        if again:
+        if again := [command for command in call.failed if command.owed]:
             for command in again:
                 command.error, command.done = None, False
             self._owed = joined([*self._owed, *again])

@@ -51,6 +51,8 @@ class Call:
         self.keys: list[bytes] = list(keys)
         self.arguments: list[Argument] = []
         self.commands: list[Operation] = []
+        self.failed: list[Operation] = []
+        """Those of the commands that failed on the server."""
         self._takers: list[tuple[Callable[[Any], None], Sequence[Operation]]] = []
         self._numbers = {name: 0}
 
@@ -78,18 +80,20 @@ class Call:
         An operation that failed on the server is the error of its own commands, and nothing to the others.
         """
         due, now, dropped, *failures = results[-1]
-        failed = dict(zip(failures[::2], failures[1::2], strict=True))
+        errors: dict[int, bytes] = dict(zip(failures[::2], failures[1::2], strict=True)) if failures else {}
         for number, (taker, commands) in enumerate(self._takers):
-            if number not in failed:
+            if number in errors:
+                self._fail(commands, errors[number])
+            else:
                 taker(results[number])
-                continue
-            for command in commands:
-                command.error = MailboxConnectionError(
-                    f"the Redis server says: {failed[number].decode('utf-8', 'replace')}"
-                )
         for command in self.commands:
             command.done = True
         return due, now, dropped
+
+    def _fail(self, commands: Sequence[Operation], error: bytes) -> None:
+        for command in commands:
+            command.error = MailboxConnectionError(f"the Redis server says: {error.decode('utf-8', 'replace')}")
+        self.failed += commands
 
 
 def calls(

@@ -35,9 +35,19 @@ KIND: Final = "redis connections"
 RECONNECT_INITIAL: Final = 0.02
 RECONNECT_MAXIMUM: Final = 1.0
 """Seconds between tries to connect: callers wait their turn, so a server that is away is asked gently."""
-_PING: Final = "ping"
-_LEAVE: Final = "leave"
-"""Whose an answer is that no channel waits for."""
+
+
+class _Unheard:
+    """Stands in for a channel where no channel waits for the answer: it is dropped."""
+
+    closed: Final = True
+
+    def answer(self, reply: Any) -> None:
+        """Drop it."""
+
+
+_PING: Final = _Unheard()
+_LEAVE: Final = _Unheard()
 
 
 class Gate:
@@ -135,7 +145,7 @@ class Connection:
         self.channels: set[Channel] = set()
         self.routes: dict[bytes, list[Channel]] = {}
         """Who hears what is published on a channel of the server's."""
-        self.turns: deque[Channel | str] = deque()
+        self.turns: deque[Channel | _Unheard] = deque()
         """Whose the outstanding answers are, in their order."""
         self.reader: Channel | None = None
         self.waiting: dict[anyio.Event, None] = {}
@@ -150,7 +160,7 @@ class Connection:
         """True if new channels get another connection."""
         return self.line.connection is not self
 
-    async def write(self, turn: Channel | str, command: Sequence[str | int | float | bytes]) -> None:
+    async def write(self, turn: Channel | _Unheard, command: Sequence[str | int | float | bytes]) -> None:
         """Write one command, whose answer is for ``turn``, as far as the socket takes it."""
         data = packed(command)
         self.turns.append(turn)
@@ -173,9 +183,7 @@ class Connection:
                         continue
                     if not self.turns:
                         raise anyio.BrokenResourceError  # the last words of a server that hangs up
-                    turn = self.turns.popleft()
-                    if not isinstance(turn, str) and not turn.closed:
-                        turn.give(turn.replies, reply)
+                    self.turns.popleft().answer(reply)
         except LOST:
             await self.hang_up()
             raise
@@ -186,11 +194,11 @@ class Connection:
 
     def _is_published(self, reply: list[Any]) -> bool:
         """Give out what came for those who have subscribed; False if it is an answer."""
-        unasked = reply[:1] == [b"sunsubscribe"] and not (self.turns and self.turns[0] == _LEAVE)
+        unasked = reply[:1] == [b"sunsubscribe"] and not (self.turns and self.turns[0] is _LEAVE)
         if not unasked and reply[:1] != [b"smessage"]:
             return False
         for channel in self.routes.get(reply[1], ()):
-            channel.give(channel.messages, reply)
+            channel.publish(reply)
         return True
 
     def pass_on(self) -> None:
@@ -209,7 +217,7 @@ class Connection:
         """Hang up where nothing more is to come: no channel is left, or none of a retired connection waits for anything."""
         if self.lost or (self.channels and not self.retired):
             return
-        if self.channels and (self.routes or any(isinstance(turn, Channel) and not turn.closed for turn in self.turns)):
+        if self.channels and (self.routes or any(not turn.closed for turn in self.turns)):
             return
         await self.hang_up()
 
@@ -335,9 +343,16 @@ class Channel:
             finally:
                 self._scope = None
 
-    def give(self, items: deque[Any], item: Any) -> None:
-        """Something has come."""
-        items.append(item)
+    def answer(self, reply: Any) -> None:
+        """Take the reply to a command of this channel; drop it if the channel is closed."""
+        if not self.closed:
+            self.replies.append(reply)
+            if self._event is not None:
+                self._event.set()
+
+    def publish(self, message: Any) -> None:
+        """Take a message that was published where this channel subscribes."""
+        self.messages.append(message)
         if self._event is not None:
             self._event.set()
 
