@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, TypeVar
 import anyio
 from anyio import CapacityLimiter, to_thread
 
-from mainspring.callables import check_runs, close_unbegun, instead_of, is_async, is_generator, name_of, ran
+from mainspring.callables import check_runs, instead_of, is_async, is_generator, name_of, ran
 from mainspring.clock import real_work
-from mainspring.errors import ConfigError, InvalidParameterError, OffloadClosedError
+from mainspring.errors import ConfigError, InvalidParameterError, OffloadClosedError, TaskExitError
 from mainspring.loggers import Logger
 from mainspring.offload_calls import GONE_WITHIN, Calls
 from mainspring.process import event_loop, identity
@@ -163,9 +163,9 @@ class OffloadPool:
         :raises OffloadPickleError: something of it cannot be pickled.
         :raises OffloadWorkerDiedError: the process died of it, two died as they received it, or one answered nothing that can
             be understood.
-        :raises TaskExitError: it raised an exit, or a cancellation (of an event loop of its own, say) that is not the caller's.
-        :raises InvalidParameterError: ``timeout`` is negative or not a number; or ``fn`` is async, a generator, or no function,
-            or has returned a coroutine or a generator, so that its work has not run.
+        :raises TaskExitError: it raised an exit, or a cancellation (of an event loop of its own, say) that is not the caller's;
+            or it returned a coroutine or a generator, so that its work has not run.
+        :raises InvalidParameterError: ``timeout`` is negative or not a number; or ``fn`` is async, a generator, or no function.
         """
         backend = self._ready()
         if timeout is not None and not is_number(timeout, 0, math.inf):
@@ -174,11 +174,8 @@ class OffloadPool:
         assert self._calls is not None
         result: T = await self._calls.run(backend.job(fn, args), timeout)
         kind = type(result)
-        if kind is CoroutineType:
-            close_unbegun(result)
-            raise self._is_async(fn)
-        if kind is GeneratorType or kind is AsyncGeneratorType:
-            ran(result, f"{self.name}: {name_of(fn)}")
+        if kind is CoroutineType or kind is GeneratorType or kind is AsyncGeneratorType:
+            ran(result, f"{self.name}: {name_of(fn)}", TaskExitError)
         return result
 
     async def _run_to_the_end(
@@ -210,14 +207,11 @@ class OffloadPool:
                 f"{self.name}: run() takes a function and its arguments, {instead_of(fn, 'run')}"
             )
         if is_async(fn):
-            raise self._is_async(fn)
+            raise InvalidParameterError(
+                f"{self.name} calls plain functions, and {fn!r} is async: pass a plain `def`, or await it where you are"
+            )
         if is_generator(fn):
             check_runs(fn, f"{self.name}:", error=InvalidParameterError)
-
-    def _is_async(self, fn: object) -> InvalidParameterError:
-        return InvalidParameterError(
-            f"{self.name} calls plain functions, and {fn!r} is async: pass a plain `def`, or await it where you are"
-        )
 
     def _ready(self) -> Backend:
         """What does the work; raises where the pool takes no calls, or not here."""

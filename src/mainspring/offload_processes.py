@@ -26,10 +26,10 @@ from mainspring.callables import name_of
 from mainspring.clock import monotonic
 from mainspring.descendants import descendants, hold, kill_family, kill_held
 from mainspring.errors import (
-    InvalidParameterError,
     OffloadClosedError,
     OffloadPickleError,
     OffloadWorkerDiedError,
+    TaskExitError,
     describe,
 )
 from mainspring.loggers import Logger
@@ -391,7 +391,7 @@ def unpack(fn: Callable[..., Any], answer: Answer) -> Any:
     """The result of a call, or its exception, raised."""
     how, what, text = answer
     if how == "unrun":
-        raise InvalidParameterError(
+        raise TaskExitError(
             f"{name_of(fn)} returned {what}, so its work has not run to its end; give a plain function that returns its result"
         )
     try:

@@ -19,6 +19,7 @@ from mainspring import (
     LoopGroup,
     MainLoop,
     OffloadPool,
+    RetryPolicy,
 )
 from mainspring.errors import ConfigError, HandlerStalledError
 from support import background, settled
@@ -71,13 +72,15 @@ async def test_a_process_that_dies_of_its_job_is_a_failed_attempt():
         assert "the worker process of die was killed by SIGKILL" in dead.error
 
 
-async def test_work_that_has_not_run_there_is_dead_at_once():
+async def test_work_that_has_not_run_there_is_a_failed_attempt_and_retried():
     box = InMemoryMailbox()
-    async with background(MainLoop(box, offload_work.leads_to_async, body=int, offload="process")):
+    policies = {"retry": RetryPolicy(initial_delay=0.01), "dead_letter": DeadLetterPolicy(max_attempts=2)}
+    async with background(MainLoop(box, offload_work.leads_to_async, body=int, offload="process", **policies)) as loop:
         await box.send(1)
         await settled(box)
         (dead,) = await box.dead_letters()
-        assert (dead.error_type, dead.attempt) == ("InvalidParameterError", 1)
+        assert (dead.error_type, dead.attempt) == ("TaskExitError", 2)
+    assert loop.outcomes == {"retried": 1, "dead_lettered": 1}
 
 
 async def test_context_variables_of_a_handler_there_are_not_seen_by_the_next():
