@@ -309,8 +309,10 @@ def test_an_interrupt_cancels_the_call(url):
 
     def interrupt():
         begun.wait(PATIENCE)
-        time.sleep(0.2)  # CPython's locks can miss a signal that comes just as the wait begins
+        time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGINT)
+        while not ended.wait(5):  # CPython's locks can miss a signal that comes just as the wait begins
+            os.kill(os.getpid(), signal.SIGINT)
 
     with mailbox.sync as jobs:
         threading.Thread(target=interrupt).start()
