@@ -160,6 +160,8 @@ class LeaseLost(Event):
 class ReceiveFailed(Event):
     """The mailbox could not be reached; the loop tries again in ``retry_in`` seconds and running handlers go on.
 
+    A loop that receives nothing, as all its slots are busy, says so when its mailbox finds that the server is silent.
+
     ``first``: of those since it was last reached. Only that one is logged as a warning.
     """
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import anyio
 import pytest
-from loop_support import DOWN, sleeper
+from loop_support import DOWN, sleeper, sleeping
 
 from mainspring import (
     DeadLetterPolicy,
@@ -15,6 +15,7 @@ from mainspring import (
     LeasePolicy,
     MainLoop,
 )
+from mainspring.errors import describe
 from mainspring.events import (
     MessageFinished,
     MessageNotAcknowledged,
@@ -145,6 +146,54 @@ async def test_that_an_idle_store_answers_again_is_known_at_once(virtual_clock):
         assert events[1:] == [ReceiveRecovered(loop.name, 1)]
         assert loop.trouble is None
         assert [wait for _, call, (_, wait) in mailbox.calls if call == "claim"] == [600, 0, 600]
+
+
+async def test_a_busy_loop_tells_of_a_silent_server_and_of_its_return(virtual_clock):
+    """It has nothing to ask until the next renewal, a minute later: the mailbox knows, and says so."""
+    asked = []
+
+    class Silent(InMemoryMailbox):
+        async def approximate_count(self):
+            asked.append(anyio.current_time())
+            if len(asked) < 3:
+                raise DOWN
+            return await super().approximate_count()
+
+    mailbox = Silent()
+    loop = MainLoop(mailbox, sleeping, concurrency=1, visibility_timeout=3_600)
+    events = record(loop, ReceiveFailed, ReceiveRecovered)
+    async with background(loop):
+        await mailbox.send(1)
+        await anyio.sleep(5)
+        for _ in range(2):  # of each call that is not answered
+            mailbox._announce_silence(DOWN)
+        assert events == [ReceiveFailed(loop.name, describe(DOWN), 10.0, first=True)]
+        assert loop.trouble == describe(DOWN)
+        await anyio.sleep(40)
+        assert asked == [15, 25, 35]
+        assert events[1:] == [ReceiveRecovered(loop.name, 1)]
+        assert loop.trouble is None
+        mailbox._announce_silence(DOWN)
+        assert events[2:] == [ReceiveFailed(loop.name, describe(DOWN), 10.0, first=True)]
+        loop.cancel_work()
+
+
+async def test_an_idle_loop_tells_of_a_silent_server_once(virtual_clock):
+    """It is told by the mailbox and by its own receive that fails: one of them is a warning."""
+    mailbox = FaultyMailbox()
+
+    async def fall_silent(hook):
+        await anyio.sleep(5)
+        mailbox._announce_silence(DOWN)
+        raise DOWN
+
+    mailbox.next("claim", fall_silent, fail(DOWN))
+    loop = MainLoop(mailbox, quick, wait_time_seconds=600)
+    events = record(loop, ReceiveFailed, ReceiveRecovered)
+    async with background(loop):
+        await anyio.sleep(20)
+    assert [event.first for event in events[:-1]] == [True, False, False]
+    assert events[-1] == ReceiveRecovered(loop.name, 3)
 
 
 class Away(FaultyMailbox):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 import anyio
 import pytest
@@ -13,32 +12,9 @@ import nats_support
 import redis_support
 from mainspring import ConfigError, MailboxConnectionError, entropy, open_mailbox
 from postgres_support import moved
+from silent_line import Line
 
 pytestmark = pytest.mark.anyio
-PORTS = {"nats": 4222, "redis": 6379, "postgresql": 5432}
-
-
-class Line:
-    """A way to a server on which nothing passes while it is ``silent``, on old connections and on new ones."""
-
-    def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        self._server = (parts.hostname or "", parts.port or PORTS[parts.scheme])
-        self.silent = False
-
-    async def serve(self, client: Any) -> None:
-        async with client, await anyio.connect_tcp(*self._server) as server, anyio.create_task_group() as tasks:
-            tasks.start_soon(self._pump, client, server)
-            await self._pump(server, client)
-            tasks.cancel_scope.cancel()
-
-    async def _pump(self, source: Any, target: Any) -> None:
-        with suppress(anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError):
-            while True:
-                said = await source.receive()
-                while self.silent:
-                    await anyio.sleep(0.05)
-                await target.send(said)
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])

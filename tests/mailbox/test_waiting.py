@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
+from mainspring import MailboxConnectionError
+from mainspring.mailbox import redis_wake
 from mainspring.mailbox.waiting import Waiters
 from mainspring.testing import run_virtual
 
@@ -148,5 +150,94 @@ def test_one_to_whom_a_turn_is_passed_for_nothing_waits_on() -> None:
             assert queue.waiters.parked == 1
             queue.send("a")
         assert queue.got == {"one": ("a", 2.0)}
+
+    run_virtual(scenario)
+
+
+LOST = MailboxConnectionError("the server does not answer")
+
+
+def test_those_that_are_parked_are_failed_and_no_others() -> None:
+    """One that was woken looks, one that comes later parks: neither has the error."""
+
+    async def scenario():
+        queue = Queue()
+        failed = []
+
+        async def receive(name):
+            try:
+                await queue.receive(name)
+            except MailboxConnectionError as error:
+                failed.append((name, error))
+
+        async with anyio.create_task_group() as tasks:
+            for name in ("woken", "parked", "parked too"):
+                tasks.start_soon(receive, name)
+                await anyio.wait_all_tasks_blocked()
+            queue.send("a")
+            queue.waiters.fail_all(LOST)
+            await anyio.wait_all_tasks_blocked()
+            assert queue.got == {"woken": ("a", 0)}
+            assert [name for name, _ in failed] == ["parked", "parked too"]
+            assert failed[0][1] is not failed[1][1]
+            assert queue.waiters.parked == 0
+            tasks.start_soon(receive, "later")
+            await anyio.wait_all_tasks_blocked()
+            queue.send("b")
+        assert queue.got["later"] == ("b", 0)
+
+    run_virtual(scenario)
+
+
+def test_one_that_is_cancelled_as_it_fails_has_no_turn_to_pass_on() -> None:
+    async def scenario():
+        queue = Queue()
+        async with parked(queue, "one") as scopes:
+            scopes["one"].cancel()
+            queue.waiters.fail_all(LOST)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(queue.receive, "two")
+                await anyio.wait_all_tasks_blocked()
+                assert queue.waiters.parked == 1
+                tasks.cancel_scope.cancel()
+        assert queue.got == {}
+
+    run_virtual(scenario)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+@pytest.mark.parametrize("given_first", [True, False])
+def test_redis_keeps_what_was_given_to_a_receive_as_the_server_falls_silent(given_first: bool, cancelled: bool) -> None:
+    """It was claimed for it: the receive has it, or, cancelled, hands it back; one that failed before is given nothing."""
+
+    async def scenario():
+        passed, refused, got = [], [], []
+        waiters = redis_wake.Waiters(passed.append)
+        waiters.active = 1
+        scope = anyio.CancelScope()
+
+        async def receive():
+            with scope:
+                try:
+                    got.append(await waiters.wait_for(0, anyio.current_time() + 60, 30, refused.append))
+                except MailboxConnectionError as error:
+                    got.append(error)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(receive)
+            await anyio.wait_all_tasks_blocked()
+            if cancelled:
+                scope.cancel()
+            if given_first:
+                assert waiters.give("a", 30)
+                waiters.fail_all(LOST)
+            else:
+                waiters.fail_all(LOST)
+                assert not waiters.give("a", 30)  # the caller hands it back
+        if given_first:
+            assert (got, refused) == (([], ["a"]) if cancelled else (["a"], []))
+        else:
+            assert [str(error) for error in got] == ([] if cancelled else [str(LOST)])
+        assert passed == []
 
     run_virtual(scenario)

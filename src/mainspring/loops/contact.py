@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 
 from mainspring.errors import MailboxConnectionError, MainspringError, describe
+from mainspring.events import ReceiveFailed, ReceiveRecovered
 from mainspring.periodic import Periodic
 from mainspring.scope import nobody_asked
 from mainspring.stacks import where
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
     from mainspring.errors import HandlerStalledError
+    from mainspring.events import Dispatcher
     from mainspring.loops.intake import Intake
 
 T = TypeVar("T")
@@ -38,14 +40,17 @@ class Contact:
     again, as with a lost lease whose handler goes on, or in a pause or a long poll, ``ask`` is called until it is answered.
     """
 
-    def __init__(self, ask: Callable[[], Awaitable[object]]) -> None:
+    def __init__(self, name: str, ask: Callable[[], Awaitable[object]], dispatcher: Dispatcher) -> None:
+        self._name = name
         self._ask = ask
+        self._dispatcher = dispatcher
         self._timer = Periodic(self._look)
         self._ask_at = math.inf
         self.failed_receives = 0
         """How many receives have failed since one was last answered, whichever receiver made them."""
         self._receiving: str | None = None
         self._other: str | None = None
+        self._told_of_silence = False
 
     @property
     def trouble(self) -> str | None:
@@ -59,21 +64,33 @@ class Contact:
             self._ask_at = anyio.current_time() + SILENCE
             self._timer.wake_by(self._ask_at)
 
+    def fell_silent(self, error: MailboxConnectionError, retry_in: float) -> None:
+        """Note that the mailbox's server was found not to answer, and tell of it as of a failed receive, unless one has."""
+        self.failed(error)
+        if self._receiving is None and not self._told_of_silence:
+            self._told_of_silence = True
+            self._dispatcher.dispatch(ReceiveFailed(self._name, describe(error), retry_in))
+
     def made(self) -> None:
         """It has answered."""
         self._other = None
+        if self._told_of_silence and self._receiving is None:
+            self.received()
 
-    def receive_failed(self, error: Exception) -> bool:
-        """A receive has failed; whether it is the first one since one was answered."""
+    def receive_failed(self, error: Exception, retry_in: float) -> None:
+        """A receive has failed."""
         self._receiving = describe(error)
         self.failed_receives += 1
-        return self.failed_receives == 1
+        first = self.failed_receives == 1 and not self._told_of_silence
+        self._dispatcher.dispatch(ReceiveFailed(self._name, self._receiving, retry_in, first))
 
-    def received(self) -> int:
-        """A receive was answered, be it with nothing; how many had failed before."""
-        failures, self.failed_receives = self.failed_receives, 0
+    def received(self) -> None:
+        """A receive was answered (possibly with nothing)."""
+        failures = self.failed_receives + self._told_of_silence
+        self.failed_receives, self._told_of_silence = 0, False
         self._receiving = self._other = None
-        return failures
+        if failures:  # of another receiver too, or of one that a pause has ended
+            self._dispatcher.dispatch(ReceiveRecovered(self._name, failures))
 
     async def run(self) -> None:
         """Ask the mailbox where nothing else does, until cancelled."""

@@ -18,10 +18,9 @@ import anyio
 from mainspring import entropy
 from mainspring.clock import loop_clock, thread_clock
 from mainspring.entry import AnywhereEvent, Entry
-from mainspring.errors import MainspringError, TaskExitError, describe
-from mainspring.events import Dispatcher, ReceiveFailed, ReceiveRecovered, Tally
+from mainspring.errors import MainspringError, TaskExitError
 from mainspring.loops.attempt import Attempts, WorkerSettings
-from mainspring.loops.contact import Claim, Contact
+from mainspring.loops.contact import SILENCE, Claim, Contact
 from mainspring.loops.ends import Ends
 from mainspring.loops.intake import Intake
 from mainspring.loops.lease import LeaseKeeper
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskGroup
 
+    from mainspring.errors import MailboxConnectionError
+    from mainspring.events import Dispatcher, Tally
     from mainspring.heartbeat import Heartbeat
     from mainspring.loops.attempt import Wrapper
     from mainspring.loops.capacity import Capacity
@@ -79,7 +80,7 @@ class Worker:
         self.settings = settings
         self.intake = Intake(heartbeat)
         self.shutting_down = anyio.Event()
-        self.contact = Contact(mailbox.approximate_count)
+        self.contact = Contact(name, mailbox.approximate_count, dispatcher)
         self._mailbox = mailbox
         self._dispatcher = dispatcher
         self._heartbeat = heartbeat
@@ -175,12 +176,19 @@ class Worker:
             raise TaskExitError("a slot was cancelled by itself, and not by the loop")
 
     async def _keep_leases(self) -> None:
+        stop_listening = self._mailbox._listen_for_silence(self._fell_silent)  # noqa: SLF001 - this package's own
         try:
             await self._lease.run(self._mailbox._listen_for_cancelled)  # noqa: SLF001 - this package's own
         finally:
+            stop_listening()
             self._attempts.cancelled = (
                 True  # it is stopped last: handlers that still run are being cancelled with the loop
             )
+
+    def _fell_silent(self, error: MailboxConnectionError) -> None:
+        """The mailbox's server does not answer. A receive that is out fails soon; without one, the mailbox is asked again."""
+        receiving = any(not claim.done for claim in self._claims)
+        self.contact.fell_silent(error, RECONNECT_INITIAL if receiving else SILENCE)
 
     async def _receive_until_held(self, max_iterations: int | None) -> None:
         """Receive until told to stop or to pause; raises what made that impossible.
@@ -243,8 +251,7 @@ class Worker:
                 await self._pause_after(TaskExitError("a cancellation that nobody asked for"), claim.failures)
             else:
                 claim.failures = 0
-                if failed := self.contact.received():  # by the other receiver too, or by one that a pause has ended
-                    self._dispatcher.dispatch(ReceiveRecovered(self.name, failed))
+                self.contact.received()
             finally:
                 self._places.claiming -= free
 
@@ -291,8 +298,7 @@ class Worker:
             jitter="full",
             rng=entropy.rng(),
         )
-        first = self.contact.receive_failed(error)
-        self._dispatcher.dispatch(ReceiveFailed(self.name, describe(error), pause, first))
+        self.contact.receive_failed(error, pause)
         await anyio.sleep(pause)
         self._heartbeat.beat()
 

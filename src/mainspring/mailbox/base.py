@@ -19,6 +19,7 @@ from mainspring.errors import (
     ConfigError,
     InvalidParameterError,
     MailboxClosedError,
+    MailboxConnectionError,
     MailboxError,
     MessageSettledError,
     ReplyNotAvailableError,
@@ -81,6 +82,7 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         self.reply_stores: tuple[Mailbox[Any, Any], ...] = ()
         """Mailboxes of the other stores that replies may go to; see ``open_mailbox(reply_stores=)``."""
         self._listeners: list[Callable[[list[str]], object]] = []
+        self._silence_listeners: list[Callable[[MailboxConnectionError], object]] = []
         self.forgotten_replies = 0
 
     def __repr__(self) -> str:

@@ -24,6 +24,9 @@ from mainspring.mailbox.message import Ack, Counts, Dead, DeadLetter, Delivery, 
 from mainspring.periodic import Periodic
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mainspring.errors import MailboxConnectionError
     from mainspring.mailbox.message import Settlement
     from mainspring.scope import DaemonScope
 
@@ -93,6 +96,9 @@ class DeadLetterView(Mailbox[DeadLetter, None]):
 
     def _wake_all(self) -> None:
         self._tickets._wake_all()  # noqa: SLF001 - this port's own
+
+    def _listen_for_silence(self, listener: Callable[[MailboxConnectionError], object]) -> Callable[[], None]:
+        return self.source._listen_for_silence(listener)  # noqa: SLF001 - this port's own
 
     def _on_death(self, message_id: str) -> None:
         if self._after is not None and self._after[0] == message_id:

@@ -12,6 +12,7 @@ from mainspring.mailbox.message import ACK
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
+    from mainspring.errors import MailboxConnectionError
     from mainspring.mailbox.base import Mailbox
     from mainspring.mailbox.keeper import Owner
     from mainspring.mailbox.message import Cancelled, Counts, Dead, Delivery, Envelope, Message, Settlement
@@ -211,6 +212,12 @@ class MailboxHooks(ABC):
 
     def _announce_cancelled(self, message_ids: list[str]) -> None:  # noqa: B027 - the port does it
         """Backends call this, on the mailbox's event loop, when messages that may be in hand here were cancelled."""
+
+    def _announce_silence(self, error: MailboxConnectionError) -> None:  # noqa: B027 - the port does it
+        """Backends call this, on the mailbox's event loop, when they find that the server does not answer.
+
+        A loop that waits for no answer hears of it only so.
+        """
 
     def _wake_all(self) -> None:  # noqa: B027 - one whose receives never wait has nothing to do here
         """Let every waiting receive return ``[]`` at once; called as the first thing of a close."""

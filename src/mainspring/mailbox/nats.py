@@ -191,6 +191,7 @@ class NatsMailbox(Mailbox[T, R]):
             store = Store(wire, self._names, replicas=replicas, storage=storage, ack_wait=ack_wait)
             store.ack_wait = await store.ensure(self._names)
             await wire.listen(store.names.to_cancelled, self._on_cancelled)
+        wire.on_silence = self._announce_silence
         self._wire = wire
         self._store = store
         self._sends = Sends(store)

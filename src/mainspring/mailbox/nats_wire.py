@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
+from nats.errors import StaleConnectionError
 
 from mainspring import entropy
 from mainspring.clock import loop_clock
@@ -80,6 +81,7 @@ class Wire:
         self.idle: list[Puller] = []
         self._was_connected = False
         self.reconnected: Callable[[], object] = lambda: None
+        self.on_silence: Callable[[MailboxConnectionError], object] = lambda error: None
         self._heard: list[tuple[str, Callable[[Heard], object]]] = []
         self._quiet: anyio.Event | None = None
         self.epoch = 0
@@ -207,6 +209,8 @@ class Wire:
                 f"{self._name}: the NATS server lets this user not use {subject!r}; grant the user what a mailbox uses"
             )
             self._refuse(subject, NotAllowedError(told))
+        if isinstance(error, StaleConnectionError):
+            self.on_silence(self._lost())
         if self._opening is not None:
             self._refusals.append(error)
             if len(self._refusals) >= len(self._servers):

@@ -75,7 +75,7 @@ class PostgresMailbox(Mailbox[T, R]):
         transaction mode), a waiting receive looks ten times a second.
     :param timeout: seconds that one call of the server may take, connecting included, before :class:`MailboxConnectionError`;
         of them, the last quarter (at most 3 s) is for telling the server to leave off.
-    :param silence: seconds after which connections on which the server answers nothing, while it takes no new one either, are
+    :param silence: seconds within which connections on which the server answers nothing, while it takes no new one either, are
         given up. The server's host answers for a connection, too, where libpq's ``tcp_user_timeout`` is not given.
     :raises ConfigError: a value cannot work. On opening: the schema is missing and must not be made, or is of a newer
         Mainspring; the role lacks a right.
@@ -174,7 +174,8 @@ class PostgresMailbox(Mailbox[T, R]):
             raise
         self._hub = hub
         self._ranks = {0}  # it may have been dropped since it was open last
-        self._lanes = Lanes(hub, self._number, f"mailbox {self.name!r}", self._announce_cancelled)
+        name = f"mailbox {self.name!r}"
+        self._lanes = Lanes(hub, self._number, name, self._announce_cancelled, self._announce_silence)
         self._lanes.start(scope)
         self._letters = DeadLetters(hub, self._number, self._capacity)
 

@@ -175,7 +175,7 @@ def conninfo_of(url: str, parameters: dict[str, Any], timeout: float = math.inf,
             "connect_timeout": f"{share:.0f}",
             "keepalives_idle": f"{max(1.0, silence / 2):.0f}",
             "keepalives_interval": f"{max(1.0, silence / 5):.0f}",
-            "tcp_user_timeout": f"{1_000 * silence:.0f}",
+            "tcp_user_timeout": f"{800 * silence:.0f}",
         }
         for key, variable in _ENVIRONMENT.items():
             if variable in os.environ:

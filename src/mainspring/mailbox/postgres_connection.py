@@ -25,7 +25,7 @@ from mainspring.mailbox.postgres_arrays import register
 from mainspring.resolver import resolve
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from mainspring.mailbox.postgres_calls import Call
 
@@ -35,7 +35,7 @@ KEPT = 4
 """How many connections without work are kept open."""
 TRIES = 4
 """How often a batch is tried that the server broke off because of another transaction (a deadlock)."""
-WATCH = 0.25
+WATCH = 0.2
 """The part of the ``silence`` between two looks at what is out."""
 ANSWER = 0.4
 """The part of it that a server may take to answer a new connection."""
@@ -169,12 +169,20 @@ class Pool:
     """The connections of one process to one database, on one event loop. It has no tasks: whoever needs one opens it.
 
     :param silence: see :meth:`watch`.
+    :param on_silence: told why, when the server is found not to answer.
     """
 
-    def __init__(self, conninfo: str, timeout: float, silence: float = SILENCE) -> None:
+    def __init__(
+        self,
+        conninfo: str,
+        timeout: float,
+        silence: float = SILENCE,
+        on_silence: Callable[[MailboxConnectionError], object] = lambda error: None,
+    ) -> None:
         self.conninfo = conninfo
         self.timeout = timeout
         self.silence = silence
+        self._on_silence = on_silence
         self._out: set[_Out] = set()
         self.leave_off = min(LEAVE_OFF, timeout / 4)
         self.opened = 0
@@ -274,9 +282,7 @@ class Pool:
             if scope.cancelled_caught:
                 await self.drop_idle()
                 if out.lost:
-                    raise MailboxConnectionError(
-                        "PostgreSQL does not answer, and takes no new connection: the connection to it was given up"
-                    )
+                    raise _silent()
                 raise MailboxConnectionError(f"PostgreSQL did not answer within {patience:g} s")
             break
         self.batches += 1
@@ -293,13 +299,20 @@ class Pool:
         while True:
             await anyio.sleep(WATCH * self.silence)
             until = anyio.current_time() - WATCH * self.silence
-            if any(out.since <= until for out in self._out) and not await self._answers():
+            if any(out.since <= until for out in self._out) and not await self.ask():
                 for out in self._out:
                     if out.since <= until:
                         out.lost = True
                         if out.connection is not None:
                             out.connection.is_expendable = True  # a server that is gone cannot be told to leave off
                         out.scope.cancel()
+
+    async def ask(self) -> bool:
+        """Return whether the server answers; if not, tell ``on_silence``."""
+        answers = await self._answers()
+        if not answers:
+            self._on_silence(_silent())
+        return answers
 
     async def _answers(self) -> bool:
         """Return False if a new connection is neither made nor refused within a part of the ``silence``."""
@@ -356,6 +369,12 @@ class Pool:
             self._idle.append(connection)
         else:
             connection.pgconn.finish()
+
+
+def _silent() -> MailboxConnectionError:
+    return MailboxConnectionError(
+        "PostgreSQL does not answer, and takes no new connection: the connection to it was given up"
+    )
 
 
 class _ConflictError(MailboxConnectionError):

@@ -13,7 +13,7 @@ import anyio
 import psycopg
 
 from mainspring import entropy, process
-from mainspring.errors import MailboxError
+from mainspring.errors import MailboxConnectionError, MailboxError
 from mainspring.mailbox import waiting
 from mainspring.mailbox.postgres_calls import Call
 from mainspring.mailbox.postgres_connection import Pool, one_line
@@ -35,9 +35,9 @@ PROBE_AGAIN = 60.0
 """Seconds until it is tried again whether notifications arrive."""
 PROCESSES_ASKED = 3
 """How often it is tried to catch a pooler at giving one server's process to two connections."""
-QUIET = 0.5
+QUIET = 0.25
 """The part of the ``silence`` without a notification after which the listening connection is asked whether it is alive."""
-ANSWER = 0.4
+ANSWER = 0.25
 """The part of it that the answer may take."""
 REMEMBERED = 1_000
 """How many cancelled messages' ids are remembered, so as to announce each once."""
@@ -50,12 +50,17 @@ MAX_TRANSACTIONS = 10
 class Waiters(waiting.Waiters):
     """The receives of one mailbox object that wait, and what looks on their behalf."""
 
-    __slots__ = ("announce", "due_in", "look")
+    __slots__ = ("announce", "due_in", "look", "silent")
 
     def __init__(
-        self, look: Callable[[], None], due_in: Callable[[float], None], announce: Callable[[list[str]], None]
+        self,
+        look: Callable[[], None],
+        due_in: Callable[[float], None],
+        announce: Callable[[list[str]], None],
+        silent: Callable[[MailboxConnectionError], None],
     ) -> None:
         super().__init__()
+        self.silent = silent
         self.look = look
         self.due_in = due_in
         self.announce = announce
@@ -74,7 +79,7 @@ class Hub:
 
     def __init__(self, conninfo: str, schema: str, timeout: float, silence: float, listens: bool) -> None:
         self.schema = schema
-        self.pool = Pool(conninfo, timeout, silence)
+        self.pool = Pool(conninfo, timeout, silence, self._fell_silent)
         self.listening = False
         self.transactions = anyio.Semaphore(MAX_TRANSACTIONS)
         self._lone = anyio.Semaphore(MAX_LONE)
@@ -212,7 +217,9 @@ class Hub:
             try:
                 await self._listen()
                 failures, pause = 0, PROBE_AGAIN
-            except (MailboxError, psycopg.Error, OSError, TimeoutError):
+            except (MailboxError, psycopg.Error, OSError, TimeoutError) as error:
+                if self.listening and isinstance(error, TimeoutError):
+                    await self.pool.ask()
                 failures = 1 if self.listening else failures + 1
                 pause = backoff(failures, initial=0.1, maximum=10.0, factor=2.0, jitter="full", rng=entropy.rng())
             self.listening = False
@@ -286,6 +293,13 @@ class Hub:
                     waiters.look()
             else:
                 self.wake(int(number), int(kind))
+
+    def _fell_silent(self, error: MailboxConnectionError) -> None:
+        """The server does not answer: receives that are parked raise that now, and not after a call of their own."""
+        for group in self._waiters.values():
+            for waiters in group:
+                waiters.fail_all(error)
+                waiters.silent(error)
 
     def _all_look(self) -> None:
         for group in self._waiters.values():

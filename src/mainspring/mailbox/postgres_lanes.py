@@ -22,6 +22,7 @@ from mainspring.periodic import Periodic
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from mainspring.errors import MailboxConnectionError
     from mainspring.mailbox.postgres_hub import Hub
     from mainspring.scope import DaemonScope
 
@@ -40,7 +41,14 @@ class Lanes:
     dedup key have lanes of their own, see :class:`KeyedSends`.
     """
 
-    def __init__(self, hub: Hub, number: int, name: str, announce: Callable[[list[str]], None]) -> None:
+    def __init__(
+        self,
+        hub: Hub,
+        number: int,
+        name: str,
+        announce: Callable[[list[str]], None],
+        silent: Callable[[MailboxConnectionError], None],
+    ) -> None:
         self.hub = hub
         self.number = number
         self.view = hub.view(number)
@@ -49,7 +57,7 @@ class Lanes:
         self.sends: Batcher[Command] = Batcher(self._execute, name=name)
         self.within = anyio.Semaphore(WITHIN)
         self.keyed = KeyedSends(hub, self._transact, name)
-        self.waiters = Waiters(self._look_now, self.due_in, announce)
+        self.waiters = Waiters(self._look_now, self.due_in, announce, silent)
         self._name = name
         self._looker = Periodic(self._look)
         self._quick_looks: list[float] = []

@@ -154,6 +154,7 @@ class RedisMailbox(Mailbox[T, R]):
             recovery=self._intervals[1],
             usable=lambda: self._usable,
             on_cancelled=self._announce_cancelled,
+            on_silence=self._announce_silence,
         )
         self._batcher, self._waiters = receiving.batcher, receiving.waiters
         self._beside: Beside = Beside(self._directory, self._timeout)

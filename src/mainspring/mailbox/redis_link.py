@@ -62,6 +62,8 @@ class Link:
         self._connecting = anyio.CancelScope()
         self._welcome = False
         self.on_connect: Callable[[Host], None] | None = None
+        self.on_silence: Callable[[MailboxConnectionError], None] | None = None
+        """Told why, when a call has not been answered in time."""
 
     @property
     def connected(self) -> bool:
@@ -98,9 +100,12 @@ class Link:
             late = self._abandoned or isinstance(error, TimeoutError)
             await self._mistrust()
             if late:
-                raise MailboxConnectionError(
+                silent = MailboxConnectionError(
                     f"the Redis server at {self._place} did not answer within {self._timeout:g} s"
-                ) from error
+                )
+                if self.on_silence is not None:
+                    self.on_silence(silent)
+                raise silent from error
             raise MailboxConnectionError(f"the Redis server at {self._place}: {trouble(error)}") from error
         except ServerError as error:
             if error.is_last:

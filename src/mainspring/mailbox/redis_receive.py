@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 import anyio
 
 from mainspring import clock
-from mainspring.errors import ConfigError, MailboxClosedError, MainspringError, ReceiptHandleExpiredError
+from mainspring.errors import (
+    ConfigError,
+    MailboxClosedError,
+    MailboxConnectionError,
+    MainspringError,
+    ReceiptHandleExpiredError,
+)
 from mainspring.loggers import Logger
 from mainspring.mailbox.batching import Batcher
 from mainspring.mailbox.redis_batches import Batches
@@ -39,6 +45,7 @@ class Receiving:
     :param recovery: seconds between two looks for what is to be mended.
     :param usable: whether receives may still have messages; once it is not, what is claimed for them goes back.
     :param on_cancelled: told the ids of messages that somebody has cancelled.
+    :param on_silence: told why, when the server has not answered a call in time.
     """
 
     def __init__(
@@ -53,9 +60,13 @@ class Receiving:
         recovery: float,
         usable: Callable[[], bool],
         on_cancelled: Callable[[list[str]], None],
+        on_silence: Callable[[MailboxConnectionError], None],
     ) -> None:
         self.waiters = Waiters(self._pass_on)
-        told = Told(due=self._due_in, cancelled=on_cancelled, given=self._given, leave=self._leave)
+        told = Told(
+            due=self._due_in, cancelled=on_cancelled, given=self._given, leave=self._leave, lost=self._listener_lost
+        )
+        link.on_silence = self._fell_silent
         self.listener = Listener(directory, base_of(name), link, self.waiters, told, timeout, silence)
         self.batches = Batches(
             name, link, timeout, waiter=self.listener.waiter, due_in=self._due_in, owing=self._look_soon
@@ -71,6 +82,8 @@ class Receiving:
         self._shield = anyio.CancelScope(shield=True)
         self._link = link
         self._usable = usable
+        self._on_silence = on_silence
+        self._probes = False  # the next look is made even if no receive waits
         self._now = clock.loop_clock()
 
     # ------------------------------------------------------------------------------------------------------ receiving
@@ -174,6 +187,16 @@ class Receiving:
         if self.waiters.active:
             self.sweeper.wake_by(self._now() + seconds)
 
+    def _listener_lost(self, silent: bool) -> None:
+        """Look at once whether the server is there: no call comes from it meanwhile. If it was silent, look in any case."""
+        self._probes = self._probes or silent
+        self.sweeper.wake_by(self._now())
+
+    def _fell_silent(self, error: MailboxConnectionError) -> None:
+        """A call was not answered in time: receives that are parked raise that now, and not after a call of their own."""
+        self.waiters.fail_all(error)
+        self._on_silence(error)
+
     def _look_soon(self) -> None:
         self.sweeper.wake_by(self._now() + self._fallback)
 
@@ -182,13 +205,14 @@ class Receiving:
 
         What is owed goes along, also where nobody waits, or calls any more.
         """
-        if not (self.waiters.active or self.batches.owes):
+        if not (self.waiters.active or self.batches.owes or self._probes):
             return float("inf")
+        self._probes = False
         again = self._now() + self._fallback
         try:
             await self.batcher.call(Look(self._waiter))
         except MainspringError:
-            self.waiters.wake_all()  # they look for themselves, and hear what is wrong
+            self.waiters.wake_all()  # unless it was silence, the next call may succeed
         else:
             if not self.listener.live:  # nobody can call
                 self.waiters.wake_all()

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from mainspring.mailbox.redis_shared import Channel
     from mainspring.mailbox.redis_url import Host
 
-ASK_SHARE: Final = 0.2
+ASK_SHARE: Final = 0.15
 """The part of the ``silence`` after which the listener asks whether the server is still there."""
-ANSWER_SHARE: Final = 0.3
+ANSWER_SHARE: Final = 0.25
 """The part of it that the answer may take, which leaves the rest to the calls that find the server away."""
 MOST_NAMES: Final = 100
 """Names that this process keeps in mind though it wants to be called by them no more, as they might still be on the list."""
@@ -91,7 +91,7 @@ class Waiters(waiting.Waiters):
     ) -> Delivery | None:
         """As :meth:`wait`; also what it was given meanwhile, leased for ``visible`` microseconds.
 
-        Cancelled once it was given something, it hands that to ``refuse``.
+        Cancelled once it was given something, it hands that to ``refuse``. Raises the error of :meth:`fail_all`.
         """
         event = anyio.Event()
         self._wanted[event] = visible
@@ -102,12 +102,13 @@ class Waiters(waiting.Waiters):
         except BaseException:
             if event in self._given:
                 refuse(self._given.pop(event))
-            elif event.is_set() and event in self._until:
+            elif event.is_set() and event in self._until and self._failed.pop(event, None) is None:
                 self.forsake()
             raise
         finally:
             del self._wanted[event]
             self._until.pop(event, None)
+        self._raise_for(event)
         return self._given.pop(event, None)
 
     async def _end_waits(self, overslept: float) -> float:
@@ -150,13 +151,15 @@ class Waiters(waiting.Waiters):
 class Told(NamedTuple):
     """Who is told what a listener hears.
 
-    ``given`` is told of a message that was claimed for a receive here. ``leave`` has that done.
+    ``given`` is told of a message that was claimed for a receive here. ``leave`` has that done. ``lost`` is told of a lost
+    connection, and whether the server had fallen silent.
     """
 
     due: Callable[[float], None]
     cancelled: Callable[[list[str]], None]
     given: Callable[[list[bytes]], None]
     leave: Callable[[Leave | Unlist], None]
+    lost: Callable[[bool], None]
 
 
 class Listener:
@@ -239,7 +242,7 @@ class Listener:
                     with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
                         await wire.close()
             self.leave(for_good=True)
-            self._waiters.wake_all()  # they look for themselves whether the server is there
+            self._told.lost(self._silent)
 
     def waiter(self, visible: int) -> str:
         """As whom a receive is on the list that wants a lease of so many microseconds; "" where nobody could call it.

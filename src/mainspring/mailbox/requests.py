@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -264,6 +265,7 @@ class RequestCalls(SendCalls[T], Generic[T, R]):
     if TYPE_CHECKING:
         _routers: list[ReplyRouter]
         _listeners: list[Callable[[list[str]], object]]
+        _silence_listeners: list[Callable[[MailboxConnectionError], object]]
 
         async def _send_late_reply(self, reply: Envelope) -> None: ...
 
@@ -395,6 +397,15 @@ class RequestCalls(SendCalls[T], Generic[T, R]):
                 self._hear_cancelled(False)
 
         return stop
+
+    def _listen_for_silence(self, listener: Callable[[MailboxConnectionError], object]) -> Callable[[], None]:
+        """Call ``listener`` with the error when the server is found not to answer, until the result is called."""
+        self._silence_listeners.append(listener)
+        return partial(self._silence_listeners.remove, listener)
+
+    def _announce_silence(self, error: MailboxConnectionError) -> None:
+        for listener in tuple(self._silence_listeners):
+            listener(error)
 
     def _announce_cancelled(self, message_ids: list[str]) -> None:
         for listener in tuple(self._listeners):

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from mainspring.errors import copied
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
@@ -21,11 +23,12 @@ class Waiters:
     ``signals``: so one of the two sees the other, and no message is missed between.
     """
 
-    __slots__ = ("_line", "signals")
+    __slots__ = ("_failed", "_line", "signals")
 
     def __init__(self) -> None:
         self.signals = 0
         self._line: deque[anyio.Event] = deque()
+        self._failed: dict[anyio.Event, Exception] = {}
 
     @property
     def parked(self) -> int:
@@ -56,16 +59,17 @@ class Waiters:
     async def wait(self, seen: int, deadline: float) -> None:
         """Wait to be woken, at most until ``deadline`` (anyio's clock); not at all where ``signals`` is not ``seen`` any more.
 
-        Cancelled once it was woken, it passes its turn on.
+        Cancelled once it was woken, it passes its turn on. Raises the error of :meth:`fail_all`.
         """
         event = anyio.Event()
         try:
             with anyio.CancelScope(deadline=deadline):
                 await self._park(event, seen)
         except BaseException:
-            if event.is_set():
+            if event.is_set() and self._failed.pop(event, None) is None:
                 self.forsake()
             raise
+        self._raise_for(event)
 
     async def _park(self, event: anyio.Event, seen: int) -> None:
         self._line.append(event)
@@ -87,6 +91,18 @@ class Waiters:
     def wake_all(self) -> None:
         """Let all look again."""
         self._let(len(self._line))
+
+    def fail_all(self, error: Exception) -> None:
+        """Raise ``error`` in all that are parked. Receives that were woken or have a message are not: they go on."""
+        while self._line:
+            event = self._line.popleft()
+            self._failed[event] = copied(error)
+            event.set()
+
+    def _raise_for(self, event: anyio.Event) -> None:
+        error = self._failed.pop(event, None)
+        if error is not None:
+            raise error
 
     def _let(self, count: int) -> None:
         for _ in range(min(count, len(self._line))):
