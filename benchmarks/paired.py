@@ -7,6 +7,7 @@ The revision is checked out beside, and runs in this interpreter with the packag
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from common import HERE, Row, median, paired_ratio, quick, report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import ModuleType
 
 ROOT = HERE.parent
 ROUNDS = 3 if quick() else 7
@@ -63,6 +65,16 @@ def checked_out(revision: str) -> Iterator[Path]:
             subprocess.run([*git, "remove", "--force", str(tree)], check=True)
 
 
+def benchmark(name: str) -> ModuleType:
+    """The benchmark of that store's servers. It may have the name of the store's driver, and is hence loaded by its path."""
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", HERE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @contextmanager
 def store(name: str) -> Iterator[tuple[str, Callable[[], None]] | None]:
     """The URL of a mailbox on a store of that kind, and what empties it; None where there is no server."""
@@ -83,7 +95,7 @@ def store(name: str) -> Iterator[tuple[str, Callable[[], None]] | None]:
         else:
             import local_server
 
-            kind = __import__(name)
+            kind = benchmark(name)
             there = stack.enter_context(local_server.server(getattr(kind, name.upper())))
             yield None if there is None else (local_server.with_name(there), lambda: kind.empty(there))
 
