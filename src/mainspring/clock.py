@@ -30,7 +30,7 @@ VIRTUAL_EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
 def virtual_clock() -> Any | None:
     """The ``trio.testing.MockClock`` that drives the current run, or None where time is real."""
     mock = getattr(sys.modules.get("trio.testing"), "MockClock", None)
-    if mock is None:  # nobody can have made one
+    if mock is None:  # trio.testing is not imported, so no MockClock exists
         return None
     import trio
 

@@ -328,7 +328,7 @@ class ReplyError(MainspringError):
     """Raised by a handler: the answer to the request is this error. The message is acknowledged, and not tried again.
 
     Its requester gets :class:`RequestFailedError`, whose ``error`` is this text and whose ``error_type`` is ``"ReplyError"``.
-    Where nobody waits for an error (the message came from ``send``, with or without ``reply_to``), it is acknowledged without
+    Where no requester waits for an error (the message came from ``send``, with or without ``reply_to``), it is acknowledged without
     a reply.
     """
 

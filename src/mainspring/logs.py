@@ -59,7 +59,7 @@ _COMES_AND_GOES = (
     events.SettlementRecovered,
 )
 STORM = 12
-"""So many lines of a loop whose mailbox comes and goes are logged, until it has been steady for :data:`CALM` seconds."""
+"""The most lines logged of a loop whose mailbox comes and goes, until it has been steady for :data:`CALM` seconds."""
 CALM = 60.0
 
 

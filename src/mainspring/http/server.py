@@ -27,7 +27,7 @@ _UNIX = "unix:"
 class HealthServer:
     """Serves one app on one listening socket, as a daemon: ``await scope.start(server.serve, stop=server.stop)``.
 
-    The socket (from :func:`listen`) is the server's from the moment it is made. Nothing ticks while nobody asks.
+    The socket (from :func:`listen`) is the server's from the moment it is made. Nothing ticks between requests.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ class Intake:
             self._at_rest.set()
 
     def at_rest(self) -> AnywhereEvent | None:
-        """The event of a pause that holds: no claim is out and what nobody had begun is given back, or the pause is over."""
+        """The event of a pause that holds: no claim is out and what had not begun is given back, or the pause is over."""
         return self._at_rest if self._paused else None
 
     async def run(self, receive: Callable[[], Awaitable[None]], hand_back: Callable[[], Awaitable[None]]) -> None:

@@ -166,7 +166,7 @@ class _Out:
 
 
 class Pool:
-    """The connections of one process to one database, on one event loop. It has no tasks: whoever needs one opens it.
+    """The connections of one process to one database, on one event loop. It has no tasks: a caller that needs one opens it.
 
     :param silence: see :meth:`watch`.
     :param on_silence: told why, when the server is found not to answer.

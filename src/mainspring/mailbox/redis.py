@@ -59,8 +59,8 @@ class RedisMailbox(Mailbox[T, R]):
     :param timeout: seconds that a call may take, connecting included, before :class:`MailboxConnectionError`.
     :param silence: seconds after which a connection on which the server answers nothing is given up for a new one.
     :param fallback_interval: seconds after which a receive that waits looks for itself, in case that a call was lost.
-    :param recovery_interval: seconds between two looks, of all processes together, for messages that no index has any more as
-        somebody has deleted a key. They are pending again, with a warning in the log.
+    :param recovery_interval: seconds between two looks, of all processes together, for messages that no index has any more,
+        as after the deletion of a key. They are pending again, with a warning in the log.
     :param allow_eviction: open also on a server that evicts keys when its memory is full, and loses messages by that.
     :param options: ``username``, ``password``, ``sentinel_password``; for TLS ``ca_file``, ``cert_file``, ``key_file``, or
         ``ssl_context``.

@@ -79,7 +79,7 @@ def delivered(token: bytes, value: bytes, few: dict[bytes, bytes] | None, leased
 
 
 def _numbers(text: bytes, count: int) -> list[int]:
-    """So many numbers, 0 for each that is missing, or that no mailbox wrote."""
+    """Return ``count`` numbers, with 0 for each that is missing or was written by no mailbox."""
     parts = text.split()[:count] + [b"0"] * (count - len(text.split()))
     return [int(part) if part.isdigit() and len(part) < LONGEST_NUMBER else 0 for part in parts]
 

@@ -106,7 +106,7 @@ class ReplyRouter:
                 kept = await self._kept_at(url, find)
                 try:
                     await kept.mailbox._send_encoded(reply)  # noqa: SLF001 - this package's own
-                except ReplyNotAvailableError:  # a queue in memory that is nobody's, or only what is kept here
+                except ReplyNotAvailableError:  # a queue in memory that no mailbox has open, or only what is kept here
                     if kept.users == 1 and not await kept.mailbox.approximate_count() and self._open.get(url) is kept:
                         self._open.pop(url).unwanted.set()
                     raise

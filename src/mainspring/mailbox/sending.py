@@ -42,14 +42,14 @@ class SendCalls(DeadLetterCalls[T], Generic[T]):
     ) -> str:
         """Put one message into the mailbox and return its id, once it is as durable as the backend makes it.
 
-        :param delay: seconds, or a timedelta (0 to 366 days), during which nobody receives it.
+        :param delay: seconds, or a timedelta (0 to 366 days), during which it cannot be received.
         :param at: instead of ``delay``, the instant from which it can be received: a datetime with a time zone. A past one is
             now.
         :param reply_to: where the result is wanted: the name of a mailbox on the same store, a mailbox URL, or a mailbox.
         :param dedup_key: while a message with this key is unfinished, a second send returns the first one's id.
         :param priority: higher is received sooner (-32 767 to 32 767).
         :param headers: strings that travel with it.
-        :param expires_in: seconds, or a timedelta, after which, if nobody is working on it, it goes to the dead letters.
+        :param expires_in: seconds, or a timedelta, after which, it goes to the dead letters, unless a worker holds it.
         :param deadline: the instant by which it must be done: its handler is cancelled then, and the message is dead. Where
             nothing is said, that of the code that sends it (a handler's message, a ``deadline.scope()``); None: without one.
         :param connection: of a mailbox with ``Capabilities.transactions``: the sender's own connection to the same database,

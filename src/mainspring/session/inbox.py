@@ -74,7 +74,7 @@ class Inbox:
             raise closed
 
     def _withdraw(self, item: tuple[Context, Held]) -> bool:
-        """Whether nobody has taken it."""
+        """True if it was not taken."""
         with contextlib.suppress(ValueError):
             self._waiting.remove(item)
             return True
