@@ -328,8 +328,8 @@ class ReplyError(MainspringError):
     """Raised by a handler: the answer to the request is this error. The message is acknowledged, and not tried again.
 
     Its requester gets :class:`RequestFailedError`, whose ``error`` is this text and whose ``error_type`` is ``"ReplyError"``.
-    Where no requester waits for an error (the message came from ``send``, with or without ``reply_to``), it is acknowledged without
-    a reply.
+    Where no requester waits for an error (the message came from ``send``, with or without ``reply_to``), it is acknowledged
+    without a reply.
     """
 
     fault = "handler"

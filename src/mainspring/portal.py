@@ -107,8 +107,8 @@ class LoopThread:
         not run, and ``fn`` is never called.
 
         ``fn`` runs in the event loop's thread and must not block: everything there waits for it. What it raises is logged
-        (logger ``mainspring``) and harms no other callback. It sees the context variables of the thread, not those of the caller;
-        what it sets there, later callbacks see.
+        (logger ``mainspring``) and harms no other callback. It sees the context variables of the thread, not those of the
+        caller; what it sets there, later callbacks see.
 
         :raises InvalidParameterError: ``fn`` is async (see :meth:`submit`), a generator, or cannot be called.
         """

@@ -49,7 +49,7 @@ class SendCalls(DeadLetterCalls[T], Generic[T]):
         :param dedup_key: while a message with this key is unfinished, a second send returns the first one's id.
         :param priority: higher is received sooner (-32 767 to 32 767).
         :param headers: strings that travel with it.
-        :param expires_in: seconds, or a timedelta, after which, it goes to the dead letters, unless a worker holds it.
+        :param expires_in: seconds, or a timedelta, after which it goes to the dead letters, unless a worker holds it.
         :param deadline: the instant by which it must be done: its handler is cancelled then, and the message is dead. Where
             nothing is said, that of the code that sends it (a handler's message, a ``deadline.scope()``); None: without one.
         :param connection: of a mailbox with ``Capabilities.transactions``: the sender's own connection to the same database,

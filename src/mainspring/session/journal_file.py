@@ -24,7 +24,8 @@ class FileJournal(Journal):
     """A ``.jsonl`` file, for a session's entries. Appending writes the lines at once and waits for the disk (``fdatasync``).
 
     A line without its end is what a killed process had not finished writing. No caller was told that it was kept, so opening
-    cuts it off and logs that. One that holds a whole entry, as where its last byte was changed, gets its end back, which is logged too.
+    cuts it off and logs that. One that holds a whole entry, as where its last byte was changed, gets its end back, which is
+    logged too.
     The lock on the file goes with the process, and with those that were forked from it.
 
     :param path: made where there is none; its directory must exist. Where it is a symbolic link, the file that it leads to
