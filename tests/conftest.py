@@ -5,7 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -13,6 +13,9 @@ import pytest
 from contract_summary import judged, pytest_terminal_summary  # noqa: F401 - a fixture and a hook
 from servers import nats_url, postgres_url, redis_url  # noqa: F401 - fixtures
 from stores import store, store_schema  # noqa: F401 - fixtures
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background lets them ignore it, and Python then makes no KeyboardInterrupt of it.
@@ -39,6 +42,17 @@ BACKENDS = [
 @pytest.fixture(params=BACKENDS)
 def anyio_backend(request: pytest.FixtureRequest) -> object:
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """Fail a test that leaves a signal handler behind, and restore the one before: it would act in the tests that follow."""
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    left = {signum: now for signum, was in before.items() if (now := signal.getsignal(signum)) is not was}
+    for signum in left:
+        signal.signal(signum, before[signum])
+    assert not left, f"signal handlers are left behind: {left}"
 
 
 @pytest.hookimpl(trylast=True)

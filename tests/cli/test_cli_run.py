@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -163,17 +164,13 @@ def test_wrong_options_are_one_line_and_status_2(tmp_path: Path, arguments: list
 @pytest.mark.parametrize(
     "arguments", [["run", "json:dumps"], ["check", "json:dumps"], ["send", "sqlite:///jobs.db?name=jobs", "1"]]
 )
-def test_a_working_directory_that_is_gone_is_one_line_and_status_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    assert call(arguments) == 2
-    assert only_line(capsys.readouterr().err) == (
-        "mainspring: the working directory has been removed; change to one that exists"
+def test_a_working_directory_that_is_gone_is_one_line_and_status_2(tmp_path: Path, arguments: list[str]) -> None:
+    program = f"mkdir gone && cd gone && rmdir ../gone && exec {shlex.join([*MAINSPRING, *arguments])}"
+    ended = subprocess.run(
+        ["sh", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
+    assert ended.returncode == 2
+    assert only_line(ended.stderr) == "mainspring: the working directory has been removed; change to one that exists"
 
 
 def test_no_verb_shows_the_help_and_is_wrong_use(tmp_path: Path) -> None:
