@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
 from contextlib import asynccontextmanager
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
+from anyio.abc import SocketAttribute
 
 from mainspring import entropy, open_mailbox
 from mainspring.errors import MailboxConnectionError
@@ -21,6 +23,8 @@ from postgres_support import moved
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
+
+    from anyio.abc import SocketStream
 
 pytestmark = pytest.mark.anyio
 
@@ -76,6 +80,40 @@ async def test_what_is_no_host_or_takes_no_connection_is_an_error_of_the_system(
         port = server.getsockname()[1]
     with pytest.raises(ConnectionRefusedError):
         await connect_tcp("127.0.0.1", port)
+
+
+async def test_a_caller_that_is_cancelled_leaves_no_connection_behind() -> None:
+    """Wherever that meets it: also just as the connection is made. The server sees the end of each."""
+    begun = ended = made = 0
+
+    async def serve(stream: SocketStream) -> None:
+        nonlocal begun, ended
+        begun += 1
+        async with stream:
+            with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+                await stream.receive()
+        ended += 1
+
+    async def cancel(scope: anyio.CancelScope, steps: int) -> None:
+        for _ in range(steps):
+            await anyio.sleep(0)
+        scope.cancel()
+
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, serve)
+        port = listener.extra(SocketAttribute.local_port)
+        for steps in range(60):
+            with anyio.CancelScope() as scope:
+                async with anyio.create_task_group() as canceller:
+                    canceller.start_soon(cancel, scope, steps)
+                    stream = await connect_tcp("127.0.0.1", port)
+                    made += 1
+                    await stream.aclose()
+        gc.collect()  # what was left behind is told of, as a ResourceWarning
+        with anyio.fail_after(20):
+            while not (made and begun >= made and ended == begun):
+                await anyio.sleep(0.01)
+        tasks.cancel_scope.cancel()
 
 
 async def test_callers_that_ask_at_once_get_lists_of_their_own() -> None:

@@ -97,6 +97,8 @@ async def resolve(host: str) -> list[str]:
 async def connect_tcp(host: str, port: int) -> SocketStream:
     """Return a connection to the first address of ``host`` that takes one; each has a head start of :data:`NEXT` seconds.
 
+    Cancelled, it leaves no connection behind.
+
     :raises OSError: there is no such host, or none of its addresses can be reached; then the error of the last one.
     """
     addresses = await resolve(host)
@@ -123,9 +125,16 @@ async def connect_tcp(host: str, port: int) -> SocketStream:
                 tasks.start_soon(attempt, address, ended)
                 with anyio.move_on_after(NEXT):
                     await ended.wait()
-    finally:
-        for late in made[1:]:
-            await anyio.aclose_forcefully(late)
+    except BaseException:
+        await _hang_up(made)
+        raise
+    await _hang_up(made[1:])
     if made:
         return made[0]
     raise failed[-1]
+
+
+async def _hang_up(streams: Iterable[SocketStream]) -> None:
+    with anyio.CancelScope(shield=True):
+        for stream in streams:
+            await anyio.aclose_forcefully(stream)
