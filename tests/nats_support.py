@@ -8,6 +8,7 @@ import anyio
 
 from mainspring import entropy
 from mainspring.mailbox.nats import NatsMailbox
+from mainspring.mailbox.nats_errors import NO_STREAM, ApiError
 from mainspring.mailbox.nats_names import encoded
 from mainspring.mailbox.nats_wire import Wire
 
@@ -22,7 +23,11 @@ async def remove(url, part):
     async with _wire(url) as wire:
         while streams := await _streams(wire, part):
             for stream in streams:
-                await wire.api(f"STREAM.DELETE.{stream}")
+                try:
+                    await wire.api(f"STREAM.DELETE.{stream}")
+                except ApiError as error:
+                    if error.code != NO_STREAM:  # listed twice, as the pages moved, or ended by itself
+                        raise
 
 
 async def found(url, part):
