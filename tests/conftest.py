@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import signal
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,17 @@ def signal_handlers() -> Iterator[None]:
     for signum in left:
         signal.signal(signum, before[signum])
     assert not left, f"signal handlers are left behind: {left}"
+
+
+@pytest.fixture(autouse=True)
+def own_log_handlers() -> Iterator[None]:
+    """Take down what a test has set on the package's logger: a command that runs in this process configures it."""
+    logger = logging.getLogger("mainspring")
+    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+    logger.propagate = propagate
 
 
 @pytest.hookimpl(trylast=True)

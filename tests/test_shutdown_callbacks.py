@@ -76,11 +76,11 @@ async def test_one_registered_late_is_called_at_once_and_once():
 
 
 async def test_none_waits_for_the_end_of_an_async_one():
-    order = []
+    order, end = [], anyio.Event()
 
     async def slow() -> None:
         order.append("slow begins")
-        await anyio.sleep(0.02)
+        await end.wait()
         order.append("slow ends")
 
     async with ShutdownCoordinator(()) as coordinator:
@@ -91,6 +91,7 @@ async def test_none_waits_for_the_end_of_an_async_one():
         coordinator.register(lambda: order.append("late"))
         await until(lambda: "late" in order)
         assert order == ["slow begins", "second", "late"]
+        end.set()
     assert order == ["slow begins", "second", "late", "slow ends"]
 
 

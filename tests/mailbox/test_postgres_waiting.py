@@ -129,9 +129,10 @@ async def test_a_mailbox_that_has_been_closed_leaves_nothing_in_its_process(plac
 async def test_a_lost_listening_connection_comes_back(place):
     async with place.mailbox() as mailbox:
         await until(lambda: mailbox._here.listening)
-        kill = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query = %s AND pid <> pg_backend_pid()"
-        assert place.execute(kill, f"LISTEN {place.schema}")
-        await until(lambda: not mailbox._here.listening)
+        who = "pid FROM pg_stat_activity WHERE query = %s AND pid <> pg_backend_pid()"
+        before = place.execute(f"SELECT {who}", f"LISTEN {place.schema}")
+        assert place.execute(f"SELECT pg_terminate_backend(pid), {who}", f"LISTEN {place.schema}")
+        await until(lambda: place.execute(f"SELECT {who}", f"LISTEN {place.schema}") not in ([], before))
         await until(lambda: mailbox._here.listening)
         async with receiving(mailbox):
             place.execute("SELECT SCHEMA.put(%s, ARRAY['by hand'], ARRAY['1'::bytea])", mailbox._number)
