@@ -136,8 +136,8 @@ class GroupMetrics:
     async def collect_soon(self) -> None:
         """Collect the application's metrics for the next :meth:`render`, in a thread: a collector may wait for a server.
 
-        Those that take longer than ``COLLECT_WITHIN`` seconds are left out, with a warning, and not asked again before they
-        have answered.
+        Collectors that take longer than ``COLLECT_WITHIN`` seconds are left out, with a warning, and not asked again before
+        they have answered.
         """
         await self._page.collect_theirs()
 

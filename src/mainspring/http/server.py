@@ -112,7 +112,7 @@ async def listen(host: str, port: int) -> socket.socket:
 
 
 def _preferred(addresses: list[str]) -> str:
-    """Of a name with both kinds the one that most probes ask: IPv4."""
+    """Prefer IPv4 where a name has both kinds: most probes ask that."""
     return next((address for address in addresses if ":" not in address), addresses[0])
 
 

@@ -89,7 +89,7 @@ class Contact:
         failures = self.failed_receives + self._told_of_silence
         self.failed_receives, self._told_of_silence = 0, False
         self._receiving = self._other = None
-        if failures:  # of another receiver too, or of one that a pause has ended
+        if failures:  # also of another receiver, or of a receive that a pause has ended
             self._dispatcher.dispatch(ReceiveRecovered(self._name, failures))
 
     async def run(self) -> None:

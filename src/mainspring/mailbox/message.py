@@ -252,7 +252,7 @@ class Message(Generic[T, R]):
 
         That is a failed attempt like any other: during a rolling deploy another worker may understand the message.
         """
-        if not self._is_decoded:  # its error is made anew: one that is kept would keep all of its receive
+        if not self._is_decoded:  # the error is made anew: a stored error would keep the whole receive alive
             return self._mailbox._body_of(self._delivery)  # type: ignore[no-any-return]  # noqa: SLF001 - this port's own
         return self._body  # type: ignore[no-any-return]
 

@@ -37,7 +37,7 @@ RECONNECT_MAXIMUM: Final = 1.0
 """Seconds between tries to connect: callers wait their turn, so a server that is away is asked gently."""
 
 
-class _Unheard:
+class _NoChannel:
     """Stands in for a channel where no channel waits for the answer: it is dropped."""
 
     closed: Final = True
@@ -46,8 +46,8 @@ class _Unheard:
         """Drop it."""
 
 
-_PING: Final = _Unheard()
-_LEAVE: Final = _Unheard()
+_PING: Final = _NoChannel()
+_LEAVE: Final = _NoChannel()
 
 
 class Gate:
@@ -145,7 +145,7 @@ class Connection:
         self.channels: set[Channel] = set()
         self.routes: dict[bytes, list[Channel]] = {}
         """Who hears what is published on a channel of the server's."""
-        self.turns: deque[Channel | _Unheard] = deque()
+        self.turns: deque[Channel | _NoChannel] = deque()
         """Whose the outstanding answers are, in their order."""
         self.reader: Channel | None = None
         self.waiting: dict[anyio.Event, None] = {}
@@ -160,7 +160,7 @@ class Connection:
         """True if new channels get another connection."""
         return self.line.connection is not self
 
-    async def write(self, turn: Channel | _Unheard, command: Sequence[str | int | float | bytes]) -> None:
+    async def write(self, turn: Channel | _NoChannel, command: Sequence[str | int | float | bytes]) -> None:
         """Write one command, whose answer is for ``turn``, as far as the socket takes it."""
         data = packed(command)
         self.turns.append(turn)
