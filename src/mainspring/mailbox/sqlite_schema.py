@@ -148,6 +148,7 @@ FIRST_SENT = """WITH RECURSIVE ranks (rank) AS (
     ) SELECT min(m.enqueued_at) FROM ranks CROSS JOIN messages AS m ON m.seq =
         (SELECT r.seq FROM ready AS r WHERE r.mailbox = ? AND r.rank = ranks.rank ORDER BY r.pos LIMIT 1)"""
 PENDING = "SELECT id, pending FROM mailboxes WHERE pending > 0"
+DROPPED = "SELECT value FROM json_each(?) WHERE value NOT IN (SELECT id FROM mailboxes)"
 ADD_COUNTS = """UPDATE mailboxes SET delayed = delayed + ?, pending = pending + ?, in_flight = in_flight + ?,
     settled = settled + ?, dead = dead + ? WHERE id = ?"""
 

@@ -6,6 +6,7 @@ so does not disturb the others of its transaction.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -57,15 +58,17 @@ def perform(connection: Connection, commands: Sequence[StoreCommand], boot: floa
 
 
 def look(connection: Connection, waited_on: Sequence[int] = ()) -> tuple[dict[int, int], float, float]:
-    """How many messages are pending by mailbox; the earliest lease end (since boot) and due date (POSIX).
+    """Return the pending messages by mailbox, the earliest lease end (since boot) and the earliest due date (POSIX).
 
-    One of ``waited_on`` that is gone counts as one with something to receive: its receivers are to hear of that.
+    A dropped mailbox among ``waited_on`` counts as one with messages, so that its receivers wake and are told. All are
+    looked up by one statement: this runs every second, with an id for each mailbox that is open.
     """
     head: list[tuple[Any, ...]] = connection.execute(sql.HEAD).fetchall()
     _, until, due, expires = head[0]
     waiting: list[tuple[Any, ...]] = connection.execute(sql.PENDING).fetchall()
     pending = dict(waiting)
-    pending |= dict.fromkeys((box for box in waited_on if not connection.execute(sql.COUNTS, (box,)).fetchall()), ALL)
+    gone: list[tuple[Any, ...]] = connection.execute(sql.DROPPED, (json.dumps(waited_on),)).fetchall()
+    pending |= dict.fromkeys((box for (box,) in gone), ALL)
     dates = [date for date in (due, expires) if date is not None]
     return pending, math.inf if until is None else until, min(dates, default=math.inf)
 
