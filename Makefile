@@ -57,7 +57,7 @@ chaos: $(VENV)/installed-dev
 RACE_ROUNDS ?= 10000
 soak: $(VENV)/installed-dev
 	$(BIN)/python scripts/soak.py
-	MAINSPRING_RACE_ROUNDS=$(RACE_ROUNDS) $(BIN)/python -m pytest -q --durations=4 tests/test_portal_races.py
+	MAINSPRING_RACE_ROUNDS=$(RACE_ROUNDS) $(BIN)/python -m pytest -q --durations=4 tests/threads/test_loop_thread_races.py
 
 # MUTANTS: arguments of the script, as "--only 3 7" or --check.
 MUTANTS ?=

@@ -16,8 +16,8 @@ import psycopg
 
 from common import BODY, Row, on_uvloop, quick, report
 from mainspring import LoopGroup, MainLoop
-from mainspring.mailbox import postgres_upkeep
-from mainspring.mailbox.postgres import PostgresMailbox
+from mainspring.mailbox.postgres import maintenance as postgres_maintenance
+from mainspring.mailbox.postgres.mailbox import PostgresMailbox
 
 DEFAULT = os.environ.get("MAINSPRING_POSTGRES_URL", "postgresql://postgres@127.0.0.1:5432/postgres")
 URL = next((word for word in sys.argv[1:] if "://" in word), DEFAULT)
@@ -99,7 +99,7 @@ async def churn() -> list[tuple[float, float, int, int]]:
 
 def main() -> None:
     if "--autovacuum-only" in sys.argv:
-        postgres_upkeep.FEWEST_DEAD = 10**12
+        postgres_maintenance.FEWEST_DEAD = 10**12
     try:
         drop()
     except psycopg.Error as error:

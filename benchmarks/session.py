@@ -14,7 +14,7 @@ import anyio
 
 from common import Row, median, on_uvloop, per_second, quick, rate, report
 from mainspring import Session
-from mainspring.session import append, replace_latest, upsert_by
+from mainspring.state.session import append, replace_latest, upsert_by
 
 ROUNDS = 3 if quick() else 9
 EVENTS = 20_000 if quick() else 100_000

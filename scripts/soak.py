@@ -23,9 +23,9 @@ from typing import Any
 import anyio
 
 from mainspring import LoopThread, OffloadPool
+from mainspring.core.state_machine import LoopThreadState
 from mainspring.errors import OffloadTimeoutError
-from mainspring.scope import first_error
-from mainspring.states import LoopThreadState
+from mainspring.runtime.scope import first_error
 
 BACKENDS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("asyncio", "asyncio", {"use_uvloop": False}),

@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 
 import anyio
 
-from mainspring import entropy
-from mainspring.mailbox.nats import NatsMailbox
-from mainspring.mailbox.nats_errors import NO_STREAM, ApiError
-from mainspring.mailbox.nats_names import encoded
-from mainspring.mailbox.nats_wire import Wire
+from mainspring.core import random
+from mainspring.mailbox.nats.connection import Wire
+from mainspring.mailbox.nats.errors import NO_STREAM, ApiError
+from mainspring.mailbox.nats.mailbox import NatsMailbox
+from mainspring.mailbox.nats.names import encoded
 
 ON_ASYNCIO = [
     ("asyncio", {"use_uvloop": False}),
@@ -60,7 +60,7 @@ class Place:
 
     def __init__(self, url):
         self.url = url
-        self.prefix = f"test-{entropy.token(48)}"
+        self.prefix = f"test-{random.token(48)}"
 
     def box(self, name="jobs", **options):
         """An unopened mailbox."""

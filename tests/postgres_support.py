@@ -12,13 +12,13 @@ import anyio
 import psycopg
 import pytest
 
-from mainspring import entropy
-from mainspring.mailbox.postgres import PostgresMailbox
+from mainspring.core import random
+from mainspring.mailbox.postgres.mailbox import PostgresMailbox
 from servers import Program, _without_root, find
 
 
 def new_schema():
-    return f"ms_test_{entropy.token(48)}"
+    return f"ms_test_{random.token(48)}"
 
 
 def drop_schema(url, schema):

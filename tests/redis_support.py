@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import hiredis
 
-from mainspring.mailbox.redis import RedisMailbox
-from mainspring.mailbox.redis_url import parse_server
+from mainspring.mailbox.redis.mailbox import RedisMailbox
+from mainspring.mailbox.redis.url import parse_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

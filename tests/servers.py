@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, NoReturn
 import psutil
 import pytest
 
-from mainspring import process
-from mainspring.mailbox import redis_server
+from mainspring.core import process
+from mainspring.mailbox.redis import topology as redis_topology
 from ports import free_port
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class RedisServer(Program):
             package="redis-server",
         )
         self._options = options
-        process.set_current(redis_server.WARNED, None)  # of a server before it that had its port
+        process.set_current(redis_topology.WARNED, None)  # of a server before it that had its port
 
     @property
     def url(self) -> str:

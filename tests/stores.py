@@ -9,7 +9,8 @@ from urllib.parse import urlencode
 import anyio
 import pytest
 
-from mainspring import entropy, open_mailbox
+from mainspring import open_mailbox
+from mainspring.core import random
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,7 +74,7 @@ def store(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator
 @contextmanager
 def store_of(kind: str, directory: Path, given: Any) -> Iterator[Store]:
     """A store of that kind; ``given`` says what the fixtures of the servers have."""
-    name = f"test-{entropy.token(48)}"
+    name = f"test-{random.token(48)}"
     if kind == "memory":
         yield Store(kind, "", name, {})
     elif kind == "sqlite":
@@ -87,7 +88,7 @@ def store_of(kind: str, directory: Path, given: Any) -> Iterator[Store]:
         with place(url) as here:
             yield Store(kind, url, here.prefix, {})
     else:
-        from mainspring.mailbox.nats_names import encoded
+        from mainspring.mailbox.nats.names import encoded
         from nats_support import remove
 
         url = given("nats_url")

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import trio.testing
 
-from mainspring.mailbox.memory import InMemoryMailbox
+from mainspring.mailbox.memory.mailbox import InMemoryMailbox
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from mainspring.loops.main import MainLoop
+    from mainspring.worker.main_loop import MainLoop
 
     Hook = Callable[[], Awaitable[Any]]
     Action = Callable[[Hook], Awaitable[Any]]

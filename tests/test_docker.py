@@ -21,10 +21,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
 from mainspring import InMemoryMailbox, LoopGroup, MainLoop, open_mailbox
-from mainspring.calibration import Timeouts
+from mainspring.group.calibration import Timeouts
 from mainspring.http.app import health_app
-from mainspring.http.metrics import GroupMetrics
-from mainspring.status import MailboxStatus
+from mainspring.telemetry.metrics import GroupMetrics
+from mainspring.telemetry.status import MailboxStatus
 from servers import RedisServer
 
 ROOT = Path(__file__).parents[1]

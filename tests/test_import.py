@@ -43,7 +43,7 @@ def test_every_public_name_is_there(name):
 
 def test_names_are_kept_where_they_were_asked_for():
     assert mainspring.MainLoop is mainspring.MainLoop
-    from mainspring.loops.main import MainLoop
+    from mainspring.worker.main_loop import MainLoop
 
     assert mainspring.MainLoop is MainLoop
 

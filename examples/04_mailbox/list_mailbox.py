@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from mainspring import Capabilities, Mailbox
-from mainspring.clock import wall_clock
+from mainspring.core.clock import wall_clock
 from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.mailbox.message import Ack, Counts, Dead, Delivery, Envelope, Return, Settlement
 
 if TYPE_CHECKING:
-    from mainspring.scope import DaemonScope
+    from mainspring.runtime.scope import DaemonScope
 
 
 @dataclass(eq=False)

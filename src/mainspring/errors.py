@@ -11,8 +11,8 @@ import copy
 from socket import gaierror
 from typing import Any, ClassVar, Literal, TypeVar
 
-from mainspring.urls import without_secrets
-from mainspring.values import MAX_DELAY, Seconds, as_seconds, is_number
+from mainspring.redaction import without_secrets
+from mainspring.validation import MAX_DELAY, Seconds, as_seconds, is_number
 
 Fault = Literal["caller", "config", "environment", "handler"]
 

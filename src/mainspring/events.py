@@ -10,16 +10,16 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mainspring.callables import is_async, is_generator, name_of, unrun
-from mainspring.clock import utc_now
+from mainspring.core.clock import utc_now
+from mainspring.core.introspection import is_async, is_generator, name_of, unrun
+from mainspring.core.loggers import Logger
 from mainspring.errors import ConfigError, InvalidParameterError
-from mainspring.loggers import Logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import datetime
 
-    from mainspring.states import GroupState, ServiceState
+    from mainspring.core.state_machine import GroupState, ServiceState
 
 _log = Logger("mainspring")
 

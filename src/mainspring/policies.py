@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from mainspring.errors import ConfigError
-from mainspring.values import is_number, is_whole
+from mainspring.validation import is_number, is_whole
 
 if TYPE_CHECKING:
     from random import Random

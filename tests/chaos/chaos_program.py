@@ -28,8 +28,8 @@ from mainspring import (
     RetryPolicy,
     open_mailbox,
 )
+from mainspring.core.state_machine import GroupState
 from mainspring.events import GroupStateChanged, MessageFinished
-from mainspring.states import GroupState
 
 if TYPE_CHECKING:
     from mainspring import Mailbox

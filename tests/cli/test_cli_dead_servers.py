@@ -12,7 +12,7 @@ from cli_helpers import only_line
 
 from mainspring import open_mailbox
 from mainspring.cli.app import call
-from mainspring.mailbox.nats_names import encoded
+from mainspring.mailbox.nats.names import encoded
 from nats_support import found
 from ports import free_port
 from postgres_support import drop_schema, new_schema

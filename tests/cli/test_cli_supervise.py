@@ -15,7 +15,7 @@ from mainspring.cli.link import VARIABLE
 from mainspring.cli.run import RunOptions
 from mainspring.cli.supervise import Supervisor
 from mainspring.policies import RestartPolicy
-from mainspring.signals import ShutdownCoordinator
+from mainspring.runtime.signals import ShutdownCoordinator
 from ports import neighbours
 
 if TYPE_CHECKING:

@@ -7,7 +7,17 @@ from random import Random
 
 import pytest
 
-from mainspring.cli.verdicts import AwaitChange, Ended, GiveUp, Leave, Restart, after_exit, exit_status, how, worst
+from mainspring.cli.restart_decisions import (
+    AwaitChange,
+    Ended,
+    GiveUp,
+    Leave,
+    Restart,
+    after_exit,
+    exit_status,
+    how,
+    worst,
+)
 from mainspring.policies import RestartPolicy
 
 POLICY = RestartPolicy(max_retries=2, initial_delay=1, backoff_factor=2, reset_interval=100, jitter="none")

@@ -1,4 +1,4 @@
-"""The reference and the house as built: nothing is missing, and nothing is named that is not there."""
+"""The reference and the architecture: nothing is missing, and nothing is named that is not there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 import mainspring
 from mainspring import InMemoryMailbox, LoopGroup, MainLoop
 from mainspring.cli.app import app
-from mainspring.http.metrics import GroupMetrics
+from mainspring.telemetry.metrics import GroupMetrics
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -74,26 +74,24 @@ def test_the_site_has_every_page() -> None:
     assert sorted(pages(config["nav"])) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 
 
-def test_the_house_as_built_names_every_room() -> None:
+def test_the_architecture_names_every_package_and_no_other_module() -> None:
     text = (DOCS / "architecture.md").read_text()
-    named = set(re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)?)`", text))
-    modules = {
-        ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
-        for file in PACKAGE.rglob("*.py")
-        if "examples" not in file.parts and file.name != "__init__.py"
-    }
-    rooms = {".".join(name.split(".")[:2]) for name in modules}  # a package within a room is one line
-    assert rooms - named == set(), "docs/architecture.md does not name these"
-    packages = {directory.name for directory in PACKAGE.iterdir() if directory.is_dir()}
-    dotted = {name for name in named if "." in name and name.partition(".")[0] in packages}
-    assert dotted - rooms == set(), "docs/architecture.md names rooms that are not there"
+    named = set(re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)*)`", text))
+    folders = [
+        folder.parent.relative_to(PACKAGE) for folder in PACKAGE.rglob("__init__.py") if "examples" not in folder.parts
+    ]
+    packages = {".".join(folder.parts) for folder in folders if folder.parts}
+    assert packages - named == set(), "docs/architecture.md does not name these"
+    modules = {".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file in PACKAGE.rglob("*.py")} | packages
+    dotted = {name for name in named if name.partition(".")[0] in packages and "." in name}
+    assert dotted - modules == set(), "docs/architecture.md names modules that are not there"
 
 
-def test_the_floors_of_the_page_are_those_of_the_contract() -> None:
+def test_the_layers_there_the_page_are_those_of_the_contract() -> None:
     contract = (ROOT / ".importlinter").read_text()
     layers = re.search(r"^layers =\n((?:    .+\n)+)", contract, re.MULTILINE)
     assert layers is not None
-    floors = [set(re.split(r"\s*[|:]\s*", line.strip())) for line in layers[1].splitlines()]
-    table = (DOCS / "architecture.md").read_text().partition("| floor |")[2].partition("\n\n")[0]
+    layers_there = [set(re.split(r"\s*[|:]\s*", line.strip())) for line in layers[1].splitlines()]
+    table = (DOCS / "architecture.md").read_text().partition("| layer |")[2].partition("\n\n")[0]
     shown = [set(re.findall(r"`([a-z_]+)`", row)) for row in table.splitlines()[2:]]
-    assert shown == floors
+    assert shown == layers_there

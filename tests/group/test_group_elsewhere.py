@@ -22,11 +22,11 @@ from mainspring import (
     LoopNotRunningError,
     LoopThread,
     MainLoop,
-    entry,
 )
-from mainspring.loops import intake, worker
-from mainspring.loops import main as main_loop
-from mainspring.process import in_signal_handler
+from mainspring.core.process import in_signal_handler
+from mainspring.threads import entry
+from mainspring.worker import admission as intake
+from mainspring.worker import main_loop, worker
 
 
 class Work:

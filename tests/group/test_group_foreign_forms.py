@@ -129,7 +129,7 @@ async def test_one_that_does_not_end_is_left_behind_and_told_with_its_line():
 
 @pytest.mark.anyio
 async def test_a_run_that_is_cancelled_from_outside_leaves_it_behind_in_the_end(caplog, monkeypatch):
-    monkeypatch.setattr("mainspring.loops.foreign.LEAVE_AFTER", 0.02)
+    monkeypatch.setattr("mainspring.worker.adapter.LEAVE_AFTER", 0.02)
     end = threading.Event()
 
     class Deaf(Plain):

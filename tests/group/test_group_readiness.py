@@ -13,7 +13,7 @@ from group_support import Foreign, box, one_loop_group, running, settled
 
 from mainspring import ConfigError, Context, InMemoryMailbox, LoopGroup, MailboxConnectionError, MainLoop
 from mainspring.events import CheckChanged, HandlerStalled, HandlerStuck, ReceiveFailed, ReceiveRecovered
-from mainspring.loops.contact import ALLOWANCE
+from mainspring.worker.store_health import ALLOWANCE
 
 
 async def quick(body):

@@ -13,13 +13,13 @@ import pytest
 from http_fakes import FakeGroup, FakeMailbox, loop_status
 
 import mainspring
+from mainspring.core.state_machine import GroupState, ServiceState
 from mainspring.errors import ControlRefusedError, LoopNotRunningError, MailboxConnectionError, TicketTimeoutError
 from mainspring.events import MessageFinished
 from mainspring.http.app import ADMIN_TOKEN, health_app
 from mainspring.http.depths import DepthReader
-from mainspring.http.metrics import GroupMetrics
 from mainspring.mailbox.message import Counts
-from mainspring.states import GroupState, ServiceState
+from mainspring.telemetry.metrics import GroupMetrics
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import anyio
 import pytest
-from http_fakes import FakeGroup
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from test_server import read_all, read_until, serving
 
+from http_fakes import FakeGroup
 from mainspring.http.app import health_app
 from mainspring.http.connections import Connection, Connections
 
@@ -156,7 +156,7 @@ import anyio, os, resource, sys
 from http_fakes import FakeGroup
 from mainspring.http.app import health_app
 from mainspring.http.server import HealthServer, bind
-from mainspring.scope import DaemonScope
+from mainspring.runtime.scope import DaemonScope
 
 async def main():
     server = HealthServer(health_app(FakeGroup()), bind("127.0.0.1", 0))
@@ -190,7 +190,7 @@ def test_a_storm_of_idle_connections_is_one_line_in_the_log(backend: str, descri
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parent,
+        cwd=Path(__file__).parents[1],
     )
     with program:
         assert program.stdin is not None

@@ -10,8 +10,8 @@ import httpx
 import pytest
 from http_fakes import FakeGroup
 
+from mainspring.core.state_machine import GroupState
 from mainspring.http.app import health_app
-from mainspring.states import GroupState
 
 pytestmark = pytest.mark.anyio
 

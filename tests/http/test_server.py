@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import httpx
 import pytest
-from http_fakes import FakeGroup
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 from trio.testing import MockClock
 
+from http_fakes import FakeGroup
 from mainspring.errors import ConfigError
 from mainspring.http.app import health_app
 from mainspring.http.server import HealthServer, bind, is_loopback, url
-from mainspring.scope import DaemonScope
+from mainspring.runtime.scope import DaemonScope
 from ports import free_port
 
 if TYPE_CHECKING:
@@ -370,7 +370,8 @@ def test_who_can_reach_it(host: str, loopback: bool) -> None:
 
 def test_nothing_of_it_is_imported_before_it_is_used() -> None:
     code = (
-        "import sys, mainspring, mainspring.http.server, mainspring.http.depths, mainspring.status, mainspring.logs;"
+        "import sys, mainspring, mainspring.http.server, mainspring.http.depths;"
+        "import mainspring.telemetry.status, mainspring.telemetry.logs;"
         "print(sorted({'starlette', 'uvicorn', 'anycorn', 'prometheus_client', 'h11'} & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import anyio
 
-from mainspring.guardian import BlockWatch
-from mainspring.heartbeat import Heartbeat
-from mainspring.scope import DaemonScope
-from mainspring.watchdog import HeartbeatSubject, Watchdog
+from mainspring.runtime.heartbeat import Heartbeat
+from mainspring.runtime.scope import DaemonScope
+from mainspring.watchdog.block_watch import BlockWatch
+from mainspring.watchdog.watchdog import HeartbeatSubject, Watchdog
 
 HOW, BACKEND, THRESHOLD, GUARDIAN = sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4] == "guardian"
 

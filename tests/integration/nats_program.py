@@ -7,7 +7,7 @@ import time
 
 import anyio
 
-from mainspring.mailbox.nats import NatsMailbox
+from mainspring.mailbox.nats.mailbox import NatsMailbox
 
 
 async def main(url: str, name: str, lease: float) -> None:

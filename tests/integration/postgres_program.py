@@ -8,7 +8,7 @@ import sys
 import anyio
 
 from mainspring import Context, LeasePolicy, LoopGroup, MainLoop
-from mainspring.mailbox.postgres import PostgresMailbox
+from mainspring.mailbox.postgres.mailbox import PostgresMailbox
 
 
 async def work(url: str, schema: str) -> None:

@@ -20,7 +20,7 @@ from anyio import from_thread
 from mainspring import Context, LoopGroup, MainLoop, RetryPolicy
 from mainspring.events import GroupStateChanged, ShutdownRequested
 from mainspring.mailbox.message import Ack
-from mainspring.mailbox.sqlite import SQLiteMailbox
+from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 
 OPTIONS = json.loads(sys.argv[1])
 HOW, WHEN, BACKEND = OPTIONS["how"], OPTIONS["when"], OPTIONS["backend"]

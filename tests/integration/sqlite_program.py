@@ -8,8 +8,8 @@ import sys
 import anyio
 
 from mainspring.errors import ConfigError
-from mainspring.mailbox import sqlite_writer
-from mainspring.mailbox.sqlite import SQLiteMailbox
+from mainspring.mailbox.sqlite import writer as sqlite_writer
+from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 
 
 def say(*words: object) -> None:

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from mainspring import ConfigError, InMemoryMailbox, LoopGroup, MainLoop
 from mainspring.events import GroupStateChanged
 from mainspring.http.server import bind
-from mainspring.mailbox.sqlite import SQLiteMailbox
+from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 from ports import free_port
 
 with warnings.catch_warnings():

@@ -227,7 +227,7 @@ def test_the_guardian_outlives_signals_to_the_family_and_holds_none_of_its_files
         assert sum(name.startswith("pipe") for name in files) == 1
         assert os.getpgid(process.guardian) != os.getpgid(process.pid)
         command = Path(f"/proc/{process.guardian}/cmdline").read_text().split("\0")
-        assert any(part.endswith("mainspring/guardian_child.py") for part in command)
+        assert any(part.endswith("mainspring/watchdog/guardian_main.py") for part in command)
         assert Path(f"/proc/{process.guardian}/comm").read_text() == "ms-guardian\n"
         assert alive(process.guardian)
         process.send_signal(signal.SIGKILL)

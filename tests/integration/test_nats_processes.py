@@ -15,9 +15,9 @@ import pytest
 
 from mainspring import MainLoop, Message
 from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError
-from mainspring.mailbox import nats_tidy
 from mainspring.mailbox.message import Counts
-from mainspring.mailbox.nats import NatsMailbox
+from mainspring.mailbox.nats import recovery as nats_recovery
+from mainspring.mailbox.nats.mailbox import NatsMailbox
 from nats_support import ON_ASYNCIO, place
 from servers import NatsServer
 from stopwatch import Stopwatch
@@ -127,7 +127,7 @@ async def test_what_a_killed_server_has_forgotten_to_remove_is_removed(anyio_bac
         with suppress(ReceiptHandleExpiredError):  # on a busy machine: it comes again
             await message.acknowledge()
 
-    monkeypatch.setattr(nats_tidy, "EVERY", 2.0)
+    monkeypatch.setattr(nats_recovery, "EVERY", 2.0)
     with NatsServer() as server:
         assert isinstance(server, NatsServer)
         async with NatsMailbox(server.url, name="jobs", timeout=2.0, ack_wait=1.0) as box:

@@ -16,8 +16,8 @@ import pytest
 
 from mainspring import MailboxConnectionError, open_mailbox
 from mainspring.errors import ConfigError
-from mainspring.mailbox import redis_server
 from mainspring.mailbox.message import Counts
+from mainspring.mailbox.redis import topology as redis_topology
 from mainspring.testing import mailbox_contract
 from ports import free_port
 from redis_support import Place, place
@@ -244,7 +244,7 @@ async def test_a_connection_that_is_lost_while_the_settings_are_asked_for_is_mad
         asked.append(section)
         raise anyio.EndOfStream
 
-    monkeypatch.setattr(redis_server, "_info", lost)
+    monkeypatch.setattr(redis_topology, "_info", lost)
     with place(server.url) as here:
         async with here.mailbox() as mailbox:
             assert asked

@@ -20,7 +20,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from mainspring.mailbox.sqlite import SQLiteMailbox
+from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 
 PROGRAM = Path(__file__).with_name("shutdown_program.py")
 DOCS = Path(__file__).parents[2] / "docs" / "shutdown.md"

@@ -15,7 +15,7 @@ import apsw
 import pytest
 
 from mainspring.mailbox.message import Counts
-from mainspring.mailbox.sqlite import SQLiteMailbox
+from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 
 PROGRAM = Path(__file__).with_name("sqlite_program.py")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mainspring.mailbox.sqlite import SQLiteMailbox
+from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 
 
 @pytest.fixture

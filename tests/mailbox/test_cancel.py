@@ -12,7 +12,7 @@ import pytest
 
 from mainspring import LeasePolicy, LoopGroup, MainLoop, ReceiptHandleExpiredError
 from mainspring.events import MessageNotAcknowledged
-from mainspring.mailbox.memory import InMemoryMailbox
+from mainspring.mailbox.memory.mailbox import InMemoryMailbox
 from mainspring.mailbox.message import CancelOutcome
 from mainspring.testing import run_virtual
 from stores import KINDS, SERVERS, on

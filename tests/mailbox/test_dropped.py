@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from mainspring import LoopGroup, MailboxError, MainLoop
-from mainspring.mailbox.sqlite import SQLiteMailbox
+from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 
 pytestmark = pytest.mark.anyio
 

@@ -7,11 +7,11 @@ import inspect
 import pytest
 
 from mainspring import ConfigError, open_mailbox
-from mainspring.mailbox.memory import InMemoryMailbox
-from mainspring.mailbox.nats import NatsMailbox
-from mainspring.mailbox.postgres import PostgresMailbox
-from mainspring.mailbox.redis import RedisMailbox
-from mainspring.mailbox.sqlite import SQLiteMailbox
+from mainspring.mailbox.memory.mailbox import InMemoryMailbox
+from mainspring.mailbox.nats.mailbox import NatsMailbox
+from mainspring.mailbox.postgres.mailbox import PostgresMailbox
+from mainspring.mailbox.redis.mailbox import RedisMailbox
+from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 
 SERVERS = [
     (PostgresMailbox, "postgresql://ann@db:6000/app"),

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from mainspring import DLQConsumer, LoopGroup, Verdict
-from mainspring.mailbox.nats_names import encoded
+from mainspring.mailbox.nats.names import encoded
 from nats_support import ON_ASYNCIO
 from nats_support import _wire as wire
 from nats_support import found as streams

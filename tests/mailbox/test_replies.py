@@ -9,12 +9,12 @@ import anyio
 import pytest
 
 from mainspring import MainLoop
+from mainspring.core.state_machine import MailboxState
 from mainspring.errors import ConfigError, MailboxConnectionError, ReceiptHandleExpiredError, ReplyNotAvailableError
 from mainspring.mailbox import replies as replies_module
-from mainspring.mailbox.memory import InMemoryMailbox
+from mainspring.mailbox.memory.mailbox import InMemoryMailbox
 from mainspring.mailbox.open import open_mailbox
-from mainspring.mailbox.sqlite import SQLiteMailbox
-from mainspring.states import MailboxState
+from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 
 if TYPE_CHECKING:
     from pathlib import Path

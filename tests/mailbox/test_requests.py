@@ -23,10 +23,10 @@ from mainspring.errors import (
     RequestTimeoutError,
     SerializationError,
 )
-from mainspring.mailbox.hooks import TRANSIENT
-from mainspring.mailbox.memory import InMemoryMailbox
+from mainspring.mailbox.backend import TRANSIENT
+from mainspring.mailbox.memory.mailbox import InMemoryMailbox
 from mainspring.mailbox.message import CancelOutcome
-from mainspring.mailbox.sqlite import SQLiteMailbox
+from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 from mainspring.policies import DeadLetterPolicy, RetryPolicy
 from mainspring.testing import run_virtual
 

@@ -10,7 +10,8 @@ import pytest
 
 import nats_support
 import redis_support
-from mainspring import ConfigError, MailboxConnectionError, entropy, open_mailbox
+from mainspring import ConfigError, MailboxConnectionError, open_mailbox
+from mainspring.core import random
 from postgres_support import moved
 from silent_line import Line
 
@@ -23,7 +24,7 @@ async def test_a_silent_connection_is_given_up_and_made_anew(
     kind: str, request: pytest.FixtureRequest, anyio_backend: str
 ) -> None:
     url = request.getfixturevalue(f"{kind}_url")
-    prefix = f"silent-{entropy.token(48)}-"
+    prefix = f"silent-{random.token(48)}-"
     options: dict[str, Any] = {"timeout": 1.0}
     if kind == "postgres":  # where a call may take long
         options = {"schema": request.getfixturevalue("place").schema, "listen": False}

@@ -12,10 +12,14 @@ import pytest
 
 import nats_support
 import redis_support
-from mainspring import LoopGroup, MailboxConnectionError, MainLoop, entropy, open_mailbox
-from mainspring.mailbox import nats_wire, postgres_connection, postgres_hub, redis_wake
+from mainspring import LoopGroup, MailboxConnectionError, MainLoop, open_mailbox
+from mainspring.core import random
 from mainspring.mailbox.limits import SILENCE
-from mainspring.mailbox.redis import RedisMailbox
+from mainspring.mailbox.nats import connection as nats_connection
+from mainspring.mailbox.postgres import connection as postgres_connection
+from mainspring.mailbox.postgres import pool as postgres_pool
+from mainspring.mailbox.redis import listener as redis_listener
+from mainspring.mailbox.redis.mailbox import RedisMailbox
 from postgres_support import moved
 from silent_line import Line
 
@@ -90,7 +94,7 @@ async def test_a_loop_with_defaults_tells_of_a_silent_server_within_ten_seconds(
 ) -> None:
     kinds = ["redis"] if anyio_backend_name == "trio" else ["redis", "postgres", "nats"]
     caplog.set_level(logging.INFO, "mainspring")
-    prefix = f"silent-{entropy.token(48)}-"
+    prefix = f"silent-{random.token(48)}-"
     line = {kind: Line(request.getfixturevalue(f"{kind}_url")) for kind in kinds}
     watched: list[Watched] = []
     async with anyio.create_task_group() as serving, AsyncExitStack() as stack:
@@ -125,11 +129,11 @@ async def test_a_loop_with_defaults_tells_of_a_silent_server_within_ten_seconds(
 def test_with_defaults_the_bound_holds_whenever_the_silence_begins() -> None:
     """As above for the worst instant, by the defaults themselves."""
     redis_timeout = signature(RedisMailbox).parameters["timeout"].default
-    assert (redis_wake.ASK_SHARE + redis_wake.ANSWER_SHARE) * SILENCE + redis_timeout <= 9
-    look = postgres_hub.LOOK_AGAIN + (2 * postgres_connection.WATCH + postgres_connection.ANSWER) * SILENCE
-    listener = (postgres_hub.QUIET + postgres_hub.ANSWER + postgres_connection.ANSWER) * SILENCE
+    assert (redis_listener.ASK_SHARE + redis_listener.ANSWER_SHARE) * SILENCE + redis_timeout <= 9
+    look = postgres_pool.LOOK_AGAIN + (2 * postgres_connection.WATCH + postgres_connection.ANSWER) * SILENCE
+    listener = (postgres_pool.QUIET + postgres_pool.ANSWER + postgres_connection.ANSWER) * SILENCE
     assert max(look, listener) <= 9
-    assert 3 * nats_wire.PING_SHARE * SILENCE <= 9
+    assert 3 * nats_connection.PING_SHARE * SILENCE <= 9
 
 
 @pytest.mark.parametrize("fault", ["cut", "short silence"])
@@ -143,7 +147,7 @@ async def test_a_hiccup_is_not_told_of(
     caplog.set_level(logging.INFO, "mainspring")
     url = request.getfixturevalue(f"{kind}_url")
     options = {"schema": request.getfixturevalue("place").schema} if kind == "postgres" else {}
-    line, name = Line(url), f"cut-{entropy.token(48)}"
+    line, name = Line(url), f"cut-{random.token(48)}"
     handled = anyio.Event()
 
     async def handle(body: int) -> None:

@@ -31,8 +31,8 @@ from mainspring import (
     SerializationError,
     open_mailbox,
 )
+from mainspring.core.state_machine import MailboxState
 from mainspring.mailbox.sync import SyncMailbox
-from mainspring.states import MailboxState
 
 PATIENCE = 60
 
@@ -415,7 +415,7 @@ def test_a_forked_child_opens_what_its_parent_could_not_or_no_longer_has(tmp_pat
 def test_a_program_that_ends_with_it_open_closes_it(tmp_path):
     program = f"""
         from mainspring import open_mailbox
-        from mainspring.mailbox.sqlite import SQLiteMailbox
+        from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
         real = SQLiteMailbox._close
         async def told(self):
             await real(self)

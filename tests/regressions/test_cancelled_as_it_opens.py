@@ -7,9 +7,9 @@ import threading
 import anyio
 import pytest
 
-from mainspring.mailbox.keeper import kept_open
-from mainspring.mailbox.sqlite import SQLiteMailbox
-from mainspring.states import MailboxState
+from mainspring.core.state_machine import MailboxState
+from mainspring.mailbox.ownership import kept_open
+from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 
 BACKENDS = [("asyncio", {"use_uvloop": False}), ("asyncio", {"use_uvloop": True}), ("trio", {})]
 

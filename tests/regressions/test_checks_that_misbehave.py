@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from mainspring.events import Dispatcher
-from mainspring.supervision.checks import Checks
+from mainspring.group.checks import Checks
 
 HANGS = """
 import sys, threading

@@ -11,8 +11,8 @@ import anyio
 import pytest
 import trio
 
-from mainspring.mailbox.sqlite import SQLiteMailbox
-from mainspring.periodic import Periodic
+from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
+from mainspring.runtime.interval import Periodic
 
 
 @pytest.fixture(params=[asyncio.run, trio.run], ids=["asyncio", "trio"])

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from mainspring.cli.problems import Problem
 from mainspring.cli.target import load_group
+from mainspring.cli.user_errors import Problem
 from mainspring.errors import ConfigError
 from mainspring.mailbox.open import open_mailbox
 

@@ -6,7 +6,7 @@ import apsw
 import pytest
 
 from mainspring import InvalidParameterError, LoopGroup, MainLoop, ReplyNotAvailableError
-from mainspring.mailbox.sqlite import SQLiteMailbox
+from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 
 pytestmark = pytest.mark.anyio
 

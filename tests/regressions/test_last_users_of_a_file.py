@@ -10,8 +10,8 @@ import anyio
 
 from interrupts import Interruption
 from mainspring import open_mailbox
-from mainspring.mailbox import sqlite_writer
-from mainspring.mailbox.sqlite_writer import Job, Writer
+from mainspring.mailbox.sqlite import writer as sqlite_writer
+from mainspring.mailbox.sqlite.writer import Job, Writer
 
 HERE = SimpleNamespace(call_soon_threadsafe=lambda call: call())
 

@@ -16,7 +16,7 @@ from mainspring.errors import MailboxClosedError, MainspringError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from mainspring.mailbox.base import Mailbox
+    from mainspring.mailbox.mailbox import Mailbox
     from mainspring.mailbox.message import Message
 
 CAPACITY = 12

@@ -10,19 +10,20 @@ import anyio
 import trio
 from simulation_planting import honest, planted_fault, quick
 
-from mainspring import Context, InMemoryMailbox, LoopGroup, MailboxConnectionError, MainLoop, Retry, entropy
-from mainspring.clock import VIRTUAL_EPOCH, utc_now
+from mainspring import Context, InMemoryMailbox, LoopGroup, MailboxConnectionError, MainLoop, Retry
+from mainspring.core import random
+from mainspring.core.clock import VIRTUAL_EPOCH, utc_now
 from mainspring.errors import ReceiptHandleExpiredError
-from mainspring.loops import attempt, worker
-from mainspring.loops.lease import LeaseKeeper
-from mainspring.loops.outcome import Decision, Outcome
-from mainspring.mailbox.memory_agenda import Agenda
-from mainspring.mailbox.memory_entry import GONE, IN_FLIGHT, JSON, Entry
-from mainspring.mailbox.memory_queue import MemoryQueue
+from mainspring.group.shutdown import Shutdown
+from mainspring.mailbox.memory.entry import GONE, IN_FLIGHT, JSON, Entry
+from mainspring.mailbox.memory.queue import MemoryQueue
+from mainspring.mailbox.memory.scheduler import Agenda
 from mainspring.mailbox.message import Ack, Dead, Return
 from mainspring.policies import DeadLetterPolicy
-from mainspring.supervision.shutdown import Shutdown
 from mainspring.testing import Faults
+from mainspring.worker import attempt, worker
+from mainspring.worker.leases import LeaseKeeper
+from mainspring.worker.outcome import Decision, Outcome
 
 if TYPE_CHECKING:
     import pytest
@@ -226,7 +227,7 @@ def the_reaper_loses_one_in_a_hundred(patch: pytest.MonkeyPatch) -> None:
 
     def due(self: Any, now: float) -> Any:
         for entry in real(self, now):
-            if entry.place == IN_FLIGHT and entropy.rng().random() < 0.01:
+            if entry.place == IN_FLIGHT and random.rng().random() < 0.01:
                 continue
             yield entry
 
@@ -249,7 +250,7 @@ def replies_are_sent_twice(patch: pytest.MonkeyPatch) -> Given:
         def _reply_into(self, store: Any, delivery: Any, reply: Any, now: float) -> None:
             address = reply.reply_to
             super()._reply_into(store, delivery, reply, now)
-            if entropy.rng().random() < 0.05:
+            if random.rng().random() < 0.05:
                 reply.reply_to = address
                 super()._reply_into(store, delivery, reply, now)
 
@@ -260,7 +261,7 @@ def replies_are_sent_twice(patch: pytest.MonkeyPatch) -> Given:
 def a_dead_letter_is_not_one_step(patch: pytest.MonkeyPatch) -> Given:
     class TwoSteps(Wrong):
         async def _settle(self, delivery: Any, settlement: Any) -> None:
-            if isinstance(settlement, Dead) and entropy.rng().random() < 0.1:
+            if isinstance(settlement, Dead) and random.rng().random() < 0.1:
                 await super()._settle(delivery, Ack())
                 raise MailboxConnectionError("the store broke down between the two steps")
             await super()._settle(delivery, settlement)
@@ -331,7 +332,7 @@ def some_come_again_after_their_acknowledgement(patch: pytest.MonkeyPatch) -> No
 
     def acknowledge(self: Any, delivery: Any, now: float) -> None:
         real(self, delivery, now)
-        if entropy.rng().random() < 0.01:
+        if random.rng().random() < 0.01:
             self._append(delivery_again(self, delivery))
 
     def delivery_again(queue: Any, delivery: Any) -> Entry:

@@ -11,10 +11,10 @@ import trio
 
 from mainspring import InMemoryMailbox, LoopGroup, MainLoop
 from mainspring.events import MessageFinished
-from mainspring.loops.lease import SETTLE_TIMEOUT
 from mainspring.testing import VirtualClock, run_virtual
 from mainspring.testing.simulation.guards import Guards
 from mainspring.testing.trio_internals import TaskHold, can_hold_tasks
+from mainspring.worker.leases import SETTLE_TIMEOUT
 
 worker: ContextVar[bool] = ContextVar("worker")
 

@@ -32,10 +32,11 @@ from model_driver import (
 
 from mailbox_model import Disagreement
 from mainspring import open_mailbox
-from mainspring.mailbox import sqlite_due, sqlite_schema
-from mainspring.mailbox.memory_entry import Entry
-from mainspring.mailbox.memory_queue import MemoryQueue
-from mainspring.mailbox.sqlite import SQLiteMailbox
+from mainspring.mailbox.memory.entry import Entry
+from mainspring.mailbox.memory.queue import MemoryQueue
+from mainspring.mailbox.sqlite import scheduler as sqlite_scheduler
+from mainspring.mailbox.sqlite import schema as sqlite_schema
+from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 from mainspring.testing import run_virtual
 from stores import store_of
 
@@ -222,8 +223,8 @@ def _sql(name: str, old: str, new: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 def _end_one_lease(patch: pytest.MonkeyPatch) -> None:
     """Of several leases that have ended, only the first is seen to."""
-    end = sqlite_due._end_leases
-    patch.setattr(sqlite_due, "_end_leases", lambda work, limit: end(work, 1))
+    end = sqlite_scheduler._end_leases
+    patch.setattr(sqlite_scheduler, "_end_leases", lambda work, limit: end(work, 1))
 
 
 FAULTS = {

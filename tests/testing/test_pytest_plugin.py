@@ -94,7 +94,7 @@ def test_a_failure_names_its_seed_and_the_seed_repeats_it(pytester: pytest.Pytes
     pytester.makepyfile(
         """
         import anyio
-        from mainspring import entropy
+        from mainspring.core import random
 
         async def test_order(virtual_clock, mainspring_seed):
             order = []
@@ -104,7 +104,7 @@ def test_a_failure_names_its_seed_and_the_seed_repeats_it(pytester: pytest.Pytes
             async with anyio.create_task_group() as group:
                 for name in range(9):
                     group.start_soon(work, name)
-            raise AssertionError(f"order {order} {entropy.token()} seed {mainspring_seed}")
+            raise AssertionError(f"order {order} {random.token()} seed {mainspring_seed}")
 
         def test_passes(mainspring_seed):
             pass

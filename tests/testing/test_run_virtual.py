@@ -14,7 +14,8 @@ from functools import partial
 import anyio
 import pytest
 
-from mainspring import InMemoryMailbox, clock, entropy
+from mainspring import InMemoryMailbox
+from mainspring.core import clock, random
 from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.testing import DeadlockError, VirtualClock, run_virtual
 from mainspring.testing import idle as idle_module
@@ -93,7 +94,7 @@ def test_timers_fire_at_their_own_instants() -> None:
 # ------------------------------------------------------------------------------------------------------- the schedule
 
 SCHEDULE = """
-import anyio, mainspring.entropy
+import anyio, mainspring.core.random
 from mainspring.testing import run_virtual
 
 async def main():
@@ -103,7 +104,7 @@ async def main():
             await anyio.sleep(0)
             order.append(name)
         await anyio.sleep(1)
-        order.append(mainspring.entropy.token(16))
+        order.append(mainspring.core.random.token(16))
     async with anyio.create_task_group() as group:
         for name in {"a", "b", "c", "d", "e"} and "abcde":
             group.start_soon(work, name)
@@ -139,11 +140,11 @@ def test_same_seed_same_schedule_in_any_process() -> None:
 
 def test_seed_rules_jitter_and_is_gone_afterwards() -> None:
     async def draw() -> list[float]:
-        return [entropy.rng().random() for _ in range(3)]
+        return [random.rng().random() for _ in range(3)]
 
     assert run_virtual(draw, seed=5) == run_virtual(draw, seed=5) != run_virtual(draw, seed=6)
-    assert entropy.rng() is not None
-    assert entropy.token() != entropy.token()
+    assert random.rng() is not None
+    assert random.token() != random.token()
 
 
 # ------------------------------------------------------------------------------------------------------------- holds

@@ -48,7 +48,7 @@ from mainspring import (
     open_mailbox,
 )
 from mainspring.events import DispatchResult, MessageFinished
-from mainspring.session import append, replace_latest
+from mainspring.state.session import append, replace_latest
 
 
 @dataclass

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import logging
 
     from mainspring.cli.app import call
-    from mainspring.cli.problems import Remarks
+    from mainspring.cli.user_errors import Remarks
 
     logging.lastResort = Remarks(logging.lastResort)  # for the verbs that set up no logging of their own
     return call(arguments)
@@ -85,7 +85,7 @@ def _take_signals() -> None:
     signals = (signal.SIGTERM, signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
-        from mainspring.cli.early import CommandSignals
+        from mainspring.cli.early_signals import CommandSignals
 
         CommandSignals.install()
     finally:

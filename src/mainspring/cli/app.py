@@ -11,8 +11,8 @@ import typer
 
 from mainspring import __version__
 from mainspring.cli.dead_verbs import dead
-from mainspring.cli.problems import FAILED, WRONG_USE, Problem, flush_output, say
 from mainspring.cli.times import instant, seconds
+from mainspring.cli.user_errors import FAILED, WRONG_USE, Problem, flush_output, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mainspring.calibration import Rule, Timeouts, all_rules, retries, seconds, unjudged
-from mainspring.cli.problems import FAILED, Problem
 from mainspring.cli.target import load_group
+from mainspring.cli.user_errors import FAILED, Problem
+from mainspring.group.calibration import Rule, Timeouts, all_rules, retries, seconds, unjudged
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import typer
 
-from mainspring import clock
-from mainspring.cli.problems import FAILED, Problem, say
 from mainspring.cli.times import seconds
+from mainspring.cli.user_errors import FAILED, Problem, say
+from mainspring.core import clock
 from mainspring.mailbox.open import open_mailbox
-from mainspring.urls import without_secrets
+from mainspring.redaction import without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
-    from mainspring.mailbox.base import Mailbox
+    from mainspring.mailbox.mailbox import Mailbox
     from mainspring.mailbox.message import DeadLetter
 
 PAGE = 1_000

@@ -22,10 +22,10 @@ import mainspring
 from mainspring.cli.demo_report import DemoReport, account
 from mainspring.cli.demo_view import View, make_view
 from mainspring.cli.link import link_for_child
-from mainspring.cli.problems import FAILED, Problem, say
-from mainspring.process import signal_child
-from mainspring.scope import DaemonScope
-from mainspring.signals import ShutdownCoordinator
+from mainspring.cli.user_errors import FAILED, Problem, say
+from mainspring.core.process import signal_child
+from mainspring.runtime.scope import DaemonScope
+from mainspring.runtime.signals import ShutdownCoordinator
 
 if TYPE_CHECKING:
     from types import ModuleType

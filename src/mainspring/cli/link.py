@@ -15,7 +15,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from mainspring import process
+from mainspring.core import process
 
 VARIABLE = "MAINSPRING_PARENT_LINK"
 """Holds ``FD:NUMBER``: the inherited socket, and which worker this is, from 1."""

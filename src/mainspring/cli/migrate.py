@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mainspring.cli.problems import Problem
+from mainspring.cli.user_errors import Problem
 from mainspring.mailbox.open import open_mailbox
-from mainspring.urls import shown
+from mainspring.redaction import shown
 
 if TYPE_CHECKING:
-    from mainspring.mailbox.base import Mailbox
+    from mainspring.mailbox.mailbox import Mailbox
 
 
 def migrate_store(url: str, *, dry_run: bool, as_json: bool) -> int:

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from mainspring import logs
-from mainspring.cli.early import CommandSignals, Interrupted
+from mainspring.cli.early_signals import CommandSignals, Interrupted
 from mainspring.cli.link import ParentLink
-from mainspring.cli.problems import FAILED, WRONG_USE, Problem, say
 from mainspring.cli.sources import loaded_directories
 from mainspring.cli.target import load_group
+from mainspring.cli.user_errors import FAILED, WRONG_USE, Problem, say
+from mainspring.core.loggers import Logger
+from mainspring.core.state_machine import GroupState
 from mainspring.errors import MainspringError
 from mainspring.events import GroupStateChanged, MessageFinished
-from mainspring.loggers import Logger
-from mainspring.states import GroupState
+from mainspring.telemetry import logs
 
 if TYPE_CHECKING:
-    from mainspring.group import LoopGroup
-    from mainspring.report import ShutdownReport
+    from mainspring.group.group import LoopGroup
+    from mainspring.runtime.report import ShutdownReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def _run_group(options: RunOptions, early: CommandSignals, link: ParentLink | No
 
 def _warn_of_own_mailboxes(group: LoopGroup) -> None:
     """Say which mailboxes are in memory: what one worker sends there, no other receives."""
-    from mainspring.loops.main import MainLoop
+    from mainspring.worker.main_loop import MainLoop
 
     for name in dict.fromkeys(
         loop.mailbox.name

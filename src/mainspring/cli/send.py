@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 import anyio
 import typer
 
-from mainspring.cli.problems import FAILED, Problem, say
+from mainspring.cli.user_errors import FAILED, Problem, say
 from mainspring.errors import ConfigError, MainspringError
 from mainspring.mailbox.open import open_mailbox
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from datetime import datetime
 
-    from mainspring.mailbox.base import Mailbox
+    from mainspring.mailbox.mailbox import Mailbox
 
 CHUNK = 1_000
 _WHOLE_DOCUMENT = 16 * 2**20  # up to here, a file that is no JSON lines is tried as one JSON document

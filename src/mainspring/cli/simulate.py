@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mainspring.cli.problems import FAILED, WRONG_USE, Problem
 from mainspring.cli.target import load_builder
+from mainspring.cli.user_errors import FAILED, WRONG_USE, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

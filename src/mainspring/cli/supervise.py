@@ -16,21 +16,21 @@ import anyio
 from anyio.abc import Process, UNIXSocketStream
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from mainspring import entropy
 from mainspring.cli.link import LOAD_TIMEOUT, MARGIN, link_for_child
-from mainspring.cli.problems import FAILED, WRONG_USE, say
+from mainspring.cli.restart_decisions import AwaitChange, Ended, GiveUp, Restart, after_exit, exit_status, how, worst
 from mainspring.cli.sources import SourceWatch
-from mainspring.cli.verdicts import AwaitChange, Ended, GiveUp, Restart, after_exit, exit_status, how, worst
+from mainspring.cli.user_errors import FAILED, WRONG_USE, say
+from mainspring.core import random
+from mainspring.core.process import signal_child
 from mainspring.policies import RestartPolicy
-from mainspring.process import signal_child
-from mainspring.scope import DaemonScope
-from mainspring.signals import ShutdownCoordinator
+from mainspring.runtime.scope import DaemonScope
+from mainspring.runtime.signals import ShutdownCoordinator
 
 if TYPE_CHECKING:
     from socket import socket
 
+    from mainspring.cli.restart_decisions import Verdict
     from mainspring.cli.run import RunOptions
-    from mainspring.cli.verdicts import Verdict
 
 NEWS_LIMIT = 1 << 20
 """Bytes of one line of news from a worker; more is a broken worker."""
@@ -165,7 +165,7 @@ class Supervisor:
                 told=worker.told,
                 restarts=worker.restarts,
                 policy=self._policy,
-                rng=entropy.rng(),
+                rng=random.rng(),
             )
             self._tell(worker, returncode, verdict)
             worker.process = None

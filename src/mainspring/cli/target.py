@@ -8,14 +8,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mainspring.cli.early import Interrupted
-from mainspring.cli.problems import Problem, explain, user_line
+from mainspring.cli.early_signals import Interrupted
+from mainspring.cli.user_errors import Problem, explain, user_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
-    from mainspring.group import LoopGroup
+    from mainspring.group.group import LoopGroup
 
 
 def load_group(target: str) -> LoopGroup:
@@ -23,7 +23,7 @@ def load_group(target: str) -> LoopGroup:
     name, attribute = _split(target)
     module = _import(name)
     found = _attribute(module, attribute, target)
-    from mainspring.group import LoopGroup
+    from mainspring.group.group import LoopGroup
 
     if callable(found) and not isinstance(found, LoopGroup):
         found = _call(found, target)
@@ -36,7 +36,7 @@ def load_builder(target: str) -> Callable[..., Any]:
     """Import the module and return the function ``build(mailbox)`` that makes a group for a simulation."""
     name, attribute = _split(target)
     found = _attribute(_import(name), attribute, target)
-    from mainspring.group import LoopGroup
+    from mainspring.group.group import LoopGroup
 
     if isinstance(found, LoopGroup) or not callable(found) or inspect.iscoroutinefunction(found):
         raise Problem(
@@ -98,7 +98,7 @@ def _import(name: str) -> ModuleType:
 
 def _expect_no_shutdown() -> None:
     """What a module has registered is called by its group's run. A command that only looks at the group need not warn of it."""
-    from mainspring.signals import ShutdownCoordinator
+    from mainspring.runtime.signals import ShutdownCoordinator
 
     if (coordinator := ShutdownCoordinator.get()) is not None:
         coordinator._expect_no_block()  # noqa: SLF001 - this package's own
@@ -117,7 +117,7 @@ def _attribute(module: ModuleType, attribute: str, target: str) -> Any:
 
 
 def _candidates(module: ModuleType) -> str:
-    from mainspring.group import LoopGroup
+    from mainspring.group.group import LoopGroup
 
     groups = [f"{module.__name__}:{name}" for name, value in vars(module).items() if isinstance(value, LoopGroup)]
     if groups:
@@ -156,7 +156,7 @@ def _kind(value: Any) -> str:
 
 
 def _remedy(value: Any, attribute: str) -> str:
-    from mainspring.loops.base import Runnable
+    from mainspring.worker.runnable import Runnable
 
     if isinstance(value, Runnable):
         return f"wrap it: group = LoopGroup([{attribute}])"

@@ -15,13 +15,13 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 import mainspring
-from mainspring import clock
+from mainspring.core import clock
+from mainspring.core.state_machine import GroupState
 from mainspring.errors import ControlRefusedError, LoopNotRunningError, TicketTimeoutError
 from mainspring.http.dashboard import page as dashboard_page
 from mainspring.http.depths import DepthReader
-from mainspring.http.metrics import GroupMetrics
-from mainspring.states import GroupState
-from mainspring.status import plain
+from mainspring.telemetry.metrics import GroupMetrics
+from mainspring.telemetry.status import plain
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from mainspring.events import Dispatcher
     from mainspring.http.depths import Countable
-    from mainspring.status import GroupStatus, MailboxStatus
+    from mainspring.telemetry.status import GroupStatus, MailboxStatus
 
 ADMIN_TOKEN = "MAINSPRING_ADMIN_TOKEN"  # noqa: S105 - the name of a variable
 _MAX_REASON = 500

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import anyio
 from starlette.responses import PlainTextResponse
 
-from mainspring.clock import monotonic
-from mainspring.loggers import Logger
+from mainspring.core.clock import monotonic
+from mainspring.core.loggers import Logger
 
 if TYPE_CHECKING:
     import socket

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import anyio
 
-from mainspring.status import MailboxStatus
+from mainspring.telemetry.status import MailboxStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

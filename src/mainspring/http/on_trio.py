@@ -14,7 +14,7 @@ from anyio.abc import SocketStream
 
 from mainspring.errors import ConfigError
 from mainspring.http.connections import Connections, accept_all, log, quiet_storms
-from mainspring.scope import lone_error
+from mainspring.runtime.scope import lone_error
 
 if TYPE_CHECKING:
     import socket

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from mainspring.events import CalibrationWarning
 from mainspring.http.app import health_app
-from mainspring.http.metrics import GroupMetrics
 from mainspring.http.server import HealthServer, is_loopback, listen
+from mainspring.telemetry.metrics import GroupMetrics
 
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
 
     from mainspring.http.app import Source
-    from mainspring.scope import DaemonScope
+    from mainspring.runtime.scope import DaemonScope
 
 
 async def start(group: Source, scope: DaemonScope, host: str, port: int) -> str:

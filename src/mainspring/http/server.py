@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from mainspring.core.process import async_library
 from mainspring.errors import ConfigError
-from mainspring.process import async_library
-from mainspring.resolver import resolve
+from mainspring.runtime.resolver import resolve
 
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus

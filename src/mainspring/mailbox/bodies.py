@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mainspring import entropy
+from mainspring.core import random
+from mainspring.core.process import identity
 from mainspring.errors import ConfigError
+from mainspring.mailbox.backend import MailboxHooks
 from mainspring.mailbox.codec import Codec, type_name
-from mainspring.mailbox.hooks import MailboxHooks
-from mainspring.process import identity
 
 if TYPE_CHECKING:
+    from mainspring.core.process import Identity
     from mainspring.mailbox.message import Delivery
-    from mainspring.process import Identity
 
 
 class Bodies(MailboxHooks):
@@ -39,7 +39,7 @@ class Bodies(MailboxHooks):
         """
         process = self._id_process
         if process is None or not process.here:
-            self._id_prefix, self._id_process = entropy.token(64), identity()
+            self._id_prefix, self._id_process = random.token(64), identity()
         self._id_count += 1
         return f"{self._id_prefix}{self._id_count:08x}"
 

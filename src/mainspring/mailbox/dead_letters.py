@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Generic
 
 from typing_extensions import TypeVar
 
-from mainspring import clock
+from mainspring.core import clock
 from mainspring.errors import InvalidParameterError, SerializationError
 from mainspring.mailbox.bodies import Bodies
 from mainspring.mailbox.history import remember
 from mainspring.mailbox.limits import check_id
 from mainspring.mailbox.message import Dead, DeadLetter, Envelope
-from mainspring.values import is_whole
+from mainspring.validation import is_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

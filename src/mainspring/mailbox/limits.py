@@ -6,9 +6,9 @@ import math
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from mainspring import clock
+from mainspring.core import clock
 from mainspring.errors import ConfigError, InvalidParameterError, MailboxError, MailboxFullError, SerializationError
-from mainspring.values import MAX_DELAY, MAX_VISIBILITY, Seconds, as_seconds, is_number, is_whole
+from mainspring.validation import MAX_DELAY, MAX_VISIBILITY, Seconds, as_seconds, is_number, is_whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias
 
 from typing_extensions import TypeVar
 
-from mainspring import clock
+from mainspring.core import clock
 from mainspring.errors import MessageSettledError, ReplyNotAvailableError, reason_of
 from mainspring.mailbox.history import Failure, crashes_before, read_history, remember, silences
 from mainspring.mailbox.limits import check_seconds
-from mainspring.values import MAX_DELAY, Seconds, as_seconds
+from mainspring.validation import MAX_DELAY, Seconds, as_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from mainspring.mailbox.base import Mailbox
+    from mainspring.mailbox.mailbox import Mailbox
 
 T = TypeVar("T", default=Any)
 R = TypeVar("R", default=Any)

@@ -13,12 +13,12 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from typing_extensions import ParamSpec
 
 from mainspring.errors import ConfigError
-from mainspring.urls import shown
+from mainspring.redaction import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mainspring.mailbox.base import Mailbox
+    from mainspring.mailbox.mailbox import Mailbox
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -11,7 +11,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 import anyio
 
-from mainspring import process
+from mainspring.core import process
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, ReplyNotAvailableError
 from mainspring.mailbox.open import open_mailbox
 from mainspring.mailbox.requests import Requester
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from anyio.abc import TaskStatus
 
     from mainspring.errors import MainspringError
-    from mainspring.mailbox.base import Mailbox
+    from mainspring.mailbox.mailbox import Mailbox
     from mainspring.mailbox.message import Envelope
-    from mainspring.scope import DaemonScope
+    from mainspring.runtime.scope import DaemonScope
 
 SEND_TIMEOUT = 10.0
 """Seconds that another store may take for a reply, with the opening of its mailbox."""

@@ -10,8 +10,7 @@ from weakref import WeakValueDictionary
 
 import anyio
 
-from mainspring import entropy
-from mainspring.deadline import with_deadline
+from mainspring.core import random
 from mainspring.errors import (
     MailboxClosedError,
     MailboxConnectionError,
@@ -24,12 +23,13 @@ from mainspring.errors import (
     SerializationError,
     copied,
 )
+from mainspring.mailbox.backend import TRANSIENT
 from mainspring.mailbox.dead_letters import REPLY_ERRORS
-from mainspring.mailbox.hooks import TRANSIENT
 from mainspring.mailbox.limits import CLOSE_TIMEOUT, check_id, check_seconds
 from mainspring.mailbox.message import CancelOutcome
 from mainspring.mailbox.sending import SendCalls
 from mainspring.policies import backoff
+from mainspring.runtime.deadline import with_deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskStatus
 
-    from mainspring.deadline import Deadline, Inherited
-    from mainspring.mailbox.base import Mailbox
+    from mainspring.mailbox.mailbox import Mailbox
     from mainspring.mailbox.message import Envelope, Message
     from mainspring.mailbox.replies import ReplyRouter
-    from mainspring.scope import DaemonScope
-    from mainspring.values import Seconds
+    from mainspring.runtime.deadline import Deadline, Inherited
+    from mainspring.runtime.scope import DaemonScope
+    from mainspring.validation import Seconds
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -174,7 +174,7 @@ class Requester:
                 return
 
     async def _collect(self, *, task_status: TaskStatus[Mailbox[Any, Any]]) -> None:
-        name = f"{TRANSIENT}{entropy.token(96)}"
+        name = f"{TRANSIENT}{random.token(96)}"
         box = self.mailbox._sibling(name, body=self.mailbox.reply_type)  # noqa: SLF001 - this port's own
         error: MainspringError = MailboxClosedError(f"mailbox {self.mailbox.name!r} was closed before the reply came")
         try:
@@ -207,7 +207,7 @@ class Requester:
                     raise
                 failures += 1
                 await anyio.sleep(
-                    backoff(failures, initial=0.1, maximum=5.0, factor=2.0, jitter="full", rng=entropy.rng())
+                    backoff(failures, initial=0.1, maximum=5.0, factor=2.0, jitter="full", rng=random.rng())
                 )
                 continue
             failures = 0

@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING, Any, Generic
 
 from typing_extensions import TypeVar
 
-from mainspring.deadline import with_deadline
 from mainspring.mailbox.dead_letters import DeadLetterCalls
 from mainspring.mailbox.limits import check_send, delay_of, reply_address
 from mainspring.mailbox.message import Envelope
-from mainspring.values import as_seconds
+from mainspring.runtime.deadline import with_deadline
+from mainspring.validation import as_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from datetime import datetime
 
-    from mainspring.deadline import Deadline, Inherited
-    from mainspring.mailbox.base import Mailbox
-    from mainspring.values import Seconds
+    from mainspring.mailbox.mailbox import Mailbox
+    from mainspring.runtime.deadline import Deadline, Inherited
+    from mainspring.validation import Seconds
 
 T = TypeVar("T", default=Any)
 

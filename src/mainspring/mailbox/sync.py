@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, cast
 
 import anyio
 
-from mainspring.callables import gives_coroutine, instead_of, name_of
+from mainspring.core.introspection import gives_coroutine, instead_of, name_of
+from mainspring.core.process import async_library, call_soon, carried_context, event_loop, in_event_loop, shared
 from mainspring.errors import ConfigError, InvalidParameterError, MailboxClosedError, TicketAbandonedError
-from mainspring.portal import LoopThread
-from mainspring.process import async_library, call_soon, carried_context, event_loop, in_event_loop, shared
-from mainspring.ticket import Ticket
+from mainspring.threads.loop_thread import LoopThread
+from mainspring.threads.ticket import Ticket
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from types import TracebackType
 
-    from mainspring.mailbox.base import Mailbox
-    from mainspring.scope import Daemon, DaemonScope
-    from mainspring.ticket import TicketWriter
+    from mainspring.mailbox.mailbox import Mailbox
+    from mainspring.runtime.scope import Daemon, DaemonScope
+    from mainspring.threads.ticket import TicketWriter
 
 T = TypeVar("T")
 R = TypeVar("R")

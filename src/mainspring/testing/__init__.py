@@ -10,27 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import mainspring.testing.mailbox_contract as mailbox_contract
-    from mainspring.testing.simulation import (
-        Faults as Faults,
-    )
-    from mainspring.testing.simulation import (
-        Simulation as Simulation,
-    )
-    from mainspring.testing.simulation import (
-        SimulationReport as SimulationReport,
-    )
-    from mainspring.testing.simulation import (
-        simulate as simulate,
-    )
-    from mainspring.testing.virtual import (
-        DeadlockError as DeadlockError,
-    )
-    from mainspring.testing.virtual import (
-        VirtualClock as VirtualClock,
-    )
-    from mainspring.testing.virtual import (
-        run_virtual as run_virtual,
-    )
+    from mainspring.testing.simulation import Faults as Faults
+    from mainspring.testing.simulation import Simulation as Simulation
+    from mainspring.testing.simulation import SimulationReport as SimulationReport
+    from mainspring.testing.simulation import simulate as simulate
+    from mainspring.testing.virtual_time import DeadlockError as DeadlockError
+    from mainspring.testing.virtual_time import VirtualClock as VirtualClock
+    from mainspring.testing.virtual_time import run_virtual as run_virtual
 
 _FROM_VIRTUAL = ("DeadlockError", "VirtualClock", "run_virtual")
 _FROM_SIMULATION = ("Faults", "Simulation", "SimulationReport", "simulate")
@@ -49,7 +35,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _FROM_VIRTUAL:
-        value = getattr(import_module("mainspring.testing.virtual"), name)
+        value = getattr(import_module("mainspring.testing.virtual_time"), name)
     elif name in _FROM_SIMULATION:
         value = getattr(import_module("mainspring.testing.simulation"), name)
     elif name == "mailbox_contract":

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
+from mainspring.core.tracebacks import where
 from mainspring.errors import MainspringError
-from mainspring.stacks import where
 from mainspring.testing.trio_internals import descendants, interrupt, replace_autojump
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class IdleJudge(trio.abc.Instrument):
     """Stands in for ``MockClock``'s automatic jump.
 
     The clock stands still while a task waits for ``to_thread.run_sync`` or ``run_process``, or holds it
-    (:func:`mainspring.clock.real_work`). Waiting for real things blocks the event loop in the kernel; it does not spin.
+    (:func:`mainspring.core.clock.real_work`). Waiting for real things blocks the event loop in the kernel; it does not spin.
     """
 
     def __init__(self, clock: MockClock, *, can_leave: bool) -> None:

@@ -24,7 +24,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from mainspring.testing.virtual import VirtualClock, VirtualRun
+    from mainspring.testing.virtual_time import VirtualClock, VirtualRun
 
 _SEED: pytest.StashKey[int] = pytest.StashKey()
 _RUN: pytest.StashKey[VirtualRun] = pytest.StashKey()
@@ -76,11 +76,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         return
     if not iscoroutinefunction(getattr(item, "obj", None)):
         raise pytest.UsageError(f"{item.nodeid}: virtual_clock is for `async def` tests; a plain one calls run_virtual")
-    from mainspring import entropy
+    from mainspring.core import random
     from mainspring.testing.trio_internals import require_trio, seeded_schedule
 
     require_trio()
-    from mainspring.testing.virtual import VirtualRun
+    from mainspring.testing.virtual_time import VirtualRun
 
     run = VirtualRun(seed)
     _, options = item.callspec.params["anyio_backend"]  # type: ignore[attr-defined]
@@ -89,7 +89,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     item.stash[_RUN] = run
     item.stash[_CLEAN_UP] = clean_up = ExitStack()
     clean_up.enter_context(seeded_schedule(seed))
-    clean_up.enter_context(entropy.seeded(seed))
+    clean_up.enter_context(random.seeded(seed))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -155,7 +155,7 @@ def _seed_of(item: pytest.Item) -> int:
     if chosen is None:
         return crc32(item.nodeid.encode())
     if chosen == "random":
-        from mainspring.entropy import rng
+        from mainspring.core.random import rng
 
         return rng().getrandbits(32)
     return int(chosen)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mainspring import process
+from mainspring.core import process
 from mainspring.errors import ConfigError
 
 if TYPE_CHECKING:

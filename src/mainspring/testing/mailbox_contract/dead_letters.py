@@ -5,11 +5,11 @@ from __future__ import annotations
 import datetime
 from typing import TYPE_CHECKING, Any
 
-from mainspring import clock
+from mainspring.core import clock
 from mainspring.testing.mailbox_contract.harness import Harness, behaviour, check, equal, ids, texts
 
 if TYPE_CHECKING:
-    from mainspring.mailbox.base import Mailbox
+    from mainspring.mailbox.mailbox import Mailbox
 
 
 async def _dead(h: Harness, box: Mailbox[Any, Any], count: int) -> list[str]:

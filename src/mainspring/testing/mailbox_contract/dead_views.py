@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from mainspring.mailbox.dead_view import DeadLetterView, Replay
+from mainspring.mailbox.dead_letter_queue import DeadLetterView, Replay
 from mainspring.testing.mailbox_contract.harness import Harness, behaviour, check, equal, ids
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from mainspring.mailbox.base import Mailbox
+    from mainspring.mailbox.mailbox import Mailbox
 
 
 @asynccontextmanager

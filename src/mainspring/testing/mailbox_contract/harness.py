@@ -9,11 +9,11 @@ from unittest import SkipTest
 
 import anyio
 
-from mainspring import clock, entropy
+from mainspring.core import clock, random
+from mainspring.core.process import async_library
 from mainspring.errors import ConfigError
-from mainspring.mailbox.base import Capabilities, Mailbox
+from mainspring.mailbox.mailbox import Capabilities, Mailbox
 from mainspring.mailbox.message import Counts, Envelope, Message
-from mainspring.process import async_library
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -80,7 +80,7 @@ class Harness:
     def __init__(self, backend: Backend, stretch: float = 1.0) -> None:
         self.backend = backend
         self._stretch = stretch
-        self._prefix = f"contract-{int(clock.monotonic() * 1e6):x}-{entropy.token(16)}"
+        self._prefix = f"contract-{int(clock.monotonic() * 1e6):x}-{random.token(16)}"
         sample = self.unopened("sample")
         self.capabilities: Capabilities = sample.capabilities
         self.serializes = sample.serializes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import anyio
 
-from mainspring import clock
+from mainspring.core import clock
 from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.testing.mailbox_contract.harness import Harness, behaviour, check, equal, raises
 

@@ -16,7 +16,7 @@ from mainspring.testing.mailbox_contract.harness import Harness, behaviour, chec
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from mainspring.mailbox.base import Mailbox
+    from mainspring.mailbox.mailbox import Mailbox
 
 
 @behaviour()

@@ -6,7 +6,7 @@ import math
 from datetime import timedelta
 from typing import Any
 
-from mainspring import clock
+from mainspring.core import clock
 from mainspring.errors import InvalidParameterError
 from mainspring.testing.mailbox_contract.harness import Harness, behaviour, check, equal, raises
 

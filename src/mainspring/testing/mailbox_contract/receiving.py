@@ -12,7 +12,7 @@ import anyio.lowlevel
 from mainspring.testing.mailbox_contract.harness import Harness, behaviour, check, equal, ids, texts
 
 if TYPE_CHECKING:
-    from mainspring.mailbox.base import Mailbox
+    from mainspring.mailbox.mailbox import Mailbox
 
 
 @behaviour()

@@ -8,8 +8,8 @@ from unittest import SkipTest
 
 import anyio
 
+from mainspring.core.process import async_library
 from mainspring.errors import ConfigError
-from mainspring.process import async_library
 from mainspring.testing.mailbox_contract.harness import Backend, Behaviour, ContractError, Harness, raises
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from mainspring.errors import (
     RequestTimeoutError,
     SerializationError,
 )
-from mainspring.loops.main import MainLoop
 from mainspring.mailbox.message import Counts
 from mainspring.testing.mailbox_contract.harness import Harness, TooLateError, behaviour, check, equal, raises
+from mainspring.worker.main_loop import MainLoop
 
 if TYPE_CHECKING:
-    from mainspring.mailbox.base import Mailbox
+    from mainspring.mailbox.mailbox import Mailbox
 
 
 async def _answer(h: Harness, box: Mailbox[Any, Any], count: int = 1) -> None:

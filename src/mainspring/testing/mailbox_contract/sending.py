@@ -8,7 +8,7 @@ from typing import Any
 
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12, and brings it along
 
-from mainspring import clock
+from mainspring.core import clock
 from mainspring.errors import InvalidParameterError, SerializationError
 from mainspring.testing.mailbox_contract.harness import Harness, behaviour, check, equal, ids, raises, texts
 

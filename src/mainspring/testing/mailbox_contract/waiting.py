@@ -13,7 +13,7 @@ from mainspring.testing.mailbox_contract.harness import Harness, behaviour, chec
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from mainspring.mailbox.base import Mailbox
+    from mainspring.mailbox.mailbox import Mailbox
 
 
 async def _woken(

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import trio
 
-from mainspring import clock, process
+from mainspring.core import clock, process
+from mainspring.core.tracebacks import describe, stack_of, where_thread
 from mainspring.errors import MainspringError
-from mainspring.stacks import describe, stack_of, where_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

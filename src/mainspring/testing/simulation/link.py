@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import trio
 
 from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError
-from mainspring.mailbox.base import Capabilities, Mailbox
 from mainspring.mailbox.limits import CLOSE_TIMEOUT
+from mainspring.mailbox.mailbox import Capabilities, Mailbox
 from mainspring.mailbox.message import ACK
 from mainspring.testing.simulation.store import Ask
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from mainspring.mailbox.message import Counts, Dead, Delivery, Envelope, Settlement
-    from mainspring.scope import DaemonScope
+    from mainspring.runtime.scope import DaemonScope
     from mainspring.testing.simulation.journal import Journal
     from mainspring.testing.simulation.store import Session, Store
 

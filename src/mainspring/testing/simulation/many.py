@@ -12,8 +12,8 @@ from mainspring.testing.simulation.timeline import around, as_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from mainspring.group import LoopGroup
-    from mainspring.mailbox.base import Mailbox
+    from mainspring.group.group import LoopGroup
+    from mainspring.mailbox.mailbox import Mailbox
 
 HOURLY = 20.0
 """Events an hour in a short run: what befalls a fleet in a day, in one virtual hour."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mainspring.errors import ConfigError, SerializationError
-from mainspring.loops.main import MainLoop
+from mainspring.worker.main_loop import MainLoop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mainspring.group import LoopGroup
-    from mainspring.mailbox.base import Mailbox
+    from mainspring.group.group import LoopGroup
+    from mainspring.mailbox.mailbox import Mailbox
 
 SPARE = 600.0
 """Virtual seconds on top of all that a group's own settings explain, before standing still counts as being stuck."""
@@ -28,7 +28,7 @@ class Probe:
     def __init__(
         self, group: LoopGroup, mailbox: Mailbox[Any, Any], body: Callable[[int], Any] | None, *, sends: bool
     ) -> None:
-        from mainspring.group import LoopGroup
+        from mainspring.group.group import LoopGroup
 
         if not isinstance(group, LoopGroup):
             raise ConfigError(f"simulation: the build function must return a LoopGroup, not {group!r}")

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from mainspring import clock, entropy, events
-from mainspring.loops.main import MainLoop
+from mainspring import events
+from mainspring.core import clock, random
 from mainspring.testing.simulation.link import Link, LinkedMailbox
+from mainspring.worker.main_loop import MainLoop
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from mainspring.group import LoopGroup
+    from mainspring.group.group import LoopGroup
     from mainspring.mailbox.message import Message
     from mainspring.testing.simulation.world import World
 
@@ -70,7 +71,7 @@ class Process:
         """Build the group and run it to its end, as the program of a process would."""
         inside.set(self)
         self.task = trio.lowlevel.current_task()
-        entropy.seed(self._randomness)
+        random.seed(self._randomness)
         world = self.world
         with clock.own_wall_clock() as self.wall, self.scope:
             try:

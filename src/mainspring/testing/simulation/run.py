@@ -8,18 +8,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from mainspring import clock
+from mainspring.core import clock
 from mainspring.errors import ConfigError
-from mainspring.scope import lone_error
+from mainspring.runtime.scope import lone_error
 from mainspring.testing.simulation.faults import Faults, PlannedFault, plan
-from mainspring.testing.virtual import VirtualClock, run_virtual
-from mainspring.values import is_whole
+from mainspring.testing.virtual_time import VirtualClock, run_virtual
+from mainspring.validation import is_whole
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from mainspring.group import LoopGroup
-    from mainspring.mailbox.base import Mailbox
+    from mainspring.group.group import LoopGroup
+    from mainspring.mailbox.mailbox import Mailbox
     from mainspring.testing.simulation.journal import Entry
     from mainspring.testing.simulation.world import World
 

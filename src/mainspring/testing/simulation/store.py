@@ -14,8 +14,8 @@ from mainspring.mailbox.message import ACK, Delivery
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from mainspring.mailbox.base import Mailbox
     from mainspring.mailbox.codec import Codec
+    from mainspring.mailbox.mailbox import Mailbox
     from mainspring.mailbox.message import Envelope, Settlement
     from mainspring.testing.simulation.ledger import Ledger
 

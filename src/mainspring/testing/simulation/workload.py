@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from mainspring.errors import MailboxConnectionError, MailboxFullError, SerializationError
-from mainspring.mailbox.memory import InMemoryMailbox
+from mainspring.mailbox.memory.mailbox import InMemoryMailbox
 from mainspring.mailbox.message import Envelope
 
 if TYPE_CHECKING:

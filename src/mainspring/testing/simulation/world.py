@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from mainspring.mailbox.memory import InMemoryMailbox
-from mainspring.stacks import where
+from mainspring.core.tracebacks import where
+from mainspring.mailbox.memory.mailbox import InMemoryMailbox
 from mainspring.testing.simulation.journal import Journal
 from mainspring.testing.simulation.ledger import Ledger
 from mainspring.testing.simulation.link import Link, LinkedMailbox
@@ -20,8 +20,8 @@ from mainspring.testing.trio_internals import TaskHold, descendants
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mainspring.group import LoopGroup
-    from mainspring.mailbox.base import Mailbox
+    from mainspring.group.group import LoopGroup
+    from mainspring.mailbox.mailbox import Mailbox
     from mainspring.testing.simulation.faults import Faults, PlannedFault
     from mainspring.testing.simulation.probe import Probe
     from mainspring.testing.simulation.run import Simulation

@@ -1,0 +1,104 @@
+"""What goes wrong at the command line, as one line that says what to do."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import sysconfig
+from pathlib import Path
+from traceback import extract_tb
+
+from mainspring.errors import message_of
+from mainspring.redaction import without_secrets
+
+WRONG_USE = 2
+FAILED = 1
+
+
+class Problem(Exception):  # noqa: N818 - the user's to mend, not the program's error
+    """Ends the command with ``status`` and this one line on standard error."""
+
+    def __init__(self, text: str, status: int = WRONG_USE) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def say(text: str) -> None:
+    """Write one remark of ours to standard error, in one call, so that several processes' lines do not mix.
+
+    Whatever it repeats of what the user wrote, it shows no password (of a URL). Where no reader is left, that is its right, and
+    changes nothing about how the command ends.
+    """
+    try:
+        sys.stderr.write(f"mainspring: {without_secrets(text)}\n")
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - else the end of the program tries once more
+
+
+def flush_output() -> bool:
+    """Write what is still to be written to standard output; False where its reader has gone, or it takes no more."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except (OSError, ValueError):
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as above
+        return False
+    return True
+
+
+class Remarks(logging.Handler):
+    """What the package warns of while a verb works is a remark of ours too; whatever else, ``before`` goes on to print.
+
+    For ``logging.lastResort``, which prints what nobody has set up logging for, and so without a word of who says it.
+    """
+
+    def __init__(self, before: logging.Handler | None) -> None:
+        super().__init__(logging.WARNING)
+        self._before = before
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        if record.name.partition(".")[0] == "mainspring" and not record.exc_info:
+            say(record.getMessage())
+        elif self._before is not None:
+            self._before.handle(record)
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as one line: its type, and the first line of what it says."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg}"
+    name = type(error).__name__
+    lines = message_of(error).strip().splitlines()
+    return name if not lines or lines[0] == type(error).__qualname__ else f"{name}: {lines[0]}"
+
+
+def user_line(error: BaseException) -> str:
+    """``"app.py:12"``: the innermost line of the user's own code that an exception passed through; else ``""``."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{_shown(error.filename)}:{error.lineno}"
+    foreign = _foreign_directories()
+    for frame in reversed(extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(("<", *foreign)):
+            return f"{_shown(frame.filename)}:{frame.lineno}"
+    return ""
+
+
+def explain(error: BaseException) -> str:
+    """An exception out of the user's code as one line, with the line of theirs that it came through."""
+    at = user_line(error)
+    return f"{at}: {one_line(error)}" if at else one_line(error)
+
+
+def _foreign_directories() -> tuple[str, ...]:
+    """Where other people's code lives: this package, the standard library, installed packages."""
+    installed = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    own = str(Path(__file__).parents[1])
+    return (f"{own}/", *(f"{path}/" for path in installed))
+
+
+def _shown(filename: str) -> str:
+    path = Path(filename)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename

@@ -1,0 +1,155 @@
+"""Every transition table of the package, and the one machine that runs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from mainspring.errors import InvalidTransitionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+class MailboxState(StrEnum):
+    """Life of one mailbox object; a closed one may be opened again."""
+
+    UNOPENED = "unopened"
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+class ServiceState(StrEnum):
+    """Life of a supervised loop or subprocess."""
+
+    INITIALIZING = "initializing"
+    STARTING = "starting"
+    RUNNING = "running"
+    DEGRADED = "degraded"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    RESTARTING = "restarting"
+
+
+class GroupState(StrEnum):
+    """Life of a LoopGroup's run: the phases of its shutdown are states of their own."""
+
+    IDLE = "idle"
+    STARTING = "starting"
+    RUNNING = "running"
+    DRAIN_DELAY = "drain delay"
+    STOP_INTAKE = "stop intake"
+    FINISH = "finish"
+    CANCEL = "cancel"
+    STOP_DAEMONS = "stop daemons"
+    STOPPED = "stopped"
+
+
+class LoopThreadState(StrEnum):
+    """Life of a LoopThread. It accepts callbacks while it is running, and lives once."""
+
+    IDLE = "idle"
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+
+
+S = TypeVar("S", bound=StrEnum)
+Table = dict[S, frozenset[S]]
+
+_M, _S, _G, _L = MailboxState, ServiceState, GroupState, LoopThreadState
+
+MAILBOX: Table[MailboxState] = {
+    _M.UNOPENED: frozenset({_M.OPEN, _M.CLOSED}),
+    _M.OPEN: frozenset({_M.CLOSED}),
+    _M.CLOSED: frozenset({_M.OPEN}),
+}
+
+SERVICE: Table[ServiceState] = {
+    _S.INITIALIZING: frozenset({_S.STARTING, _S.RESTARTING, _S.STOPPING}),
+    _S.STARTING: frozenset({_S.RUNNING, _S.RESTARTING, _S.STOPPING}),
+    _S.RUNNING: frozenset({_S.DEGRADED, _S.STOPPING, _S.RESTARTING}),
+    _S.DEGRADED: frozenset({_S.RUNNING, _S.STOPPING, _S.RESTARTING}),
+    _S.RESTARTING: frozenset({_S.STARTING, _S.STOPPING}),
+    _S.STOPPING: frozenset({_S.STOPPED}),
+    _S.STOPPED: frozenset(),
+}
+
+BEFORE_SHUTDOWN = (_G.IDLE, _G.STARTING, _G.RUNNING)
+_SHUTDOWN_ORDER = (_G.DRAIN_DELAY, _G.STOP_INTAKE, _G.FINISH, _G.CANCEL, _G.STOP_DAEMONS, _G.STOPPED)
+
+# A shutdown only ever moves forward, but may skip phases: no drain delay, nothing to cancel, a second signal.
+GROUP: Table[GroupState] = {
+    _G.IDLE: frozenset({_G.STARTING}),
+    _G.STARTING: frozenset({_G.RUNNING, *_SHUTDOWN_ORDER}),
+    _G.RUNNING: frozenset(_SHUTDOWN_ORDER),
+    **{phase: frozenset(_SHUTDOWN_ORDER[index + 1 :]) for index, phase in enumerate(_SHUTDOWN_ORDER)},
+}
+
+
+# Stopped before it was started, it stays so: a stop and a start that meet then come to the same end in either order.
+LOOP_THREAD: Table[LoopThreadState] = {
+    _L.IDLE: frozenset({_L.STARTING, _L.STOPPED}),
+    _L.STARTING: frozenset({_L.RUNNING, _L.STOPPING, _L.STOPPED}),
+    _L.RUNNING: frozenset({_L.STOPPING}),
+    _L.STOPPING: frozenset({_L.STOPPED}),
+    _L.STOPPED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Transition(Generic[S]):
+    """One move of a state machine: ``seconds`` is how long the earlier state had lasted."""
+
+    old: S
+    new: S
+    at: float
+    seconds: float
+
+
+class StateMachine(Generic[S]):
+    """Runs one table. It reads no clock: the caller says when (``anyio.current_time()``)."""
+
+    def __init__(
+        self,
+        table: Mapping[S, frozenset[S]],
+        initial: S,
+        *,
+        name: str = "",
+        now: float = 0.0,
+        on_transition: Callable[[Transition[S]], object] | None = None,
+    ) -> None:
+        self._table = table
+        self._name = name
+        self._state = initial
+        self._since = now
+        self._on_transition = on_transition
+
+    @property
+    def state(self) -> S:
+        """The present state."""
+        return self._state
+
+    @property
+    def since(self) -> float:
+        """When the present state began."""
+        return self._since
+
+    def can(self, new: S) -> bool:
+        """Whether the table allows a move to ``new`` from here."""
+        return new in self._table[self._state]
+
+    def to(self, new: S, now: float) -> Transition[S]:
+        """Move to ``new``; raises :class:`InvalidTransitionError` (and stays) where the table does not allow it."""
+        if new not in self._table[self._state]:
+            allowed = ", ".join(sorted(self._table[self._state])) or "nothing"
+            raise InvalidTransitionError(
+                f"{self._name or type(new).__name__}: {self._state} -> {new} is not allowed (allowed: {allowed})"
+            )
+        transition = Transition(self._state, new, now, now - self._since)
+        self._state, self._since = new, now
+        if self._on_transition is not None:
+            self._on_transition(transition)
+        return transition

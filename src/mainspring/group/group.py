@@ -1,0 +1,421 @@
+"""``LoopGroup``: loops that start together, are watched together, and stop in order."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Self
+
+import anyio
+
+from mainspring.core import process
+from mainspring.core.state_machine import GroupState
+from mainspring.errors import ConfigError, LoopNotRunningError
+from mainspring.events import Dispatcher
+from mainspring.group.actors import actors_of
+from mainspring.group.calibration import all_rules
+from mainspring.group.lifetime import Lifetime
+from mainspring.group.settings import GroupSettings, OnCrash
+from mainspring.group.status import picture, picture_at_rest
+from mainspring.runtime.scope import DaemonScope
+from mainspring.telemetry import logs
+from mainspring.threads.ticket import Ticket
+from mainspring.validation import is_number
+from mainspring.worker.actor import check_health
+from mainspring.worker.main_loop import MainLoop
+from mainspring.worker.worker import is_inside
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+    from types import TracebackType
+
+    from mainspring.group.calibration import Timeouts
+    from mainspring.mailbox.mailbox import Mailbox
+    from mainspring.policies import RestartPolicy
+    from mainspring.runtime.report import ShutdownReport
+    from mainspring.telemetry.status import GroupStatus
+    from mainspring.threads.loop_thread import LoopThread
+    from mainspring.threads.ticket import TicketWriter
+    from mainspring.worker.actor import LoopActor
+    from mainspring.worker.control import HealthStatus
+    from mainspring.worker.runnable import AnyRunnable, Steerable
+
+
+class LoopGroup:
+    """Runs loops as tasks of one scope, and takes them down in phases that each have an end.
+
+    ``anyio.run(group.run)`` is the entry point of a program; ``async with group`` and ``lifespan=group.lifespan`` embed it in
+    another one, which then owns the signals.
+
+    A shutdown goes: *drain delay* (readiness answers 503, work goes on), *stop intake* (waits for work end at once), *finish*
+    (the work in hand, at most ``shutdown_timeout``), *cancel* (handlers get ``cancel_grace`` to clean up; their messages go
+    back uncharged), then the daemons in the reverse order of their start, the health server last.
+
+    :param loops: MainLoops, or any ``Runnable``.
+    :param name: for logs, status and reports.
+    :param shutdown_timeout: seconds that the work in hand may take to finish at a shutdown: one for all loops together.
+    :param cancel_grace: seconds that cancelled handlers get to clean up.
+    :param drain_delay: seconds for which a shutdown lets load balancers notice before intake stops.
+    :param max_concurrency: how many messages may be in hand at once across the loops.
+    :param health_host: where the health server listens.
+    :param health_port: its port (0: any free one); None: no health server.
+    :param checks: functions by name; readiness asks them. One fails by raising, by returning False, or by being late.
+    :param check_timeout: seconds that a check may take. Give probes longer, so that they hear which check is late: Kubernetes
+        gives them 1 s (``timeoutSeconds``), from which the default leaves some.
+    :param restart: how crashed loops are restarted; None: a crash ends the group.
+    :param watchdog_threshold: seconds without a beat after which a message counts as stalled, and a receive whose answer is
+        overdue; None: no watchdog.
+    :param watchdog_interval: seconds between the watchdog's looks.
+    :param block_threshold: seconds for which the event loop may not turn before the process is killed; None: no limit.
+    :param guardian: whether a tiny process watches over a blocked interpreter; None: in a ``run()`` that owns the signals.
+    :param on_crash: what an embedded group does when a loop crashes for good. ``"terminate"`` sends its own process SIGTERM,
+        so that the server around it ends too, and ends the block with the error (which alone must do where nobody handles
+        SIGTERM). ``"report"`` turns not-ready, and raises the error when the block is left.
+    :raises ConfigError: a value is impossible.
+    """
+
+    def __init__(
+        self,
+        loops: Iterable[AnyRunnable],
+        *,
+        name: str | None = None,
+        shutdown_timeout: float = 30,
+        cancel_grace: float = 5,
+        drain_delay: float = 0,
+        max_concurrency: int | None = None,
+        health_host: str = "127.0.0.1",
+        health_port: int | None = None,
+        checks: Mapping[str, Callable[[], object]] | None = None,
+        check_timeout: float = 0.8,
+        restart: RestartPolicy | None = None,
+        watchdog_threshold: float | None = 720,
+        watchdog_interval: float = 60,
+        block_threshold: float | None = 30,
+        guardian: bool | None = None,
+        on_crash: OnCrash = "terminate",
+    ) -> None:
+        if name is not None and not (isinstance(name, str) and name):
+            raise ConfigError(f"LoopGroup: name must be text, or None, not {name!r}")
+        self.name = name or "mainspring"
+        self.settings = GroupSettings(
+            shutdown_timeout=shutdown_timeout,
+            cancel_grace=cancel_grace,
+            drain_delay=drain_delay,
+            max_concurrency=max_concurrency,
+            health_host=health_host,
+            health_port=health_port,
+            checks={} if checks is None else checks,
+            check_timeout=check_timeout,
+            restart=restart,
+            watchdog_threshold=watchdog_threshold,
+            watchdog_interval=watchdog_interval,
+            block_threshold=block_threshold,
+            guardian=guardian,
+            on_crash=on_crash,
+        )
+        self.actors: Sequence[LoopActor] = actors_of(loops)
+        """Its loops as actors, which serve control messages while the group runs."""
+        self.loops: Sequence[Steerable] = [actor.loop for actor in self.actors]
+        self.dispatcher = Dispatcher()
+        self._lifetime: Lifetime | None = None
+        self._thread = 0
+        self._report: ShutdownReport | None = None
+        self._crash: Exception | None = None
+        self._asked: tuple[str, float | None] | None = None
+        self._own: DaemonScope | None = None
+        self._health_url: str | None = None
+
+    def __repr__(self) -> str:
+        state = self._lifetime.machine.state if self._lifetime is not None else GroupState.IDLE
+        return f"<LoopGroup {self.name!r} {state} of {[loop.name for loop in self.loops]}>"
+
+    # ----------------------------------------------------------------------------------------------------------- run
+
+    async def run(
+        self,
+        *,
+        install_signals: bool = True,
+        visibility_timeout: float | None = None,
+        wait_time_seconds: float | None = None,
+        until_empty: bool = False,
+    ) -> ShutdownReport:
+        """Run until a signal, :meth:`shutdown`, or the end of all loops; how the shutdown went.
+
+        With ``install_signals`` it receives SIGTERM and SIGINT and owns its process: a second signal skips to cancelling, a
+        third leaves at once, and past ``shutdown_timeout + cancel_grace + 1`` seconds it prints the report and all stacks and
+        leaves with status 70. ``until_empty`` ends it once nothing is delayed, pending or in flight in any of its mailboxes.
+        The other keywords are handed to the loops.
+
+        A loop that crashes for good stops the others gracefully, and its error is raised. Cancelled from outside, handlers
+        are cancelled and their messages given back.
+
+        :raises ConfigError: it or one of its loops is running already, or, with ``install_signals``, this is not the main
+            thread.
+        """
+        if install_signals and not process.in_main_thread():
+            raise ConfigError(
+                "LoopGroup.run() receives signals, which only the main thread can: run it there, or pass install_signals=False"
+            )
+        return await self._run(
+            owner=install_signals,
+            keywords={"visibility_timeout": visibility_timeout, "wait_time_seconds": wait_time_seconds},
+            until_empty=until_empty,
+            ready=lambda: None,
+        )
+
+    def start_in(self, thread: LoopThread) -> Ticket[ShutdownReport]:
+        """Run in a LoopThread, without signals, and return once all has started, or the start has failed: the ticket gets the
+        report or the error. The thread's ``stop()`` shuts the group down. Called in an event loop it does not wait.
+        """
+        begun: Ticket[None] = Ticket(f"start of group {self.name}")
+        report = thread.submit(
+            self._run_in, begun.writer(), stop=self.request_shutdown, stop_timeout=self.settings.stop_within
+        )
+        while not (begun.is_ready or report.is_ready or process.in_event_loop()):
+            with suppress(Exception):  # the report has it; or it is time to see whether the event loop broke
+                begun.wait_sync(1)
+        return report
+
+    async def _run_in(self, begun: TicketWriter[None]) -> ShutdownReport:
+        with begun:
+            return await self._run(owner=False, keywords={}, until_empty=False, ready=lambda: begun.offer(None))
+
+    async def _run(
+        self, *, owner: bool, keywords: dict[str, Any], until_empty: bool, ready: Callable[[], object]
+    ) -> ShutdownReport:
+        if self._lifetime is not None:
+            raise ConfigError(f"group {self.name!r} is already running")
+        for loop in self.loops:  # now, as what follows would change it under the other run
+            if isinstance(loop, MainLoop) and loop.running:
+                raise ConfigError(f"group {self.name!r}: loop {loop.name!r} is already running; make a second loop")
+        ends = [loop.dispatcher.pass_on_to(self.dispatcher) for loop in self.loops if isinstance(loop, MainLoop)]
+        ends.append(logs.subscribe(self.dispatcher))
+        lifetime = Lifetime(
+            self.name,
+            self.actors,
+            self.settings,
+            self.dispatcher,
+            owner=owner,
+            keywords={key: value for key, value in keywords.items() if value is not None},
+            until_empty=until_empty,
+            warnings=[str(rule) for rule in all_rules(self.timeouts()) if not rule.ok],
+            serve=self._serve if self.settings.health_port is not None else None,
+        )
+        self._lifetime, self._thread = lifetime, get_ident()
+        # Asked once it can be told: a request from another thread is either seen here, or comes to the lifetime.
+        if self._asked is not None:
+            lifetime.request(*self._asked)
+        try:
+            await lifetime.run(ready)
+        finally:
+            self._report = lifetime.report
+            self._lifetime = self._asked = self._health_url = None
+            self._crash = lifetime.crash
+            for end in ends:
+                end()
+        assert self._report is not None
+        if lifetime.crash is not None:
+            raise lifetime.crash
+        return self._report
+
+    async def __aenter__(self) -> Self:
+        """Start everything, without signals. Leaving the block shuts down; a crash of a loop is raised there.
+
+        Where the block is cancelled from outside, handlers are cancelled and their messages given back, as by :meth:`run`.
+        After a shutdown that was asked for before, nothing starts: the block runs with a group that has ended.
+        """
+        if self._own is not None or self._lifetime is not None:
+            raise ConfigError(f"group {self.name!r} is already running")
+        self._crash = None
+        self._own = DaemonScope(f"group {self.name}")
+        await self._own.__aenter__()
+        try:
+            await self._own.start(
+                self._run_embedded, name=self.name, stop=lambda: self.request_shutdown("end of the block")
+            )
+        except BaseException as error:
+            own, self._own = self._own, None
+            await own.__aexit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    async def _run_embedded(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        begun = False
+
+        def ready() -> None:
+            nonlocal begun
+            begun = True
+            task_status.started()
+
+        try:
+            await self._run(owner=False, keywords={}, until_empty=False, ready=ready)
+        except Exception as error:
+            if error is not self._crash or self.settings.on_crash != "report":
+                raise
+        if not begun:
+            task_status.started()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        own = self._own
+        assert own is not None
+        if self._lifetime is not None:
+            lifetime = self._lifetime
+            lifetime.request("end of the block")
+            # The loops get their phases, which have an end, so this shield has one; a cancelled block cancels them as well.
+            with anyio.CancelScope(shield=True):
+                await lifetime.ended.wait()
+        self._own = None
+        handled = await own.__aexit__(kind, error, trace)
+        if error is None and self._crash is not None:
+            raise self._crash
+        return handled
+
+    @asynccontextmanager
+    async def lifespan(self, app: object = None) -> AsyncIterator[None]:
+        """Runs the group for as long as a Starlette or FastAPI app does: ``Starlette(lifespan=group.lifespan)``."""
+        async with self:
+            yield
+
+    # ------------------------------------------------------------------------------------------------------ stopping
+
+    async def shutdown(self, *, timeout: float | None = None) -> bool:
+        """Shut down and wait for the end; False when something had to be cancelled.
+
+        ``timeout`` replaces the group's ``shutdown_timeout``. Before a run it is remembered, and the next run uses it up;
+        from inside one of the group's handlers it only asks. In both cases it returns True at once.
+        """
+        if timeout is not None and not is_number(timeout, 0, float("inf")):
+            raise ConfigError(f"shutdown: timeout must be 0 or more seconds, not {timeout!r}")
+        return await self._stop("shutdown()", timeout)
+
+    async def drain(self) -> bool:
+        """Take no new work, let the work in hand finish however long it takes, and end; waits for that.
+
+        A signal or :meth:`shutdown` during a drain puts the usual limit on what is left.
+        """
+        return await self._stop("drain()", float("inf"))
+
+    async def _stop(self, reason: str, timeout: float | None) -> bool:
+        lifetime = self._request(reason, timeout)
+        if lifetime is None or any(map(is_inside, self.loops)):
+            return True
+        await lifetime.ended.wait()
+        return lifetime.report is not None and lifetime.report.clean
+
+    def request_shutdown(self, reason: str = "request_shutdown()") -> None:
+        """Ask for a shutdown and return at once; before a run it is remembered, as by :meth:`shutdown`. Callable from any
+        thread, signal handler or event loop, as are :meth:`request_drain` and :meth:`force_shutdown`."""
+        self._request(reason, None)
+
+    def request_drain(self, reason: str = "request_drain()") -> None:
+        """Ask for a drain and return at once; asking again changes nothing."""
+        self._request(reason, float("inf"))
+
+    def force_shutdown(self, signum: int = signal.SIGTERM) -> None:
+        """Skip to the cancelling, as a second signal ``signum`` does; a shutdown that nobody has asked for begins with it.
+
+        Handlers get ``cancel_grace``, and the report's exit status is 128 + ``signum``. Without a run it does nothing.
+
+        :raises ConfigError: ``signum`` is no signal.
+        """
+        if signum not in signal.valid_signals():
+            raise ConfigError(f"force_shutdown: signum must be a signal such as signal.SIGTERM, not {signum!r}")
+        lifetime = self._lifetime
+        if lifetime is not None:
+            lifetime.entry.call(partial(lifetime.force, signum))
+
+    def _request(self, reason: str, timeout: float | None) -> Lifetime | None:
+        """Mark it for a run that is about to begin, and hand it to the run that is under way; that run."""
+        self._asked = (reason, timeout)
+        lifetime = self._lifetime
+        if lifetime is not None:
+            lifetime.entry.call(partial(lifetime.request, reason, timeout))
+        return lifetime
+
+    # ------------------------------------------------------------------------------------------------------- pausing
+
+    async def pause(self, reason: str = "pause()", *, timeout: float | None = None) -> None:
+        """Take no new work until :meth:`resume`, and wait until that holds: what was claimed and not begun is given back.
+
+        Running handlers go on and keep their leases, restarted loops stay paused, and readiness says so. A shutdown ends the
+        pause. Where ``timeout`` seconds pass before every loop has answered, they pause all the same.
+
+        :raises LoopNotRunningError: the group does not run, is starting or is shutting down.
+        :raises ControlRefusedError: one of its loops cannot be paused; none is then.
+        :raises TicketTimeoutError: ``timeout`` has passed.
+        """
+        await self._running("pause").pause(reason, timeout)
+
+    async def resume(self, reason: str = "resume()", *, timeout: float | None = None) -> None:
+        """Take new work again; raises as :meth:`pause` does."""
+        await self._running("resume").resume(reason, timeout)
+
+    def _running(self, what: str) -> Lifetime:
+        if self._lifetime is None:
+            raise LoopNotRunningError(f"group {self.name!r} cannot {what}: it is not running")
+        return self._lifetime
+
+    # -------------------------------------------------------------------------------------------------------- status
+
+    @property
+    def running(self) -> bool:
+        """Whether a run is under way."""
+        return self._lifetime is not None
+
+    @property
+    def report(self) -> ShutdownReport | None:
+        """How the last run ended; None before one has."""
+        return self._report
+
+    @property
+    def health_url(self) -> str | None:
+        """Where the health server is reached while it runs; it tells the real port where 0 was asked for."""
+        return self._health_url
+
+    def mailboxes(self) -> list[Mailbox[Any, Any]]:
+        """The mailboxes of the running loops."""
+        return self._lifetime.mailboxes() if self._lifetime is not None else []
+
+    async def refresh_checks(self) -> None:
+        """Ask the readiness checks again, where their answers are older than a second.
+
+        :raises ConfigError: the group runs in another thread.
+        """
+        if self._lifetime is not None:
+            self._check_thread()
+            await self._lifetime.checks.refresh()
+
+    def status(self) -> GroupStatus:
+        """The present picture of the group and its loops.
+
+        :raises ConfigError: the group runs in another thread.
+        """
+        if self._lifetime is None:
+            return picture_at_rest(self.name, self._crash)
+        self._check_thread()
+        return picture(self._lifetime)
+
+    def _check_thread(self) -> None:
+        if self._thread != get_ident():
+            raise ConfigError(
+                f"group {self.name!r} runs in another thread: ask there, by an async function for its LoopThread's submit()"
+            )
+
+    async def check_health(self, timeout: float = 5.0) -> list[HealthStatus]:
+        """How its loops are, each by its own answer; see :func:`~mainspring.worker.actor.check_health`."""
+        return await check_health(self.actors, timeout)
+
+    def timeouts(self) -> list[Timeouts]:
+        """The timeouts that its loops run under, for the calibration rules."""
+        return [self.settings.timeouts_of(loop) for loop in self.loops if isinstance(loop, MainLoop)]
+
+    async def _serve(self, scope: DaemonScope) -> None:
+        """Start the health server in ``scope``."""
+        from mainspring.http.serve_group import start
+
+        assert self.settings.health_port is not None
+        self._health_url = await start(self, scope, self.settings.health_host, self.settings.health_port)

@@ -1,0 +1,203 @@
+"""``Member``: one loop of a group's run: its state, its restarts, and how it ended."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from mainspring.core import random
+from mainspring.core.state_machine import SERVICE, ServiceState, StateMachine, Transition
+from mainspring.errors import TaskExitError
+from mainspring.events import Dispatcher, LoopCrashed, LoopStateChanged, ReceiveFailed, ReceiveRecovered
+from mainspring.runtime.report import Ending, PartReport
+from mainspring.runtime.scope import lone_error
+from mainspring.worker.adapter import ForeignLoop
+from mainspring.worker.control import DrainRequest, ShutdownRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mainspring.policies import RestartPolicy
+    from mainspring.worker.actor import LoopActor
+
+
+class Member:
+    """Runs a loop, restarts it after a crash as the policy says, and keeps its state machine. It steers it by messages to its
+    actor, which serves them from the first run to the end of the last."""
+
+    def __init__(
+        self,
+        actor: LoopActor,
+        *,
+        dispatcher: Dispatcher,
+        restart: RestartPolicy | None,
+        changed: Callable[[], None],
+    ) -> None:
+        self.actor = actor
+        self.loop = actor.loop
+        self.name = actor.name
+        self.begun = anyio.Event()
+        self.ended = anyio.Event()
+        self.error: Exception | None = None
+        self.restarts = 0
+        self.stop_began: float | None = None
+        self.ended_at: float | None = None
+        self._up_since: float | None = None
+        self._cancelled = False
+        self._dispatcher = dispatcher
+        self._restart = restart
+        self._changed = changed
+        self._machine: StateMachine[ServiceState] = StateMachine(
+            SERVICE,
+            ServiceState.INITIALIZING,
+            name=f"loop {self.name!r}",
+            now=anyio.current_time(),
+            on_transition=self._emit,
+        )
+        self._unsubscribe = (
+            dispatcher.subscribe(ReceiveFailed, partial(self._on_trouble, ServiceState.DEGRADED)),
+            dispatcher.subscribe(ReceiveRecovered, partial(self._on_trouble, ServiceState.RUNNING)),
+        )
+
+    @property
+    def state(self) -> ServiceState:
+        """Where it is."""
+        return self._machine.state
+
+    @property
+    def state_since(self) -> float:
+        """Since when it is there."""
+        return self._machine.since
+
+    def uptime(self, now: float) -> float:
+        """How long its present run has lasted."""
+        return 0.0 if self._up_since is None else now - self._up_since
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it was told to stop: with the group, or alone."""
+        return self.stop_began is not None or self.actor._stop_began is not None  # noqa: SLF001 - this package's own
+
+    async def run(self, keywords: dict[str, Any]) -> None:
+        """Run the loop until it ends for good. Its last error is kept, not raised: the group decides what it means."""
+        self.actor.on_stop = self._enter_stopping
+        self.loop.on_stop = self._pass_on_stop
+        try:
+            async with self.actor.serving():
+                await self._run_until_told(keywords)
+        finally:
+            self.actor.on_stop = self.loop.on_stop = None
+            for unsubscribe in self._unsubscribe:
+                unsubscribe()
+            self._enter_stopping()
+            self._to(ServiceState.STOPPED)
+            self.ended_at = anyio.current_time()
+            self.begun.set()
+            self.ended.set()
+            self._changed()
+
+    async def _run_until_told(self, keywords: dict[str, Any]) -> None:
+        if not self.stopping:
+            self._to(ServiceState.STARTING)
+        while not self.stopping:
+            self._to(ServiceState.RUNNING)
+            self.begun.set()
+            began = anyio.current_time()
+            error = await self._run_once(keywords)
+            if error is None or not await self._restart_after(error, anyio.current_time() - began):
+                break
+
+    async def _run_once(self, keywords: dict[str, Any]) -> Exception | None:
+        try:
+            await self.actor._run_loop(**keywords)  # noqa: SLF001 - this package's own
+        except (Exception, BaseExceptionGroup, SystemExit, KeyboardInterrupt) as raised:
+            error = lone_error(raised)
+            if isinstance(error, Exception):
+                return error
+            if not isinstance(error, SystemExit | KeyboardInterrupt):
+                raise  # a cancellation among others: the task group's to sort out
+            exit_error = TaskExitError(f"loop {self.name!r} raised {error!r}; to end the program, call shutdown()")
+            exit_error.__cause__ = error
+            return exit_error
+        return None
+
+    async def _restart_after(self, error: Exception, ran_for: float) -> bool:
+        """Wait until it is time to restart; whether to do so. Not restarted because of a shutdown, it is no crash any more."""
+        delay: float | None = None
+        if self._restart is not None and not self.stopping:
+            self.restarts, delay = self._restart.next_restart(self.restarts, ran_for, random.rng())
+        self._dispatcher.dispatch(LoopCrashed(self.name, error, delay))
+        if delay is None:
+            self.error = error
+            return False
+        self._to(ServiceState.RESTARTING)
+        with anyio.move_on_after(delay):
+            await self.actor.stopped.wait()
+        if self.stopping:
+            return False
+        self._to(ServiceState.STARTING)
+        return True
+
+    # ------------------------------------------------------------------------------------------------------ stopping
+
+    def stop_intake(self, now: float, within: float) -> None:
+        """Tell it to take no new work, and that its work is cancelled ``within`` seconds from now; once."""
+        if self.stop_began is None:
+            self.stop_began = now
+            self._enter_stopping()  # also where no actor serves yet
+            self.actor.tell(DrainRequest(within=within))
+
+    def _pass_on_stop(self) -> None:
+        """The loop was told past its actor, by its own ``shutdown()``: that stops the member, as any other way does."""
+        if self.actor._stop_began is None:  # noqa: SLF001 - this package's own
+            self.actor.tell(DrainRequest())
+
+    def _enter_stopping(self) -> None:
+        if self._machine.can(ServiceState.STOPPING):
+            self._to(ServiceState.STOPPING)
+
+    def cancel_work(self) -> None:
+        """Tell it to cancel its work; once."""
+        if not self._cancelled:
+            self._cancelled = True
+            self.actor.tell(ShutdownRequest(timeout=0, cancel_grace=math.inf))
+
+    def abort(self) -> None:
+        """Tell it to cancel its run, settlements included, where cancelling the work was not enough."""
+        self.actor.tell(ShutdownRequest(timeout=0, cancel_grace=0))
+
+    def report(self, now: float) -> PartReport:
+        """How it ended, or how it stands."""
+        until = now if self.ended_at is None else self.ended_at
+        told = [at for at in (self.stop_began, self.actor._stop_began) if at is not None]  # noqa: SLF001 - this package's own
+        seconds = max(0.0, until - min(told)) if told else 0.0
+        cancelled_at = self.actor._cancelled_at  # noqa: SLF001 - this package's own
+        if not self.ended.is_set():
+            # The remembered lines first: this may be called on another thread, for which a task that spins has no line.
+            return PartReport(self.name, Ending.STUCK, seconds, cancelled_at or self.actor.where())
+        if isinstance(self.loop, ForeignLoop) and (left := self.loop.left_behind) is not None:
+            return PartReport(self.name, Ending.STUCK, seconds, (left,))
+        if self.error is not None:
+            return PartReport(self.name, Ending.CRASHED, seconds)
+        if cancelled_at is not None:
+            return PartReport(self.name, Ending.CANCELLED, seconds, cancelled_at)
+        return PartReport(self.name, Ending.FINISHED, seconds)
+
+    # -------------------------------------------------------------------------------------------------------- states
+
+    def _on_trouble(self, new: ServiceState, event: ReceiveFailed | ReceiveRecovered) -> None:
+        if event.loop == self.name and self._machine.state is not new and self._machine.can(new):
+            self._to(new)
+
+    def _to(self, new: ServiceState) -> None:
+        self._machine.to(new, anyio.current_time())
+
+    def _emit(self, transition: Transition[ServiceState]) -> None:
+        if transition.old is ServiceState.STARTING and transition.new is ServiceState.RUNNING:
+            self._up_since = transition.at
+        elif transition.new in (ServiceState.RESTARTING, ServiceState.STOPPED):
+            self._up_since = None
+        self._dispatcher.dispatch(LoopStateChanged(self.name, transition.old, transition.new, transition.seconds))

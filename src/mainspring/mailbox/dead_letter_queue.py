@@ -1,0 +1,312 @@
+"""The dead letters of a mailbox as a mailbox of its own, so that a loop can work on them with leases.
+
+A dead letter stays among the dead letters of its mailbox until the work on it is done. Who works on it is said by a *ticket*:
+a message with its id in a sibling mailbox, of which there is one at a time (its ``dedup_key`` sees to that). The lease of a
+ticket is the lease of its dead letter: so two consumers, in whatever processes, do not handle one dead letter at once, and a
+crash between two steps leaves a ticket for a dead letter that is gone, which is dropped when it is next received. Where the
+message has died again by then, its next ticket is made as the last one ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from pydantic_core import from_json, to_json
+
+from mainspring.errors import ConfigError, InvalidParameterError, MainspringError
+from mainspring.mailbox.limits import CLOSE_TIMEOUT
+from mainspring.mailbox.mailbox import Mailbox
+from mainspring.mailbox.message import Ack, Counts, Dead, DeadLetter, Delivery, Envelope, Return
+from mainspring.mailbox.ownership import open_in
+from mainspring.runtime.deadline import without_deadline
+from mainspring.runtime.interval import Periodic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mainspring.errors import MailboxConnectionError
+    from mainspring.mailbox.message import Settlement
+    from mainspring.runtime.scope import DaemonScope
+
+PAGE = 500
+_ACK = Ack()
+_RELEASE = Return(charge=False, front=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Replay(Ack):
+    """The settlement that sends a dead letter to its mailbox again."""
+
+
+class _Held(Delivery):
+    """A dead letter in somebody's hands: a delivery of its ticket, with the letter as the body."""
+
+    __slots__ = ("ticket",)
+    ticket: Delivery
+
+
+class DeadLetterView(Mailbox[DeadLetter, None]):
+    """The dead letters of ``source``: received and leased like messages, until they are acknowledged (then they are purged).
+
+    A nack makes one come again, ``dead_letter`` *parks* it: it stays among the dead letters of ``source`` and does not come
+    again, until it is replayed and dies once more, or ``replay_dead_letters`` of the view lets it come. New dead letters come
+    at once where they died through the same mailbox object, else within ``look_every`` seconds.
+
+    It takes no messages, and opens ``source`` where nobody has. :raises ConfigError: the store of ``source`` cannot do it.
+    """
+
+    def __init__(self, source: Mailbox[Any, Any], *, look_every: float) -> None:
+        able = source.capabilities
+        if not (able.siblings and able.dedup):
+            raise ConfigError(
+                f"mailbox {source.name!r}: {type(source).__name__} cannot lease dead letters (that takes Capabilities.siblings"
+                " and dedup); use dead_letters(), replay_dead_letters() and purge_dead_letters()"
+            )
+        super().__init__(f"{source.name} (dead letters)")
+        self.capabilities = replace(  # type: ignore[misc]
+            able, ordered=False, joined_acks=False, cancel=False, siblings=False, transactions=False
+        )
+        self.serializes = False
+        self.source = source
+        self._look_every = look_every
+        self._tickets: Mailbox[Any, Any] = source._sibling(source._dead_name())  # noqa: SLF001 - this port's own
+        self._after: tuple[str, float] | None = None
+
+    def bind(self, *, body: Any = None, reply: Any = None) -> None:
+        """The bodies are dead letters, whatever the handler says; there are no replies."""
+
+    @property
+    def is_bound(self) -> bool:
+        """They are."""
+        return True
+
+    # ---------------------------------------------------------------------------------------------------- life cycle
+
+    async def _open(self, scope: DaemonScope) -> None:
+        await open_in(scope, [self.source, self._tickets], f"the dead letters of {self.source.name!r}")
+        self._feeder = Periodic(self._feed, first=anyio.current_time())
+        self._stop_hearing = self.source._listen_for_deaths(self._on_death)  # noqa: SLF001 - this package's own
+        self._after = None
+        scope.start_soon(self._feeder.run, name=f"tickets of {self.name}")
+
+    async def _close(self) -> None:
+        self._stop_hearing()
+
+    def _wake_all(self) -> None:
+        self._tickets._wake_all()  # noqa: SLF001 - this port's own
+
+    def _listen_for_silence(self, listener: Callable[[MailboxConnectionError], object]) -> Callable[[], None]:
+        return self.source._listen_for_silence(listener)  # noqa: SLF001 - this port's own
+
+    def _on_death(self, message_id: str) -> None:
+        if self._after is not None and self._after[0] == message_id:
+            self._after = None  # dead once more, and so behind all others, maybe at the very same instant
+        self._feeder.wake_by(anyio.current_time())
+
+    async def _feed(self, overslept: float) -> float:
+        """Make a ticket for each dead letter that has none."""
+        try:
+            if self._after is None:
+                await self._forget_parked()
+            elif not await self._is_dead(*self._after):
+                self._after = None  # it is done, and maybe dead once more, behind all others
+            while await self._feed_page():
+                pass
+        except (MainspringError, OSError):  # it is tried again
+            self._after = None
+        return anyio.current_time() + self._look_every
+
+    async def _feed_page(self) -> bool:
+        """Do so for some; whether there may be more. The parked have a ticket that is dead itself."""
+        after = None if self._after is None else self._after[0]
+        page = await self.source._dead_letters(PAGE, after)  # noqa: SLF001 - this port's own
+        if not page:
+            return False
+        await self._put_tickets(page)
+        self._after = (page[-1][0].message_id, page[-1][2])
+        return len(page) == PAGE
+
+    async def _put_tickets(self, letters: list[tuple[Delivery, Dead, float]]) -> None:
+        """Make a ticket for each that has none and is not parked. One whose message has a ticket of an earlier death has to
+        wait for the end of that."""
+        ids = [delivery.message_id for delivery, _, _ in letters]
+        parked = {
+            delivery.message_id: _ticket_of(delivery)
+            for delivery, _, _ in await self._tickets._find_dead(_named(ids))  # noqa: SLF001 - this port's own
+        }
+        wanted, stale = [], []
+        for delivery, _, died_at in letters:
+            ticket = _ticket(delivery.message_id, died_at)
+            if ticket.message_id in parked:
+                if parked[ticket.message_id] == (delivery.message_id, died_at):
+                    continue
+                stale.append(ticket.message_id)  # it was replayed meanwhile, and has died again
+            wanted.append(ticket)
+        if stale:
+            await self._tickets._discard_dead(stale)  # noqa: SLF001 - this port's own
+        if wanted:
+            await self._tickets._put(wanted)  # noqa: SLF001 - this port's own
+
+    async def _forget_parked(self) -> None:
+        """Drop the tickets of parked dead letters that are gone."""
+        after = None
+        while page := await self._tickets._dead_letters(PAGE, after):  # noqa: SLF001 - this port's own
+            tickets = [delivery.message_id for delivery, _, _ in page]
+            ids = [ticket[0] for delivery, _, _ in page if (ticket := _ticket_of(delivery)) is not None]
+            found = await self.source._find_dead(ids)  # noqa: SLF001 - this port's own
+            living = set(_named([delivery.message_id for delivery, _, _ in found]))
+            gone = [ticket for ticket in tickets if ticket not in living]
+            if gone:
+                await self._tickets._discard_dead(gone)  # noqa: SLF001 - this port's own
+            kept = [ticket for ticket in tickets if ticket in living]
+            if len(page) < PAGE or not kept:
+                return
+            after = kept[-1]
+
+    # ----------------------------------------------------------------------------------------------------- the hooks
+
+    async def _put(self, envelopes: list[Envelope]) -> list[str]:
+        raise InvalidParameterError(
+            f"{self.name}: it takes no messages; what dies in mailbox {self.source.name!r} comes"
+        )
+
+    async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
+        deadline = anyio.current_time() + wait_time_seconds
+        while True:
+            wait = max(0.0, deadline - anyio.current_time())
+            tickets = await self._tickets._claim(max_messages, visibility_timeout, wait)  # noqa: SLF001 - this package's own
+            if not tickets:
+                return []
+            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT):
+                held = await self._held(tickets)
+                if held:
+                    return held
+
+    async def _held(self, tickets: list[Delivery]) -> list[Delivery]:
+        """The dead letters of claimed tickets; the tickets of those that are gone are dropped."""
+        known = {ticket.receipt_handle: _ticket_of(ticket) for ticket in tickets}
+        try:
+            ids = [message_id for message_id, _ in filter(None, known.values())]
+            found = await self.source._find_dead(ids)  # noqa: SLF001 - this port's own
+        except BaseException:
+            for ticket in reversed(tickets):
+                await self._tickets._settle(ticket, _RELEASE)  # noqa: SLF001 - this port's own
+            raise
+        letters = {(delivery.message_id, at): (delivery, dead, at) for delivery, dead, at in found}
+        held: list[Delivery] = []
+        for ticket in tickets:
+            wanted = known[ticket.receipt_handle] or ("", 0.0)
+            letter = letters.get(wanted)
+            if letter is None:
+                await self._tickets._settle(ticket, _ACK)  # noqa: SLF001 - this port's own
+                await self._follow(wanted[0])
+            else:
+                body = self.source._dead_letter(*letter)  # noqa: SLF001 - this port's own
+                held.append(_hold(ticket, letter[0], body))
+        return held
+
+    async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        ticket = _ticket_in(delivery)
+        if isinstance(settlement, Return):
+            await self._tickets._settle(ticket, settlement)  # noqa: SLF001 - this port's own
+            return
+        # Refused where the lease is lost; the letter goes first, as a ticket without one is dropped and not the other
+        # way round.
+        await self._tickets._extend(ticket, 0.0)  # noqa: SLF001 - this port's own
+        is_dead = await self._is_dead(*(_ticket_of(ticket) or ("", 0.0)))
+        ids = [delivery.message_id]
+        if isinstance(settlement, Dead) and is_dead:
+            await self._tickets._settle(ticket, replace(settlement, reply=None))  # noqa: SLF001 - this port's own
+            return
+        if is_dead and isinstance(settlement, Replay):
+            await self.source._replay(ids)  # noqa: SLF001 - this port's own
+        elif is_dead:
+            await self.source._discard_dead(ids)  # noqa: SLF001 - this port's own
+        await self._tickets._settle(ticket, _ACK)  # noqa: SLF001 - this port's own
+        await self._follow(delivery.message_id)
+
+    async def _follow(self, message_id: str) -> None:
+        """The message's last ticket has ended: make the next, if it has died again by now."""
+        try:
+            await self._put_tickets(await self.source._find_dead([message_id]))  # noqa: SLF001 - this port's own
+        except (MainspringError, OSError):  # what was settled is settled: all are looked at again
+            self._after = None
+
+    async def _is_dead(self, message_id: str, died_at: float) -> bool:
+        """Whether that dead letter is still there: not replayed or purged by somebody else, and maybe dead again."""
+        found = await self.source._find_dead([message_id])  # noqa: SLF001 - this port's own
+        return any(at == died_at for _, _, at in found)
+
+    async def _extend(self, delivery: Delivery, timeout: float) -> None:
+        await self._tickets._extend(_ticket_in(delivery), timeout)  # noqa: SLF001 - this port's own
+
+    async def _save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
+        await self._tickets._save_checkpoint(_ticket_in(delivery), state)  # noqa: SLF001 - this port's own
+
+    async def _counts(self) -> Counts:
+        """Dead letters that nobody has looked at yet are pending; ``dead`` are the parked ones."""
+        tickets, source = await self._tickets.counts(), await self.source.counts()
+        pending = max(0, source.dead - tickets.dead - tickets.in_flight - tickets.delayed)
+        age = tickets.queue_age if tickets.pending else None if pending else 0.0
+        return Counts(tickets.delayed, pending, tickets.in_flight, tickets.settled, tickets.dead, queue_age=age)
+
+    async def _purge(self) -> int:
+        """Forget all dead letters, and who works on which."""
+        await self._tickets._purge()  # noqa: SLF001 - this port's own
+        await self._tickets._discard_dead(None)  # noqa: SLF001 - this port's own
+        return await self.source._discard_dead(None)  # noqa: SLF001 - this port's own
+
+    async def _dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+        return await self._tickets._dead_letters(limit, after)  # noqa: SLF001 - this port's own
+
+    async def _replay(self, message_ids: list[str] | None) -> int:
+        return await self._tickets._replay(message_ids)  # noqa: SLF001 - this port's own
+
+    async def _discard_dead(self, message_ids: list[str] | None) -> int:
+        return await self._tickets._discard_dead(message_ids)  # noqa: SLF001 - this port's own
+
+
+def _ticket(message_id: str, died_at: float) -> Envelope:
+    """The message that stands for the dead letter of an id that died at that instant."""
+    (name,) = _named([message_id])
+    return Envelope(name, to_json([message_id, died_at]), dedup_key=name)
+
+
+def _named(message_ids: list[str]) -> list[str]:
+    """The ids of the tickets for those dead letters: a store may want ids to be its own, whatever the mailbox."""
+    return [f"{message_id}~" for message_id in message_ids]
+
+
+def _ticket_of(delivery: Delivery) -> tuple[str, float] | None:
+    """Which dead letter a ticket is for; None where it is no ticket."""
+    try:
+        message_id, died_at = from_json(delivery.body)
+        return str(message_id), float(died_at)
+    except (ValueError, TypeError):
+        return None
+
+
+def _ticket_in(delivery: Delivery) -> Delivery:
+    if not isinstance(delivery, _Held):
+        raise InvalidParameterError(f"message {delivery.message_id}: it was not received from a view of dead letters")
+    return delivery.ticket
+
+
+def _hold(ticket: Delivery, letter: Delivery, body: DeadLetter) -> Delivery:
+    held = _Held(
+        letter.message_id,
+        body,
+        ticket.receipt_handle,
+        ticket.delivery_count,
+        ticket.attempt,
+        ticket.enqueued_at,
+        ticket.first_received_at,
+        headers=without_deadline(letter.headers),  # which was the message's; looking after it has none
+        checkpoint=ticket.checkpoint,
+        leased_at=ticket.leased_at,
+        history=ticket.history,
+    )
+    held.ticket = ticket
+    return held

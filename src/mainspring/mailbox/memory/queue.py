@@ -1,0 +1,367 @@
+"""The queue of the in-memory mailbox: plain data and synchronous decisions. Nothing in it waits or reads a clock.
+
+Instants are the caller's (anyio's clock) and come in with each call; ``wall`` gives POSIX seconds for what people read.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from heapq import heappush
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from mainspring.errors import ReceiptHandleExpiredError
+from mainspring.mailbox.limits import full
+from mainspring.mailbox.memory.entry import DELAYED, GONE, IN_FLIGHT, PENDING, Entry, Lane
+from mainspring.mailbox.memory.scheduler import Agenda
+from mainspring.mailbox.message import EXPIRED, UNKNOWN, Cancelled, CancelOutcome, Counts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from mainspring.mailbox.message import Dead, Delivery, Return
+
+
+class MemoryQueue:
+    """Messages in memory, each in exactly one place: delayed, pending, in flight, settled or dead."""
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self.capacity = capacity
+        self.wall: Callable[[], float] = float  # 0.0 until an event loop gives it a real one
+        self.seen = -math.inf
+        self.pending = 0
+        self.delayed = 0
+        self.settled = 0
+        self.dead: dict[str, tuple[Entry, Dead, float]] = {}
+        self._lanes: dict[int, Lane] = {0: Lane()}
+        self._priorities = [0]  # negated, so that ascending order is the order of service
+        self._keys: dict[str, str] = {}
+        self._ids: dict[str, Entry] | None = (
+            None  # made by the first cancellation: who never cancels pays nothing for it
+        )
+        self._agenda = Agenda()
+        self._in_flight = self._agenda.in_flight
+        self._serial = 0
+
+    # ------------------------------------------------------------------------------------------------------ coming in
+
+    @property
+    def waiting(self) -> int:
+        """All that is still to be done."""
+        return self.pending + self.delayed + len(self._in_flight)
+
+    def put(self, entry: Entry, now: float, delay: float) -> str:
+        """Let ``entry`` wait, after ``delay`` seconds; its id, or that of an unfinished one with its ``dedup_key``."""
+        if self._agenda.earliest <= now:
+            self.advance(now)
+        if entry.dedup_key is not None or self.capacity is not None:
+            found = self._keys.get(entry.dedup_key) if entry.dedup_key is not None else None
+            if found is not None:
+                return found
+            self._check_room(1)
+            if entry.dedup_key is not None:
+                self._keys[entry.dedup_key] = entry.message_id
+        if delay or entry.expires_at <= now:
+            self._place(entry, now, delay)
+        else:
+            self._append(entry)
+        return entry.message_id
+
+    def put_all(self, entries: Iterable[tuple[Entry, float]], now: float) -> list[str]:
+        """:meth:`put` all of ``(entry, delay)``, or (where there is no room) none."""
+        self.advance(now)
+        batch = list(entries)
+        if self.capacity is not None:
+            keys = {entry.dedup_key for entry, _ in batch if entry.dedup_key is not None}
+            unkeyed = sum(entry.dedup_key is None for entry, _ in batch)
+            self._check_room(unkeyed + len(keys - self._keys.keys()))
+        return [self.put(entry, now, delay) for entry, delay in batch]
+
+    def _check_room(self, more: int) -> None:
+        if self.capacity is not None and more and self.waiting + more > self.capacity:
+            raise full(self.waiting, self.capacity, more)
+
+    def _place(self, entry: Entry, now: float, delay: float = 0.0, *, front: bool = False) -> None:
+        """Let ``entry`` wait, unless its life has ended."""
+        if entry.expires_at <= now:
+            self._expire(entry, now)
+        elif delay > 0:
+            if self._ids is not None:
+                self._ids[entry.message_id] = entry
+            entry.place = DELAYED
+            self.delayed += 1
+            self._agenda.set_timer(entry, min(now + delay, entry.expires_at))
+        else:
+            self._append(entry, front)
+
+    def _append(self, entry: Entry, front: bool = False) -> None:
+        lane = self._lanes.get(entry.priority)
+        if lane is None:
+            lane = self._lanes[entry.priority] = Lane()
+            insort(self._priorities, -entry.priority)
+        if self._ids is not None:
+            self._ids[entry.message_id] = entry
+        entry.place = PENDING
+        self.pending += 1
+        if front:  # among those that came back, the order in which they once waited
+            heappush(lane.front, (entry.order, entry))
+        else:
+            self._serial += 1
+            entry.order = self._serial
+            lane.tail.append(entry)
+        if entry.expires_at != math.inf:
+            self._agenda.set_timer(entry, entry.expires_at)
+
+    # ------------------------------------------------------------------------------------------------------ going out
+
+    def claim(self, most: int, now: float, visibility_timeout: float) -> list[Entry]:
+        """Lease at most ``most`` pending messages, best first, until ``visibility_timeout`` seconds from ``now``."""
+        self.seen = now
+        if self._agenda.earliest <= now:
+            self.advance(now)
+        if not self.pending:
+            return []
+        taken: list[Entry] = []
+        for negated in self._priorities if len(self._priorities) == 1 else tuple(self._priorities):
+            lane = self._lanes[-negated]
+            if lane.take(most, taken) and negated:
+                del self._lanes[-negated]
+                self._priorities.remove(negated)
+            if len(taken) == most:
+                break
+        self.pending -= len(taken)
+        self._lease(taken, now, now + visibility_timeout)
+        return taken
+
+    def _lease(self, taken: list[Entry], now: float, until: float) -> None:
+        serial = self._serial
+        wall = self.wall()
+        in_flight = self._in_flight
+        receipts = []
+        for entry in taken:
+            serial += 1
+            entry.receipt_handle = receipt = str(serial)
+            entry.delivery_count += 1
+            if not entry.first_received_at:
+                entry.first_received_at = wall
+            entry.leased_at = now
+            entry.lease_until = until
+            entry.place = IN_FLIGHT
+            if entry.timer:
+                self._agenda.drop_timer(entry)
+            in_flight[receipt] = entry
+            receipts.append(receipt)
+        self._serial = serial
+        self._agenda.set_leases(receipts, until)
+
+    def leased(self, delivery: Delivery, now: float) -> Entry:
+        """The entry of a delivery whose lease is held; raises :class:`ReceiptHandleExpiredError` for any other."""
+        entry = self._in_flight.get(delivery.receipt_handle)
+        if entry is None or entry.lease_until <= now:
+            raise ReceiptHandleExpiredError(
+                f"message {delivery.message_id}: the lease of delivery {delivery.delivery_count} is over; the message has"
+                " gone back to the queue, or another delivery or a purge ended it"
+            )
+        return entry
+
+    def acknowledge(self, delivery: Delivery, now: float) -> None:
+        """Done: it leaves the queue."""
+        entry = self.leased(delivery, now)
+        self._end_lease(entry)
+        if entry.dedup_key is not None:
+            self._free_key(entry)
+        if self._ids is not None:
+            self._ids.pop(entry.message_id, None)
+        self.settled += 1
+
+    def give_back(self, delivery: Delivery, now: float, how: Return) -> None:
+        """Return it to those that wait."""
+        entry = self.leased(delivery, now)
+        self._end_lease(entry)
+        again = entry.again(charge=how.charge)
+        if how.history is not None:
+            again.history = how.history
+        self._place(again, now, how.delay, front=how.front)
+
+    def bury(self, delivery: Delivery, now: float, why: Dead) -> None:
+        """Give it up: to the dead letters."""
+        entry = self.leased(delivery, now)
+        self._end_lease(entry)
+        self._bury(entry, why, self.wall())
+
+    def extend(self, delivery: Delivery, now: float, timeout: float) -> None:
+        """Let its lease last ``timeout`` seconds from ``now``; never less than before. Its item in the heap stays."""
+        entry = self.leased(delivery, now)
+        entry.lease_until = max(entry.lease_until, now + timeout)
+
+    def _end_lease(self, entry: Entry) -> None:
+        entry.place = GONE
+        self._agenda.end_lease(entry.receipt_handle)
+
+    def _bury(self, entry: Entry, why: Dead, at: float) -> None:
+        entry.place = GONE
+        if entry.dedup_key is not None:
+            self._free_key(entry)
+        if self._ids is not None:
+            self._ids.pop(entry.message_id, None)
+        if why.history is not None:
+            entry.history = why.history
+        self.dead[entry.message_id] = (entry, why, at)
+
+    def _expire(self, entry: Entry, now: float) -> None:
+        entry.attempt -= 1  # it counted the attempt to come, which will not be made
+        self._bury(entry, EXPIRED, self.wall() - (now - entry.expires_at))
+
+    def _free_key(self, entry: Entry) -> None:
+        key = entry.dedup_key
+        if key is not None and self._keys.get(key) == entry.message_id:
+            del self._keys[key]
+
+    # ----------------------------------------------------------------------------------------------------- time passes
+
+    def advance(self, now: float) -> None:
+        """Let everything happen that is due at ``now``: delays end, leases expire, messages die of age."""
+        self.seen = now
+        for entry in self._agenda.due(now):
+            if entry.place == IN_FLIGHT:
+                entry.place = GONE
+                self._place(entry.again(charge=True), now)
+            elif entry.place == DELAYED:
+                self.delayed -= 1
+                self._place(entry, now)
+            else:
+                self.pending -= 1
+                self._lanes[entry.priority].lose_one(entry)
+                self._expire(entry, now)
+
+    @property
+    def earliest(self) -> float:
+        """No instant is due before this one (at which, maybe, nothing is any more)."""
+        return self._agenda.earliest
+
+    def next_due(self) -> float:
+        """The earliest instant at which something may be due, or infinity."""
+        return self._agenda.next_due()
+
+    # ------------------------------------------------------------------------------------------------- looking after
+
+    def counts(self, now: float) -> Counts:
+        """Where the messages are."""
+        self.advance(now)
+        age = self._queue_age()
+        return Counts(self.delayed, self.pending, len(self._in_flight), self.settled, len(self.dead), queue_age=age)
+
+    def _queue_age(self) -> float:
+        """Seconds since the send of the oldest of the first in line; 0 where none is pending."""
+        first = [entry for lane in self._lanes.values() if (entry := lane.first()) is not None]
+        return max((0.0, *(self.wall() - entry.enqueued_at for entry in first)))
+
+    def purge(self, now: float) -> int:
+        """Drop all that is delayed, pending or in flight; how many that were."""
+        self.advance(now)
+        dropped = self.waiting
+        self._clear()
+        self.settled += dropped
+        return dropped
+
+    def cancel(self, message_id: str, now: float) -> Cancelled:
+        """End a message that is delayed, pending or in flight. The first call looks at all of them, later ones do not."""
+        self.advance(now)
+        if self._ids is None:
+            waiting = [*self._agenda.waiting.values(), *self._in_flight.values()]
+            waiting += [entry for lane in self._lanes.values() for entry in lane]
+            self._ids = {entry.message_id: entry for entry in waiting}
+        entry = self._ids.pop(message_id, None)
+        if entry is None:
+            return UNKNOWN
+        outcome = CancelOutcome.REMOVED
+        if entry.place == IN_FLIGHT:
+            outcome = CancelOutcome.CANCELLED
+            self._end_lease(entry)
+        else:
+            if entry.timer:
+                self._agenda.drop_timer(entry)
+            if entry.place == PENDING:
+                self.pending -= 1
+                self._lanes[entry.priority].lose_one(entry)
+            else:
+                self.delayed -= 1
+                entry.place = GONE
+        self._free_key(entry)
+        self.settled += 1
+        return Cancelled(outcome, entry.reply_to, entry.headers)
+
+    def _clear(self) -> None:
+        self._ids = None
+        self._lanes = {0: Lane()}
+        self._priorities = [0]
+        self._keys.clear()
+        self._agenda.clear()
+        self.pending = self.delayed = 0
+
+    def replay(self, message_ids: list[str] | None, now: float) -> int:
+        """Let dead letters wait again, with fresh counts; all or (where there is no room) none; how many that were."""
+        self.advance(now)
+        found = self._named_dead(message_ids)
+        self._check_room(len(found))
+        for message_id in found:
+            entry = self.dead.pop(message_id)[0].anew()
+            key = entry.dedup_key
+            if key is not None and self._keys.setdefault(key, message_id) != message_id:
+                entry.dedup_key = None  # another's by now, and it stays so
+            self._append(entry)
+        return len(found)
+
+    def dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+        """At most ``limit``, oldest first, behind ``after`` (an id that is none of theirs is taken to be before all)."""
+        found = iter(self.dead.items())
+        if after in self.dead:
+            for message_id, _ in found:
+                if message_id == after:
+                    break
+        return [letter for _, letter in islice(found, limit)]
+
+    def find_dead(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
+        """Those of ``message_ids`` that are dead letters."""
+        return [self.dead[message_id] for message_id in self._named_dead(message_ids)]
+
+    def discard_dead(self, message_ids: list[str] | None) -> int:
+        """Forget dead letters; how many that were."""
+        found = self._named_dead(message_ids)
+        for message_id in found:
+            del self.dead[message_id]
+        self.settled += len(found)
+        return len(found)
+
+    def _named_dead(self, message_ids: list[str] | None) -> list[str]:
+        if message_ids is None:
+            return list(self.dead)
+        return [message_id for message_id in dict.fromkeys(message_ids) if message_id in self.dead]
+
+    # --------------------------------------------------------------------------------------------------------- moving
+
+    def rebase(self, delta: float, now: float) -> None:
+        """Go on under another clock, ``delta`` ahead of the one before; leases that were out are over."""
+        for entry in self._agenda.shift(delta):
+            entry.place = GONE
+            self._place(entry.again(charge=True), now)
+        self.advance(now)
+
+    def absorb(self, other: MemoryQueue) -> None:
+        """Take over all that ``other`` holds (under the same clock, nothing in flight), behind what is here."""
+        self._ids = None
+        for when, entry in other._agenda.timers():
+            if entry.place == DELAYED:
+                self.delayed += 1
+                self._agenda.set_timer(entry, when)
+        for entry in [entry for negated in other._priorities for entry in other._lanes[-negated]]:
+            entry.timer = 0
+            self._append(entry)
+        for key, message_id in other._keys.items():
+            self._keys.setdefault(key, message_id)
+        self.dead.update(other.dead)
+        self.settled += other.settled
+        other._clear()
+        other.dead.clear()
+        other.settled = 0

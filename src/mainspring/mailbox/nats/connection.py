@@ -1,0 +1,403 @@
+"""The connection to a NATS server: calls that are pipelined and each have an end, and pulls that can be taken back."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import anyio
+from nats.errors import StaleConnectionError
+
+from mainspring.core import random
+from mainspring.core.clock import loop_clock
+from mainspring.core.process import event_loop
+from mainspring.errors import MailboxClosedError, MailboxConnectionError, MailboxError, MainspringError, describe
+from mainspring.mailbox.limits import CLOSE_TIMEOUT, COURTESY, SILENCE
+from mainspring.mailbox.nats.errors import NotAllowedError, denied, in_words, no_connection, parse
+from mainspring.mailbox.nats.pulls import Puller
+from mainspring.policies import backoff
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mainspring.mailbox.nats.client import StrictClient
+    from mainspring.mailbox.nats.parser import Heard
+
+RECONNECT_WAIT = 0.2
+"""Seconds between tries to reach a server again."""
+PING_SHARE = 0.3
+"""The part of the silence that a connection may keep, between two pings. Two may be owed: the third look gives it up."""
+_LOOK = 0.25
+"""Seconds between looks for calls that took too long."""
+
+
+class Ask(NamedTuple):
+    """A message that is answered."""
+
+    subject: str
+    payload: bytes = b""
+    headers: dict[str, str] | None = None
+
+
+class _Lost(NamedTuple):
+    """In the place of an answer: why there will be none."""
+
+    error: MailboxError
+
+
+class Wire:
+    """One connection, for one mailbox, on asyncio. It reconnects by itself; what is out when it breaks fails at once.
+
+    :param servers: their URLs.
+    :param options: further options of the driver's ``connect``.
+    :param timeout: seconds that a call may take.
+    :param name: what the server's monitoring calls it.
+    :param silence: seconds after which a connection on which nothing is answered is given up.
+    """
+
+    def __init__(
+        self, servers: Sequence[str], options: dict[str, Any], timeout: float, name: str, silence: float = SILENCE
+    ) -> None:
+        self._servers = list(servers)
+        self._options = options
+        self.timeout = timeout
+        self._name = name
+        self._silence = silence
+        self._client: StrictClient | None = None
+        self._asked: dict[int, tuple[Any, float, str]] = {}
+        self._deaf: NotAllowedError | None = None
+        self._count = self._max_payload = 0
+        self._looking: Any = None
+        self._last_error = ""
+        self._opening: anyio.CancelScope | None = None
+        self._refusals: list[Exception] = []
+        self.pullers: set[Puller] = set()
+        self.idle: list[Puller] = []
+        self._was_connected = False
+        self.reconnected: Callable[[], object] = lambda: None
+        self.on_silence: Callable[[MailboxConnectionError], object] = lambda error: None
+        self._heard: list[tuple[str, Callable[[Heard], object]]] = []
+        self._quiet: anyio.Event | None = None
+        self.epoch = 0
+        """How often the connection was lost."""
+
+    @property
+    def max_payload(self) -> int:
+        """Bytes of the largest payload that the server takes, as it said when it was connected to last."""
+        if self._client is not None and self._client.is_connected:
+            self._max_payload = self._client.max_payload
+        return self._max_payload
+
+    def __repr__(self) -> str:
+        return f"<Wire {self._name!r} asked {len(self._asked)} pulls {len(self.pullers)}>"
+
+    # ---------------------------------------------------------------------------------------------------- life cycle
+
+    async def open(self) -> None:
+        """Connect, within the timeout. Raises :class:`MailboxConnectionError`, at once where every server refuses, and
+        :class:`ConfigError` where each refuses the login, or the URL wants TLS and it has none."""
+        self.loop: Any = event_loop()
+        self._now = loop_clock()
+        self._closed = anyio.Event()
+        await self._connect(patient=False)
+
+    async def keep(self) -> None:
+        """Connect anew whenever the driver has given its connection up, as it does where the server sends it away.
+
+        A connection that is merely lost it restores by itself.
+        """
+        while True:
+            await self._closed.wait()
+            failures = 0
+            while self._closed.is_set():
+                failures += 1
+                await anyio.sleep(
+                    backoff(failures, initial=RECONNECT_WAIT, maximum=5.0, factor=2.0, jitter="full", rng=random.rng())
+                )
+                self._closed = anyio.Event()
+                try:
+                    await self._connect(patient=True)
+                except MainspringError:
+                    self._closed.set()
+                else:
+                    self.reconnected()
+
+    async def _connect(self, *, patient: bool) -> None:
+        """Connect; ``patient``: for as long as the timeout lets, as to servers that were there and come back."""
+        from mainspring.mailbox.nats.client import StrictClient
+
+        self._client = client = StrictClient()
+        self._refusals, self._deaf = [], None
+        try:
+            with anyio.fail_after(self.timeout) as opening:
+                self._opening = None if patient else opening
+                await client.connect(
+                    self._servers,
+                    name=self._name,
+                    error_cb=self._on_error,
+                    disconnected_cb=self._on_disconnect,
+                    closed_cb=self._on_closed,
+                    reconnected_cb=self._on_reconnected,
+                    reconnect_time_wait=RECONNECT_WAIT,  # type: ignore[arg-type]
+                    max_reconnect_attempts=-1,
+                    connect_timeout=self.timeout / len(self._servers),  # type: ignore[arg-type]
+                    flush_timeout=self.timeout,
+                    flusher_queue_size=0,
+                    ping_interval=PING_SHARE * self._silence,  # type: ignore[arg-type]
+                    max_outstanding_pings=2,
+                    **self._options,
+                )
+                self._opening = None
+                self._was_connected, self._max_payload = True, client.max_payload
+                self._inbox = f"{client.new_inbox()}."
+                await client.hear(f"{self._inbox}*", self._on_answer)
+                for subject, hearer in self._heard:
+                    await client.hear(subject, hearer)
+                await client.flush()
+                if self._deaf is not None:
+                    raise self._deaf
+            if opening.cancel_called:
+                raise no_connection(self._name, self._servers, self._refusals)
+        except BaseException as error:
+            if self._client is client:
+                await self._abandon()
+            else:  # closed meanwhile
+                await client.hang_up(CLOSE_TIMEOUT / 2)
+            raise self.failure(error) if isinstance(error, Exception) else error
+        finally:
+            self._opening = None
+        if self._client is not client:
+            await client.hang_up(CLOSE_TIMEOUT / 2)
+            raise MailboxClosedError(f"{self._name} is closed")
+
+    async def close(self) -> None:
+        """Let what is out come back, then disconnect; at most :data:`CLOSE_TIMEOUT` seconds together."""
+        self.end_pulls()
+        try:
+            with anyio.move_on_after(CLOSE_TIMEOUT / 2):
+                while self._asked or self.pullers:
+                    self._quiet = anyio.Event()
+                    await self._quiet.wait()
+        finally:  # nobody comes again to hang up
+            self._was_connected = False
+            await self._abandon()
+
+    def ease(self) -> None:
+        """Something that was out is back: perhaps a close waits for it."""
+        if self._quiet is not None and not (self._asked or self.pullers):
+            self._quiet.set()
+
+    async def _abandon(self) -> None:
+        client, self._client = self._client, None
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+        self._fail_all(MailboxClosedError(f"the connection of {self._name} was closed while the operation was out"))
+        if client is not None:  # one that is connected may have something to write
+            await client.hang_up(CLOSE_TIMEOUT / 2 if client.is_connected else COURTESY)
+
+    async def _on_error(self, error: Exception) -> None:
+        self._last_error = "it does not answer" if isinstance(error, TimeoutError) else describe(error)
+        if (subject := denied(error)) is not None:
+            told = (
+                f"{self._name}: the NATS server lets this user not use {subject!r}; grant the user what a mailbox uses"
+            )
+            self._refuse(subject, NotAllowedError(told))
+        if isinstance(error, StaleConnectionError):
+            self.on_silence(self._lost())
+        if self._opening is not None:
+            self._refusals.append(error)
+            if len(self._refusals) >= len(self._servers):
+                self._opening.cancel()
+
+    def _refuse(self, subject: str, error: NotAllowedError) -> None:
+        """Tell whoever waits for an answer from there, which never comes."""
+        if subject == f"{self._inbox}*".lower():
+            self._deaf = error
+        for token, (future, _, asked) in list(self._asked.items()):
+            if (self._deaf is not None or asked.lower() == subject) and not future.done():
+                del self._asked[token]
+                future.set_result(_Lost(error))
+        for puller in list(self.pullers):
+            if puller.source.lower() == subject:
+                puller.end(error)
+        self.ease()
+
+    async def _on_disconnect(self) -> None:
+        self._deaf = None
+        self._fail_all(self._lost())
+
+    async def _on_reconnected(self) -> None:
+        self.reconnected()
+
+    async def _on_closed(self) -> None:
+        self._fail_all(self._lost())
+        if self._client is not None:  # the driver did it, not we
+            self._closed.set()
+
+    def _lost(self) -> MailboxConnectionError:
+        told = f": {self._last_error}" if self._last_error else ""
+        return MailboxConnectionError(f"{self._name}: the connection to the NATS server is lost{told}")
+
+    def failure(self, error: Exception) -> MainspringError:
+        """What the driver raises, in the port's words."""
+        told = describe(error)
+        if isinstance(error, TimeoutError):
+            told = self._last_error or f"no answer within {self.timeout:g} s"
+        return in_words(error, self._name, () if self._was_connected else self._servers, told)
+
+    def _fail_all(self, error: MailboxError) -> None:
+        self.epoch += 1
+        asked, self._asked = self._asked, {}
+        for future, _, _ in asked.values():
+            if not future.done():
+                future.set_result(_Lost(error))
+        for puller in list(self.pullers):
+            puller.end(error)
+        while self.idle:
+            self.idle.pop().forget()
+        self.ease()
+
+    @property
+    def driver(self) -> StrictClient | None:
+        """The driver's client, where there is one, connected or not."""
+        return self._client
+
+    @property
+    def client(self) -> StrictClient:
+        """The driver's client, connected; else raises :class:`MailboxConnectionError`."""
+        client = self._client
+        if client is None and not self._was_connected:
+            raise MailboxClosedError(f"{self._name} is closed")
+        if client is None or not client.is_connected:
+            raise self._lost()
+        return client
+
+    async def _reached(self) -> StrictClient:
+        """See :attr:`client`; whoever tries again and again to no avail lets others run, who reconnect."""
+        if self._client is None or not self._client.is_connected:
+            await anyio.lowlevel.checkpoint()
+        return self.client
+
+    # ----------------------------------------------------------------------------------------------------------- calls
+
+    async def ask(self, subject: str, payload: bytes = b"", headers: dict[str, str] | None = None) -> Heard:
+        """Send a message and wait for its answer. Raises :class:`MailboxConnectionError` where none comes in time."""
+        token, future = await self._start(subject, payload, headers)
+        return await self._finish(token, future)
+
+    async def ask_all(self, asks: Sequence[Ask]) -> list[Heard | MailboxError]:
+        """Send messages in one go and wait for all their answers; an error takes the place of a missing one.
+
+        Where the connection does not take one, none behind it is sent.
+        """
+        begun: list[tuple[int, Any] | MailboxError] = []
+        answers: list[Heard | MailboxError] = []
+        lost: MailboxConnectionError | None = None
+        try:
+            for ask in asks:
+                try:
+                    begun.append(await self._start(*ask) if lost is None else lost)
+                except MailboxError as error:
+                    begun.append(error)
+                    lost = error if isinstance(error, MailboxConnectionError) else None
+            for each in begun:
+                if isinstance(each, MailboxError):
+                    answers.append(each)
+                    continue
+                try:
+                    answers.append(await self._finish(*each))
+                except MailboxError as error:
+                    answers.append(error)
+        finally:
+            for each in begun[len(answers) :]:
+                if not isinstance(each, MailboxError):
+                    self._asked.pop(each[0], None)
+        return answers
+
+    async def api(self, subject: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Call JetStream's API. Raises :class:`ApiError` where it refuses."""
+        payload = b"" if request is None else json.dumps(request, separators=(",", ":")).encode()
+        return parse(await self.ask(f"$JS.API.{subject}", payload))
+
+    async def _start(self, subject: str, payload: bytes, headers: dict[str, str] | None) -> tuple[int, Any]:
+        if self._deaf is not None:
+            raise NotAllowedError(*self._deaf.args)
+        self._count += 1
+        token = self._count
+        future = self.loop.create_future()
+        self._asked[token] = (future, self._now() + self.timeout, subject)
+        if self._looking is None:
+            self._looking = self.loop.call_later(_LOOK, self._look)
+        try:
+            await self.publish(subject, payload, f"{self._inbox}{token}", headers)
+        except BaseException:
+            self._asked.pop(token, None)
+            raise
+        return token, future
+
+    async def publish(
+        self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None
+    ) -> None:
+        """Send a message. Raises :class:`MailboxConnectionError`, whatever the driver or its transport make of it."""
+        client = await self._reached()
+        try:
+            await client.publish(subject, payload, reply, headers)
+        except Exception as error:  # also what uvloop says of a connection that was closed just now: a RuntimeError
+            raise self.failure(error) from error
+
+    async def _finish(self, token: int, future: Any) -> Heard:
+        try:
+            answer = await future
+        except BaseException:
+            self._asked.pop(token, None)
+            self.ease()
+            raise
+        if type(answer) is _Lost:
+            raise type(answer.error)(*answer.error.args)
+        return answer  # type: ignore[no-any-return]
+
+    def _on_answer(self, message: Heard) -> None:
+        found = self._asked.pop(int(message.subject[len(self._inbox) :]), None)
+        if found is not None and not found[0].done():
+            found[0].set_result(message)
+        self.ease()
+
+    def _look(self) -> None:
+        """Give up the calls that took too long: the oldest come first."""
+        self._looking = None
+        now = self._now()
+        for token, (future, until, _) in list(self._asked.items()):
+            if until > now:
+                break
+            del self._asked[token]
+            if not future.done():
+                late = f"{self._name}: the NATS server did not answer within {self.timeout:g} s"
+                future.set_result(_Lost(MailboxConnectionError(late)))
+        if self._asked:
+            self._looking = self.loop.call_later(_LOOK, self._look)
+        self.ease()
+
+    # ------------------------------------------------------------------------------------------------- pulls and news
+
+    async def puller(self) -> Puller:
+        """One that is free, else a new one."""
+        if self.idle:
+            return self.idle.pop()
+        puller = Puller(self)
+        await puller.open(await self._reached())
+        return puller
+
+    def end_pulls(self) -> None:
+        """Let every pull under way end now; what has come with one is put back."""
+        for puller in list(self.pullers):
+            puller.end()
+
+    async def listen(self, subject: str, hearer: Callable[[Heard], object]) -> None:
+        """Hear what is published on a subject, also after a reconnection; ``hearer`` may not wait."""
+        await self.client.hear(subject, hearer)
+        self._heard.append((subject, hearer))
+
+    async def tell(self, subject: str, payload: bytes) -> None:
+        """Publish something that nobody answers and nothing stores."""
+        await self.publish(subject, payload)

@@ -1,0 +1,172 @@
+"""Looking after a mailbox on NATS from outside its deliveries: counts, purges, cancellations, abandoned transient ones."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from mainspring.core import clock
+from mainspring.errors import MailboxError, MailboxFullError
+from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
+from mainspring.mailbox.message import UNKNOWN, Cancelled, CancelOutcome, Counts
+from mainspring.mailbox.nats.connection import Ask
+from mainspring.mailbox.nats.errors import NO_STREAM, ApiError, is_gone, parse
+from mainspring.mailbox.nats.names import CONSUMER, encoded
+from mainspring.mailbox.nats.records import tokens_of
+from mainspring.mailbox.nats.scheduler import due_again
+
+if TYPE_CHECKING:
+    from mainspring.mailbox.nats.claims import Claims
+    from mainspring.mailbox.nats.connection import Wire
+    from mainspring.mailbox.nats.names import Names
+    from mainspring.mailbox.nats.settlements import Settlements
+    from mainspring.mailbox.nats.streams import Store, Stored
+
+
+async def has_streams(wire: Wire, names: Names) -> bool:
+    """See :meth:`Mailbox.exists`: whether the server has any of the mailbox's streams."""
+    for answer in await wire.ask_all([Ask(f"$JS.API.STREAM.INFO.{stream}") for stream in names.streams]):
+        if isinstance(answer, MailboxError):
+            raise answer
+        try:
+            parse(answer)
+        except ApiError as error:
+            if error.code != NO_STREAM:
+                raise
+        else:
+            return True
+    return False
+
+
+async def counts(store: Store, claims: Claims) -> Counts:
+    """See :meth:`MailboxHooks._counts`.
+
+    All that was accepted is all that was ever added to the queue and the delayed, less what only moved; what is nowhere any
+    more is settled. So the parts add up, whatever moves meanwhile.
+    """
+    names = store.names
+    streams = (names.queue, names.delayed, names.dead, names.moves)
+    asks = [Ask(f"$JS.API.STREAM.INFO.{stream}") for stream in streams]
+    asks.append(Ask(f"$JS.API.CONSUMER.INFO.{names.queue}.{CONSUMER}"))
+    async with store.gate.counting():
+        await claims.settle_down()
+        over = await claims.over()
+        answers = []
+        for ask, answer in zip(asks, await store.wire.ask_all(asks), strict=True):
+            if isinstance(answer, MailboxError):
+                raise answer
+            try:
+                answers.append(parse(answer))
+            except ApiError as error:
+                if not is_gone(error):
+                    raise
+                answers.append(await store.api(ask.subject.removeprefix("$JS.API.")))
+    queue, delayed, dead, moves = (answer["state"] for answer in answers[:4])
+    in_flight = min(max(0, answers[4]["num_ack_pending"] - len(over)), queue["messages"])
+    pending = queue["messages"] - in_flight
+    age = await _queue_age(store, answers[4]["delivered"]["stream_seq"], over) if pending else 0.0
+    accepted = queue["last_seq"] + delayed["last_seq"] - moves["last_seq"]
+    present = queue["messages"] + delayed["messages"] + dead["messages"]
+    return Counts(
+        delayed["messages"],
+        pending,
+        in_flight,
+        max(0, accepted - present),
+        dead["messages"],
+        queue_age=age,
+    )
+
+
+async def _queue_age(store: Store, delivered: int, over: list[Stored]) -> float | None:
+    """Seconds since the send of the oldest of two kinds: the first message behind those delivered, and those in ``over``.
+
+    None where there is none of either: then only the consumer knows which messages are pending.
+    """
+    first = await store.next(store.names.queue, delivered + 1, ">")
+    known = over if first is None else [first, *over]
+    now = clock.utc_now().timestamp()
+    return max((max(0.0, now - there.record.enqueued_at) for there in known), default=None)
+
+
+async def purge(store: Store) -> int:
+    """See :meth:`MailboxHooks._purge`."""
+    names = store.names
+    async with store.gate.moving():
+        dropped = await store.purge(names.delayed) + await store.purge(names.queue)
+        await store.purge(names.expiries)
+        await store.purge(names.checkpoints)
+    return dropped
+
+
+async def cancel(store: Store, settlements: Settlements, message_id: str) -> Cancelled:
+    """See :meth:`MailboxHooks._cancel`."""
+    names = store.names
+    for stream, prefix in (
+        (names.delayed, names.to_delayed),
+        (names.queue, names.to_queue),
+        (names.delayed, names.to_delayed),
+    ):
+        for token in tokens_of(message_id):
+            while (there := await store.last(stream, prefix + token)) is not None:
+                record = there.record
+                if record.message_id != message_id:
+                    break
+                delivered = await store.delivered() if stream == names.queue else 0
+                if not await store.remove(stream, there.sequence):
+                    continue
+                if stream == names.delayed and await _was_under_way(store, token, there):
+                    return await cancel(store, settlements, message_id)
+                if record.kept:
+                    await settlements.forget_checkpoint(record)
+                outcome = CancelOutcome.CANCELLED if there.sequence <= delivered else CancelOutcome.REMOVED
+                return Cancelled(outcome, record.reply_to, record.headers)
+    return UNKNOWN
+
+
+async def _was_under_way(store: Store, token: str, removed: Stored) -> bool:
+    """Whether a message that was removed from the delayed is in the queue, or was: being due it may have been on its way.
+
+    If somebody has it in hand, he is forestalled: what he adds later the server takes for a second copy of this.
+    """
+    if (removed.record.due or 0.0) > clock.utc_now().timestamp():
+        return False
+    with suppress(MailboxFullError):  # then nobody else has found room for it either
+        async with store.moving():
+            added = await store.add(due_again(store.names, token, removed.record, removed.sequence))
+            if added.sequence and not added.duplicate:
+                await store.moved()
+        if added.sequence:
+            return True
+    there = await store.last(store.names.queue, store.names.to_queue + token)
+    return there is not None and there.record.message_id == removed.record.message_id
+
+
+async def sweep_transient(store: Store) -> None:
+    """Delete the transient mailboxes that nobody has had open for a day."""
+    beginning = f"mainspring-queue_{encoded(TRANSIENT)}"
+    offset = 0
+    while True:
+        page = await store.wire.api("STREAM.LIST", {"subject": "mainspring.*.queue.*", "offset": offset})
+        streams = page.get("streams") or []
+        for stream in streams:
+            name = stream["config"]["name"]
+            if name.startswith(beginning) and _old(stream["created"]) and await _unused(store, name):
+                short = name.removeprefix("mainspring-queue_")
+                kinds = ("queue", "delayed", "expiries", "dead", "moves")
+                gone = [f"mainspring-{kind}_{short}" for kind in kinds] + [f"KV_mainspring-checkpoints_{short}"]
+                await store.wire.ask_all([Ask(f"$JS.API.STREAM.DELETE.{each}") for each in gone])
+        offset += len(streams)
+        if not streams or offset >= page.get("total", 0):
+            return
+
+
+async def _unused(store: Store, stream: str) -> bool:
+    info: dict[str, Any] = await store.wire.api(f"CONSUMER.INFO.{stream}.{CONSUMER}")
+    last = info["delivered"].get("last_active")
+    return not info.get("num_waiting") and (last is None or _old(last))
+
+
+def _old(date: str) -> bool:
+    then = datetime.fromisoformat(date[:19] + "+00:00")
+    return (clock.utc_now() - then).total_seconds() > TRANSIENT_LIFE

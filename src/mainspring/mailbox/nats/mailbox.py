@@ -1,0 +1,286 @@
+"""A durable mailbox on a NATS server with JetStream, for the processes of many machines."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, ClassVar, Never
+from urllib.parse import quote
+
+import anyio
+import nats  # noqa: F401 - so that a missing driver is known at once
+from typing_extensions import TypeVar
+
+from mainspring.errors import ConfigError, InvalidParameterError, MailboxConnectionError, MailboxError
+from mainspring.mailbox.backend import TRANSIENT, Capabilities
+from mainspring.mailbox.limits import SILENCE, check_silence
+from mainspring.mailbox.mailbox import Mailbox
+from mainspring.mailbox.message import CancelOutcome
+from mainspring.mailbox.nats import inspection as look
+from mainspring.mailbox.nats.claims import Claims
+from mainspring.mailbox.nats.connection import Wire
+from mainspring.mailbox.nats.dead_letters import DeadLetters
+from mainspring.mailbox.nats.errors import check_credentials
+from mainspring.mailbox.nats.names import Names, encoded
+from mainspring.mailbox.nats.recovery import Tidier
+from mainspring.mailbox.nats.scheduler import Expirer, Mover, Timed
+from mainspring.mailbox.nats.sends import Sends
+from mainspring.mailbox.nats.settlements import Settlements
+from mainspring.mailbox.nats.streams import Store
+from mainspring.mailbox.nats.url import SCHEMES, Server, name_in, parse_server, read_options
+from mainspring.mailbox.open import reads_query
+from mainspring.validation import MAX_VISIBILITY, is_number, is_whole
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import AsyncIterator
+
+    from mainspring.mailbox.message import Cancelled, Counts, Dead, Delivery, Envelope, Settlement
+    from mainspring.mailbox.nats.parser import Heard
+    from mainspring.runtime.scope import DaemonScope
+
+T = TypeVar("T", default=Any)
+R = TypeVar("R", default=Any)
+
+STORAGE = ("file", "memory")
+
+
+class NatsMailbox(Mailbox[T, R]):
+    """A queue on a NATS server (2.9 or newer) with JetStream; any number of processes and machines share it.
+
+    A message is pending in a work-queue stream, is leased by the ack wait of a durable consumer (or, for another length, by
+    a nak with a delay), and gets a new number in the stream before it is delivered again. Delayed messages and dead letters
+    are in streams of their own, checkpoints in a key-value bucket. It has no priorities, and what is released goes to the
+    tail. It runs on asyncio only, as its driver (nats-py) does. See docs/how-to/nats.md.
+
+    :param server: the URL of the server, or of several of one cluster (hosts by comma): ``nats://user:password@host:4222``.
+        The other parameters can stand in its query instead, as in ``?name=jobs``, but for ``body`` and ``reply``.
+    :param name: of the mailbox.
+    :param body: the type of the bodies; else the handler's annotation gives it, else anything that JSON can say.
+    :param reply: the type of the replies.
+    :param ack_wait: seconds of a lease that need no call of their own: the ``visibility_timeout`` that most receives have.
+        It is used where the mailbox is made on the server; later it stays as it is there.
+    :param timeout: seconds that one call to the server, or all of opening, may take before :class:`MailboxConnectionError`.
+    :param silence: seconds after which a connection on which the server answers nothing is given up for a new one.
+    :param replicas: how many servers of a cluster keep each message (1, 3 or 5), where the streams are made.
+    :param storage: ``"file"``, or ``"memory"``: then nothing outlives the server.
+    :param credentials: the path of a credentials file (needs ``nkeys``: ``pip install 'nats-py[nkeys]'``).
+    :param ca_file: the certificates to trust instead of those that the machine trusts, for ``tls://``.
+    :param cert_file: the certificate to show to the server, and its ``key_file``, where it wants one.
+    :param ssl_context: instead of these files.
+    :raises ConfigError: a value cannot work. On opening: the streams are there and another program's.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        durable=True,
+        cross_process=True,
+        front_return=False,
+        priority=False,
+        transactional_reply=False,
+        joined_acks=True,
+        queue_age=True,
+        lease_ends_seen=False,
+        lease_granularity=0.05,
+        async_backends=frozenset({"asyncio"}),
+    )
+
+    @reads_query(read_options)
+    def __init__(
+        self,
+        server: str | Server,
+        *,
+        name: str = "default",
+        body: Any = None,
+        reply: Any = None,
+        ack_wait: float = 60.0,
+        timeout: float = 5.0,
+        silence: float = SILENCE,
+        replicas: int = 1,
+        storage: str = "file",
+        credentials: str | None = None,
+        ca_file: str | None = None,
+        cert_file: str | None = None,
+        key_file: str | None = None,
+        ssl_context: ssl.SSLContext | None = None,
+        **unknown: Never,
+    ) -> None:
+        super().__init__(name, body=body, reply=reply)
+        read_options(server if isinstance(server, str) else server.address, unknown)  # which refuses them
+        if not (is_number(ack_wait, 1) and ack_wait <= MAX_VISIBILITY):
+            raise ConfigError(f"mailbox {name!r}: ack_wait must be 1 to {MAX_VISIBILITY:.0f} seconds, not {ack_wait!r}")
+        if not (is_number(timeout, 0) and timeout > 0):
+            raise ConfigError(f"mailbox {name!r}: timeout must be more than 0 seconds, not {timeout!r}")
+        if not (is_whole(replicas, 1) and replicas in (1, 3, 5)):
+            raise ConfigError(f"mailbox {name!r}: replicas must be 1, 3 or 5, not {replicas!r}")
+        if storage not in STORAGE:
+            raise ConfigError(f"mailbox {name!r}: storage must be 'file' or 'memory', not {storage!r}")
+        self._names = Names.of(name)
+        tls: dict[str, Any] = {
+            "ca_file": ca_file,
+            "cert_file": cert_file,
+            "key_file": key_file,
+            "ssl_context": ssl_context,
+        }
+        self._server = server if isinstance(server, Server) else parse_server(server, **tls)
+        self._settings: dict[str, Any] = {
+            "ack_wait": float(ack_wait),
+            "timeout": float(timeout),
+            "silence": check_silence(name, silence),
+            "replicas": replicas,
+            "storage": storage,
+            "credentials": credentials,
+        }
+        self._timed: list[Timed] = []
+        self._wire: Wire | None = None
+
+    @classmethod
+    def from_url(
+        cls, url: str, *, host: str, path: str, options: dict[str, Any], body: Any = None, reply: Any = None
+    ) -> NatsMailbox[Any, Any]:
+        """The mailbox that a URL means; options that stand in it are strings."""
+        return cls(url, body=body, reply=reply, **read_options(url, options))
+
+    @property
+    def address(self) -> str:
+        """Its URL, without a login: a worker on another store has its own for it among its ``reply_stores``."""
+        return f"{self._server.address}?name={quote(self.name, safe='')}"
+
+    def _local_name(self, address: str) -> str | None:
+        if "://" not in address:
+            return address
+        if not address.startswith(tuple(f"{scheme}://" for scheme in SCHEMES)):
+            return None
+        return name_in(address) if self._server.is_at(address) else None
+
+    def _sibling(self, name: str, *, body: Any = None, reply: Any = None) -> NatsMailbox[Any, Any]:
+        """An unopened mailbox of that name on the same server, with the same settings."""
+        return NatsMailbox(self._server, name=name, body=body, reply=reply, **self._settings)
+
+    # ---------------------------------------------------------------------------------------------------- life cycle
+
+    async def _exists(self) -> bool:
+        async with self._connected() as wire:
+            found = await look.has_streams(wire, self._names)
+        await wire.close()
+        return found
+
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[Wire]:
+        """A new connection to the server, for what is done with it first: all that has one end, the timeout.
+
+        It stays open, but where the block raises.
+        """
+        settings, options = self._settings, self._server.options
+        if settings["credentials"]:
+            check_credentials(settings["credentials"])
+            options = options | {"user_credentials": settings["credentials"]}
+        wire = Wire(self._server.urls, options, settings["timeout"], f"mailbox {self.name!r}", settings["silence"])
+        until = anyio.current_time() + wire.timeout
+        await wire.open()
+        try:
+            with anyio.fail_after(until - anyio.current_time()):
+                yield wire
+        except BaseException as error:
+            with anyio.CancelScope(shield=True):  # which has an end
+                await wire.close()
+            raise wire.failure(error) if isinstance(error, TimeoutError) else error
+
+    async def _open(self, scope: DaemonScope) -> None:
+        settings = self._settings
+        async with self._connected() as wire:
+            replicas, storage, ack_wait = settings["replicas"], settings["storage"], settings["ack_wait"]
+            store = Store(wire, self._names, replicas=replicas, storage=storage, ack_wait=ack_wait)
+            store.ack_wait = await store.ensure(self._names)
+            await wire.listen(store.names.to_cancelled, self._on_cancelled)
+        wire.on_silence = self._announce_silence
+        self._wire = wire
+        self._store = store
+        self._sends = Sends(store)
+        self._claims = Claims(store, lambda: self._usable)
+        store.replaced = self._claims.forget
+        self._settlements = Settlements(store, self._claims)
+        self._letters = DeadLetters(store)
+        scope.start_soon(wire.keep, name=f"mailbox {self.name} connection")
+        self._tidier = tidier = Tidier(store, self._claims)
+        wire.reconnected = tidier.doubt
+        scope.start_soon(tidier.run, name=f"mailbox {self.name} tidying")
+        self._timed = [Mover(store), Expirer(store, self._claims)]
+        for timed, what in zip(self._timed, ("delayed messages", "expiries"), strict=True):
+            scope.start_soon(timed.run, name=f"mailbox {self.name} {what}", stop=timed.stop)
+        if self.name.startswith(TRANSIENT):
+            scope.start_soon(self._sweep, name=f"mailbox {self.name} abandoned ones")
+
+    async def _sweep(self) -> None:
+        with suppress(MailboxError):  # the next one who opens such a mailbox does it
+            await look.sweep_transient(self._store)
+
+    async def _close(self) -> None:
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            await wire.close()
+
+    def _wake_all(self) -> None:
+        for timed in self._timed:
+            timed.stop()
+        if self._wire is not None:
+            self._wire.end_pulls()
+
+    async def _drop(self) -> None:
+        await self._store.destroy(self._names)
+
+    # ----------------------------------------------------------------------------------------------------- the hooks
+
+    async def _put(self, envelopes: list[Envelope]) -> list[str]:
+        self._check_reply_names({envelope.reply_to for envelope in envelopes if envelope.reply_to is not None})
+        return await self._sends.put(envelopes)
+
+    def _check_reply_names(self, addresses: set[str]) -> None:
+        for address in addresses:
+            name = self._local_name(address)
+            try:
+                if name is not None:
+                    encoded(name)
+            except ConfigError as error:
+                raise InvalidParameterError(f"send: reply_to: {error}") from None
+
+    async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
+        return await self._claims.claim(max_messages, visibility_timeout, wait_time_seconds)
+
+    async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        await self._settlements.settle(delivery, settlement)
+
+    async def _acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+        return await self._settlements.acknowledge(deliveries)
+
+    async def _extend(self, delivery: Delivery, timeout: float) -> None:
+        await self._claims.extend(delivery, timeout)
+
+    async def _save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
+        await self._settlements.save_checkpoint(delivery, state)
+
+    async def _counts(self) -> Counts:
+        return await look.counts(self._store, self._claims)
+
+    async def _purge(self) -> int:
+        return await look.purge(self._store)
+
+    async def _dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+        return await self._letters.page(limit, after)
+
+    async def _find_dead(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
+        return await self._letters.find(message_ids)
+
+    async def _replay(self, message_ids: list[str] | None) -> int:
+        return await self._letters.replay(message_ids)
+
+    async def _discard_dead(self, message_ids: list[str] | None) -> int:
+        return await self._letters.discard(message_ids)
+
+    async def _cancel(self, message_id: str) -> Cancelled:
+        found = await look.cancel(self._store, self._settlements, message_id)
+        if found.outcome is CancelOutcome.CANCELLED:
+            with suppress(MailboxConnectionError):  # its holder hears of it at the next renewal
+                await self._store.wire.tell(self._names.to_cancelled, message_id.encode())
+        return found
+
+    def _on_cancelled(self, message: Heard) -> None:
+        self._announce_cancelled([message.data.decode("utf-8", "replace")])

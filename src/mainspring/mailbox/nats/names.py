@@ -1,0 +1,187 @@
+"""What a mailbox is called on a NATS server, and what its streams and consumers have to be. Without the driver."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from mainspring.core.loggers import Logger
+from mainspring.errors import ConfigError
+from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
+
+CONSUMER = "mainspring"
+"""The name of the durable consumer of each stream that has one."""
+MAX_NAME = 180
+DELAYED_ACK_WAIT = 2.0
+"""Seconds after which another process takes over a due message from one that has taken it and does not move it."""
+_SECOND = 1_000_000_000
+_log = Logger("mainspring.mailbox")
+
+
+def nanoseconds(seconds: float) -> int:
+    """JetStream counts time in these."""
+    return round(seconds * _SECOND)
+
+
+def encoded(name: str) -> str:
+    """``name`` in letters that stream names, bucket names and subjects take; different names stay different."""
+    text = re.sub(
+        rb"[^A-Za-z0-9-]", lambda found: b"_%02x" % found[0][0], name.encode("utf-8", "surrogatepass")
+    ).decode()
+    if len(text) > MAX_NAME:
+        raise ConfigError(f"mailbox {name[:40]!r}…: its name is longer than {MAX_NAME} letters on a NATS server")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The streams of one mailbox, and the beginnings of their subjects."""
+
+    queue: str
+    delayed: str
+    expiries: str
+    dead: str
+    moves: str
+    checkpoints: str
+    to_queue: str
+    to_delayed: str
+    to_expiries: str
+    to_dead: str
+    to_moves: str
+    to_checkpoints: str
+    to_cancelled: str
+    transient: bool
+
+    @classmethod
+    def of(cls, name: str) -> Names:
+        """Those of the mailbox called ``name``."""
+        short = encoded(name)
+        root = f"mainspring.{short}"
+        return cls(
+            f"mainspring-queue_{short}",
+            f"mainspring-delayed_{short}",
+            f"mainspring-expiries_{short}",
+            f"mainspring-dead_{short}",
+            f"mainspring-moves_{short}",
+            f"KV_mainspring-checkpoints_{short}",
+            f"{root}.queue.",
+            f"{root}.delayed.",
+            f"{root}.expiry.",
+            f"{root}.dead.",
+            f"{root}.moves",
+            f"$KV.mainspring-checkpoints_{short}.",
+            f"{root}.cancelled",
+            name.startswith(TRANSIENT),
+        )
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """All of its streams."""
+        return (self.queue, self.delayed, self.expiries, self.dead, self.moves, self.checkpoints)
+
+    def configs(self, *, replicas: int, storage: str) -> list[dict[str, Any]]:
+        """What its streams are made of.
+
+        Where an owner's limit is reached, a message that was accepted stays, and the new one is refused. Of notes of
+        expiries the old ones go: they are reminders only, and the new ones are needed longest. The count of moves is one
+        message, whose number is what counts: to replace it must never be refused.
+        """
+        common: dict[str, Any] = {
+            "storage": storage,
+            "num_replicas": replicas,
+            "max_msgs_per_subject": 1,
+            "discard": "new",
+        }
+        if self.transient:
+            common["max_age"] = nanoseconds(TRANSIENT_LIFE)
+        work = {"retention": "workqueue", **common}
+        kept = {"retention": "limits", **common}
+        old = {"discard": "old"}
+        return [
+            {"name": self.queue, "subjects": [f"{self.to_queue}*"], **work},
+            {"name": self.delayed, "subjects": [f"{self.to_delayed}*"], **work},
+            {"name": self.expiries, "subjects": [f"{self.to_expiries}*"], **work, **old},
+            {"name": self.dead, "subjects": [f"{self.to_dead}*"], **kept},
+            {"name": self.moves, "subjects": [self.to_moves], **kept, **old},
+            {
+                "name": self.checkpoints,
+                "subjects": [f"{self.to_checkpoints}>"],
+                "allow_rollup_hdrs": True,
+                "deny_delete": True,
+                **kept,
+            },
+        ]
+
+    def consumers(self, ack_wait: float) -> list[tuple[str, dict[str, Any]]]:
+        """Its consumers, each with its stream."""
+        common = {
+            "durable_name": CONSUMER,
+            "ack_policy": "explicit",
+            "deliver_policy": "all",
+            "replay_policy": "instant",
+            "max_deliver": -1,
+            "max_ack_pending": -1,
+            "max_waiting": 2_048,
+        }
+        timed = {"ack_wait": nanoseconds(DELAYED_ACK_WAIT), **common}
+        return [
+            (self.queue, {"ack_wait": nanoseconds(ack_wait), **common}),
+            (self.delayed, timed),
+            (self.expiries, timed),
+        ]
+
+
+_WANTED = ("retention", "max_msgs_per_subject", "discard")
+
+
+def brought_up(wanted: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """What a stream that is there has to become: an older version had all streams discard old messages at a limit."""
+    if wanted["discard"] == "new" and found.get("discard") == "old":
+        return {**found, "discard": "new"}
+    return found
+
+
+def check_stream(wanted: dict[str, Any], found: dict[str, Any]) -> None:
+    """Raise :class:`ConfigError` where a stream that is there cannot be used; replicas and limits are its owner's.
+
+    It warns of a limit that is kept by dropping where a killed server comes back, and of what keeps less than is asked for.
+    """
+    for key in _WANTED:
+        if found.get(key) != wanted[key]:
+            raise ConfigError(
+                f"the stream {wanted['name']!r} is there with {key} = {found.get(key)!r}, and the mailbox needs"
+                f" {wanted[key]!r}; rename the mailbox, or remove the stream if nothing in it is needed"
+            )
+    if found.get("discard_new_per_subject"):
+        raise ConfigError(
+            f"the stream {wanted['name']!r} is there with discard_new_per_subject, and the mailbox needs to replace the"
+            " message of a subject; set it to false"
+        )
+    if wanted["discard"] == "new" and found.get("max_bytes", -1) > 0:  # it reckons without its overhead, then drops
+        raise ConfigError(
+            f"the stream {wanted['name']!r} is there with max_bytes, near which the server drops accepted messages, the"
+            " oldest first; limit the storage of the account, and set max_bytes to -1"
+        )
+    if wanted["discard"] == "new" and found.get("max_msgs", -1) > 0:
+        _log.warning(
+            "the stream %r has max_msgs: a server that is killed at that limit may drop accepted messages when it comes back;"
+            " limit the storage of the account or the server instead",
+            wanted["name"],
+        )
+    if found.get("num_replicas", 1) < wanted["num_replicas"]:
+        _log.warning(
+            "the stream %r is kept by %d server(s), not by the %d that replicas= asks for, which counts where it is made;"
+            " change it on the server: nats stream edit %s --replicas=%d",
+            *(wanted["name"], found.get("num_replicas", 1), wanted["num_replicas"]),
+            *(wanted["name"], wanted["num_replicas"]),
+        )
+    if (found.get("storage"), wanted["storage"]) == ("memory", "file"):
+        _log.warning(
+            "the stream %r was made with storage=memory: it forgets all when the server ends; say so here too, or remove it"
+            " once it is empty, and it is made anew",
+            wanted["name"],
+        )
+    missing = set(wanted["subjects"]) - set(found.get("subjects") or ())
+    if missing:
+        raise ConfigError(f"the stream {wanted['name']!r} is there without the subjects {sorted(missing)}; add them")

@@ -1,0 +1,195 @@
+"""What waits for its time on NATS: the server holds it until it is due, then an open mailbox does what is to be done."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import anyio
+
+from mainspring.core import clock, random
+from mainspring.errors import MailboxError
+from mainspring.mailbox.message import EXPIRED
+from mainspring.mailbox.nats.claims import LONGEST_PULL
+from mainspring.mailbox.nats.connection import Ask
+from mainspring.mailbox.nats.errors import GoneError
+from mainspring.mailbox.nats.leases import Arrival
+from mainspring.mailbox.nats.names import CONSUMER, nanoseconds
+from mainspring.mailbox.nats.records import token_of, tokens_of
+from mainspring.mailbox.nats.streams import Add, Added
+from mainspring.policies import backoff
+
+if TYPE_CHECKING:
+    from mainspring.mailbox.nats.claims import Claims
+    from mainspring.mailbox.nats.names import Names
+    from mainspring.mailbox.nats.pulls import Puller
+    from mainspring.mailbox.nats.records import Record
+    from mainspring.mailbox.nats.streams import Store
+
+_BATCH = 256
+LEFT_BEHIND = 10.0
+"""Seconds after which the older copy in the queue is taken for one that nobody will remove: longer than a call lasts."""
+_AGAIN = 0.25
+"""Seconds until a message is looked at again whose older copy has not left the queue yet."""
+
+
+def due_again(names: Names, token: str, record: Record, sequence: int) -> Add:
+    """What moves number ``sequence`` of the delayed to the queue: whoever does it, the server does it once in two minutes."""
+    payload = replace(record, due=None).encode()
+    return Add(names.to_queue + token, payload, 0, f"due-{record.message_id}-{sequence}")
+
+
+class Timed:
+    """Sees to what a stream holds, when it is due. Every open mailbox has one for each such stream.
+
+    What is not due is left with the server by a nak with a delay, and comes when it is; to one of those who wait.
+    """
+
+    def __init__(self, store: Store, stream: str) -> None:
+        self._store = store
+        self._wall = clock.wall_clock()
+        self._next = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{CONSUMER}"
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Begin nothing more."""
+        self._stopping = True
+
+    async def run(self) -> None:
+        """Work until told to stop, or cancelled. A server that cannot be reached is tried again."""
+        failures = 0
+        while not self._stopping:
+            try:
+                await self._round()
+                failures = 0
+            except MailboxError as error:
+                failures += 1
+                if isinstance(error, GoneError):
+                    with suppress(MailboxError):
+                        await self._store.mend(error)
+                pause = backoff(failures, initial=0.1, maximum=5.0, factor=2.0, jitter="full", rng=random.rng())
+                await anyio.sleep(pause)
+
+    async def _round(self) -> None:
+        request = b'{"batch":%d,"no_wait":true,"expires":%d}' % (_BATCH, nanoseconds(LONGEST_PULL))
+        puller = await self._store.wire.puller()
+        messages = await puller.pull(self._next, request, _BATCH, LONGEST_PULL, self._leave)
+        if messages:
+            await self._handle([Arrival.of(message) for message in messages])
+
+    async def _leave(self, broken_off: Puller) -> None:
+        """Let another one have at once what came; what comes late is another's in two seconds."""
+        await self._store.wire.ask_all([Ask(message.reply.decode(), b"-NAK") for message in broken_off.take()])
+
+    async def _handle(self, arrivals: list[Arrival]) -> None:
+        now = self._wall()
+        early: list[Ask] = []
+        due: list[Arrival] = []
+        for arrival in arrivals:
+            left = (arrival.record.due or 0.0) - now
+            if left > 0:
+                early.append(Ask(arrival.reply, b'-NAK {"delay":%d}' % nanoseconds(max(left, 0.001))))
+            else:
+                due.append(arrival)
+        if early:
+            await self._store.wire.ask_all(early)
+        if due:
+            await self._do(due)
+
+    async def _do(self, due: list[Arrival]) -> None:
+        """What is to be done with that which is due."""
+        raise NotImplementedError
+
+
+class Mover(Timed):
+    """Moves due messages to the tail of the queue: adds them there, then removes them here.
+
+    Who dies between the two has another one do it again, which the queue refuses.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store, store.names.delayed)
+
+    async def _do(self, due: list[Arrival]) -> None:
+        store = self._store
+        names = store.names
+        adds = []
+        for arrival in due:
+            token = arrival.subject.removeprefix(names.to_delayed)
+            adds.append(due_again(names, token, arrival.record, arrival.sequence))
+        async with store.gate.moving():
+            results = await store.add_all(adds)
+            done = [
+                arrival.sequence
+                for arrival, result in zip(due, results, strict=True)
+                if isinstance(result, Added) and result.sequence
+            ]
+            fresh = sum(
+                isinstance(result, Added) and result.sequence > 0 and not result.duplicate for result in results
+            )
+            if fresh:
+                await store.moved(fresh)
+            await store.remove_all(names.delayed, done)
+        for arrival, result in zip(due, results, strict=True):
+            if isinstance(result, Added) and not result.sequence:
+                await self._meet(arrival)
+
+    async def _meet(self, arrival: Arrival) -> None:
+        """The queue holds another message in its place: a copy of it, or (with one dedup key) another one."""
+        store = self._store
+        names = store.names
+        subject = names.to_queue + arrival.subject.removeprefix(names.to_delayed)
+        there = await store.last(names.queue, subject)
+        if there is None:
+            await store.wire.ask(arrival.reply, b"-NAK")
+        elif there.record.message_id != arrival.record.message_id:
+            record = replace(arrival.record, due=None, dedup_key=None)
+            async with store.moving():
+                if await store.get(names.delayed, arrival.sequence) is None:
+                    return  # it was cancelled, or another one was quicker
+                subject = names.to_queue + token_of(record.message_id)
+                await store.put_over(Add(subject, record.encode()), record.message_id)
+                await store.moved()
+                await store.remove(names.delayed, arrival.sequence)
+        elif there.record.deliveries >= arrival.record.deliveries:
+            await store.remove(names.delayed, arrival.sequence)  # the queue has it: this copy was left over
+        elif self._wall() - (arrival.record.due or 0.0) > LEFT_BEHIND:
+            # Whoever delayed it has died before he removed it, or the server before it wrote that: this is its successor.
+            record = replace(arrival.record, due=None)
+            async with store.gate.moving():
+                added = await store.add(Add(subject, record.encode(), there.sequence))
+                if added.sequence:
+                    await store.moved()
+                    await store.remove(names.delayed, arrival.sequence)
+        else:  # whoever delayed it has yet to remove it from the queue
+            await store.wire.ask(arrival.reply, b'-NAK {"delay":%d}' % nanoseconds(_AGAIN))
+
+
+class Expirer(Timed):
+    """Moves messages to the dead letters when they expire, unless somebody works on them."""
+
+    def __init__(self, store: Store, claims: Claims) -> None:
+        super().__init__(store, store.names.expiries)
+        self._claims = claims
+
+    async def _do(self, due: list[Arrival]) -> None:
+        for arrival in due:
+            await self._expire(arrival.record)
+        await self._store.remove_all(self._store.names.expiries, [arrival.sequence for arrival in due])
+
+    async def _expire(self, note: Record) -> None:
+        store = self._store
+        names = store.names
+        for stream, prefix in ((names.delayed, names.to_delayed), (names.queue, names.to_queue)):
+            for token in tokens_of(note.message_id):
+                there = await store.last(stream, prefix + token)
+                if there is None:
+                    continue
+                record = there.record
+                if record.message_id != note.message_id or record.expires_at is None:
+                    continue
+                if stream == names.queue and there.sequence <= await store.delivered():
+                    return  # in flight, or it was: who gives it back, or would receive it, sees that it has expired
+                await self._claims.bury(stream, there.sequence, record, EXPIRED, record.expires_at)
+                break  # it may have been due just now, so that there is one in the queue as well

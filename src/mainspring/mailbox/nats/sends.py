@@ -1,0 +1,178 @@
+"""Sending on NATS: one publication a message, all of a call in one go, each acknowledged by the server."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import anyio
+
+from mainspring.core import clock
+from mainspring.errors import InvalidParameterError, MailboxConnectionError, MailboxError
+from mainspring.mailbox.limits import CLOSE_TIMEOUT, check_size
+from mainspring.mailbox.nats.records import RESERVED, Record
+from mainspring.mailbox.nats.scheduler import due_again
+from mainspring.mailbox.nats.streams import Add, Added
+
+if TYPE_CHECKING:
+    from mainspring.mailbox.message import Envelope
+    from mainspring.mailbox.nats.streams import Store, Stored
+
+
+class Sends:
+    """The sends of one mailbox object."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._wall = clock.wall_clock()
+
+    async def put(self, envelopes: list[Envelope]) -> list[str]:
+        """See :meth:`MailboxHooks._put`."""
+        now = self._wall()
+        most = self._store.wire.max_payload - RESERVED  # another one after a reconnection, perhaps
+        records = []
+        for envelope in envelopes:
+            if envelope.priority:
+                raise InvalidParameterError(
+                    "send: a mailbox on NATS has no priorities (Capabilities.priority); leave it at 0"
+                )
+            record = Record.of(envelope, now)
+            plain = not (envelope.headers or envelope.reply_to or envelope.dedup_key)
+            size = len(envelope.body if plain else record.encode())
+            check_size("a message", size, most, "this NATS server's max_payload leaves for one")
+            records.append(record)
+        sent = [record.message_id for record in records]
+        if any(record.dedup_key is not None for record in records):
+            sent = await self._put_in_turn(records)
+        elif len(records) == 1:
+            await self._store.add(self._first(records[0]))
+        else:
+            await self._put_all([self._first(record) for record in records])
+        if envelopes[0].expires_in is not None:
+            await self._announce_expiries(
+                [record for record, message_id in zip(records, sent, strict=True) if message_id == record.message_id]
+            )
+        return sent
+
+    async def _put_in_turn(self, records: list[Record]) -> list[str]:
+        """Messages of which some have a dedup key: all or none, as far as the server can."""
+        sent: list[str] = []
+        try:
+            for record in records:
+                if record.dedup_key is None:
+                    await self._store.add(self._first(record))
+                    sent.append(record.message_id)
+                else:
+                    sent.append(await self._put_once(record))
+        except BaseException:
+            if sent:
+                await self._take_back(
+                    [each for each, sent_as in zip(records, sent, strict=False) if each.message_id == sent_as]
+                )
+            raise
+        return sent
+
+    async def _take_back(self, records: list[Record]) -> None:
+        store = self._store
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT), suppress(MailboxError):
+            async with store.gate.moving():
+                for record in records:
+                    stream = store.names.queue if record.due is None else store.names.delayed
+                    there = await store.last(stream, self._first(record).subject)
+                    if there is not None and there.record.message_id == record.message_id:
+                        await store.moved(int(await store.remove(stream, there.sequence)))
+
+    async def _announce_expiries(self, records: list[Record]) -> None:
+        """Leave notes of when to look for them. Without one, a message is dead when somebody would have received it."""
+        store = self._store
+        notes = [Record(record.message_id, b"", record.enqueued_at, due=record.expires_at) for record in records]
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT):
+            await store.add_all([Add(store.names.to_expiries + note.token, note.encode()) for note in notes])
+
+    def _first(self, record: Record) -> Add:
+        names = self._store.names
+        prefix = names.to_queue if record.due is None else names.to_delayed
+        return Add(prefix + record.token, record.encode())
+
+    async def _put_all(self, adds: list[Add]) -> None:
+        """All or none, as far as the server can: those that were stored are taken back where others were not."""
+        results = await self._store.add_all(adds)
+        errors = [result for result in results if isinstance(result, MailboxError)]
+        if not errors:
+            return
+        stored: dict[str, list[int]] = {}
+        names = self._store.names
+        for add, result in zip(adds, results, strict=True):
+            if isinstance(result, Added) and result.sequence:
+                stream = names.queue if add.subject.startswith(names.to_queue) else names.delayed
+                stored.setdefault(stream, []).append(result.sequence)
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT):
+            async with self._store.gate.moving():
+                for stream, sequences in stored.items():
+                    taken = await self._store.remove_all(stream, sequences)
+                    await self._store.moved(sum(each is True for each in taken))
+        raise errors[0]
+
+    async def _put_once(self, record: Record) -> str:
+        """A message with a dedup key: it has the key's subject, in the queue or among the delayed, and is alone there."""
+        store = self._store
+        names = store.names
+        mine, other = (names.to_queue, names.to_delayed) if record.due is None else (names.to_delayed, names.to_queue)
+        my_stream, other_stream = (names.queue, names.delayed) if record.due is None else (names.delayed, names.queue)
+        payload = record.encode()
+        for _ in range(20):
+            there = await store.last(other_stream, other + record.token)
+            if there is not None:
+                if await self._is_unfinished(other_stream, there):
+                    return await self._that_stays(there, my_stream, mine + record.token)
+                continue
+            added = await store.add(Add(mine + record.token, payload, 0))
+            if not added.sequence:
+                there = await store.last(my_stream, mine + record.token)
+                if there is not None and await self._is_unfinished(my_stream, there):
+                    return await self._that_stays(there, other_stream, other + record.token)
+                continue  # it was finished just now
+            there = await store.last(other_stream, other + record.token)
+            if (
+                there is None or there.record.message_id == record.message_id
+            ):  # it may have been put off, or due, by now
+                return record.message_id
+            # One with this key went to the other stream meanwhile. The later one of them goes, unless somebody has taken it
+            # already: its sender sees the other one, whose sender may have seen nothing. So they do not both go, each
+            # trusting the other to stay.
+            own = await store.get(my_stream, added.sequence)
+            if own is None or not _is_elder(there, own):
+                return record.message_id
+            async with store.gate.moving():
+                if not await store.remove(my_stream, added.sequence):
+                    return record.message_id
+                await store.moved()
+        raise _too_fast(record)
+
+    async def _that_stays(self, there: Stored, stream: str, subject: str) -> str:
+        """The id of the message that has the key: ``there``, or an elder one elsewhere, to which that is about to give way."""
+        elder = await self._store.last(stream, subject)
+        return (there if elder is None or not _is_elder(elder, there) else elder).record.message_id
+
+    async def _is_unfinished(self, stream: str, there: Stored) -> bool:
+        """Whether a message that has the key is not done yet: one that is due may lie here still and be done already."""
+        store = self._store
+        names = store.names
+        if stream == names.queue or (there.record.due or 0.0) > self._wall():
+            return True
+        async with store.moving():
+            added = await store.add(due_again(names, there.record.token, there.record, there.sequence))
+            if added.sequence and not added.duplicate:
+                await store.moved()
+            if added.sequence:
+                await store.remove(names.delayed, there.sequence)
+        return not added.duplicate
+
+
+def _is_elder(there: Stored, than: Stored) -> bool:
+    """Whether a message was there first; one that has been delivered was, whenever it was put to the tail."""
+    return there.record.deliveries > 0 or there.stored_at < than.stored_at
+
+
+def _too_fast(record: Record) -> MailboxConnectionError:
+    return MailboxConnectionError(f"the messages with the dedup key {record.dedup_key!r} came and went too fast")

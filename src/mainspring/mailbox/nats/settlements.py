@@ -1,0 +1,207 @@
+"""How deliveries end on NATS: acknowledged, given back at once or later, dead; with a reply where one is wanted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import anyio
+
+from mainspring.core import clock
+from mainspring.errors import (
+    ConfigError,
+    MailboxConnectionError,
+    MailboxError,
+    MailboxFullError,
+    ReceiptHandleExpiredError,
+    ReplyNotAvailableError,
+)
+from mainspring.mailbox.message import EXPIRED, Ack, Dead, Return
+from mainspring.mailbox.nats.claims import NO_ROOM
+from mainspring.mailbox.nats.errors import GoneError
+from mainspring.mailbox.nats.leases import expired
+from mainspring.mailbox.nats.names import Names
+from mainspring.mailbox.nats.records import RESERVED_FOR_DEATH, Record, token_of
+from mainspring.mailbox.nats.streams import Add
+
+if TYPE_CHECKING:
+    from mainspring.mailbox.message import Delivery, Envelope, Settlement
+    from mainspring.mailbox.nats.claims import Claims
+    from mainspring.mailbox.nats.leases import Lease
+    from mainspring.mailbox.nats.streams import Store
+
+PATIENCE = 10.0
+"""Seconds for which a holder may try to write a death for which there is no room; then it is another delivery's work."""
+
+
+class Settlements:
+    """The settlements of one mailbox object.
+
+    What is acknowledged is removed by its number, what is given back is replaced by its number: one step each, and the
+    server says whether the lease was held. What goes to another stream (a delay, a death) is added there first and then
+    removed here, so that it is never in neither; where it turns out that the lease was lost, the copy is taken back.
+    """
+
+    def __init__(self, store: Store, claims: Claims) -> None:
+        self._store = store
+        self._claims = claims
+        self._wall = clock.wall_clock()
+
+    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        """See :meth:`MailboxHooks._settle`."""
+        await self._store.recognize()
+        lease = self._claims.held(delivery)
+        try:
+            if isinstance(settlement, Ack):
+                if settlement.reply is not None:
+                    await self._reply(lease, delivery, settlement.reply)
+                held = await self._store.remove(self._store.names.queue, lease.sequence)
+            elif isinstance(settlement, Dead):
+                held = await self._bury(lease, delivery, settlement)
+            else:
+                held = await self._give_back(lease, settlement)
+        except MailboxConnectionError:
+            lease.unsure = True
+            raise
+        except MailboxFullError:
+            if await self._left_in_place(lease, delivery, settlement):
+                return
+            raise
+        self._drop(delivery, lease, held)
+        if lease.checkpoint and isinstance(settlement, Ack):
+            await self.forget_checkpoint(lease.record)
+
+    async def acknowledge(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+        """See :meth:`MailboxHooks._acknowledge_many`: one call each, all of them out at once."""
+        store = self._store
+        await store.recognize()
+        refused: dict[int, Exception] = {}
+        leases: dict[int, Lease] = {}
+        for number, delivery in enumerate(deliveries):
+            try:
+                leases[number] = self._claims.held(delivery)
+            except ReceiptHandleExpiredError as error:
+                refused[number] = error
+        removed = await store.remove_all(store.names.queue, [lease.sequence for lease in leases.values()])
+        for (number, lease), held in zip(leases.items(), removed, strict=True):
+            if isinstance(held, MailboxError):
+                lease.unsure = lease.unsure or isinstance(held, MailboxConnectionError)
+                refused[number] = held
+                continue
+            try:
+                self._drop(deliveries[number], lease, held)
+            except ReceiptHandleExpiredError as error:
+                refused[number] = error
+        async with anyio.create_task_group() as tasks:
+            for number in leases.keys() - refused.keys():
+                if leases[number].checkpoint:
+                    tasks.start_soon(self.forget_checkpoint, leases[number].record)
+        return refused
+
+    def _drop(self, delivery: Delivery, lease: Lease, held: bool) -> None:
+        """The message has left its place; ``held`` says whether it was there for this delivery to take it away."""
+        self._claims.drop(delivery)
+        if not held and not lease.unsure:  # else the try before, whose answer was lost, has done it
+            raise expired(delivery)
+
+    async def _left_in_place(self, lease: Lease, delivery: Delivery, settlement: Settlement) -> bool:
+        """What becomes of a message for whose next place there is no room; whether that is what was wanted.
+
+        It stays. One that is given back comes again from there; so does one whose death cannot be written, after a while:
+        a worker that waited for room, with its hands full of such, would make none.
+        """
+        if isinstance(settlement, Return):
+            await self._claims.come_again(delivery, settlement.delay)
+            return True
+        now = anyio.current_time()
+        if lease.refused_since is None:
+            lease.refused_since = now
+        if isinstance(settlement, Dead) and now - lease.refused_since >= PATIENCE:
+            await self._claims.come_again(delivery, NO_ROOM)
+        return False
+
+    async def _give_back(self, lease: Lease, how: Return) -> bool:
+        store = self._store
+        record = self._ended(lease, how.charge, how.history)
+        now = self._wall()
+        if record.expires_at is not None and record.expires_at <= now:
+            return await self._claims.bury(store.names.queue, lease.sequence, record, EXPIRED, record.expires_at)
+        if how.delay <= 0:
+            async with store.gate.moving():
+                added = await store.add(Add(lease.subject, record.encode(), lease.sequence))
+                if added.sequence:
+                    await store.moved()
+            return added.sequence > 0
+        record.due = now + how.delay
+        token = lease.subject.removeprefix(store.names.to_queue)
+        async with store.moving():
+            added = await store.add(Add(store.names.to_delayed + token, record.encode(), 0))
+            fresh = added.sequence > 0
+            if not fresh:  # left there by one who could not finish
+                added = await store.put_over(Add(store.names.to_delayed + token, record.encode()), record.message_id)
+            if not added.sequence:  # another one has its dedup key by now: it was cancelled, or it goes on without
+                record.dedup_key = None
+                subject = store.names.to_delayed + record.token
+                added = await store.put_over(Add(subject, record.encode()), record.message_id)
+                fresh = True
+            await store.moved()
+            held = await store.remove(store.names.queue, lease.sequence)
+            if not held and fresh and not lease.unsure:
+                await store.remove(store.names.delayed, added.sequence)
+        return held
+
+    def _ended(self, lease: Lease, charge: bool, history: str | None) -> Record:
+        """The record that the message goes on with, or is dead with."""
+        record = lease.record.returned(
+            received_at=lease.received_at, charge=charge, kept=lease.checkpoint, history=history
+        )
+        return record.within(self._store.wire.max_payload - RESERVED_FOR_DEATH)
+
+    async def _bury(self, lease: Lease, delivery: Delivery, dead: Dead) -> bool:
+        if dead.reply is not None:
+            await self._reply(lease, delivery, dead.reply)
+        record = self._ended(lease, True, dead.history)
+        return await self._claims.bury(self._store.names.queue, lease.sequence, record, dead, self._wall())
+
+    async def _reply(self, lease: Lease, delivery: Delivery, reply: Envelope) -> None:
+        """Send a reply to a mailbox on this store, while the lease is held; one that comes twice is dropped by its id."""
+        store = self._store
+        if await store.get(store.names.queue, lease.sequence) is None and not lease.unsure:
+            self._claims.drop(delivery)
+            raise expired(delivery)
+        try:
+            await self._send_reply(reply, f"reply-{delivery.message_id}")
+        except ConfigError as error:
+            raise ReplyNotAvailableError(f"the reply cannot be sent: {error}") from error
+
+    async def _send_reply(self, reply: Envelope, once: str) -> None:
+        store = self._store
+        names = Names.of(reply.reply_to or "")
+        record = Record.of(reply, self._wall())
+        record.reply_to = None
+        add = Add(names.to_queue + record.token, record.encode(), None, once)
+        try:
+            await store.add_elsewhere(add)
+        except GoneError:
+            if names.transient:  # whoever asked is gone
+                return
+            await store.ensure(names)
+            await store.add_elsewhere(add)
+
+    async def save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
+        """See :meth:`MailboxHooks._save_checkpoint`."""
+        store = self._store
+        await store.recognize()
+        lease = self._claims.held(delivery)
+        if await store.get(store.names.queue, lease.sequence) is None:
+            self._claims.drop(delivery)
+            raise expired(delivery)
+        await store.add(Add(store.names.to_checkpoints + token_of(lease.record.message_id), state))
+        lease.checkpoint = True
+
+    async def forget_checkpoint(self, record: Record) -> None:
+        """Drop the checkpoint of a message that is done. One that cannot be dropped now harms nobody."""
+        store = self._store
+        try:
+            await store.purge(store.names.checkpoints, store.names.to_checkpoints + token_of(record.message_id))
+        except MailboxError:
+            return

@@ -1,0 +1,400 @@
+"""The steps that a mailbox on NATS is made of: add to a stream, replace, remove, get. Each is fenced by the server.
+
+A message has a subject of its own and the stream keeps one message a subject. So "add, if there is none" and "replace, if
+it is still number n" are single steps of the server; and "remove number n" says whether it was there. A message that comes
+back gets a new number, hence no former holder of it can do anything to it any more.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import anyio
+
+from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, MailboxFullError
+from mainspring.mailbox.nats.connection import Ask, Wire
+from mainspring.mailbox.nats.errors import NO_CONSUMER, NO_STREAM, ApiError, GoneError, is_gone, parse
+from mainspring.mailbox.nats.names import CONSUMER, Names, brought_up, check_stream
+from mainspring.mailbox.nats.read_write_lock import Gate
+from mainspring.mailbox.nats.records import Record, decode
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from mainspring.mailbox.nats.parser import Heard
+
+
+_EXPECT = "Nats-Expected-Last-Subject-Sequence"
+_MESSAGE_ID = "Nats-Msg-Id"
+_WRONG_LAST = (10071, 10164)
+_NO_MESSAGE = (10037, 10043, 10057)
+_NOT_NOW = 10008
+_FULL = (10023, 10047, 10077, 10122)
+_Read = TypeVar("_Read")
+WINDOW = 2_000
+"""How many messages of one call may be out without an answer: each has to have it in time."""
+
+
+class Add(NamedTuple):
+    """A message to be added to a stream."""
+
+    subject: str
+    payload: bytes
+    expect: int | None = None
+    """The number of the subject's present message that it replaces; 0: there must be none; None: whatever is there."""
+    message_id: str | None = None
+    """The server drops a second one with this id, for two minutes."""
+    headers: dict[str, str] | None = None
+
+
+class Added(NamedTuple):
+    """What became of it: its number in the stream; 0 where another message was there."""
+
+    sequence: int
+    duplicate: bool = False
+
+
+@dataclass(slots=True)
+class Stored:
+    """A message of a stream."""
+
+    sequence: int
+    payload: bytes
+    stored_at: float
+    subject: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def record(self) -> Record:
+        """What it says."""
+        return decode(self.payload, self.sequence, self.stored_at)
+
+
+class Store:
+    """The streams of one mailbox over one connection."""
+
+    def __init__(self, wire: Wire, names: Names, *, replicas: int, storage: str, ack_wait: float) -> None:
+        self.wire = wire
+        self.names = names
+        self.gate = Gate()
+        self.ack_wait = ack_wait
+        self._replicas = replicas
+        self._storage = storage
+        self._mending = anyio.Lock()
+        self._mended = 0
+        self._dropped = False
+        self._made_at = ""
+        self._known_in = wire.epoch
+        self.replaced: Callable[[], object] = lambda: None
+        """Called when the queue is another one than before, so that its numbers mean other messages."""
+
+    # ------------------------------------------------------------------------------------------------------- set-up
+
+    async def ensure(self, names: Names) -> float:
+        """Make the streams and consumers of a mailbox that are missing; the ack wait that its queue has."""
+        wire = self.wire
+        configs = names.configs(replicas=self._replicas, storage=self._storage)
+        found = await wire.ask_all([Ask(f"$JS.API.STREAM.INFO.{config['name']}") for config in configs])
+        for config, answer in zip(configs, found, strict=True):
+            known = _unless(answer, NO_STREAM)
+            if known is None:
+                known = await self._make(f"STREAM.CREATE.{config['name']}", config)
+            else:
+                known = await self._bring_up(config, known)
+            check_stream(config, known["config"])
+            if config["name"] == self.names.queue:
+                self._recognize(known)
+        ack_wait = self.ack_wait
+        consumers = names.consumers(self.ack_wait)
+        asks = [Ask(f"$JS.API.CONSUMER.INFO.{stream}.{CONSUMER}") for stream, config in consumers]
+        for (stream, config), answer in zip(consumers, await wire.ask_all(asks), strict=True):
+            known = _unless(answer, NO_CONSUMER)
+            if known is None:
+                request = {"stream_name": stream, "config": config}
+                known = await self._make(f"CONSUMER.DURABLE.CREATE.{stream}.{CONSUMER}", request)
+            if stream == names.queue:
+                ack_wait = known["config"]["ack_wait"] / 1e9
+        return ack_wait
+
+    async def _bring_up(self, config: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+        """What is there, made what this version needs where an older one has made it."""
+        wanted = brought_up(config, known["config"])
+        if wanted == known["config"]:
+            return known
+        check_stream(config, wanted)  # one of another program's stays as it is
+        try:
+            return await self.wire.api(f"STREAM.UPDATE.{config['name']}", wanted)
+        except ApiError as error:
+            if error.code == _NOT_NOW:
+                raise _refused(error) from error
+            raise ConfigError(
+                f"the stream {config['name']!r} would drop accepted messages at a limit (discard = 'old'), and cannot be"
+                f" changed: {error.text}; set its discard to 'new'"
+            ) from error
+
+    async def _make(self, subject: str, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return await self.wire.api(subject, request)
+        except ApiError as error:
+            raise _refused(error) from error
+
+    async def mend(self, error: MailboxError) -> None:
+        """Make anew what a call has missed, as ``error`` says. Raises it where the mailbox was dropped by its owner."""
+        if self._dropped:
+            raise error
+        mended = self._mended
+        async with self._mending:
+            if mended == self._mended:
+                await self.ensure(self.names)
+                self._mended += 1
+                self.wire.end_pulls()  # they wait for consumers that are not there any more
+
+    async def recognize(self) -> None:
+        """After the connection was lost: see whether the queue is still the one that it was."""
+        epoch = self.wire.epoch
+        if epoch != self._known_in:
+            self._recognize(await self.api(f"STREAM.INFO.{self.names.queue}"))
+            self._known_in = epoch
+
+    def _recognize(self, queue: dict[str, Any]) -> None:
+        made_at, self._made_at = self._made_at, str(queue["created"])
+        if made_at not in ("", self._made_at):
+            self.replaced()
+            self.wire.end_pulls()
+
+    async def destroy(self, names: Names) -> None:
+        """Delete all streams of a mailbox."""
+        self._dropped = self._dropped or names == self.names
+        await self.wire.ask_all([Ask(f"$JS.API.STREAM.DELETE.{stream}") for stream in names.streams])
+
+    # -------------------------------------------------------------------------------------------------------- steps
+
+    @asynccontextmanager
+    async def moving(self) -> AsyncIterator[None]:
+        """While a message goes from one stream to another: once begun, a cancellation does not leave it in both."""
+        async with self.gate.moving():
+            with anyio.CancelScope(shield=True):  # every call has its end
+                yield
+
+    async def api(self, subject: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Call JetStream's API about this mailbox; what is gone is made anew first."""
+        try:
+            return await self.wire.api(subject, request)
+        except MailboxError as error:
+            if not is_gone(error):
+                raise
+            await self.mend(error)
+        return await self.wire.api(subject, request)
+
+    async def _call(self, read: Callable[[Heard], _Read], ask: Ask) -> _Read:
+        try:
+            return read(await self.wire.ask(*ask))
+        except GoneError as error:
+            await self.mend(error)
+        return read(await self.wire.ask(*ask))
+
+    async def _call_all(self, read: Callable[[Heard], _Read], asks: Sequence[Ask]) -> list[_Read | MailboxError]:
+        results: list[_Read | MailboxError] = []
+        for start in range(0, len(asks), WINDOW):
+            some = asks[start : start + WINDOW]
+            found = [_each(read, answer) for answer in await self.wire.ask_all(some)]
+            gone = [place for place, result in enumerate(found) if isinstance(result, GoneError)]
+            if gone:
+                try:
+                    await self.mend(found[gone[0]])
+                except MailboxError as error:
+                    for place in gone:
+                        found[place] = error
+                else:
+                    again = await self.wire.ask_all([some[place] for place in gone])
+                    for place, answer in zip(gone, again, strict=True):
+                        found[place] = _each(read, answer)
+            results += found
+        return results
+
+    async def add(self, add: Add) -> Added:
+        """Add one message; see :class:`Add`."""
+        return await self._call(_added, Ask(add.subject, add.payload, _headers(add)))
+
+    async def add_elsewhere(self, add: Add) -> Added:
+        """Add a message to a stream of another mailbox. Raises :class:`GoneError` where there is none."""
+        return _added(await self.wire.ask(add.subject, add.payload, _headers(add)))
+
+    async def add_all(self, adds: Sequence[Add]) -> list[Added | MailboxError]:
+        """Add messages in one go; an error stands in the place of each that failed."""
+        return await self._call_all(_added, [Ask(add.subject, add.payload, _headers(add)) for add in adds])
+
+    async def put_over(self, add: Add, message_id: str) -> Added:
+        """Add a message whose subject may hold a copy of it, and replace that: so that nobody takes it for his own.
+
+        Where it holds another message than ``message_id`` it stays as it is: number 0.
+        """
+        expect = 0
+        for _ in range(10):
+            added = await self.add(add._replace(expect=expect))
+            if added.sequence:
+                return added
+            there = await self.last(_stream_of(self.names, add.subject), add.subject)
+            if there is not None and there.record.message_id != message_id:
+                return added
+            expect = 0 if there is None else there.sequence
+        raise MailboxConnectionError(f"{add.subject}: others changed it time and again")
+
+    async def remove(self, stream: str, sequence: int) -> bool:
+        """Remove a message by its number; whether it was there."""
+        return await self._call(_removed, _removal(stream, sequence))
+
+    async def remove_all(self, stream: str, sequences: Sequence[int]) -> list[bool | MailboxError]:
+        """Remove messages in one go."""
+        return await self._call_all(_removed, [_removal(stream, sequence) for sequence in sequences])
+
+    async def get(self, stream: str, sequence: int) -> Stored | None:
+        """A message by its number."""
+        return await self._call(_stored, _get(stream, {"seq": sequence}))
+
+    async def last(self, stream: str, subject: str) -> Stored | None:
+        """The message of a subject."""
+        return await self._call(_stored, _get(stream, {"last_by_subj": subject}))
+
+    async def last_all(self, stream: str, subjects: Sequence[str]) -> list[Stored | MailboxError | None]:
+        """The messages of subjects, in one go."""
+        return await self._call_all(_stored, [_get(stream, {"last_by_subj": subject}) for subject in subjects])
+
+    async def next(self, stream: str, sequence: int, subject: str) -> Stored | None:
+        """The first message from number ``sequence`` on."""
+        return await self._call(_stored, _get(stream, {"seq": sequence, "next_by_subj": subject}))
+
+    async def consumer(self) -> dict[str, Any]:
+        """What the consumer of the queue says about itself."""
+        return await self.api(f"CONSUMER.INFO.{self.names.queue}.{CONSUMER}")
+
+    async def delivered(self) -> int:
+        """The highest number of the queue that was ever delivered."""
+        return int((await self.consumer())["delivered"]["stream_seq"])
+
+    async def moved(self, count: int = 1) -> None:
+        """Say that ``count`` messages that were added to the queue or the delayed ones were no new ones."""
+        with anyio.CancelScope(shield=True):  # every call has its end
+            await self.wire.ask_all([Ask(self.names.to_moves)] * count)
+
+    async def purge(self, stream: str, subject: str | None = None) -> int:
+        """Drop all messages of a stream, or of a subject; how many that were."""
+        request = None if subject is None else {"filter": subject}
+        return int((await self.api(f"STREAM.PURGE.{stream}", request))["purged"])
+
+
+def _stream_of(names: Names, subject: str) -> str:
+    for prefix, stream in (
+        (names.to_queue, names.queue),
+        (names.to_delayed, names.delayed),
+        (names.to_dead, names.dead),
+    ):
+        if subject.startswith(prefix):
+            return stream
+    return names.checkpoints
+
+
+def _headers(add: Add) -> dict[str, str] | None:
+    if add.expect is None and add.message_id is None:
+        return add.headers
+    headers = dict(add.headers) if add.headers else {}
+    if add.expect is not None:
+        headers[_EXPECT] = str(add.expect)
+    if add.message_id is not None:
+        headers[_MESSAGE_ID] = add.message_id
+    return headers
+
+
+def _added(answer: Heard) -> Added:
+    data = answer.data
+    number = data[data.rfind(b":") + 1 : -1]
+    if number.isdigit() and b'"seq":%s}' % number in data and b'"error"' not in data:  # the usual one, read quickly
+        return Added(int(number))
+    try:
+        found = parse(answer)
+    except ApiError as error:
+        if error.code in _WRONG_LAST:
+            return Added(0)
+        raise _refused(error) from error
+    return Added(int(found["seq"]), bool(found.get("duplicate")))
+
+
+def _removal(stream: str, sequence: int) -> Ask:
+    return Ask(f"$JS.API.STREAM.MSG.DELETE.{stream}", b'{"seq":%d,"no_erase":true}' % sequence)
+
+
+def _removed(answer: Heard) -> bool:
+    if answer.data.endswith(b'"success":true}'):
+        return True
+    try:
+        return bool(parse(answer).get("success"))
+    except ApiError as error:
+        if error.code in _NO_MESSAGE:
+            return False
+        raise _refused(error) from error
+
+
+def _get(stream: str, request: dict[str, Any]) -> Ask:
+    return Ask(f"$JS.API.STREAM.MSG.GET.{stream}", json.dumps(request).encode())
+
+
+def _stored(answer: Heard) -> Stored | None:
+    try:
+        found = parse(answer)["message"]
+    except ApiError as error:
+        if error.code in _NO_MESSAGE:
+            return None
+        raise _refused(error) from error
+    headers = _read_headers(base64.b64decode(found["hdrs"])) if "hdrs" in found else {}
+    payload = base64.b64decode(found.get("data") or b"")
+    return Stored(int(found["seq"]), payload, _instant(found["time"]), found["subject"], headers)
+
+
+def _read_headers(raw: bytes) -> dict[str, str]:
+    lines = raw.decode("utf-8", "replace").split("\r\n")[1:]
+    pairs = (line.partition(":") for line in lines if line)
+    return {name: value.strip() for name, _, value in pairs}
+
+
+def _instant(text: str) -> float:
+    """POSIX seconds of a date with nanoseconds."""
+    whole, _, rest = text.partition(".")
+    digits = "".join(filter(str.isdigit, rest.partition("Z")[0].partition("+")[0].partition("-")[0]))
+    return datetime.fromisoformat(f"{whole.removesuffix('Z')}+00:00").timestamp() + (
+        float(f"0.{digits}") if digits else 0
+    )
+
+
+def _each(read: Any, answer: Heard | MailboxError) -> Any:
+    if isinstance(answer, MailboxError):
+        return answer
+    try:
+        return read(answer)
+    except MailboxError as error:
+        return error
+
+
+def _unless(answer: Heard | MailboxError, code: int) -> dict[str, Any] | None:
+    """The answer, or None where JetStream refuses with ``code``."""
+    if isinstance(answer, MailboxError):
+        raise answer
+    try:
+        return parse(answer)
+    except ApiError as error:
+        if error.code == code:
+            return None
+        raise _refused(error) from error
+
+
+def _refused(error: ApiError) -> MailboxError:
+    """What JetStream refuses, in the port's words: limits that are reached, else something that may pass."""
+    if error.code in _FULL:
+        return MailboxFullError(f"the NATS server has no room: {error.text}")
+    if is_gone(error):
+        return GoneError(str(error))
+    return MailboxConnectionError(str(error))

@@ -1,0 +1,113 @@
+"""``kept_open``: mailboxes that stay open until the work on them is out, whatever is cancelled meanwhile."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from mainspring.core.state_machine import MailboxState
+from mainspring.errors import ConfigError
+from mainspring.runtime.scope import DaemonScope
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable
+
+    from mainspring.mailbox.mailbox import Mailbox
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Owner:
+    """Who has mailboxes open, and closes them at its end: a group or a loop, with the views that it works on."""
+
+    name: str
+
+
+_OWNER: ContextVar[Owner | None] = ContextVar("the owner of the mailbox that is being opened", default=None)
+
+
+@asynccontextmanager
+async def kept_open(mailboxes: Iterable[Mailbox[Any, Any]], owner: str) -> AsyncIterator[None]:
+    """Open those of ``mailboxes`` that nobody has opened, and close them, the last one first, when the block has been left.
+
+    Opening can be cancelled. Once open, a cancellation of everything around does not reach a mailbox before the block is
+    out: loops that are cancelled can still hand their messages back.
+    """
+    async with DaemonScope("mailboxes") as scope:
+        await open_in(scope, mailboxes, owner)
+        yield
+
+
+async def open_in(scope: DaemonScope, mailboxes: Iterable[Mailbox[Any, Any]], owner: str) -> None:
+    """Open those of ``mailboxes`` that nobody has opened; leaving ``scope`` closes them, and a cancellation does not.
+
+    What another owner has opened it would close under this one's work, so that is refused; what a user has opened is not.
+    A mailbox that is itself being opened here, and opens others, does so for the same owner.
+
+    One that works unopened stays so, and is only given what it takes to send replies to other stores: closed at the end, it
+    would be lost to its user, who may look into it then, and to other loops that share it.
+    """
+    this = _OWNER.get() or Owner(owner)
+    for mailbox in mailboxes:
+        if mailbox._kept_by is not None and mailbox._kept_by is not this:  # noqa: SLF001 - this package's own
+            raise ConfigError(
+                f"mailbox {mailbox.name!r} was opened by {mailbox._kept_by.name}, which closes it at its end, under the work"  # noqa: SLF001 - this package's own
+                f" of {this.name}: open it around both (`async with mailbox:`), or give each a mailbox object of its own"
+            )
+        if mailbox._works_unopened and mailbox.state is MailboxState.UNOPENED:  # noqa: SLF001 - this package's own
+            router = _Router(mailbox, scope)
+            scope.start_soon(router.run, name=f"replies of mailbox {mailbox.name}", stop=router.stop)
+        elif mailbox.state is not MailboxState.OPEN:
+            keeper = _Keeper(mailbox, this)
+            # Not `scope.start`: cancelled just as the mailbox opens, that waits for the keeper's end, and nobody tells it.
+            scope.start_soon(keeper.run, name=f"mailbox {mailbox.name}", stop=keeper.stop)
+            mailbox._kept_by = this  # noqa: SLF001 - this package's own
+            await keeper.opened.wait()
+
+
+class _Keeper:
+    """Has one mailbox open until it is told to stop. A mailbox that is still being opened then is given up."""
+
+    def __init__(self, mailbox: Mailbox[Any, Any], owner: Owner) -> None:
+        self.opened = anyio.Event()
+        self._mailbox = mailbox
+        self._owner = owner
+        self._told = anyio.Event()
+        self._scope = anyio.CancelScope()
+
+    def stop(self) -> None:
+        self._told.set()
+        if not self.opened.is_set():
+            self._scope.cancel()
+
+    async def run(self) -> None:
+        _OWNER.set(self._owner)  # of this task, and of those that it starts
+        try:
+            with self._scope:
+                async with self._mailbox:
+                    self._scope.shield = True  # until told to stop, which leaving its DaemonScope does in every case
+                    self.opened.set()
+                    await self._told.wait()
+        finally:
+            self._mailbox._kept_by = None  # noqa: SLF001 - this package's own
+
+
+class _Router:
+    """Has one mailbox send its replies through a scope until it is told to stop, whatever is cancelled meanwhile."""
+
+    def __init__(self, mailbox: Mailbox[Any, Any], scope: DaemonScope) -> None:
+        self._told = anyio.Event()
+        self._end = mailbox._route_replies(scope)  # noqa: SLF001 - this package's own
+
+    def stop(self) -> None:
+        self._told.set()
+
+    async def run(self) -> None:
+        try:
+            with anyio.CancelScope(shield=True):  # until told to stop, as above
+                await self._told.wait()
+        finally:
+            self._end()

@@ -1,0 +1,501 @@
+"""Connections to a PostgreSQL server: from a URL, opened and checked, used for a batch, dropped when there is trouble."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import sys
+from contextlib import asynccontextmanager, nullcontext, suppress
+from traceback import clear_frames
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import psycopg
+from anyio import CapacityLimiter
+from psycopg import capabilities
+from psycopg.conninfo import make_conninfo
+from psycopg.pq import PGconn, PollingStatus, TransactionStatus
+from psycopg.rows import tuple_row
+from psycopg.waiting import wait_async
+
+from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, MainspringError, remedy
+from mainspring.mailbox.limits import COURTESY, SILENCE, dropped
+from mainspring.mailbox.postgres.arrays import register
+from mainspring.runtime.resolver import resolve
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from mainspring.mailbox.postgres.calls import Call
+
+LEAVE_OFF = 3.0
+"""Seconds in which the server must answer to the request to leave off; of a short timeout, a quarter."""
+KEPT = 4
+"""How many connections without work are kept open."""
+TRIES = 4
+"""How often a batch is tried that the server broke off because of another transaction (a deadlock)."""
+WATCH = 0.2
+"""The part of the ``silence`` between two looks at what is out."""
+ANSWER = 0.4
+"""The part of it that a server may take to answer a new connection."""
+_AGAIN = (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure)
+_AWAY = (
+    psycopg.OperationalError,
+    psycopg.InterfaceError,
+    psycopg.errors.ReadOnlySqlTransaction,
+    psycopg.errors.IdleInTransactionSessionTimeout,
+)
+DROPPED = "MS002"
+"""The code with which the functions refuse to work on a mailbox that is not there any more."""
+_ENDED = ("FATAL", "PANIC")
+"""How severe it is when the server ends a connection, whatever for."""
+_MIGRATE = (
+    psycopg.errors.UndefinedTable,
+    psycopg.errors.UndefinedFunction,
+    psycopg.errors.InvalidSchemaName,
+    psycopg.errors.UndefinedColumn,
+)
+_LOGIN = "check the user, the password and the database of the URL"
+_PARAMETERS = "correct the parameters of the URL"
+_LASTING = (
+    (r"bad value for|invalid .*(value|number)|could not match|unrecognized configuration parameter", _PARAMETERS),
+    (r"does not support SSL|certificate|private key", "check the sslmode and the certificates that the URL names"),
+    (
+        r"authentication failed|no password|does not exist|no such (user|database)|pg_hba|not permitted|permission denied",
+        _LOGIN,
+    ),
+)
+"""What to do about a connection that fails for good, by the words of libpq, poolers and servers that speak English."""
+_LASTING_CODES = {
+    **dict.fromkeys(("28000", "28P01", "3D000", "42501"), _LOGIN),
+    **dict.fromkeys(("22023", "42704"), _PARAMETERS),
+}
+"""The same by the code of a server's refusal, in whatever language it speaks. Any other may pass."""
+
+
+_QUESTION = re.compile(r";? *Is the server running [^?]*\?")
+"""What libpq asks where it finds no server; the advice at the end of the error says it."""
+
+
+class Connection(psycopg.AsyncConnection[Any]):
+    """One whose cancellation reaches the server: what is not finished is not done later, behind the caller's back.
+
+    The driver does so too, but in awaits that anyio cancels again and again. While it ``is_expendable``, a cancellation
+    closes it instead, which takes no time.
+    """
+
+    is_expendable = False
+    leave_off = LEAVE_OFF
+
+    @classmethod
+    async def _get_connection_params(cls, conninfo: str, **keywords: Any) -> dict[str, Any]:
+        """The driver's, with the addresses of the hosts: it would look for them in the event loop's default executor."""
+        return await _with_addresses(dict(await super()._get_connection_params(conninfo, **keywords)))
+
+    async def wait(self, gen: Any, interval: float = 0.1, *args: Any, **keywords: Any) -> Any:
+        """Wait for an operation of the driver; the parameters are its own (its versions differ in them)."""
+        try:
+            return await wait_async(gen, self.pgconn.socket, interval, *args, **keywords)
+        except anyio.get_cancelled_exc_class():
+            if self.is_expendable:
+                self.pgconn.finish()
+            elif self.pgconn.transaction_status == TransactionStatus.ACTIVE:
+                await self._leave_off(gen)
+            raise
+
+    async def _leave_off(self, gen: Any) -> None:
+        """Have the server end what it does for this connection; where it does not say that it has, the connection is lost."""
+        ended = False
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + self.leave_off):
+            try:
+                if capabilities.has_cancel_safe():
+                    await self.cancel_safe(timeout=self.leave_off)
+                else:  # which would be done in the event loop's default executor
+                    await anyio.to_thread.run_sync(self.cancel, abandon_on_cancel=True, limiter=CapacityLimiter(1))
+                await wait_async(gen, self.pgconn.socket, interval=0.1)
+                ended = True
+            except psycopg.errors.QueryCanceled:
+                ended = True
+            except (psycopg.Error, OSError):
+                pass
+        if not ended:
+            self.pgconn.finish()
+
+
+async def _with_addresses(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Parameters of libpq in which each host stands once for each of its addresses.
+
+    Raises ``psycopg.OperationalError`` where none of the hosts has one.
+    """
+    hosts, addresses, ports = (
+        str(parameters.get(key) or os.environ.get(variable, ""))
+        for key, variable in (("host", "PGHOST"), ("hostaddr", "PGHOSTADDR"), ("port", "PGPORT"))
+    )
+    names = hosts.split(",")
+    numbers = ports.split(",") if "," in ports else [ports] * len(names)
+    if not hosts or addresses or len(numbers) != len(names):
+        return parameters
+    found: list[tuple[str, str, str]] = []
+    failed: OSError | None = None
+    for name, port in zip(names, numbers, strict=True):
+        try:
+            resolved = [""] if not name or name.startswith(("/", "@")) else await resolve(name)
+        except OSError as error:
+            failed = error
+            continue
+        found += [(name, address, port) for address in resolved]
+    if not found:
+        raise psycopg.OperationalError(f"failed to resolve host {hosts!r}: {failed}") from failed
+    if not any(address for _, address, _ in found):  # sockets in the file system
+        return parameters
+    keys = ("host", "hostaddr", "port") if ports else ("host", "hostaddr")
+    return {**parameters, **{key: ",".join(each) for key, each in zip(keys, zip(*found, strict=True), strict=False)}}
+
+
+class _Out:
+    """A batch on its way, also to a connection: since when, how to end the wait for it, and whether that was done."""
+
+    __slots__ = ("connection", "lost", "scope", "since")
+
+    def __init__(self, scope: anyio.CancelScope) -> None:
+        self.connection: Any = None
+        self.scope = scope
+        self.since = anyio.current_time()
+        self.lost = False
+
+
+class Pool:
+    """The connections of one process to one database, on one event loop. It has no tasks: a caller that needs one opens it.
+
+    :param silence: see :meth:`watch`.
+    :param on_silence: told why, when the server is found not to answer.
+    """
+
+    def __init__(
+        self,
+        conninfo: str,
+        timeout: float,
+        silence: float = SILENCE,
+        on_silence: Callable[[MailboxConnectionError], object] = lambda error: None,
+    ) -> None:
+        self.conninfo = conninfo
+        self.timeout = timeout
+        self.silence = silence
+        self._on_silence = on_silence
+        self._out: set[_Out] = set()
+        self.leave_off = min(LEAVE_OFF, timeout / 4)
+        self.opened = 0
+        self.batches = 0
+        self._keeps = False
+        self._welcome = False
+        self._idle: list[psycopg.AsyncConnection[Any]] = []
+
+    async def connect(self) -> Connection:
+        """A new connection, in autocommit.
+
+        Raises :class:`MailboxConnectionError`; :class:`ConfigError` for a refusal that no later try would escape, as of a
+        wrong password, unless there was a connection before: from then on it may be somebody's passing mistake.
+        """
+        until = anyio.current_time() + self.timeout
+        try:
+            with anyio.fail_after(self.timeout):
+                # Nothing is prepared: behind a connection pooler the next transaction may meet another server process.
+                connection = await Connection.connect(self.conninfo, autocommit=True, prepare_threshold=None)
+        except TimeoutError:
+            raise MailboxConnectionError(f"PostgreSQL did not answer within {self.timeout:g} s") from None
+        except (psycopg.Error, OSError) as error:
+            remedy = None if self._welcome else _remedy(str(error)) or await self._remedy_by_code(error, until)
+            if remedy is not None:
+                raise ConfigError(f"PostgreSQL refuses the connection: {one_line(error)}; {remedy}") from error
+            raise _unreached(error) from error
+        except BaseException as error:
+            clear_frames(error.__traceback__)  # else what was half open stays so for as long as somebody has the error
+            raise
+        connection.leave_off = self.leave_off
+        register(connection.adapters)
+        self.opened += 1
+        self._welcome = True
+        return connection
+
+    async def _remedy_by_code(self, error: Exception, until: float) -> str | None:
+        """What a server's refusal of unknown words calls for; None where it may pass, or cannot be told in time."""
+        refused = getattr(error, "pgconn", None)
+        if refused is None:
+            return None
+        where = {key: text.decode() for key in ("host", "hostaddr", "port") if (text := getattr(refused, key))}
+        code = None
+        with suppress(psycopg.Error, OSError), anyio.CancelScope(deadline=until):
+            code = await refusal_code(make_conninfo(self.conninfo, **where))
+        return _LASTING_CODES.get(code or "")
+
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
+        """One for the block. An error out of the block drops it, and with a lost one all that idle: they are lost too."""
+        connection = self._take() or await self.connect()
+        try:
+            yield connection
+        except HeldUpError:
+            await self._give_back(connection)
+            raise
+        except BaseException as error:
+            await self.drop(connection)
+            if type(error) is MailboxConnectionError:
+                await self.drop_idle()
+            raise
+        await self._give_back(connection)
+
+    async def _give_back(self, connection: psycopg.AsyncConnection[Any]) -> None:
+        if connection.closed or connection.pgconn.transaction_status != TransactionStatus.IDLE:
+            await self.drop(connection)
+        else:
+            self._keep(connection)
+
+    async def run(
+        self, calls: Sequence[Call], timeout: float | None = None, turn: anyio.Semaphore | None = None
+    ) -> None:
+        """Make the calls in one transaction and one round trip, and hand each its rows; with ``turn``, when that lets it.
+
+        Raises :class:`MailboxConnectionError` where the server cannot be reached or does not answer in time (then the calls
+        may have taken effect), :class:`HeldUpError` where a lock_timeout strikes, :class:`ConfigError` where it lacks the
+        schema or a right, and ``psycopg.Error`` for what is the fault of a value. What it raises otherwise than by a lost
+        connection has had no effect. Cancelled, or out of time, it tells the server to leave off.
+        """
+        patience = self.timeout if timeout is None else timeout
+        deadline = anyio.current_time() + patience
+        for again in range(TRIES):
+            scope = anyio.CancelScope(deadline=deadline)
+            out = _Out(scope)
+            self._out.add(out)
+            try:
+                with scope:
+                    async with turn or nullcontext(), self.connection() as connection:
+                        scope.deadline = deadline - self.leave_off
+                        out.connection = connection
+                        results = await _sent(connection, calls)
+            except _ConflictError as error:
+                if again == TRIES - 1:
+                    raise MailboxConnectionError(f"PostgreSQL gave up a transaction: {error}") from error
+                continue
+            finally:
+                self._out.discard(out)
+            if scope.cancelled_caught:
+                await self.drop_idle()
+                if out.lost:
+                    raise _silent()
+                raise MailboxConnectionError(f"PostgreSQL did not answer within {patience:g} s")
+            break
+        self.batches += 1
+        for call, rows in zip(calls, results, strict=True):
+            call.finish(rows)
+
+    async def watch(self) -> None:
+        """Give up the batches that are out while the server answers nothing, within ``silence`` seconds; until cancelled.
+
+        A batch may wait for long, as for a lock. So where one has waited for a while, the server is asked over a new
+        connection: it is gone if it does not answer there either. A dead connection to a server that is there is the kernel's
+        affair (``tcp_user_timeout``).
+        """
+        while True:
+            await anyio.sleep(WATCH * self.silence)
+            until = anyio.current_time() - WATCH * self.silence
+            if any(out.since <= until for out in self._out) and not await self.ask():
+                for out in self._out:
+                    if out.since <= until:
+                        out.lost = True
+                        if out.connection is not None:
+                            out.connection.is_expendable = True  # a server that is gone cannot be told to leave off
+                        out.scope.cancel()
+
+    async def ask(self) -> bool:
+        """Return whether the server answers; if not, tell ``on_silence``."""
+        answers = await self._answers()
+        if not answers:
+            self._on_silence(_silent())
+        return answers
+
+    async def _answers(self) -> bool:
+        """Return False if a new connection is neither made nor refused within a part of the ``silence``."""
+        with anyio.move_on_after(ANSWER * self.silence):
+            try:
+                await self.drop(await self.connect())
+            except (MailboxConnectionError, ConfigError) as error:
+                return not isinstance(error.__cause__, psycopg.errors.ConnectionTimeout)
+            return True
+        return False
+
+    async def drop(self, connection: psycopg.AsyncConnection[Any]) -> None:
+        """Close it; never waits."""
+        with anyio.CancelScope(shield=True):
+            await connection.close()
+
+    async def close(self) -> None:
+        """Close what idles, and from now on what comes back; see :meth:`keep_open`."""
+        self._keeps = self._welcome = False
+        await self.drop_idle()
+
+    def hasten(self) -> None:
+        """A mailbox closes: what is out and cancelled from now on has the server's answer within :data:`COURTESY` seconds, or
+        loses its connection."""
+        for out in self._out:
+            if out.connection is not None:
+                out.connection.leave_off = min(out.connection.leave_off, COURTESY)
+
+    def keep_open(self) -> None:
+        """Keep connections that come back, for the next who needs one."""
+        self._keeps = True
+
+    async def drop_idle(self) -> None:
+        """Close what idles: where one connection was lost, the others were too."""
+        idle, self._idle = self._idle, []
+        for connection in idle:
+            await self.drop(connection)
+
+    def _take(self) -> psycopg.AsyncConnection[Any] | None:
+        """One that idles and is alive: a server that ended has said so, which shows as something to read."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.closed:
+                continue
+            poll = select.poll()
+            poll.register(connection.pgconn.socket, select.POLLIN)
+            if not poll.poll(0):
+                return connection
+            connection.pgconn.finish()
+        return None
+
+    def _keep(self, connection: psycopg.AsyncConnection[Any]) -> None:
+        if self._keeps and len(self._idle) < KEPT:
+            self._idle.append(connection)
+        else:
+            connection.pgconn.finish()
+
+
+def _silent() -> MailboxConnectionError:
+    return MailboxConnectionError(
+        "PostgreSQL does not answer, and takes no new connection: the connection to it was given up"
+    )
+
+
+class _ConflictError(MailboxConnectionError):
+    """Another transaction was in the way; nothing was done."""
+
+
+class HeldUpError(MailboxConnectionError):
+    """Another transaction was in the way for longer than the lock_timeout; nothing was done."""
+
+
+async def refusal_code(conninfo: str) -> str | None:
+    """The SQLSTATE with which a server refuses a connection; None where it does not, or this libpq does not tell.
+
+    The driver keeps only the words. So this knocks once more, and reads libpq's trace of what is said then.
+    """
+    if not hasattr(os, "memfd_create"):
+        return None
+    with os.fdopen(os.memfd_create("trace"), "rb") as trace:
+        knocking = PGconn.connect_start(conninfo.encode())
+        try:
+            knocking.trace(trace.fileno())
+            while (wait := _WAITS.get(PollingStatus(knocking.connect_poll()))) is not None:
+                await wait(knocking.socket)
+        finally:  # also where this is cancelled: libpq may write as long as it traces, and the number be another file's
+            knocking.untrace()
+            knocking.finish()
+        trace.seek(0)
+        told = re.search(rb"\tErrorResponse\t.*? C \"(\w{5})\"", trace.read())
+    return told[1].decode() if told else None
+
+
+_WAITS = {PollingStatus.READING: anyio.wait_readable, PollingStatus.WRITING: anyio.wait_writable}
+
+
+def _remedy(text: str) -> str | None:
+    """What to do about a connection that fails for good with that text, or None where it may succeed later."""
+    return next((remedy for pattern, remedy in _LASTING if re.search(pattern, text)), None)
+
+
+def _unreached(error: Exception) -> MailboxConnectionError:
+    """A connection that could not be made, in the words of the other servers: what failed, and what to do about it."""
+    failed: BaseException = error.__cause__ if isinstance(error.__cause__, OSError) else error
+    told = _QUESTION.sub(";", one_line(error)).rstrip(";")
+    if re.search("Connection refused|No such file", told):  # of libpq there is only the text
+        failed = ConnectionRefusedError()
+    return MailboxConnectionError(f"PostgreSQL cannot be reached: {told}{remedy(failed)}")
+
+
+async def _sent(connection: psycopg.AsyncConnection[Any], calls: Sequence[Call]) -> list[list[tuple[Any, ...]]]:
+    try:
+        return await send(connection, calls)
+    except psycopg.Error as error:
+        raise explained(error) from error
+
+
+async def send(connection: psycopg.AsyncConnection[Any], calls: Sequence[Call]) -> list[list[tuple[Any, ...]]]:
+    """Make the calls on a connection; the rows of each."""
+    if len(calls) == 1:
+        cursor = psycopg.AsyncRawCursor(connection, row_factory=tuple_row)
+        await cursor.execute(calls[0].statement.encode(), calls[0].values, binary=True)
+        result = cursor.pgresult  # not its description, which would be made of every column for this one question
+        return [await cursor.fetchall() if result is not None and result.nfields else []]
+    cursors = []
+    handled = sys.exc_info()[1]
+    try:
+        async with connection.pipeline():
+            for call in calls:
+                cursor = psycopg.AsyncRawCursor(connection, row_factory=tuple_row)
+                await cursor.execute(call.statement.encode(), call.values, binary=True)
+                cursors.append(cursor)
+    except psycopg.OperationalError as error:
+        refusal = error.__context__ if error.__context__ is not handled else None
+        if error.sqlstate is None and isinstance(refusal, psycopg.Error) and refusal.sqlstate is not None:
+            # The server's error came before the rest of its answer, and the driver could not leave the pipeline: that says
+            # nothing about the calls, and the error all.
+            connection.pgconn.finish()
+            raise refusal from None
+        raise
+    return [await cursor.fetchall() for cursor in cursors]
+
+
+def explained(error: psycopg.Error) -> Exception:
+    """What an error of the driver is to the user of a mailbox; itself, where it is the fault of a value."""
+    if error.sqlstate == DROPPED:
+        return dropped("the mailbox")
+    if isinstance(error, psycopg.errors.LockNotAvailable):
+        return HeldUpError(f"PostgreSQL: {one_line(error)}")
+    if isinstance(error, _AGAIN):
+        return _ConflictError(one_line(error))
+    if isinstance(error, _MIGRATE):
+        return ConfigError(
+            f"the database lacks what this Mainspring needs ({one_line(error)}); run `mainspring migrate URL`, or open with"
+            " migrate=true"
+        )
+    if isinstance(error, psycopg.errors.InsufficientPrivilege):
+        return ConfigError(f"the database refuses: {one_line(error)}; grant its role the right")
+    if isinstance(error, psycopg.errors.ProgramLimitExceeded):
+        return error  # an OperationalError for the driver, though a value is too large for something, and will stay so
+    if isinstance(error, _AWAY) or error.diag.severity_nonlocalized in _ENDED:
+        return MailboxConnectionError(f"PostgreSQL: {one_line(error)}")
+    return error
+
+
+def told(error: psycopg.Error) -> Exception:
+    """What it is to a user whose call is not tried again by itself."""
+    known = explained(error)
+    if known is error:
+        return faulty(error)
+    return (
+        MailboxConnectionError(f"PostgreSQL gave up the transaction: {known}")
+        if type(known) is _ConflictError
+        else known
+    )
+
+
+def faulty(error: psycopg.Error) -> MainspringError:
+    """The error of a command whose values the server does not take."""
+    return MailboxError(f"PostgreSQL refused the operation: {one_line(error)}")
+
+
+def one_line(error: BaseException) -> str:
+    """What the server or the driver said, as one line, in which a semicolon is where a line ended without a mark."""
+    text = re.sub(r"([^\s.,:;?!])\s*\n\s*", r"\1; ", str(error).strip())
+    return " ".join(text.split()) or type(error).__name__

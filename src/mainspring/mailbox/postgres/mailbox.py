@@ -1,0 +1,389 @@
+"""A durable mailbox in a PostgreSQL database, shared by the processes of many machines."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import anyio
+
+from mainspring.errors import ConfigError, InvalidParameterError
+from mainspring.mailbox.backend import TRANSIENT, Capabilities
+from mainspring.mailbox.codec import headers_of
+from mainspring.mailbox.limits import SILENCE, check_column, check_silence, size_of
+from mainspring.mailbox.mailbox import Mailbox
+from mainspring.mailbox.message import ACK, Ack, Cancelled, CancelOutcome, Dead, Return
+from mainspring.mailbox.open import reads_query
+from mainspring.mailbox.postgres import commands as do
+from mainspring.mailbox.postgres import schema as schemas
+from mainspring.mailbox.postgres import values
+from mainspring.mailbox.postgres.arrays import Shorts, numbers
+from mainspring.mailbox.postgres.batches import Lanes
+from mainspring.mailbox.postgres.calls import NoSuchTargetError
+from mainspring.mailbox.postgres.connection import Pool
+from mainspring.mailbox.postgres.dead_letters import DeadLetters, known
+from mainspring.mailbox.postgres.enqueue import driver_connection, is_async, put_by_thread, put_into, steps_into
+from mainspring.mailbox.postgres.pool import Hub
+from mainspring.mailbox.postgres.transactions import Transactions, put_within
+from mainspring.mailbox.postgres.url import (
+    SCHEMA,
+    address_of,
+    check_name,
+    check_parameters,
+    check_schema,
+    conninfo_of,
+    local_name,
+    options_of,
+)
+from mainspring.mailbox.sync import Errand
+from mainspring.validation import is_number, is_whole
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    import psycopg
+
+    from mainspring.mailbox.message import Counts, Delivery, Envelope, Message, Settlement
+    from mainspring.runtime.scope import DaemonScope
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class PostgresMailbox(Mailbox[T, R]):
+    """A queue in a PostgreSQL database (13 or newer); many queues (names), processes and machines can share one.
+
+    Operations of concurrent callers are joined into one round trip and one transaction. A send returns once the server has
+    committed it. All times are the server's: leases, delays and expiries do not depend on the clocks of the workers. The
+    tables lie in a schema of their own, which opening makes, or brings up to date, where ``migrate`` allows.
+
+    It runs on asyncio (with uvloop too), as its driver does.
+
+    :param url: of the database, with what libpq takes as parameters: ``postgresql://user@host:5432/db?sslmode=require``.
+        The parameters below can stand there too, but for ``body`` and ``reply``. What it leaves out comes from the environment
+        (``PGHOST``, ``PGPASSWORD``, …) and the password file.
+    :param name: of the queue.
+    :param body: the type of the bodies; else the handler's annotation gives it, else anything that JSON can say.
+    :param reply: the type of the replies.
+    :param capacity: how many messages may wait (delayed, pending, in flight) before a send through this object raises
+        :class:`MailboxFullError`; None: as many as the disk holds.
+    :param schema: the name of the schema.
+    :param migrate: whether opening may make or upgrade the schema; else ``mainspring migrate`` does so.
+    :param listen: whether to try to be notified. Without it, or where no notification arrives (behind a connection pooler in
+        transaction mode), a waiting receive looks ten times a second.
+    :param timeout: seconds that one call of the server may take, connecting included, before :class:`MailboxConnectionError`;
+        of them, the last quarter (at most 3 s) is for telling the server to leave off.
+    :param silence: seconds within which connections on which the server answers nothing, while it takes no new one either, are
+        given up. The server's host answers for a connection, too, where libpq's ``tcp_user_timeout`` is not given.
+    :raises ConfigError: a value cannot work. On opening: the schema is missing and must not be made, or is of a newer
+        Mainspring; the role lacks a right.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        durable=True,
+        cross_process=True,
+        transactions=True,
+        ordered=True,
+        joined_acks=True,
+        queue_age=True,
+        async_backends=frozenset({"asyncio"}),
+    )
+
+    @reads_query(options_of)
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str = "default",
+        body: Any = None,
+        reply: Any = None,
+        capacity: int | None = None,
+        schema: str = SCHEMA,
+        migrate: bool = True,
+        listen: bool = True,
+        timeout: float = 30.0,
+        silence: float = SILENCE,
+        **parameters: Any,
+    ) -> None:
+        super().__init__(name, body=body, reply=reply)
+        check_name(name)
+        if capacity is not None and not is_whole(capacity, 1):
+            raise ConfigError(f"mailbox {name!r}: capacity must be a whole number from 1, or None, not {capacity!r}")
+        if not (is_number(timeout, 0) and timeout):
+            raise ConfigError(f"mailbox {name!r}: timeout must be above 0 seconds, not {timeout!r}")
+        check_parameters(url, parameters)
+        self.url = url
+        silence = check_silence(name, silence)
+        self._conninfo = conninfo_of(url, parameters, timeout, silence)
+        self._schema = check_schema(schema)
+        own = {"schema": schema, "migrate": migrate, "listen": listen, "timeout": timeout, "silence": silence}
+        self._settings: dict[str, Any] = {**own, **parameters}
+        self._capacity = capacity
+        self._migrate = migrate
+        self._hub: Hub | None = None
+        self._number = 0
+        self._store = ""
+        self._ranks: set[int] = {0}
+        self._transactions = Transactions()
+
+    @classmethod
+    def from_url(
+        cls, url: str, *, host: str, path: str, options: dict[str, Any], body: Any = None, reply: Any = None
+    ) -> PostgresMailbox[Any, Any]:
+        """The mailbox that a URL means; options that stand in it are strings, and libpq's parameters stand there too."""
+        return cls(url, body=body, reply=reply, **options_of(url, options))
+
+    @property
+    def address(self) -> str:
+        """Its URL, without a password: a worker on another store has its own login for it among its ``reply_stores``."""
+        return address_of(self._conninfo, self._schema, self.name)
+
+    def _local_name(self, address: str) -> str | None:
+        return local_name(address, self._conninfo, self._schema)
+
+    @property
+    def transactions(self) -> int:
+        """How many transactions this process has had with the database, for all its mailboxes, since it opened the first."""
+        return 0 if self._hub is None else self._hub.pool.batches
+
+    async def migrate_schema(self, dry_run: bool = False) -> tuple[int, int]:
+        """Make or upgrade the schema, without opening the mailbox; its versions before and after.
+
+        With ``dry_run`` nothing is done, and the second is the version it would have.
+
+        :raises ConfigError: it is of a newer Mainspring, or the role lacks a right.
+        :raises MailboxConnectionError: the server cannot be reached; where it broke off, nothing was changed.
+        """
+        return await schemas.migrate_at(Pool(self._conninfo, self._settings["timeout"]), self._schema, dry_run)
+
+    # ----------------------------------------------------------------------------------------------------- life cycle
+
+    async def _open(self, scope: DaemonScope) -> None:
+        settings = self._settings
+        hub = Hub.shared(
+            self._conninfo, self._schema, settings["timeout"], settings["silence"], bool(settings["listen"])
+        )
+        hub.acquire()
+        try:
+            self._store, self._number = await schemas.prepare(hub.pool, self._schema, self._migrate, self.name)
+            hub.remember(self.name, self._number)
+        except BaseException:
+            await hub.release()
+            raise
+        self._hub = hub
+        self._ranks = {0}  # it may have been dropped since it was open last
+        name = f"mailbox {self.name!r}"
+        self._lanes = Lanes(hub, self._number, name, self._announce_cancelled, self._announce_silence)
+        self._lanes.start(scope)
+        self._letters = DeadLetters(hub, self._number, self._capacity)
+
+    async def _exists(self) -> bool:
+        return await schemas.has_mailbox(Pool(self._conninfo, self._settings["timeout"]), self._schema, self.name)
+
+    async def _close(self) -> None:
+        try:
+            await self._lanes.close()
+        finally:
+            hub, self._hub = self._hub, None
+            if hub is not None:
+                await hub.release()
+
+    def _wake_all(self) -> None:
+        if self._hub is not None:
+            self._lanes.waiters.wake_all()
+
+    async def _drop(self) -> None:
+        await self._here.value("drop_mailbox", self._number)
+        self._here.forget(self.name)
+
+    def _sibling(self, name: str, *, body: Any = None, reply: Any = None) -> PostgresMailbox[Any, Any]:
+        return PostgresMailbox(self.url, name=name, body=body, reply=reply, **self._settings)
+
+    @property
+    def _here(self) -> Hub:
+        assert self._hub is not None
+        return self._hub
+
+    # -------------------------------------------------------------------------------------------------------- sending
+
+    async def _put(self, envelopes: list[Envelope]) -> list[str]:
+        await self._ready_for(envelopes)
+        if self._capacity is not None:
+            return await self._lanes.keyed.patiently(envelopes, partial(self._put_within, self._capacity))
+        if any(envelope.dedup_key is not None for envelope in envelopes):
+            return await self._lanes.keyed.send(envelopes)
+        ids: list[str] = await self._lanes.sends.call(do.Put(envelopes))
+        return ids
+
+    async def _put_within(self, capacity: int, put: do.Put) -> None:
+        batch = self._lanes.calls()
+        await put_within(self._here, batch, put, capacity, self._lanes.within)
+        self._lanes.tell(batch)
+
+    async def _ready_for(self, envelopes: list[Envelope]) -> None:
+        for envelope in envelopes:
+            check_column("a message", size_of(envelope))
+        new = {-envelope.priority for envelope in envelopes} - self._ranks
+        if new:
+            await self._here.rows("add_ranks", self._number, numbers(Shorts, sorted(new)))
+            self._ranks |= new
+
+    async def _put_into(self, connection: Any, envelopes: list[Envelope]) -> list[str]:
+        await self._ready_for(envelopes)
+        if self._capacity is not None:
+            raise InvalidParameterError("send: connection= cannot be used with a mailbox that has a capacity")
+        put = do.Put(envelopes)
+        patience = self._here.pool.timeout
+        steps = steps_into(self._here.schema, self._store, self._lanes.calls(patience), put)
+        if isinstance(connection, Errand) and not is_async(connection.connection):
+            connection.work = partial(put_by_thread, connection.connection, steps, put)
+            return [envelope.message_id for envelope in envelopes]
+        given = connection.connection if isinstance(connection, Errand) else connection
+        await put_into(await driver_connection(given), steps)
+        return list(put.result)
+
+    @asynccontextmanager
+    async def transaction(self, message: Message[Any, Any]) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
+        """See :meth:`Mailbox.transaction`. At most 10 of a process at once; each has a connection of its own, READ COMMITTED.
+
+        Change settings of the connection by ``SET LOCAL`` only: it is used again.
+        """
+        self._check_open()
+        async with self._transactions.join(self._here, message) as connection:
+            yield connection
+
+    # ------------------------------------------------------------------------------------------------------ receiving
+
+    async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
+        if not wait_time_seconds:
+            return await self._claim_once(max_messages, visibility_timeout, waits=False)
+        look = partial(self._claim_once, max_messages, visibility_timeout, waits=True)
+        deadline = self._lanes.now() + wait_time_seconds
+        return await self._lanes.waiters.first(look, deadline, usable=lambda: self._usable)
+
+    async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:
+        command = do.Claim(limit, visibility, waits)
+        found: list[Delivery] = await self._lanes.work.call(command)
+        if found and not self._usable:  # closed meanwhile
+            self._lanes.undo(command)
+            return []
+        if waits and not found:
+            self._lanes.due_in(self._here.look_again)
+        return found
+
+    # ------------------------------------------------------------------------------------------------------- settling
+
+    async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        lease = _lease(delivery)
+        command: do.OfDelivery
+        target: int | None = None
+        if isinstance(settlement, Return):
+            command = do.GiveBack(delivery, lease, settlement)
+        elif isinstance(settlement, Ack) and settlement.reply is None:
+            command = do.Acknowledge(delivery, lease)
+        else:
+            settlement, target = await self._answered(settlement)
+            command = do.Finish(delivery, lease, settlement, target)
+        under_way = self._transactions.under_way.get(delivery.receipt_handle)
+        try:
+            await (self._do(command) if under_way is None else under_way.settle(self._lanes.calls(), command))
+        except NoSuchTargetError:
+            self._here.forget_number(target)
+            raise
+
+    async def _acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+        """In one call; beside it, each by itself, those that have to do with a transaction and so may have to wait.
+
+        So all of it has the end that one call has, however many wait.
+        """
+        apart = {n for n, one in enumerate(deliveries) if self._transactions.concern(one.receipt_handle)}
+        if not apart:
+            return await self._acknowledge_together(dict(enumerate(deliveries)))
+        refused: dict[int, Exception] = {}
+
+        async def settle(number: int) -> None:
+            try:
+                await self._settle(deliveries[number], ACK)
+            except Exception as error:
+                refused[number] = error
+
+        async with anyio.create_task_group() as tasks:
+            for number in apart:
+                tasks.start_soon(settle, number)
+            together = {n: one for n, one in enumerate(deliveries) if n not in apart}
+            if together:
+                try:
+                    refused |= await self._acknowledge_together(together)
+                except Exception as error:
+                    refused |= dict.fromkeys(together, error)
+        return refused
+
+    async def _acknowledge_together(self, deliveries: dict[int, Delivery]) -> dict[int, Exception]:
+        refused = await self._lanes.work.call(do.AcknowledgeMany(list(deliveries.values())))
+        numbers = list(deliveries)
+        return {numbers[place]: error for place, error in refused.items()}
+
+    async def _do(self, command: do.OfDelivery) -> None:
+        """With whatever else is to be done; where it may have to wait for a transaction that was given up, by itself."""
+        if command.delivery.receipt_handle in self._transactions.doubtful:
+            await self._lanes.alone(command)
+        else:
+            await self._lanes.work.call(command)
+
+    async def _answered(self, settlement: Ack | Dead) -> tuple[Ack | Dead, int | None]:
+        """The number of the mailbox that the reply goes to, made before (a name that is new must not wait for commits)."""
+        reply = settlement.reply
+        if reply is None:
+            return settlement, None
+        check_column("a reply", size_of(reply))
+        name = reply.reply_to or ""
+        target = await self._here.number(name, make=not name.startswith(TRANSIENT))
+        return replace(settlement, reply=replace(reply, reply_to=None)), target
+
+    async def _extend(self, delivery: Delivery, timeout: float) -> None:
+        under_way = self._transactions.under_way.get(delivery.receipt_handle)
+        if under_way is not None:
+            under_way.check_renewal()
+            if under_way.settled:
+                return  # its row is locked until that commits: nobody can take it, and a renewal would wait, with all others
+        await self._do(do.Extend(delivery, _lease(delivery), timeout))
+
+    async def _save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
+        check_column("a checkpoint", len(state))
+        await self._do(do.SaveCheckpoint(delivery, _lease(delivery), state))
+
+    # -------------------------------------------------------------------------------------------------- looking after
+
+    async def _counts(self) -> Counts:
+        counts: Counts = await self._lanes.work.call(do.Count())
+        return counts
+
+    async def _purge(self) -> int:
+        return int(await self._here.value("purge", self._number))
+
+    async def _dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+        return await self._letters.page(limit, after)
+
+    async def _find_dead(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
+        return await self._letters.find(message_ids)
+
+    async def _replay(self, message_ids: list[str] | None) -> int:
+        return await self._letters.replay(message_ids)
+
+    async def _discard_dead(self, message_ids: list[str] | None) -> int:
+        return await self._letters.discard(message_ids)
+
+    async def _cancel(self, message_id: str) -> Cancelled:
+        outcome, reply_to, headers = (await self._here.rows("cancel", self._number, known([message_id])[0]))[0]
+        if outcome == CancelOutcome.CANCELLED:
+            self._here.announce(self._number, [message_id])
+        return Cancelled(CancelOutcome(outcome), reply_to, headers_of(headers or "{}") or {})
+
+
+def _lease(delivery: Delivery) -> int:
+    lease = values.lease_of(delivery)
+    if lease is None:
+        raise values.expired(delivery)
+    return lease

@@ -1,0 +1,318 @@
+"""What the mailboxes of one process share that are on one database and one event loop: connections, and who waits for what.
+
+Notifications come on a connection of their own. One mailbox's task holds it for all; when that mailbox closes, the next
+takes over. Behind a connection pooler in transaction mode notifications do not arrive: a probe finds out, and then those who
+wait look more often instead.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import psycopg
+
+from mainspring.core import process, random
+from mainspring.errors import MailboxConnectionError, MailboxError
+from mainspring.mailbox import waiting
+from mainspring.mailbox.postgres.calls import Call
+from mainspring.mailbox.postgres.connection import Pool, one_line
+from mainspring.mailbox.postgres.maintenance import Upkeep
+from mainspring.mailbox.postgres.watermark import View
+from mainspring.policies import backoff
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+KIND = "postgres hub"
+LOOK_AGAIN = 1.0
+"""Seconds after which those who wait look again, should a notification have been lost."""
+LOOK_WITHOUT_LISTENING = 0.1
+"""The same, while no notifications arrive."""
+PROBE_TIMEOUT = 2.0
+"""Seconds in which a notification to oneself must arrive."""
+PROBE_AGAIN = 60.0
+"""Seconds until it is tried again whether notifications arrive."""
+PROCESSES_ASKED = 3
+"""How often it is tried to catch a pooler at giving one server's process to two connections."""
+QUIET = 0.25
+"""The part of the ``silence`` without a notification after which the listening connection is asked whether it is alive."""
+ANSWER = 0.25
+"""The part of it that the answer may take."""
+REMEMBERED = 1_000
+"""How many cancelled messages' ids are remembered, so as to announce each once."""
+MAX_LONE = 10
+"""How many calls of a process that travel alone, as a cancellation by id does, may be out at once, each with a connection."""
+MAX_TRANSACTIONS = 10
+"""How many handlers of a process may be in a transaction of their own at once, each with a connection."""
+
+
+class Waiters(waiting.Waiters):
+    """The receives of one mailbox object that wait, and what looks on their behalf."""
+
+    __slots__ = ("announce", "due_in", "look", "silent")
+
+    def __init__(
+        self,
+        look: Callable[[], None],
+        due_in: Callable[[float], None],
+        announce: Callable[[list[str]], None],
+        silent: Callable[[MailboxConnectionError], None],
+    ) -> None:
+        super().__init__()
+        self.silent = silent
+        self.look = look
+        self.due_in = due_in
+        self.announce = announce
+
+    def wake(self, count: int) -> None:
+        self.signals += 1
+        super().wake(count)
+
+    def wake_all(self) -> None:
+        self.signals += 1
+        super().wake_all()
+
+
+class Hub:
+    """See the module. Made by :meth:`shared`, used between :meth:`acquire` and :meth:`release`."""
+
+    def __init__(self, conninfo: str, schema: str, timeout: float, silence: float, listens: bool) -> None:
+        self.schema = schema
+        self.pool = Pool(conninfo, timeout, silence, self._fell_silent)
+        self.listening = False
+        self.transactions = anyio.Semaphore(MAX_TRANSACTIONS)
+        self._lone = anyio.Semaphore(MAX_LONE)
+        self._listens = listens
+        self._users = 0
+        self._waiters: dict[int, list[Waiters]] = {}
+        self._views: dict[int, View] = {}
+        self._announced: dict[str, None] = {}
+        self._numbers: dict[str, int] = {}
+        self._host = anyio.Lock()
+        self._upkeep = Upkeep(self.pool, schema)
+        self._loop = process.event_loop()  # kept alive, so that no other event loop has the same identity
+
+    @classmethod
+    def shared(cls, conninfo: str, schema: str, timeout: float, silence: float, listens: bool) -> Hub:
+        """The hub of the running event loop for that database, schema and settings."""
+        key = f"{id(process.event_loop())} {conninfo} {schema} {timeout} {silence} {listens}"
+        return process.shared(KIND, key, lambda: cls(conninfo, schema, timeout, silence, listens))
+
+    @property
+    def look_again(self) -> float:
+        """Seconds between two looks of those who wait."""
+        return LOOK_AGAIN if self.listening else LOOK_WITHOUT_LISTENING
+
+    def acquire(self) -> None:
+        """Use it; to be undone by :meth:`release`."""
+        self._users += 1
+        self.pool.keep_open()
+
+    async def release(self) -> None:
+        """Use it no longer; the last one closes the connections."""
+        self._users -= 1
+        if not self._users:
+            await self.pool.close()
+
+    def view(self, number: int) -> View:
+        """What this process knows of that mailbox's queue."""
+        return self._views.setdefault(number, View())
+
+    async def number(self, name: str, *, make: bool = True) -> int | None:
+        """The number of the mailbox of that name on the store; made where there is none, or (``make=False``) None."""
+        known = self._numbers.get(name)
+        if known is not None:
+            return known
+        if make:
+            found = int(await self.value("mailbox", name))
+            self.remember(name, found)
+            return found
+        rows = await self.ask(f"SELECT id FROM {self.schema}.mailboxes WHERE name = $1", name)  # noqa: S608 - a checked name
+        return rows[0][0] if rows else None  # one that somebody else may drop is not remembered
+
+    def remember(self, name: str, number: int) -> None:
+        """The mailbox of that name has that number."""
+        self._numbers[name] = number
+
+    def forget(self, name: str) -> None:
+        """The mailbox of that name has another number from now on, or none."""
+        self._numbers.pop(name, None)
+
+    def forget_number(self, number: int | None) -> None:
+        """No mailbox has that number any more; whose name it was is asked anew."""
+        self._numbers = {name: known for name, known in self._numbers.items() if known != number}
+
+    async def rows(self, function: str, *values: Any) -> list[tuple[Any, ...]]:
+        """The rows of a lone call of a function of the schema."""
+        marks = ", ".join(f"${number}" for number in range(1, len(values) + 1))
+        try:
+            return await self.ask(f"SELECT * FROM {self.schema}.{function}({marks})", *values)  # noqa: S608
+        except psycopg.Error as error:
+            raise MailboxError(f"PostgreSQL refused {function}: {one_line(error)}") from error
+
+    async def ask(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+        """The rows of a statement that travels alone."""
+        rows: list[tuple[Any, ...]] = []
+        await self.pool.run([Call(statement, values, rows.extend)], turn=self._lone)
+        return rows
+
+    async def value(self, function: str, *values: Any) -> Any:
+        """The one value of a lone call."""
+        return (await self.rows(function, *values))[0][0]
+
+    # --------------------------------------------------------------------------------------------------------- waiting
+
+    def add_waiters(self, number: int, waiters: Waiters) -> None:
+        """Tell them from now on when there may be something to claim."""
+        self._waiters.setdefault(number, []).append(waiters)
+
+    def remove_waiters(self, number: int, waiters: Waiters) -> None:
+        """Tell them nothing more."""
+        group = self._waiters.get(number, [])
+        if waiters in group:
+            group.remove(waiters)
+        if not group:  # transient mailboxes come and go, each with a number of its own
+            self._waiters.pop(number, None)
+            self._views.pop(number, None)
+
+    def wake(self, number: int, count: int) -> None:
+        """So many messages became pending in that mailbox."""
+        for waiters in self._waiters.get(number, ()):
+            waiters.wake(count)
+
+    def due_in(self, number: int, seconds: float) -> None:
+        """Something will be due in that mailbox."""
+        for waiters in self._waiters.get(number, ()):
+            waiters.due_in(seconds)
+
+    def announce(self, number: int, message_ids: list[str]) -> None:
+        """Messages of that mailbox were cancelled."""
+        new = [message_id for message_id in message_ids if message_id not in self._announced]
+        if not new:
+            return  # a notification of this process's own cancellation comes back here, before or after its result
+        self._announced.update(dict.fromkeys(new))
+        while len(self._announced) > REMEMBERED:
+            del self._announced[next(iter(self._announced))]
+        for waiters in self._waiters.get(number, ()):
+            waiters.announce(new)
+
+    # ------------------------------------------------------------------------------------------------------- listening
+
+    async def host(self) -> None:
+        """Listen, and look after the tables, for all mailboxes of the hub, as soon as no other task does; until cancelled."""
+        async with self._host:
+            try:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._upkeep.run)
+                    tasks.start_soon(self.pool.watch)
+                    if self._listens:
+                        tasks.start_soon(self._keep_listening)
+            finally:
+                self.listening = False
+
+    async def _keep_listening(self) -> None:
+        failures = 0
+        while True:
+            try:
+                await self._listen()
+                failures, pause = 0, PROBE_AGAIN
+            except (MailboxError, psycopg.Error, OSError, TimeoutError) as error:
+                if self.listening and isinstance(error, TimeoutError):
+                    await self.pool.ask()
+                failures = 1 if self.listening else failures + 1
+                pause = backoff(failures, initial=0.1, maximum=10.0, factor=2.0, jitter="full", rng=random.rng())
+            self.listening = False
+            self._all_look()
+            await anyio.sleep(pause)
+
+    async def _listen(self) -> None:
+        """Pass notifications on until the connection is lost, which raises; returns where they do not arrive."""
+        connection = await self.pool.connect()
+        connection.is_expendable = True  # whoever closes the last mailbox does not wait for a server that stands still
+        try:
+            with anyio.fail_after(self.pool.timeout):
+                if await self._is_shared(connection):
+                    return
+                await connection.execute(f"LISTEN {self.schema}".encode())
+            if not await self._arrives(connection):
+                with anyio.fail_after(self.pool.leave_off, shield=True):
+                    await connection.execute(f"UNLISTEN {self.schema}".encode())
+                return
+            self.listening = True
+            self._all_look()  # for what came before
+            while True:
+                async for notification in connection.notifies(timeout=QUIET * self.pool.silence):
+                    self._notified(notification.payload)
+                with anyio.fail_after(min(self.pool.timeout, ANSWER * self.pool.silence)):
+                    await connection.execute(b"SELECT 1")
+        finally:
+            await self.pool.drop(connection)
+
+    async def _is_shared(self, connection: psycopg.AsyncConnection[Any]) -> bool:
+        """Whether a pooler gives what serves this connection to others between its transactions.
+
+        This is asked before LISTEN, which would stay with the server's process, and bring notifications to whom they are not
+        for. What it asks leaves nothing behind. Where it cannot tell, the probe will.
+        """
+        mine = {await _process_of(connection)}
+        if connection.pgconn.backend_pid in mine:
+            return False  # no pooler: those give numbers of their own
+        for _ in range(PROCESSES_ASKED):
+            async with self.pool.connection() as other:
+                if await _process_of(other) in mine:
+                    return True
+            mine |= {
+                await _process_of(connection),
+                await _process_of(connection),
+            }  # twice, for those who give them in turn
+            if len(mine) > 1:
+                return True
+        return False
+
+    async def _arrives(self, connection: psycopg.AsyncConnection[Any]) -> bool:
+        """Whether a notification, sent over another connection, comes in here."""
+        word = f"0 probe {random.token()}"
+        await self.pool.run([Call("SELECT pg_notify($1, $2)", (self.schema, word), _nothing)])
+        async for notification in connection.notifies(timeout=PROBE_TIMEOUT):
+            if notification.payload == word:
+                return True
+            self._notified(notification.payload)
+        return False
+
+    def _notified(self, payload: str) -> None:
+        number, _, rest = payload.partition(" ")
+        if not number.isdigit():
+            return
+        kind, _, message_id = rest.partition(" ")
+        if kind == "cancelled":
+            self.announce(int(number), [message_id])
+        elif kind.isdigit():
+            if kind == "0":  # something was sent that is due later
+                for waiters in self._waiters.get(int(number), ()):
+                    waiters.look()
+            else:
+                self.wake(int(number), int(kind))
+
+    def _fell_silent(self, error: MailboxConnectionError) -> None:
+        """The server does not answer: receives that are parked raise that now, and not after a call of their own."""
+        for group in self._waiters.values():
+            for waiters in group:
+                waiters.fail_all(error)
+                waiters.silent(error)
+
+    def _all_look(self) -> None:
+        for group in self._waiters.values():
+            for waiters in group:
+                waiters.look()
+
+
+async def _process_of(connection: psycopg.AsyncConnection[Any]) -> int:
+    """The server's process that has just served it."""
+    row = await (await connection.execute("SELECT pg_backend_pid()")).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def _nothing(rows: list[tuple[Any, ...]]) -> None:
+    pass

@@ -1,0 +1,170 @@
+"""The tables and functions of the PostgreSQL mailboxes: kept in ``.sql`` files, versioned in the database, made by migrations.
+
+All that runs on the server are calls of functions. They are made together with the tables they fit, so a process finds the
+functions of the schema's version, whatever else is deployed; and a connection pooler has no prepared statements to mix up.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import asynccontextmanager
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import psycopg
+
+from mainspring.core import random
+from mainspring.errors import ConfigError, MailboxConnectionError
+from mainspring.mailbox.postgres.calls import ask
+from mainspring.mailbox.postgres.connection import explained, one_line
+from mainspring.mailbox.postgres.url import SCHEMA
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from psycopg import AsyncConnection
+
+    from mainspring.mailbox.postgres.connection import Pool
+
+_TABLES = ("0001_tables.sql", None, None, None, None)
+"""What brings the tables from each version to the next: the first makes version 1. None: only functions are others."""
+_FUNCTIONS = ("sends.sql", "claims.sql", "settlements.sql", "upkeep.sql")
+SCHEMA_VERSION = len(_TABLES)
+
+
+def sql_file(name: str, schema: str) -> str:
+    """The text of one of the ``.sql`` files, which are written for the schema ``mainspring``, for ``schema``."""
+    text = resources.files("mainspring.mailbox.postgres").joinpath("sql", name).read_text(encoding="utf-8")
+    return re.sub(rf"\b{SCHEMA}\b", schema, text)
+
+
+async def version_of(connection: AsyncConnection[Any], schema: str) -> int:
+    """The version of the schema in that database; 0 where there is none."""
+    # Not to_regclass(): what it remembers from before a lock was waited for is not looked up again.
+    text = """SELECT 1 FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+        WHERE n.nspname = %s AND c.relname = 'store'"""
+    if await (await connection.execute(text, (schema,))).fetchone() is None:
+        return 0
+    row = await (await connection.execute(f"SELECT version FROM {schema}.store".encode())).fetchone()  # noqa: S608 - a checked name
+    return int(row[0]) if row is not None else 0
+
+
+async def migrate(connection: AsyncConnection[Any], schema: str) -> tuple[int, int]:
+    """Bring the schema to this version of Mainspring; its versions before and after.
+
+    Safe while others do the same (one works, the others wait for it) and while mailboxes are in use. All or nothing.
+
+    :param connection: in autocommit; its role must be allowed to create the schema, or own it.
+    :raises ConfigError: the schema is of a newer Mainspring.
+    """
+    async with connection.transaction():
+        # The caller's deadline ends the wait for others: a role's settings are meant for statements, and would end it sooner.
+        await connection.execute("SET LOCAL lock_timeout = 0")
+        await connection.execute("SET LOCAL statement_timeout = 0")
+        await connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s), 0)", (f"{schema} migrate",))
+        before = await version_of(connection, schema)
+        check_not_newer(before, schema)
+        if before < SCHEMA_VERSION:
+            if not await _has_schema(connection, schema):  # its owner may not IF NOT EXISTS
+                await connection.execute(f"CREATE SCHEMA {schema}".encode())
+            for name in filter(None, (*_TABLES[before:], *_FUNCTIONS)):
+                await connection.execute(sql_file(name, schema).encode())
+            text = f"""INSERT INTO {schema}.store VALUES (true, %s, %s)
+                ON CONFLICT (one) DO UPDATE SET version = excluded.version"""  # noqa: S608 - a checked name
+            await connection.execute(text.encode(), (SCHEMA_VERSION, random.token(96)))
+    return before, SCHEMA_VERSION
+
+
+async def _has_schema(connection: AsyncConnection[Any], schema: str) -> bool:
+    text = "SELECT FROM pg_catalog.pg_namespace n WHERE n.nspname = %s"
+    return await (await connection.execute(text, (schema,))).fetchone() is not None
+
+
+async def prepare(pool: Pool, schema: str, may_migrate: bool, name: str) -> tuple[str, int]:
+    """See that the schema is there, of this version and usable; the identity of the store, and the number of that mailbox."""
+    async with _connected(pool, schema) as connection:
+        version = await version_of(connection, schema)
+        check_not_newer(version, schema)
+        if version < SCHEMA_VERSION:
+            if not may_migrate:
+                raise ConfigError(
+                    f"the schema {schema!r} has version {version}, and this Mainspring needs {SCHEMA_VERSION}: run"
+                    " `mainspring migrate URL` first (migrate=false)"
+                )
+            await migrate(connection, schema)
+        await _check_settings(connection)
+        store = await store_of(connection, schema)
+        return store, int((await ask(connection, schema, "mailbox", name))[0][0])
+
+
+async def migrate_at(pool: Pool, schema: str, dry_run: bool) -> tuple[int, int]:
+    """:func:`migrate` over a connection of its own."""
+    try:
+        async with _connected(pool, schema) as connection:
+            if not dry_run:
+                return await migrate(connection, schema)
+            version = await version_of(connection, schema)
+            check_not_newer(version, schema)
+            return version, SCHEMA_VERSION
+    finally:
+        await pool.close()
+
+
+async def has_mailbox(pool: Pool, schema: str, name: str) -> bool:
+    """Whether the schema is there, in whatever version that is known, and a mailbox of that name in it."""
+    try:
+        async with _connected(pool, schema) as connection:
+            version = await version_of(connection, schema)
+            check_not_newer(version, schema)
+            if not version:
+                return False
+            text = f"SELECT FROM {schema}.mailboxes WHERE name = %s"
+            return await (await connection.execute(text.encode(), (name,))).fetchone() is not None
+    finally:
+        await pool.close()
+
+
+@asynccontextmanager
+async def _connected(pool: Pool, schema: str) -> AsyncIterator[AsyncConnection[Any]]:
+    """A connection for work on the schema, and what its errors mean to a user.
+
+    With the connecting it has one end, and the work is not cut short by anything else.
+    """
+    until = anyio.current_time() + pool.timeout - pool.leave_off
+    async with pool.connection() as connection:
+        try:
+            with anyio.fail_after(until - anyio.current_time(), shield=True):
+                yield connection
+        except TimeoutError:
+            raise MailboxConnectionError(f"PostgreSQL did not answer within {pool.timeout:g} s") from None
+        except psycopg.Error as error:
+            told = explained(error)
+            if told is error:
+                told = ConfigError(f"the schema {schema!r} cannot be made: {one_line(error)}")
+            raise told from error
+
+
+async def _check_settings(connection: AsyncConnection[Any]) -> None:
+    """What no call of a function can set for itself."""
+    row = await (await connection.execute("SHOW default_transaction_isolation")).fetchone()
+    if row is not None and row[0] != "read committed":
+        raise ConfigError(
+            f"default_transaction_isolation is {row[0]!r} for this role or database, and a mailbox needs 'read committed':"
+            " ALTER ROLE … SET default_transaction_isolation = 'read committed'"
+        )
+
+
+async def store_of(connection: AsyncConnection[Any], schema: str) -> str:
+    """The identity of the store: two connections that give the same lead to the same tables."""
+    row = await (await connection.execute(f"SELECT id FROM {schema}.store".encode())).fetchone()  # noqa: S608 - a checked name
+    return str(row[0]) if row is not None else ""
+
+
+def check_not_newer(version: int, schema: str) -> None:
+    """Raise :class:`ConfigError` where this Mainspring is too old for a schema of that version."""
+    if version > SCHEMA_VERSION:
+        raise ConfigError(
+            f"the schema {schema!r} has version {version}, and this Mainspring knows up to {SCHEMA_VERSION}: it was migrated"
+            " by a newer one; upgrade this program"
+        )

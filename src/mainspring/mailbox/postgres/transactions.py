@@ -1,0 +1,238 @@
+"""Transactions of several calls: those that the settlements of messages join, and sends within a limit."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import psycopg
+from psycopg.pq import TransactionStatus
+
+from mainspring.errors import MailboxConnectionError, MessageSettledError, TransactionEndedError
+from mainspring.mailbox.limits import full
+from mainspring.mailbox.postgres.arrays import texts
+from mainspring.mailbox.postgres.calls import Calls, ask, make
+from mainspring.mailbox.postgres.connection import Connection, HeldUpError, one_line, told
+from mainspring.mailbox.postgres.values import stored_key
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from mainspring.mailbox.message import Message
+    from mainspring.mailbox.postgres import commands as do
+    from mainspring.mailbox.postgres.pool import Hub
+
+REMEMBERED = 1_000
+"""How many transactions that were given up are remembered."""
+UNCERTAIN = "which may have taken place"
+
+
+async def put_within(hub: Hub, batch: Calls, put: do.Put, capacity: int, turn: anyio.Semaphore) -> None:
+    """Look whether there is room, and store, in one transaction, in which no other sender looks; when ``turn`` lets it.
+
+    Where an open transaction has sent one of the keys, the put is ``held_up``. Cancelled, it ends at once; nothing is stored
+    then, unless the server had been told to COMMIT.
+    """
+    try:
+        with anyio.fail_after(hub.pool.timeout):
+            async with turn, hub.pool.connection() as connection:
+                try:
+                    with expendable(connection):
+                        await _put_into(connection, batch, put, capacity, hub.schema)
+                except psycopg.Error as error:
+                    raise told(error) from error
+    except TimeoutError:
+        raise MailboxConnectionError(f"PostgreSQL did not answer within {hub.pool.timeout:g} s") from None
+    except HeldUpError:
+        if all(envelope.dedup_key is None for envelope in put.envelopes):
+            raise
+        put.held_up = True
+
+
+async def _put_into(
+    connection: psycopg.AsyncConnection[Any], batch: Calls, put: do.Put, capacity: int, schema: str
+) -> None:
+    envelopes = put.envelopes
+    keys = sorted({stored_key(e.dedup_key) for e in envelopes if e.dedup_key is not None})
+    async with connection.transaction():
+        waiting = (await ask(connection, schema, "room", batch.box))[0][0]
+        more = len(envelopes)
+        if keys:
+            known = await ask(connection, schema, "known_keys", batch.box, texts(keys))
+            more = sum(e.dedup_key is None for e in envelopes) + len(keys) - len(known)
+        if more and waiting + more > capacity:
+            raise full(waiting, capacity, more)
+        # The lock that keeps other senders out is not kept while a key is held up: the call with it fails soon.
+        for each in batch.build([put]):
+            each.finish(await make(connection, each))
+
+
+class Transactions:
+    """The handlers' transactions of one mailbox object that are under way, by receipt handle.
+
+    ``doubtful`` are the handles of those that were given up with a settlement in them: the server may still hold the message's
+    row for them, so that whoever settles it anew, or renews its lease, may have to wait, and does so apart from all others.
+    """
+
+    def __init__(self) -> None:
+        self.under_way: dict[str, Joined] = {}
+        self.doubtful: dict[str, None] = {}
+
+    def concern(self, handle: str) -> bool:
+        """Whether that delivery is in one, or may be in one that was given up."""
+        return handle in self.under_way or handle in self.doubtful
+
+    def doubt(self, handle: str) -> None:
+        """See ``doubtful``."""
+        self.doubtful[handle] = None
+        while len(self.doubtful) > REMEMBERED:
+            del self.doubtful[next(iter(self.doubtful))]
+
+    @asynccontextmanager
+    async def join(self, hub: Hub, message: Message[Any, Any]) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
+        """A connection in a transaction that ends with the block, and with which the message is settled.
+
+        See :meth:`Mailbox.transaction`.
+        """
+        handle = message.receipt_handle
+        if message.is_settled or handle in self.under_way:
+            raise MessageSettledError(f"message {message.id}: it is already settled, or in a transaction")
+        async with hub.transactions, AsyncExitStack() as stack:
+            try:
+                with anyio.fail_after(hub.pool.timeout):
+                    connection = await stack.enter_async_context(hub.pool.connection())
+            except TimeoutError:
+                raise MailboxConnectionError(f"PostgreSQL did not answer within {hub.pool.timeout:g} s") from None
+            this = self.under_way[handle] = Joined(connection, hub.pool.timeout)
+            ended = False
+            try:
+                async with _transaction(connection, hub.pool.timeout):
+                    yield connection
+                    if not this.sent:
+                        await message.acknowledge()
+                    this.check(TransactionStatus.IDLE, TransactionStatus.INERROR)
+                    ended = True
+            except BaseException as error:
+                ended = False
+                if this.sent and connection.closed:
+                    self.doubt(handle)
+                if not (isinstance(error, psycopg.Error) and connection.closed):  # the handler's own affair
+                    raise
+                raise MailboxConnectionError(f"the transaction was lost: {one_line(error)}") from error
+            finally:
+                del self.under_way[handle]
+                connection.row_factory = psycopg.rows.tuple_row
+                if not ended:
+                    message._settled = None  # noqa: SLF001 - if it was, then in what was rolled back
+
+
+class Joined:
+    """A handler's transaction under way: settlements of its message go through its connection.
+
+    ``sent`` says that one was sent, ``settled`` that it was answered, and so that the message's row is locked.
+    """
+
+    __slots__ = ("_timeout", "connection", "sent", "settled")
+
+    def __init__(self, connection: psycopg.AsyncConnection[Any], timeout: float) -> None:
+        self.connection = connection
+        self.sent = False
+        self.settled = False
+        self._timeout = timeout
+
+    async def settle(self, calls: Calls, command: do.OfDelivery) -> None:
+        """Settle in the transaction; raises what the command says, and where the block has ended the transaction."""
+        self.check(TransactionStatus.IDLE, TransactionStatus.INERROR)
+        self.sent = True
+        try:
+            with step(self.connection, self._timeout, "to the settlement in the transaction, which is given up"):
+                for each in calls.build([command]):
+                    each.finish(await make(self.connection, each))
+        except psycopg.Error as error:
+            if self.connection.closed:  # which whoever opened it tells
+                raise
+            raise told(error) from error
+        if command.error is not None:
+            self.sent = False
+            raise command.error
+        self.settled = True
+
+    def check_renewal(self) -> None:
+        """Raise :class:`MailboxConnectionError` while it is not known whether the lease is needed any more.
+
+        A renewal would wait for the row, and so would all that travels with it.
+        """
+        if self.sent and not self.settled:
+            raise MailboxConnectionError("the settlement in its transaction has not been answered yet")
+
+    def check(self, *ended: TransactionStatus) -> None:
+        """Raise :class:`TransactionEndedError` in one of these states, in which no COMMIT commits what the block did.
+
+        The driver knows them without asking the server.
+        """
+        if self.connection.info.transaction_status in ended:
+            raise TransactionEndedError(
+                "ctx.transaction(): its transaction was ended, or has failed, inside the block, so that nothing can commit"
+                " together with the settlement; leave COMMIT and ROLLBACK to the block, and let errors of statements out of it"
+            )
+
+
+@asynccontextmanager
+async def _transaction(connection: psycopg.AsyncConnection[Any], timeout: float) -> AsyncIterator[None]:
+    """The driver's transaction, of which BEGIN, COMMIT and ROLLBACK have an end; what stands in the block has none."""
+    transaction = connection.transaction()
+    try:
+        with step(connection, timeout, "to BEGIN"):
+            await transaction.__aenter__()
+    except psycopg.Error as error:
+        raise told(error) from error
+    try:
+        yield
+    except Exception as error:
+        with suppress(MailboxConnectionError), step(connection, timeout, "to ROLLBACK"):  # lost, it is rolled back too
+            if await transaction.__aexit__(type(error), error, error.__traceback__):
+                return
+        raise
+    try:
+        with step(connection, timeout, f"to COMMIT, {UNCERTAIN}"):
+            await transaction.__aexit__(None, None, None)
+    except psycopg.Error as error:
+        if not connection.closed:
+            refused = told(error)
+            if isinstance(refused, MailboxConnectionError):
+                raise refused from error
+            raise  # a constraint that is looked at only now: the handler's own affair
+        raise MailboxConnectionError(
+            f"the transaction was lost in its COMMIT, {UNCERTAIN}: {one_line(error)}"
+        ) from error
+
+
+@contextmanager
+def step(connection: psycopg.AsyncConnection[Any], timeout: float, what: str) -> Iterator[None]:
+    """For what the mailbox itself does in a transaction: it ends in time, if need be by giving the connection up, at once.
+
+    So whoever has lost its lease meanwhile, and is cancelled, does not wait for a server that has gone. What is not committed
+    is rolled back when the server sees that the connection is closed.
+    """
+    try:
+        with anyio.fail_after(timeout), expendable(connection):
+            yield
+    except TimeoutError:
+        raise MailboxConnectionError(f"PostgreSQL did not answer within {timeout:g} s {what}") from None
+
+
+@contextmanager
+def expendable(connection: psycopg.AsyncConnection[Any]) -> Iterator[None]:
+    """In the block, a cancellation closes the connection and is over; the server rolls back when it sees that."""
+    if isinstance(connection, Connection):
+        connection.is_expendable = True
+    try:
+        yield
+    finally:
+        if isinstance(connection, Connection):
+            connection.is_expendable = False
+
+
+def _nothing(rows: list[tuple[Any, ...]]) -> None:
+    """What to make of rows that say nothing."""

@@ -1,0 +1,168 @@
+"""From messages and settlements to what the server's functions take, and from what they give to messages."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mainspring.errors import ReceiptHandleExpiredError
+from mainspring.mailbox.codec import headers_of
+from mainspring.mailbox.limits import size_of
+from mainspring.mailbox.message import Dead, Delivery, Return
+from mainspring.mailbox.postgres.arrays import Floats, Integers, Shorts, blobs, numbers, texts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from mainspring.mailbox.message import Envelope
+    from mainspring.mailbox.postgres import commands as do
+
+C = TypeVar("C")
+PORTION = 50_000_000
+"""Bytes from which the messages, replies or checkpoints of a batch go in several calls: on one of 1 GiB the server hangs up."""
+UNREADABLE = Dead("the stored headers are no JSON object of strings", "NotJsonError")
+
+
+def size_of_end(command: do.Finish) -> int:
+    """Bytes of what comes with the end of a message: its reply, or why it is dead."""
+    settlement = command.settlement
+    if isinstance(settlement, Return):
+        return 0
+    size = 0 if settlement.reply is None else size_of(settlement.reply)
+    if isinstance(settlement, Dead):
+        size += len(settlement.error) + len(settlement.traceback) + len(settlement.history or "")
+    return size
+
+
+def portions(commands: Sequence[C], size: Callable[[C], int]) -> Iterator[list[C]]:
+    """Neighbours that one call can take, by their sizes; all of them, as a rule."""
+    some: list[C] = []
+    total = 0
+    for command in commands:
+        if total >= PORTION:
+            yield some
+            some, total = [], 0
+        some.append(command)
+        total += size(command)
+    if some:
+        yield some
+
+
+def is_special(envelope: Envelope) -> bool:
+    """Whether it wants more than to be delivered."""
+    return bool(
+        envelope.delay
+        or envelope.priority
+        or envelope.headers
+        or envelope.reply_to is not None
+        or envelope.expires_in is not None
+    )
+
+
+def put_values(envelopes: list[Envelope]) -> tuple[Any, ...]:
+    """Those of ``put``."""
+    return texts([e.message_id for e in envelopes]), blobs([e.body for e in envelopes])
+
+
+def put_special_values(envelopes: list[Envelope]) -> tuple[Any, ...]:
+    """Those of ``put_special``."""
+    return (
+        *put_values(envelopes),
+        numbers(Floats, [e.delay for e in envelopes]),
+        numbers(Shorts, [-e.priority for e in envelopes]),
+        texts([e.reply_to for e in envelopes]),
+        texts([headers_text(e) for e in envelopes]),
+        numbers(Floats, [e.expires_in for e in envelopes]),
+    )
+
+
+def put_all_keyed_values(envelopes: list[Envelope]) -> tuple[Any, ...]:
+    """Those of ``put_all_keyed``."""
+    return *put_special_values(envelopes), texts([stored_key(e.dedup_key or "") for e in envelopes])
+
+
+def put_keyed_values(e: Envelope) -> tuple[Any, ...]:
+    """Those of ``put_keyed_within``."""
+    text = headers_text(e)
+    return e.message_id, e.body, e.delay, -e.priority, e.reply_to, text, e.expires_in, stored_key(e.dedup_key or "")
+
+
+def stored_key(key: str) -> str:
+    """A dedup key as the store keeps it: as it is, or its digest where an index cannot hold it or a text may not."""
+    raw = key.encode("utf-8", "surrogatepass")
+    if len(raw) <= 512 and "\0" not in key and key.isprintable():
+        return key
+    from hashlib import sha256
+
+    return f"sha256:{sha256(raw).hexdigest()}"
+
+
+def headers_text(envelope: Envelope) -> str | None:
+    """The headers as JSON (in ASCII), or None."""
+    return json.dumps(dict(envelope.headers)) if envelope.headers else None
+
+
+def finish_values(commands: list[do.Finish]) -> tuple[Any, ...]:
+    """Those of ``finish``, the replies among them."""
+    deads = [command.settlement if isinstance(command.settlement, Dead) else None for command in commands]
+    replies = [
+        None if isinstance(command.settlement, Return) or command.target is None else command.settlement.reply
+        for command in commands
+    ]
+    return (
+        *leases(commands),
+        texts([None if dead is None else plain_text(dead.error) for dead in deads]),
+        texts([None if dead is None else plain_text(dead.error_type) for dead in deads]),
+        texts([None if dead is None else plain_text(dead.traceback) for dead in deads]),
+        texts([None if dead is None else dead.history for dead in deads]),
+        numbers(Integers, [command.target for command in commands]),
+        texts([None if reply is None else reply.message_id for reply in replies]),
+        blobs([None if reply is None else reply.body for reply in replies]),
+        texts([None if reply is None else headers_text(reply) for reply in replies]),
+    )
+
+
+def give_back_values(returns: list[Return]) -> tuple[Any, ...]:
+    """Those of ``give_back`` behind the leases."""
+    return (
+        numbers(Floats, [how.delay for how in returns]),
+        numbers(Integers, [int(how.charge) for how in returns]),
+        numbers(Integers, [int(how.front) for how in returns]),
+        texts([how.history for how in returns]),
+    )
+
+
+def dead_row(row: tuple[Any, ...]) -> tuple[Delivery, Dead, float]:
+    """A dead letter, from a row of ``dead_letters``."""
+    name, body, count, attempts, sent, first, reply_to, headers, checkpoint, history, *why, at = row
+    known = {} if headers is None else headers_of(headers) or {}
+    delivery = Delivery(
+        name, body, "", count, attempts, sent, first or 0.0, reply_to, known, checkpoint, None, history
+    )  # fmt: skip
+    return delivery, Dead(*why), at
+
+
+def plain_text(text: str) -> str:
+    """Errors quote whatever went wrong, also what PostgreSQL cannot keep as text."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
+
+
+def leases(commands: Sequence[do.OfDelivery]) -> tuple[Any, ...]:
+    """The ids and lease numbers of commands."""
+    ids = texts([command.delivery.message_id for command in commands])
+    return ids, numbers(Integers, [command.lease for command in commands])
+
+
+def lease_of(delivery: Delivery) -> int | None:
+    """The number of a delivery's lease; None for a handle that no mailbox of this kind gave out."""
+    name, _, number = delivery.receipt_handle.rpartition(".")
+    if name != delivery.message_id or not (number.isascii() and number.isdigit() and len(number) < 10):
+        return None
+    return int(number)
+
+
+def expired(delivery: Delivery) -> ReceiptHandleExpiredError:
+    """The error for a lease that is not held."""
+    return ReceiptHandleExpiredError(
+        f"message {delivery.message_id}: the lease of delivery {delivery.delivery_count} has run out, or it was settled"
+    )

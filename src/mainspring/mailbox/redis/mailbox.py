@@ -1,0 +1,331 @@
+"""A mailbox on a Redis (or Valkey) server, shared by processes on many machines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from urllib.parse import parse_qsl, quote, urlsplit
+
+from mainspring.core.clock import virtual_clock
+from mainspring.errors import ConfigError, InvalidParameterError, ReceiptHandleExpiredError
+from mainspring.mailbox.backend import Capabilities
+from mainspring.mailbox.limits import SILENCE, check_silence
+from mainspring.mailbox.mailbox import Mailbox
+from mainspring.mailbox.message import Ack, Dead
+from mainspring.mailbox.open import reads_query
+from mainspring.mailbox.redis import commands as do
+from mainspring.mailbox.redis import inspection as look
+from mainspring.mailbox.redis.calls import base_of
+from mainspring.mailbox.redis.url import FALLBACK, RECOVERY, parse_server, read_options
+from mainspring.validation import is_number, is_whole
+
+if TYPE_CHECKING:
+    from mainspring.mailbox.message import Cancelled, Counts, Delivery, Envelope, Settlement
+    from mainspring.mailbox.redis.client import Link
+    from mainspring.mailbox.redis.other_nodes import Beside
+    from mainspring.runtime.scope import DaemonScope
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+AT_ONCE = 1_000
+"""Dead letters that one operation moves: others want to be served in between."""
+MOST_AT_ONCE = 250_000
+"""Messages of one ``send_many``: all or none of them are stored, in one call, and the server serves nobody else meanwhile."""
+
+
+class RedisMailbox(Mailbox[T, R]):
+    """A queue on a Redis server; any number of processes on any number of machines can share it.
+
+    Operations of concurrent callers leave together, as one call of a function there that does all of them in one step. Leases,
+    delays and expiries are by the server's clock. A send returns once the server has it; whether it outlives the server's end
+    depends on its settings. On opening, a server without ``appendonly yes`` is warned of in the log, once; ``appendfsync``,
+    which not everybody may ask for, is not looked at. One ``send_many`` takes up to 250,000 messages
+    (:class:`InvalidParameterError` beyond). All mailboxes of a process and event loop with the same server, database, login
+    and TLS options share two connections: one for calls, one on which the server calls when there are messages to wait for.
+    In a cluster each mailbox object has two of its own.
+
+    :param url: ``redis://[user:password@]host:6379/0``, ``rediss://…`` (TLS), ``redis+sentinel://host:26379,host/service/0``,
+        ``redis+cluster://host:6379,host``. The other parameters can stand in its query instead, as in ``?name=jobs``, but for
+        ``body`` and ``reply``.
+    :param name: of the queue.
+    :param body: the type of the bodies; else the handler's annotation gives it, else anything that JSON can say.
+    :param reply: the type of the replies.
+    :param capacity: how many messages may wait (delayed, pending, in flight) before a send through this object raises
+        :class:`MailboxFullError`; None: as many as the server's memory holds.
+    :param timeout: seconds that a call may take, connecting included, before :class:`MailboxConnectionError`.
+    :param silence: seconds after which a connection on which the server answers nothing is given up for a new one.
+    :param fallback_interval: seconds after which a receive that waits looks for itself, in case that a call was lost.
+    :param recovery_interval: seconds between two looks, of all processes together, for messages that no index has any more,
+        as after the deletion of a key. They are pending again, with a warning in the log.
+    :param allow_eviction: open also on a server that evicts keys when its memory is full, and loses messages by that.
+    :param options: ``username``, ``password``, ``sentinel_password``; for TLS ``ca_file``, ``cert_file``, ``key_file``, or
+        ``ssl_context``.
+    :raises ConfigError: a value cannot work, or the extra is missing. On opening: the server refuses the login or a
+        command that is needed, is too old, or evicts keys.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        durable=True, cross_process=True, ordered=True, joined_acks=True, queue_age=True
+    )
+
+    @reads_query(read_options)
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str = "default",
+        body: Any = None,
+        reply: Any = None,
+        capacity: int | None = None,
+        timeout: float = 5.0,
+        silence: float = SILENCE,
+        fallback_interval: float = FALLBACK,
+        recovery_interval: float = RECOVERY,
+        allow_eviction: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(name, body=body, reply=reply)
+        self._server = parse_server(url, options)
+        if options:
+            raise ConfigError(f"mailbox {name!r}: a Redis mailbox has no option {min(options)!r}; it has {_ALLOWED}")
+        if capacity is not None and not is_whole(capacity, 1):
+            raise ConfigError(f"mailbox {name!r}: capacity must be a whole number from 1, or None, not {capacity!r}")
+        if not is_number(timeout, 0.001):
+            raise ConfigError(f"mailbox {name!r}: timeout must be above 0 seconds, not {timeout!r}")
+        for option, interval in (("fallback", fallback_interval), ("recovery", recovery_interval)):
+            if not is_number(interval, 0.001):
+                raise ConfigError(f"mailbox {name!r}: {option}_interval must be above 0 seconds, not {interval!r}")
+        _need_driver()
+        self._capacity = capacity
+        self._timeout = float(timeout)
+        self._silence = check_silence(name, silence)
+        self._intervals = float(fallback_interval), float(recovery_interval)
+        self._allow_eviction = bool(allow_eviction)
+        self._link: Link | None = None
+
+    @classmethod
+    def from_url(
+        cls, url: str, *, host: str, path: str, options: dict[str, Any], body: Any = None, reply: Any = None
+    ) -> RedisMailbox[Any, Any]:
+        """The mailbox that a URL means; options that stand in it are strings."""
+        return cls(url, body=body, reply=reply, **read_options(url, options))
+
+    @property
+    def address(self) -> str:
+        """Its URL, without a login: a worker on another store has its own for it among its ``reply_stores``."""
+        return f"{self._server.address}?name={quote(self.name, safe='')}"
+
+    def _local_name(self, address: str) -> str | None:
+        if "://" not in address:
+            return address
+        try:
+            parts = urlsplit(address)
+        except ValueError:  # no URL of anything: opening it will say so
+            return None
+        if not parts.scheme.startswith("redis") or not self._server.is_at(address):
+            return None
+        return dict(parse_qsl(parts.query)).get("name", "default")
+
+    # ---------------------------------------------------------------------------------------------------- life cycle
+
+    async def _open(self, scope: DaemonScope) -> None:
+        from mainspring.mailbox.redis.client import Link
+        from mainspring.mailbox.redis.other_nodes import Beside
+        from mainspring.mailbox.redis.receive import Receiving
+        from mainspring.mailbox.redis.topology import Directory, check
+
+        if virtual_clock() is not None:  # which would jump past each deadline while the server is asked
+            raise ConfigError(
+                f"mailbox {self.name!r}: a Redis server's time is real, and this event loop's is virtual; use memory:// here"
+            )
+        self._directory = Directory(self._server, base_of(self.name))
+        self._link = link = Link(self._directory, self._timeout)
+        self._receiving = receiving = Receiving(
+            self.name,
+            self._directory,
+            link,
+            self._timeout,
+            self._silence,
+            fallback=self._intervals[0],
+            recovery=self._intervals[1],
+            usable=lambda: self._usable,
+            on_cancelled=self._announce_cancelled,
+            on_silence=self._announce_silence,
+        )
+        self._batcher, self._waiters = receiving.batcher, receiving.waiters
+        self._beside: Beside = Beside(self._directory, self._timeout)
+        scope.start_soon(receiving.keep_time, name=f"mailbox {self.name} timers")
+        try:
+            await link.ask(check, self.name, self._server.address, self._allow_eviction)
+            await receiving.open()
+            await scope.start(receiving.listener.run, name=f"mailbox {self.name} listener")
+        except BaseException:
+            await link.close()
+            receiving.end()
+            raise
+        scope.start_soon(receiving.sweeper.run, name=f"mailbox {self.name} due times")
+        scope.start_soon(self._batcher.run, name=f"mailbox {self.name} batches", stop=self._batcher.stop)
+
+    async def _exists(self) -> bool:
+        from mainspring.mailbox.redis.topology import has_mailbox
+
+        return await has_mailbox(self._server, self.name, self._timeout)
+
+    async def _close(self) -> None:
+        link = self._link
+        assert link is not None
+        try:
+            if link.connected:
+                self._receiving.listener.leave(for_good=True)
+            await self._batcher.close()
+        finally:
+            await link.close()
+            await self._beside.close()
+            self._receiving.end()
+
+    def _wake_all(self) -> None:
+        if self._link is not None:
+            self._waiters.wake_all()
+
+    # ----------------------------------------------------------------------------------------------------- the hooks
+
+    async def _put(self, envelopes: list[Envelope]) -> list[str]:
+        if len(envelopes) > MOST_AT_ONCE:
+            raise InvalidParameterError(
+                f"send_many: a Redis mailbox takes at most {MOST_AT_ONCE:,} messages at once, not {len(envelopes):,}"
+            )
+        while (ids := await self._do(do.Put(envelopes, self._capacity))) is None:
+            pass
+        return list(ids)
+
+    async def _do(self, command: do.Operation) -> Any:
+        """Have it done with the next batch, unless the server would hang up on it, and on all that travels along."""
+        command.check(self._directory.longest)
+        return await self._batcher.call(command)
+
+    async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
+        return await self._receiving.claim(max_messages, visibility_timeout, wait_time_seconds)
+
+    async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        _check_handle(delivery)
+        command: do.Operation
+        if isinstance(settlement, Ack):
+            reply = settlement.reply
+            if reply is not None:
+                reply = await self._sent_beside(delivery, reply)
+            if reply is None:
+                for error in (await self._batcher.call(do.Acknowledge([delivery]))).values():
+                    raise error
+                return
+            command = do.Answer(delivery, reply)
+        elif isinstance(settlement, Dead):
+            command = do.Bury(delivery, settlement, await self._sent_beside(delivery, settlement.reply))
+        else:
+            command = do.GiveBack(delivery, settlement)
+        await self._do(command)
+
+    async def _acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+        for delivery in deliveries:
+            _check_handle(delivery)
+        refused: dict[int, Exception] = await self._batcher.call(do.Acknowledge(deliveries))
+        return refused
+
+    async def _sent_beside(self, delivery: Delivery, reply: Envelope | None) -> Envelope | None:
+        """The reply that is to leave with the settlement. In a cluster its mailbox may be on another node: it leaves before."""
+        if reply is None or not self._directory.cluster:
+            return reply
+        await self._extend(delivery, 0.0)  # shortens nothing, and is refused where the lease is lost
+        await self._beside.send(reply, delivery.message_id)
+        return None
+
+    async def _extend(self, delivery: Delivery, timeout: float) -> None:
+        _check_handle(delivery)
+        await self._batcher.call(do.Extend(delivery, timeout))
+
+    async def _save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
+        _check_handle(delivery)
+        await self._do(do.SaveCheckpoint(delivery, state))
+
+    async def _counts(self) -> Counts:
+        while (counts := await self._batcher.call(look.Count())) is None:
+            pass
+        found: Counts = counts
+        return found
+
+    async def _purge(self) -> int:
+        while (dropped := await self._batcher.call(look.Purge())) < 0:
+            pass
+        return int(dropped)
+
+    async def _cancel(self, message_id: str) -> Cancelled:
+        """The server tells all processes of it where it was in flight."""
+        cancelled: Cancelled = await self._batcher.call(look.Cancel(message_id))
+        return cancelled
+
+    async def _dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+        letters: list[tuple[Delivery, Dead, float]] = []
+        while len(letters) < limit:
+            most = min(limit - len(letters), AT_ONCE)
+            while (page := await self._batcher.call(look.ListDead(most, after))) is None:
+                pass
+            letters += page
+            if len(page) < most:
+                break
+            after = page[-1][0].message_id
+        return letters
+
+    async def _find_dead(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
+        while (found := await self._batcher.call(look.FindDead(message_ids))) is None:
+            pass
+        letters: list[tuple[Delivery, Dead, float]] = found
+        return letters
+
+    async def _replay(self, message_ids: list[str] | None) -> int:
+        return await self._of_dead(message_ids, lambda ids: look.Replay(ids, AT_ONCE, self._capacity))
+
+    async def _discard_dead(self, message_ids: list[str] | None) -> int:
+        return await self._of_dead(message_ids, lambda ids: look.Discard(ids, AT_ONCE))
+
+    async def _of_dead(self, message_ids: list[str] | None, make: Any) -> int:
+        """Do something to dead letters: to those of the ids in one step, to all in several."""
+        done, most = 0, 1
+        if message_ids is None:
+            most = (await self._counts()).dead  # so many, and not those that die meanwhile
+        while done < most:
+            while (some := await self._batcher.call(make(message_ids))) < 0:
+                pass
+            done += int(some)
+            if some < AT_ONCE or message_ids is not None:
+                break
+        return done
+
+    async def _drop(self) -> None:
+        await self._batcher.call(look.Drop())
+
+    def _sibling(self, name: str, *, body: Any = None, reply: Any = None) -> RedisMailbox[Any, Any]:
+        sibling: RedisMailbox[Any, Any] = RedisMailbox.__new__(type(self))
+        Mailbox.__init__(sibling, name, body=body, reply=reply)
+        sibling._server, sibling._timeout, sibling._silence = self._server, self._timeout, self._silence
+        sibling._intervals, sibling._allow_eviction = self._intervals, self._allow_eviction
+        sibling._capacity = sibling._link = None
+        return sibling
+
+
+_ALLOWED = (
+    "name, capacity, timeout, silence, fallback_interval, recovery_interval, allow_eviction, username, password,"
+    " sentinel_password;"
+    " for TLS also ca_file, cert_file, key_file, ssl_context"
+)
+
+
+def _need_driver() -> None:
+    try:
+        import hiredis  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"a Redis mailbox needs an extra: pip install 'mainspring[redis]' ({error})") from error
+
+
+def _check_handle(delivery: Delivery) -> None:
+    """A handle that no Redis mailbox gave out holds no lease."""
+    if not delivery.receipt_handle.isascii():
+        raise ReceiptHandleExpiredError(f"message {delivery.message_id}: {delivery.receipt_handle!r} is no lease of it")

@@ -1,0 +1,332 @@
+"""One connection to a mailbox file: opened and checked, used for transactions, mended or dropped when there is trouble."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import apsw
+
+from mainspring.core import clock
+from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, MainspringError
+from mainspring.mailbox.sqlite import schema as sql
+from mainspring.mailbox.sqlite.store import perform
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from mainspring.mailbox.sqlite.commands import StoreCommand
+    from mainspring.mailbox.sqlite.unit_of_work import Work
+
+OLDEST_SQLITE = (3, 51, 3)
+"""Earlier ones can corrupt a WAL file that several processes write (the WAL-reset bug)."""
+CHECKPOINT_PAGES = 2_000
+"""Pages (of 4 KiB) in the write-ahead log from which they are copied into the database after a commit."""
+INDEX_BYTES = 32_768
+"""Bytes by which the index of the write-ahead log grows."""
+LOG_PAGES = 20_000
+"""Pages from which a checkpoint waits for readers, so that the log can start over: it never grows much beyond."""
+
+_TROUBLE: dict[type[Exception], str] = {
+    apsw.BusyError: "is locked by another process for longer than {timeout:g} s; try again",
+    apsw.LockedError: "is locked by another user of this process; try again",
+    apsw.FullError: "cannot grow: the disk is full; free some space, then it goes on",
+    apsw.IOError: "cannot be read or written: {error}",
+    apsw.ReadOnlyError: "cannot be written: the file, its directory or its file system is read-only",
+    apsw.CantOpenError: "cannot be opened: {error}; this process needs write access to the file and its directory",
+    apsw.PermissionsError: "cannot be used: {error}",
+    apsw.CorruptError: "is damaged: {error}; stop its users, then recover it (`sqlite3 FILE .recover`) or restore a copy",
+    apsw.NotADBError: "is no SQLite database",
+    apsw.NoMemError: "cannot be used: out of memory",
+    apsw.ProtocolError: "is locked by others so often that no turn came; try again",
+}
+"""What concerns every command of a transaction alike; anything else is one command's own fault."""
+_USABLE_AFTER = (apsw.BusyError, apsw.LockedError, apsw.FullError, apsw.ProtocolError)
+
+
+class DatabaseFile:
+    """A mailbox file and this process's one connection to it; all methods run in one thread.
+
+    ``synchronous`` and ``busy_timeout`` hold from the next time it is opened. ``transactions`` counts those committed.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.synchronous = "full"
+        self.busy_timeout = 5.0
+        self.transactions = 0
+        self._connection: apsw.Connection | None = None
+        self._waited_since = 0.0
+        self._pause = threading.Event()
+        self._log_pages = 0
+        self._identity: tuple[int, int] | None = None  # device and inode, from the first opening until the last leaves
+
+    def run(self, commands: Sequence[StoreCommand], boot: Callable[[], float], wall: float) -> Work | None:
+        """Do all commands in one transaction and set their results and errors; None where nothing was committed."""
+        try:
+            self._check_identity()
+            connection = self._connection or self._open()
+            try:
+                return self._commit(connection, commands, boot, wall, perform)
+            except tuple(_TROUBLE):
+                raise
+            except Exception:  # it is found out below whose it is
+                return self._commit(connection, commands, boot, wall, _one_by_one)
+        except Exception as error:  # the thread must outlive it, and the callers must hear of it
+            self._after_trouble(error)
+            told = self._explain(error)
+            for command in commands:
+                command.error = copy.copy(told)
+                command.error.__cause__ = error
+            return None
+
+    def read(self, question: Callable[[apsw.Connection], Any]) -> Any | None:
+        """The answer to a question that writes nothing; None where there is trouble, which the next :meth:`run` tells."""
+        try:
+            self._check_identity()
+            return question(self._connection or self._open())
+        except Exception as error:  # the thread must outlive it
+            self._after_trouble(error)
+            return None
+
+    def tidy(self) -> None:
+        """Keep the write-ahead log short; called between transactions, once the callers have their results."""
+        if self._log_pages < CHECKPOINT_PAGES or self._connection is None:
+            return
+        mode = apsw.SQLITE_CHECKPOINT_PASSIVE if self._log_pages < LOG_PAGES else apsw.SQLITE_CHECKPOINT_RESTART
+        self._log_pages = 0
+        with contextlib.suppress(apsw.Error):  # it is tried again after the next commit, which tells of real trouble
+            self._connection.wal_checkpoint(mode=mode)
+
+    def close(self) -> None:
+        """Disconnect; the last process to do so empties the log."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            _close(connection)
+
+    def leave(self) -> None:
+        """Disconnect for good: nobody knows anything of the file any more, and the next user may find another one."""
+        self.close()
+        self._identity = None
+
+    # -------------------------------------------------------------------------------------------------- transactions
+
+    def _commit(
+        self,
+        connection: apsw.Connection,
+        commands: Sequence[StoreCommand],
+        boot: Callable[[], float],
+        wall: float,
+        do: Callable[[apsw.Connection, Sequence[StoreCommand], float, float], Work],
+    ) -> Work:
+        for command in commands:
+            command.result = command.error = None
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            work = do(connection, commands, boot(), wall)
+            connection.execute("COMMIT")
+        except BaseException:
+            _roll_back(connection)
+            raise
+        self.transactions += 1
+        return work
+
+    def _after_trouble(self, error: Exception) -> None:
+        connection = self._connection
+        if connection is not None and (connection.in_transaction or not isinstance(error, _USABLE_AFTER)):
+            self.close()  # the next transaction opens it anew
+
+    def _explain(self, error: Exception) -> Exception:
+        if isinstance(error, MainspringError):
+            return error
+        for kind in _TROUBLE:
+            if isinstance(error, kind):
+                full = kind is apsw.IOError and self._is_disk_full()
+                what = _TROUBLE[apsw.FullError if full else kind].format(
+                    error=str(error).strip(), timeout=self.busy_timeout
+                )
+                return MailboxConnectionError(f"the mailbox file {self.path} {what}")
+        if isinstance(error, OSError):
+            return MailboxConnectionError(f"the mailbox file {self.path} cannot be read or written: {error}")
+        return MailboxError(f"the mailbox file {self.path} could not be used: {type(error).__name__}: {error}")
+
+    def _is_disk_full(self) -> bool:
+        """Return True if nothing can be added: SQLite tells of that by an I/O error where it is the log's index that grows."""
+        try:
+            found = os.statvfs(os.path.dirname(self.path))
+        except OSError:
+            return False
+        return found.f_bavail * found.f_frsize < INDEX_BYTES
+
+    def _check_identity(self) -> None:
+        """Refuse to go on where the file is not the one that was opened.
+
+        SQLite would work on in a file that nobody else can see. A new one in its place knows nothing of the mailboxes that
+        are open here, nor of their leases, so that they cannot be moved over to it.
+        """
+        if self._identity is None:
+            return
+        try:
+            found: tuple[int, int] | None = _identity(self.path)
+        except FileNotFoundError:
+            found = None
+        except OSError:  # whatever it is, SQLite will tell
+            return
+        if found != self._identity:
+            what = "deleted" if found is None else "replaced by another one"
+            raise MailboxError(
+                f"the mailbox file {self.path} was {what} while this process had it open; put it back if it is needed, and"
+                " start its users again"
+            )
+
+    # ------------------------------------------------------------------------------------------------------- opening
+
+    def has_mailbox(self, name: str) -> bool:
+        """Whether the file is there, and a mailbox of that name in it; nothing is made, and nothing brought up to date.
+
+        A connection of its own asks; so this can be called in any thread.
+        """
+        try:
+            if not os.path.exists(self.path):
+                return False
+            with self._connected(apsw.SQLITE_OPEN_READWRITE) as connection, contextlib.closing(connection):
+                return bool(self._check(connection)) and connection.execute(sql.MAILBOX, (name,)).fetchall() != []
+        except Exception as error:
+            raise self._explain(error) from error
+
+    def _open(self) -> apsw.Connection:
+        check_sqlite(apsw.sqlite_lib_version())
+        directory = os.path.dirname(self.path)
+        if not os.path.isdir(directory):
+            raise ConfigError(f"the mailbox file {self.path} has no directory: make {directory} first")
+        with self._connected(apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE) as connection:
+            self._check(connection)
+            connection.execute("PRAGMA journal_mode = WAL").fetchall()
+            connection.execute(f"PRAGMA synchronous = {self.synchronous}")
+            connection.execute("PRAGMA mmap_size = 0").fetchall()
+            connection.execute("PRAGMA cache_size = -16384")
+            connection.set_wal_hook(self._committed)
+            self._prepare(connection)
+        self._connection = connection
+        if self._identity is None:
+            self._identity = _identity(self.path)
+        return connection
+
+    @contextlib.contextmanager
+    def _connected(self, flags: int) -> Iterator[apsw.Connection]:
+        """A connection to the file, which an error in the block closes."""
+        if os.path.exists(self.path) and not os.path.isfile(self.path):  # SQLite would wait for a pipe, or call it busy
+            raise ConfigError(f"{self.path} is no regular file; name another one for the mailbox")
+        connection = apsw.Connection(self.path, flags)
+        try:
+            connection.set_busy_handler(self._busy)
+            yield connection
+        except apsw.NotADBError:
+            _close(connection)
+            raise ConfigError(f"the mailbox file {self.path} is no SQLite database; name another file") from None
+        except BaseException:
+            _close(connection)
+            raise
+
+    def _check(self, connection: apsw.Connection) -> int:
+        """The schema version of the file, 0 for an empty one; refuses what is not ours, or newer than we are.
+
+        The three questions are one transaction: in between, another process could make its tables in an empty file.
+        """
+        connection.execute(
+            "SAVEPOINT looking"
+        )  # an error in here closes the connection: it may have ended that already
+        version: int = connection.pragma("user_version")
+        ours = connection.pragma("application_id") == sql.APPLICATION_ID
+        empty = ours or connection.execute("SELECT count(*) FROM sqlite_schema").fetchall() == [(0,)]
+        connection.execute("RELEASE looking")
+        if not ours and (version or not empty):
+            raise ConfigError(f"{self.path} is the database of another program; name another file for the mailbox")
+        if version > sql.SCHEMA_VERSION:
+            raise ConfigError(
+                f"the mailbox file {self.path} was written by a newer Mainspring (schema {version}, this one knows"
+                f" {sql.SCHEMA_VERSION}); upgrade mainspring here, or name another file"
+            )
+        return version
+
+    def _prepare(self, connection: apsw.Connection) -> None:
+        """Make the tables where there are none, or bring them up to date, and end the leases of an earlier boot."""
+        boot = clock.boot_id()
+        if self._check(connection) == sql.SCHEMA_VERSION and connection.execute(sql.BOOT).fetchall() == [(boot,)]:
+            return
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            version = self._check(connection)
+            if not version:
+                connection.execute(sql.SCHEMA)
+                connection.execute(sql.START, (boot,))
+                version = sql.SCHEMA_VERSION
+            for old in range(version, sql.SCHEMA_VERSION):
+                connection.execute(sql.MIGRATIONS[old])
+                connection.execute(sql.SET_VERSION.format(old + 1))
+            if connection.execute(sql.BOOT).fetchall() != [(boot,)]:
+                connection.execute(sql.VOID_LEASES)
+                connection.execute(sql.NEW_BOOT, (boot,))
+            connection.execute("COMMIT")
+        except BaseException:
+            _roll_back(connection)
+            raise
+
+    def _busy(self, tries: int) -> bool:
+        now = clock.monotonic()
+        if tries == 0:
+            self._waited_since = now
+        self._pause.wait(0.0005 if tries < 20 else 0.002)
+        return now - self._waited_since < self.busy_timeout
+
+    def _committed(self, connection: apsw.Connection, database: str, pages: int) -> int:
+        self._log_pages = pages
+        return apsw.SQLITE_OK
+
+
+def _identity(path: str) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino
+
+
+def _close(connection: apsw.Connection) -> None:
+    with contextlib.suppress(apsw.Error):
+        connection.close()
+
+
+def _roll_back(connection: apsw.Connection) -> None:
+    if connection.in_transaction:
+        with contextlib.suppress(apsw.Error):
+            connection.execute("ROLLBACK")
+
+
+def check_sqlite(version: str) -> None:
+    """Raise :class:`ConfigError` for a SQLite that can damage a file which several processes use."""
+    if tuple(int(part) for part in version.split(".")) < OLDEST_SQLITE:
+        oldest = ".".join(str(part) for part in OLDEST_SQLITE)
+        raise ConfigError(
+            f"apsw was built with SQLite {version}, which can damage files that several processes use; install one with"
+            f" SQLite {oldest} or newer: pip install --upgrade apsw"
+        )
+
+
+def _one_by_one(connection: apsw.Connection, commands: Sequence[StoreCommand], boot: float, wall: float) -> Work:
+    """One of the commands cannot be done: do each by itself, so that only that one fails."""
+    whole = perform(connection, (), boot, wall)
+    for command in commands:
+        connection.execute("SAVEPOINT one")
+        try:
+            work = perform(connection, (command,), boot, wall)
+        except tuple(_TROUBLE):
+            raise
+        except Exception as error:  # whatever it is, it is this command's
+            connection.execute("ROLLBACK TO one")
+            command.error = MailboxError(f"the store cannot do this: {type(error).__name__}: {error}")
+            command.error.__cause__ = error
+        else:
+            whole.add(work)
+        connection.execute("RELEASE one")
+    return whole

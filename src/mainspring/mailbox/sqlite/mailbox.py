@@ -1,0 +1,351 @@
+"""A durable mailbox in a SQLite file, shared by the processes of one machine."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Never
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
+
+import anyio
+from typing_extensions import TypeVar
+
+from mainspring.core import clock
+from mainspring.core.process import event_loop
+from mainspring.errors import ConfigError, MainspringError, ReceiptHandleExpiredError
+from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE, Capabilities
+from mainspring.mailbox.batcher import Batcher
+from mainspring.mailbox.limits import check_column, size_of
+from mainspring.mailbox.mailbox import Mailbox
+from mainspring.mailbox.message import Ack, Dead
+from mainspring.mailbox.sqlite import commands as do
+from mainspring.mailbox.sqlite.connection import DatabaseFile
+from mainspring.mailbox.sqlite.notifier import Waiters
+from mainspring.mailbox.sqlite.writer import LOOK_AGAIN, Job, Writer
+from mainspring.runtime.interval import Periodic
+from mainspring.validation import is_number, is_whole
+
+if TYPE_CHECKING:
+    from mainspring.mailbox.message import Cancelled, Counts, Delivery, Envelope, Settlement
+    from mainspring.runtime.scope import DaemonScope
+
+T = TypeVar("T", default=Any)
+R = TypeVar("R", default=Any)
+
+SYNCHRONOUS = ("full", "normal")
+
+
+class SQLiteMailbox(Mailbox[T, R]):
+    """A queue in a SQLite file; several queues (names) and several processes can share one file.
+
+    Operations of concurrent callers, of all mailboxes that this process has on the file, are committed together by one
+    thread. A send returns once the message is on disk. Leases follow the clock since boot, so that a changed date does not
+    touch them, and end with the boot; delays and expiries are dates, so that they outlast a restart of the machine. Beside
+    the file lie its ``-wal`` and ``-shm`` files, and a directory ``-wake`` through which processes wake each other. The
+    file must be on a local disk, and must not be used across a fork.
+
+    :param path: of the file, made where there is none; its directory must exist.
+    :param name: of the queue in the file.
+    :param body: the type of the bodies; else the handler's annotation gives it, else anything that JSON can say.
+    :param reply: the type of the replies.
+    :param synchronous: ``"full"``: what has returned survives a power cut. ``"normal"`` waits for no disk: it survives the
+        end of the process, but a power cut can take the last moments back.
+    :param capacity: how many messages may wait (delayed, pending, in flight) before a send through this object raises
+        :class:`MailboxFullError`; None: as many as the disk holds.
+    :param busy_timeout: seconds to wait for another process's transaction before :class:`MailboxConnectionError`.
+    :raises ConfigError: a value cannot work. On opening: the file is another program's, or of a newer Mainspring.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(durable=True, cross_process=True, ordered=True, queue_age=True)
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        name: str = "default",
+        body: Any = None,
+        reply: Any = None,
+        synchronous: str = "full",
+        capacity: int | None = None,
+        busy_timeout: float = 5.0,
+        **unknown: Never,
+    ) -> None:
+        super().__init__(name, body=body, reply=reply)
+        file = os.fspath(path)
+        _read_options(file, unknown)  # which refuses them
+        if file.startswith("sqlite://"):
+            raise ConfigError(f"SQLiteMailbox takes a path, and {file!r} is a URL: that is for open_mailbox()")
+        if not file or file == ":memory:" or file.endswith("/") or "\0" in file:
+            raise ConfigError(f"a SQLite mailbox needs the path of a file, not {file!r}; in memory is memory://{name}")
+        if synchronous not in SYNCHRONOUS:
+            raise ConfigError(f"mailbox {name!r}: synchronous must be 'full' or 'normal', not {synchronous!r}")
+        if capacity is not None and not is_whole(capacity, 1):
+            raise ConfigError(f"mailbox {name!r}: capacity must be a whole number from 1, or None, not {capacity!r}")
+        if not is_number(busy_timeout, 0):
+            raise ConfigError(f"mailbox {name!r}: busy_timeout must be 0 or more seconds, not {busy_timeout!r}")
+        self.path = os.path.realpath(file)
+        self._synchronous = synchronous
+        self._capacity = capacity
+        self._busy_timeout = float(busy_timeout)
+        self._writer: Writer | None = None
+        self._number = 0
+
+    @classmethod
+    def from_url(
+        cls, url: str, *, host: str, path: str, options: dict[str, Any], body: Any = None, reply: Any = None
+    ) -> SQLiteMailbox[Any, Any]:
+        """The mailbox that a URL means; options that stand in it are strings."""
+        file = _file_of(url, host, path)
+        return cls(file, body=body, reply=reply, **_read_options(url, options))
+
+    @property
+    def address(self) -> str:
+        """Its URL, with the absolute path."""
+        return f"sqlite:///{quote(self.path)}?name={quote(self.name, safe='')}"
+
+    @property
+    def transactions(self) -> int:
+        """How many transactions this process has committed to the file, for all its mailboxes, since it first opened it."""
+        return 0 if self._writer is None else self._writer.file.transactions
+
+    def _local_name(self, address: str) -> str | None:
+        if "://" not in address:
+            return address
+        try:
+            parts = urlsplit(address)
+        except ValueError:  # no URL of anything: opening it will say so
+            return None
+        if parts.scheme != "sqlite" or parts.netloc:
+            return None
+        if os.path.realpath(unquote(parts.path)[1:]) != self.path:
+            return None
+        return dict(parse_qsl(parts.query)).get("name", "default")
+
+    # ---------------------------------------------------------------------------------------------------- life cycle
+
+    async def _exists(self) -> bool:
+        Writer.shared(self.path)  # which refuses in a process that was forked from a user of the file
+        file = DatabaseFile(self.path)
+        file.busy_timeout = self._busy_timeout
+        with clock.real_work():
+            return await anyio.to_thread.run_sync(file.has_mailbox, self.name, limiter=anyio.CapacityLimiter(1))
+
+    async def _open(self, scope: DaemonScope) -> None:
+        writer = Writer.shared(self.path)
+        writer.acquire(self._synchronous, self._busy_timeout)
+        self._writer = writer
+        self._real = clock.virtual_clock() is None
+        self._loop = event_loop()
+        self._wall = clock.wall_clock()
+        self._now = clock.loop_clock()
+        self._batcher: Batcher[do.StoreCommand] = Batcher(self._execute, undo=self._undo, name=f"mailbox {self.name!r}")
+        try:
+            opening = do.Open(self.name)
+            await self._execute([opening])
+            if opening.error is not None:
+                raise opening.error
+        except BaseException:
+            await self._release()
+            raise
+        self._number = opening.result
+        self._kept_at = self._now()
+        self._sweeper = Periodic(self._sweep)
+        self._waiters = Waiters(self._number, self._due_in, self._announce_cancelled)
+        writer.add_waiters(self._waiters)
+        scope.start_soon(self._sweeper.run, name=f"mailbox {self.name} due times")
+        scope.start_soon(self._batcher.run, name=f"mailbox {self.name} batches", stop=self._batcher.stop)
+
+    async def _close(self) -> None:
+        try:
+            await self._batcher.close()
+        finally:
+            if self._writer is not None:
+                self._writer.remove_waiters(self._waiters)
+            await self._release()
+
+    async def _release(self) -> None:
+        """Leave the file; waits for the last user's connection to close."""
+        writer = self._writer
+        if writer is None:
+            return
+        released = anyio.Event()
+        writer.release(Job((), clock.boot_clock(), 0.0, self._loop, released.set))
+        with clock.real_work():
+            await released.wait()
+
+    def _wake_all(self) -> None:
+        if self._writer is not None:
+            self._waiters.wake_all()
+
+    async def _execute(self, commands: list[do.StoreCommand]) -> None:
+        """Have commands executed by the writer thread."""
+        assert self._writer is not None
+        done = anyio.Event()
+        leased_at = self._now()
+        self._writer.submit(Job(commands, clock.boot_clock(), self._wall(), self._loop, done.set, self._real))
+        with clock.real_work():
+            await done.wait()
+        for command in commands:
+            if type(command) is do.Claim and command.result:
+                for delivery in command.result:
+                    delivery.leased_at = leased_at
+
+    def _undo(self, command: do.StoreCommand) -> None:
+        """A claim whose receiver is gone goes back, before anything else is done."""
+        if type(command) is do.Claim and command.result:
+            leases = [delivery.receipt_handle for delivery in command.result]
+            self._batcher.post(do.Unclaim(self._number, leases))
+
+    async def _sweep(self, overslept: float) -> float:
+        """Let what is due by now be done, for the receives that wait for it."""
+        self._waiters.announced = math.inf
+        if self._waiters.parked:
+            try:
+                await self._batcher.call(do.Sweep(self._number))
+            except MainspringError:  # the receives themselves will hear of it
+                return self._now() + LOOK_AGAIN
+        return math.inf
+
+    def _due_in(self, seconds: float) -> None:
+        self._sweeper.wake_by(self._now() + seconds)
+
+    # ----------------------------------------------------------------------------------------------------- the hooks
+
+    async def _put(self, envelopes: list[Envelope]) -> list[str]:
+        for envelope in envelopes:
+            check_column("a message", size_of(envelope))
+        ids: list[str] = await self._batcher.call(do.Put(self._number, envelopes, self._capacity))
+        return ids
+
+    async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
+        if self.name.startswith(TRANSIENT) and self._now() - self._kept_at >= TRANSIENT_LIFE / 24:
+            await self._keep()
+        if not wait_time_seconds:
+            return await self._claim_once(max_messages, visibility_timeout, waits=False)
+        look = partial(self._claim_once, max_messages, visibility_timeout, waits=True)
+        return await self._waiters.first(look, self._now() + wait_time_seconds, usable=lambda: self._usable)
+
+    async def _keep(self) -> None:
+        """Say that this transient mailbox is in use; one that was forgotten meanwhile (the machine slept) is made anew."""
+        self._kept_at = self._now()
+        self._number = await self._batcher.call(do.Open(self.name))
+        if self._writer is not None and self._number != self._waiters.mailbox:
+            self._writer.remove_waiters(self._waiters)
+            self._waiters.mailbox = self._number
+            self._writer.add_waiters(self._waiters)
+
+    async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:
+        command = do.Claim(self._number, limit, visibility, waits)
+        found: list[Delivery] = await self._batcher.call(command)
+        if found and not self._usable:  # closed meanwhile
+            self._undo(command)
+            return []
+        return found
+
+    async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        number = self._number
+        _check_handle(delivery)
+        command: do.StoreCommand
+        if isinstance(settlement, Ack):
+            if settlement.reply is None:
+                command = do.Acknowledge(number, delivery)
+            else:
+                check_column("a reply", size_of(settlement.reply))
+                command = do.Answer(number, delivery, settlement)
+        elif isinstance(settlement, Dead):
+            command = do.Bury(number, delivery, _writable(settlement))
+        else:
+            command = do.GiveBack(number, delivery, settlement)
+        await self._batcher.call(command)
+
+    async def _extend(self, delivery: Delivery, timeout: float) -> None:
+        _check_handle(delivery)
+        await self._batcher.call(do.Extend(self._number, delivery, timeout))
+
+    async def _save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
+        _check_handle(delivery)
+        check_column("a checkpoint", len(state))
+        await self._batcher.call(do.SaveCheckpoint(self._number, delivery, state))
+
+    async def _counts(self) -> Counts:
+        counts: Counts = await self._batcher.call(do.CountAll(self._number))
+        return counts
+
+    async def _purge(self) -> int:
+        return int(await self._batcher.call(do.PurgeAll(self._number)))
+
+    async def _dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+        page: list[tuple[Delivery, Dead, float]] = await self._batcher.call(do.ListDead(self._number, limit, after))
+        return page
+
+    async def _replay(self, message_ids: list[str] | None) -> int:
+        return int(await self._batcher.call(do.Revive(self._number, message_ids, self._capacity)))
+
+    async def _discard_dead(self, message_ids: list[str] | None) -> int:
+        return int(await self._batcher.call(do.Forget(self._number, message_ids)))
+
+    async def _find_dead(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
+        found: list[tuple[Delivery, Dead, float]] = await self._batcher.call(do.FindDead(self._number, message_ids))
+        return found
+
+    async def _cancel(self, message_id: str) -> Cancelled:
+        cancelled: Cancelled = await self._batcher.call(do.Cancel(self._number, message_id))
+        return cancelled
+
+    def _hear_cancelled(self, wanted: bool) -> None:
+        if self._writer is not None and self._real and (self._usable or not wanted):
+            self._writer.listen(self._waiters, wanted)
+
+    def _sibling(self, name: str, *, body: Any = None, reply: Any = None) -> SQLiteMailbox[Any, Any]:
+        return SQLiteMailbox(
+            self.path,
+            name=name,
+            body=body,
+            reply=reply,
+            synchronous=self._synchronous,
+            busy_timeout=self._busy_timeout,
+        )
+
+    async def _drop(self) -> None:
+        await self._batcher.call(do.Drop(self._number))
+
+
+_OPTIONS: dict[str, Any] = {"name": str, "synchronous": str, "capacity": int, "busy_timeout": float}
+
+
+def _read_options(place: str, options: dict[str, Any]) -> dict[str, Any]:
+    values = {}
+    for key, value in options.items():
+        if key not in _OPTIONS:
+            raise ConfigError(f"{place!r}: a SQLite mailbox has no option {key!r}; it has {', '.join(_OPTIONS)}")
+        try:
+            values[key] = _OPTIONS[key](value) if isinstance(value, str) else value
+        except ValueError:
+            raise ConfigError(f"{place!r}: the option {key} must be a number, not {value!r}") from None
+    return values
+
+
+def _file_of(url: str, host: str, path: str) -> str:
+    if host:
+        raise ConfigError(
+            f"{url!r} names the host {host!r}; a file is sqlite:///relative.db or sqlite:////absolute/path.db"
+        )
+    return path[1:]
+
+
+def _check_handle(delivery: Delivery) -> None:
+    """A handle that no SQLite mailbox gave out holds no lease."""
+    if not (delivery.receipt_handle.isascii() and delivery.receipt_handle.isdigit()):
+        raise ReceiptHandleExpiredError(f"message {delivery.message_id}: {delivery.receipt_handle!r} is no lease of it")
+
+
+def _writable(dead: Dead) -> Dead:
+    """Errors quote whatever went wrong, also what is no valid text."""
+    error, kind, trace = (_text(part) for part in (dead.error, dead.error_type, dead.traceback))
+    return replace(dead, error=error, error_type=kind, traceback=trace)
+
+
+def _text(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()

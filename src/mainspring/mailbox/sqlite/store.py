@@ -1,0 +1,354 @@
+"""What one transaction does to the tables. Synchronous, and only ever run by the writer thread of the file.
+
+A command decides before it writes: one that fails (a lease that is over, a mailbox that is full) has written nothing, and
+so does not disturb the others of its transaction.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mainspring.errors import ReceiptHandleExpiredError
+from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
+from mainspring.mailbox.codec import headers_of
+from mainspring.mailbox.limits import full
+from mainspring.mailbox.message import Counts, Dead, Delivery
+from mainspring.mailbox.sqlite import commands as do
+from mainspring.mailbox.sqlite import dead_letters
+from mainspring.mailbox.sqlite import schema as sql
+from mainspring.mailbox.sqlite.cancel import cancel, drop, forget_mailbox
+from mainspring.mailbox.sqlite.inserts import Inserts
+from mainspring.mailbox.sqlite.scheduler import do_what_is_due, enqueue, expire_ready
+from mainspring.mailbox.sqlite.unit_of_work import Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from apsw import Connection
+
+    from mainspring.mailbox.message import Envelope
+    from mainspring.mailbox.sqlite.commands import StoreCommand
+
+ALL = 1_000_000
+"""More receives than wait for one mailbox."""
+_UNREADABLE = Dead("the stored headers are no JSON object of strings", "NotJsonError")
+
+
+def perform(connection: Connection, commands: Sequence[StoreCommand], boot: float, wall: float) -> Work:
+    """Do all ``commands`` inside the transaction that is open; what changed, for those who wait.
+
+    Equal commands are done together, and in an order that serves all best: what gives back, what ends, what is new, then
+    the claims. The callers of one transaction do not know of each other, so any order is right.
+    """
+    work = Work(connection, boot, wall)
+    work.named = {getattr(command, "mailbox", 0) for command in commands}
+    exact = any(type(command) in _EXACT for command in commands)
+    do_what_is_due(work, exact)
+    kinds: dict[type, list[Any]] = {}
+    for command in commands:
+        kinds.setdefault(type(command), []).append(command)
+    for kind, handle in _IN_ORDER:
+        if kind in kinds:
+            handle(work, kinds[kind])
+    work.flush()
+    return work
+
+
+def look(connection: Connection, waited_on: Sequence[int] = ()) -> tuple[dict[int, int], float, float]:
+    """Return the pending messages by mailbox, the earliest lease end (since boot) and the earliest due date (POSIX).
+
+    A dropped mailbox among ``waited_on`` counts as one with messages, so that its receivers wake and are told. All are
+    looked up by one statement: this runs every second, with an id for each mailbox that is open.
+    """
+    head: list[tuple[Any, ...]] = connection.execute(sql.HEAD).fetchall()
+    _, until, due, expires = head[0]
+    waiting: list[tuple[Any, ...]] = connection.execute(sql.PENDING).fetchall()
+    pending = dict(waiting)
+    gone: list[tuple[Any, ...]] = connection.execute(sql.DROPPED, (json.dumps(waited_on),)).fetchall()
+    pending |= dict.fromkeys((box for (box,) in gone), ALL)
+    dates = [date for date in (due, expires) if date is not None]
+    return pending, math.inf if until is None else until, min(dates, default=math.inf)
+
+
+# ------------------------------------------------------------------------------------------------------------- sending
+
+
+def _open(work: Work, commands: list[do.Open]) -> None:
+    for command in commands:
+        command.result = number = work.mailbox(command.name)
+        if command.name.startswith(TRANSIENT):
+            work.execute(sql.USED, (work.wall, number))
+    for (unused,) in work.rows(sql.UNUSED, (work.wall - TRANSIENT_LIFE,)):
+        forget_mailbox(work, unused)
+
+
+def _put(work: Work, commands: list[do.Put]) -> None:
+    batch = Inserts(work)
+    for command in commands:
+        envelopes = command.envelopes
+        if command.capacity is not None:
+            waiting = work.waiting(command.mailbox)
+            more = batch.how_many_new(command.mailbox, envelopes)
+            if more and waiting + more > command.capacity:
+                command.error = full(waiting, command.capacity, more)
+                continue
+        command.result = batch.add(command.mailbox, envelopes)
+    batch.write()
+
+
+# ----------------------------------------------------------------------------------------------------------- receiving
+
+
+def _claim(work: Work, commands: list[do.Claim]) -> None:
+    alike: dict[tuple[int, float], list[do.Claim]] = {}
+    for command in commands:
+        alike.setdefault((command.mailbox, command.visibility), []).append(command)
+    for (mailbox, visibility), claims in alike.items():
+        limit = sum(claim.limit for claim in claims)
+        deliveries, buried = _lease(work, mailbox, limit, visibility)
+        while buried:
+            more, buried = _lease(work, mailbox, limit - len(deliveries), visibility)
+            deliveries += more
+        if len(deliveries) < limit:
+            work.exhausted(mailbox)
+        start = 0
+        for claim in claims:
+            claim.result = deliveries[start : start + claim.limit]
+            start += claim.limit
+            if claim.waits and not claim.result:
+                work.empty.add(mailbox)
+
+
+def _lease(work: Work, mailbox: int, limit: int, visibility: float) -> tuple[list[Delivery], int]:
+    """Lease what comes first; and how many more were buried in its place, as they cannot be read."""
+    wall = work.wall
+    rows = work.rows(sql.FIRST_READY, (mailbox, limit))
+    while expired := [row for row in rows if row[-1] is not None and row[-1] <= wall]:  # more than were swept
+        for rank, pos, seq, *_, expires_at in expired:
+            expire_ready(work, mailbox, rank, pos, seq, expires_at)
+        rows = work.rows(sql.FIRST_READY, (mailbox, limit))
+    if not rows:
+        work.counts(mailbox)  # which tells the receivers of one that is gone
+        return [], 0
+    until = work.boot + visibility
+    lease = work.tick
+    found = len(rows)
+    work.execute(sql.LEASE_FIRST, (lease, until, wall, mailbox, found))
+    work.execute(sql.TAKE_UP_TO, (mailbox, rows[-1][0], rows[-1][1]))
+    if work.changes() != found:  # some places were those of no message, and have leases that belong to others
+        work.execute(sql.DROP_LEASES_FROM, (lease,))
+        places = [(lease + at, mailbox, row[2], row[1], until, wall) for at, row in enumerate(rows, 1)]
+        work.many(sql.ADD_LEASE, places)
+    work.tick += found
+    work.lease_until(until)
+    tally = work.tally(mailbox)
+    tally.pending -= found
+    tally.in_flight += found
+    deliveries = []
+    expiring = []
+    unreadable = []
+    for _, _, seq, name, body, enqueued_at, reply_to, headers, ended, charged, first, *kept, expires_at in rows:
+        lease += 1
+        if expires_at is not None:
+            expiring.append((expires_at, seq))
+        known = {} if headers is None else headers_of(headers)
+        if known is None:
+            unreadable.append((lease, seq))
+            continue
+        since = wall if first is None else first
+        delivery = Delivery(
+            name, body, str(lease), ended + 1, charged + 1, enqueued_at, since, reply_to, known, kept[0], None, kept[1]
+        )
+        deliveries.append(delivery)
+    if expiring:
+        work.many(sql.NOT_EXPIRING, expiring)
+    for taken, seq in unreadable:
+        work.execute(sql.DROP_LEASE, (taken,))
+        tally.in_flight -= 1
+        work.bury(mailbox, seq, _UNREADABLE, 1, wall)
+    return deliveries, len(unreadable)
+
+
+def _unclaim(work: Work, commands: list[do.Unclaim]) -> None:
+    for command in commands:
+        given = _json_list(command.leases)
+        work.execute(sql.UNLEASE_EXPIRING, (given,))
+        work.execute(sql.UNLEASE, (given, command.mailbox))
+        back = work.changes()
+        work.execute(sql.DROP_LEASES, (given,))
+        tally = work.tally(command.mailbox)
+        tally.in_flight -= back
+        tally.gain(back)
+
+
+# ------------------------------------------------------------------------------------------------------------ settling
+
+
+def _acknowledge(work: Work, commands: list[do.Acknowledge]) -> None:
+    mailboxes: dict[int, list[do.Acknowledge]] = {}
+    for command in commands:
+        mailboxes.setdefault(command.mailbox, []).append(command)
+    for mailbox, acks in mailboxes.items():
+        given = _json_list([ack.delivery.receipt_handle for ack in acks])
+        held = work.value(sql.COUNT_HELD, (given, mailbox, work.boot))
+        if held < len(acks):
+            given = _json_list(_only_held(work, mailbox, given, acks))
+        work.execute(sql.DROP_MESSAGES_LEASED, (given,))
+        work.execute(sql.DROP_LEASES, (given,))
+        tally = work.tally(mailbox)
+        tally.in_flight -= held
+        tally.settled += held
+
+
+def _only_held(work: Work, mailbox: int, given: str, acks: list[do.Acknowledge]) -> list[str]:
+    """The leases that are held, once each; the other acknowledgements get their error."""
+    held = {str(lease) for (lease,) in work.rows(sql.WHICH_HELD, (given, mailbox, work.boot))}
+    good = []
+    for ack in acks:
+        lease = ack.delivery.receipt_handle
+        if lease in held:
+            held.discard(lease)
+            good.append(lease)
+        else:
+            ack.error = _expired(ack.delivery)
+    return good
+
+
+def _answer(work: Work, commands: list[do.Answer]) -> None:
+    for command in commands:
+        held = _take(work, command.mailbox, command.delivery, command)
+        reply = command.ack.reply
+        if held is None or reply is None:
+            continue
+        work.execute(sql.DROP_MESSAGE, (held[0],))
+        work.tally(command.mailbox).settled += 1
+        _reply(work, reply)
+
+
+def _reply(work: Work, reply: Envelope) -> None:
+    """Put a reply where it belongs; one whose requester is gone is dropped."""
+    mailbox = work.mailbox_for_reply(reply.reply_to or "")
+    if mailbox is not None:
+        batch = Inserts(work)
+        batch.add(mailbox, [replace(reply, reply_to=None)])
+        batch.write()
+
+
+def _give_back(work: Work, commands: list[do.GiveBack]) -> None:
+    for command in commands:
+        held = _take(work, command.mailbox, command.delivery, command)
+        if held is None:
+            continue
+        seq, pos, claimed_at, rank, expires_at = held
+        how = command.how
+        work.execute(sql.CAME_BACK, (int(how.charge), claimed_at, seq))
+        if how.history is not None:
+            work.execute(sql.KEEP_HISTORY, (how.history, seq))
+        if not how.front:
+            work.tick += 1
+            pos = work.tick
+        enqueue(work, command.mailbox, seq, rank, pos, how.delay, expires_at)
+
+
+def _bury(work: Work, commands: list[do.Bury]) -> None:
+    for command in commands:
+        held = _take(work, command.mailbox, command.delivery, command)
+        if held is not None:
+            work.bury(command.mailbox, held[0], command.dead, 1, held[2])
+            if command.dead.reply is not None:
+                _reply(work, command.dead.reply)
+
+
+def _take(work: Work, mailbox: int, delivery: Delivery, command: StoreCommand) -> tuple[Any, ...] | None:
+    """End a lease that is held, else give ``command`` its error."""
+    lease = delivery.receipt_handle
+    for row in work.rows(sql.HELD, (int(lease), mailbox, work.boot)):
+        work.execute(sql.DROP_LEASE, (int(lease),))
+        work.tally(mailbox).in_flight -= 1
+        return row
+    command.error = _expired(delivery)
+    return None
+
+
+def _extend(work: Work, commands: list[do.Extend]) -> None:
+    for command in commands:
+        until = work.boot + command.timeout
+        lease = int(command.delivery.receipt_handle)
+        work.execute(sql.EXTEND, (until, lease, command.mailbox, work.boot))
+        if not work.changes():
+            command.error = _expired(command.delivery)
+
+
+def _save_checkpoint(work: Work, commands: list[do.SaveCheckpoint]) -> None:
+    for command in commands:
+        lease = int(command.delivery.receipt_handle)
+        work.execute(sql.CHECKPOINT, (command.state, lease, command.mailbox, work.boot))
+        if not work.changes():
+            command.error = _expired(command.delivery)
+
+
+def _expired(delivery: Delivery) -> ReceiptHandleExpiredError:
+    return ReceiptHandleExpiredError(
+        f"message {delivery.message_id}: the lease of delivery {delivery.delivery_count} has run out, or it was settled"
+    )
+
+
+def _json_list(leases: list[str]) -> str:
+    return f"[{','.join(leases)}]"
+
+
+# ------------------------------------------------------------------------------------------------------- looking after
+
+
+def _count(work: Work, commands: list[do.CountAll]) -> None:
+    work.flush()
+    for command in commands:
+        sent = work.value(sql.FIRST_SENT, (command.mailbox,) * 3)
+        age = 0.0 if sent is None else max(0.0, work.wall - sent)
+        command.result = Counts(*work.counts(command.mailbox), queue_age=age)
+
+
+def _sweep(work: Work, commands: list[do.Sweep]) -> None:
+    work.empty.update(command.mailbox for command in commands)  # so that the next due instant is told
+
+
+def _purge(work: Work, commands: list[do.PurgeAll]) -> None:
+    for command in commands:
+        work.flush()
+        delayed, pending, in_flight, _, _ = work.counts(command.mailbox)
+        for statement in sql.PURGE:
+            work.execute(statement, (command.mailbox,))
+        tally = work.tally(command.mailbox)
+        tally.delayed -= delayed
+        tally.pending -= pending
+        tally.in_flight -= in_flight
+        command.result = delayed + pending + in_flight
+        tally.settled += command.result
+
+
+_IN_ORDER: tuple[tuple[type, Callable[[Work, Any], None]], ...] = (
+    (do.Open, _open),
+    (do.Unclaim, _unclaim),
+    (do.Acknowledge, _acknowledge),
+    (do.Answer, _answer),
+    (do.GiveBack, _give_back),
+    (do.Bury, _bury),
+    (do.Extend, _extend),
+    (do.SaveCheckpoint, _save_checkpoint),
+    (do.Cancel, cancel),
+    (do.PurgeAll, _purge),
+    (do.Put, _put),
+    (do.Revive, dead_letters.revive),
+    (do.Forget, dead_letters.forget),
+    (do.Claim, _claim),
+    (do.Sweep, _sweep),
+    (do.CountAll, _count),
+    (do.Drop, drop),
+    (do.FindDead, dead_letters.find),
+    (do.ListDead, dead_letters.list_dead),
+)
+_EXACT = frozenset({do.CountAll, do.PurgeAll, do.ListDead, do.FindDead, do.Cancel})
+"""Commands whose result says what is where: before them, all that is due is done."""

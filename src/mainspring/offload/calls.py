@@ -1,0 +1,377 @@
+"""The calls of an offload pool from one opening to its closing: which wait for a worker, which run, which are late.
+
+All of it belongs to one event loop, but for :meth:`Call.execute`, which runs in a thread. A call has a *place* (there are as
+many as workers) from its begin to the real end of its work, so that work nobody waits for any more still counts as a worker.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from enum import IntEnum
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import anyio
+from anyio import CapacityLimiter, from_thread, to_thread
+
+from mainspring.core.clock import real_work
+from mainspring.core.introspection import bearable, cancellations, name_of
+from mainspring.core.loggers import Logger
+from mainspring.core.process import call_soon, event_loop
+from mainspring.core.tracebacks import where_thread
+from mainspring.errors import OffloadClosedError, OffloadFullError, OffloadTimeoutError, describe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+GONE_WITHIN = 5.0
+"""Seconds that are waited for a process that was killed to be gone. It takes longer where the kernel holds it in a call."""
+
+_log = Logger("mainspring.offload")
+
+
+class Job(Protocol):
+    """One call, in the form that its kind of pool needs.
+
+    ``killable``: giving it up ends it. ``is_told``: it can notice that its caller is cancelled, and end for that.
+    """
+
+    fn: Callable[..., Any]
+    is_told: bool
+
+    @property
+    def killable(self) -> bool: ...
+
+    @property
+    def where(self) -> str:
+        """Where it is being done, if not in the thread that performs it."""
+
+    def perform(self) -> Any:
+        """Do it, blocking this thread."""
+
+    def hear_of_start(self, starting: Callable[[bool], object]) -> None:
+        """Call ``starting(True)``, in the performing thread, where a worker has to be started, then ``starting(False)``."""
+
+    def give_up(self) -> bool:
+        """Nobody waits for it any more; called on the event loop. Whether it has begun: else it never will."""
+
+
+class Progress(IntEnum):
+    """How far a call is. Its thread and the event loop both move it on, under the call's lock."""
+
+    WAITING = 0
+    RUNNING = 1
+    ENDED = 2
+    ABANDONED = 3
+
+
+class Call:
+    """One call, between the task that waits for it and the thread that performs it."""
+
+    __slots__ = ("_calls", "_lock", "_progress", "begun", "error", "gone", "job", "result", "scope", "thread_id")
+
+    def __init__(self, calls: Calls, job: Job) -> None:
+        self._calls = calls.itself  # weakly: the thread may outlive the pool and its event loop
+        self._lock = threading.Lock()
+        self._progress = Progress.WAITING
+        self.job = job
+        self.begun = False
+        """Whether the work itself, and not just the start of a worker for it, was under way when it was abandoned."""
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.scope: anyio.CancelScope | None = None
+        self.gone: anyio.Event | None = None
+        self.thread_id: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What is called."""
+        return name_of(self.job.fn)
+
+    @property
+    def where(self) -> str:
+        """The line its thread is at, or the process that does it; an empty string where neither is known."""
+        return self.job.where or ("" if self.thread_id is None else where_thread(self.thread_id))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its work has ended before it was abandoned."""
+        return self._progress is Progress.ENDED
+
+    def execute(self) -> None:
+        """Perform the job in this thread, unless it was abandoned before it began. The :meth:`outcome` says how it ended.
+
+        Nothing is raised here, and nothing returned: anyio's frames would refer to the error that passes them. Such a
+        reference cycle keeps all that the work has made until a garbage collection.
+        """
+        with self._lock:
+            if self._progress is not Progress.WAITING:
+                return
+            self._progress = Progress.RUNNING
+        self.thread_id = threading.get_ident()
+        result, error = None, None
+        try:
+            result = self.job.perform()
+        except BaseException as raised:
+            error = _bearable(raised, self.job)
+        self.thread_id = None
+        with self._lock:
+            late = self._progress is Progress.ABANDONED
+            if not late:
+                self._progress, self.result, self.error = Progress.ENDED, result, error
+        try:
+            if late:
+                self._end_late(error)
+        finally:
+            del result, error  # the traceback refers to this frame, too
+
+    def outcome(self) -> Any:
+        """Return the result of what has ended, or raise its error; once, as neither is kept."""
+        result, error, self.result, self.error = self.result, self.error, None, None
+        try:
+            if error is not None:
+                raise error
+            return result
+        finally:
+            del result, error
+
+    def abandon(self) -> Progress:
+        """Nobody waits for it any more: how far it was. What has not begun never will."""
+        with self._lock:
+            before = self._progress
+            if before is not Progress.ENDED:
+                self._progress = Progress.ABANDONED
+        if before is Progress.RUNNING:
+            self.begun = self.job.give_up()
+        return before
+
+    def _end_late(self, error: BaseException | None) -> None:
+        if not self.job.killable:  # else it was killed, which is no news
+            self.log_dropped(error)
+        calls = self._calls()
+        if calls is not None:
+            call_soon(calls.loop, self._tell_late)
+
+    def _tell_late(self) -> None:
+        calls = self._calls()
+        if calls is not None:
+            calls.ended_late(self)
+
+    def log_dropped(self, error: BaseException | None) -> None:
+        """Say what nobody will be told any more. A cancellation that the work noticed is what was asked for."""
+        if isinstance(error, Exception):
+            _log.warning("%s raised when nobody waited for it any more: %s", self.name, describe(error), exc_info=error)
+
+
+class Calls:
+    """Places for ``workers`` calls at once, and a queue of at most ``queue_limit`` others before them."""
+
+    def __init__(self, name: str, workers: int, queue_limit: int | None) -> None:
+        self.loop = event_loop()
+        self.itself = weakref.ref(self)
+        self.queued = 0
+        self.late: dict[Call, None] = {}
+        self.ended_late_count = 0
+        self._name = name
+        self._queue_limit = queue_limit
+        self._places = CapacityLimiter(workers)
+        self._threads = CapacityLimiter(math.inf)  # the places are the bound
+        self._scoped: dict[Call, None] = {}
+        self._kept: dict[Call, None] = {}
+        self._running = 0
+        self._scope = type(anyio.CancelScope())  # asking anyio which kind it is takes as long as all of the rest of one
+        self._is_cut = False
+        self._news: anyio.Event | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """How many are being performed for somebody who waits."""
+        return self._running
+
+    @property
+    def unended(self) -> list[Call]:
+        """Those that a cut does not end: late ones, and what is run to the end."""
+        return [*{**self.late, **self._kept}]
+
+    # --------------------------------------------------------------------------------------------------------- calling
+
+    async def run(self, job: Job, timeout: float | None) -> Any:
+        """Perform a job; abandon it when cancelled, at the timeout, or when the pool closes."""
+        call = Call(self, job)
+        deadline = math.inf if timeout is None else anyio.current_time() + timeout
+        with self._scope(deadline=deadline) as call.scope:
+            self._scoped[call] = None
+            try:
+                if not self._take_place(call):
+                    await self._queue(call, self._queue_limit)
+                return await self._execute(call, abandon=True)
+            except anyio.get_cancelled_exc_class():
+                call.log_dropped(call.error)  # it had ended, and nobody was told yet
+                call.error = None
+                raise
+            finally:
+                del self._scoped[call]
+        if self._is_cut:
+            raise OffloadClosedError(f"{self._name} was closed before {call.name} had ended; its effects are unknown")
+        raise OffloadTimeoutError(f"{call.name} did not end within {timeout:g} s")
+
+    async def run_to_the_end(self, job: Job, waiting: Callable[[bool], object] | None) -> Any:
+        """Perform a job; when cancelled kill it, where that can be, and return or raise only when it has really ended.
+
+        What ended in spite of a cancellation counts. A job whose worker is still starting has not begun, and is not waited
+        for; nor is, for longer than ``GONE_WITHIN`` seconds, a killed process that does not end. The queue's limit does not
+        count, for who calls this has one of its own; ``waiting`` is told when it begins and ends to wait there.
+        """
+        call = Call(self, job)
+        if not self._take_place(call):
+            await self._queue_until_cut(call, waiting)
+        self._kept[call] = None
+        if waiting is not None:
+            job.hear_of_start(partial(self._hear_of_start, call, waiting))
+        try:
+            return await self._execute(call, abandon=job.killable)
+        except anyio.get_cancelled_exc_class():
+            if not job.killable:
+                raise
+            if call.begun:
+                await self._wait_until_gone(call)
+            if not call.has_ended:
+                raise
+        finally:
+            del self._kept[call]
+            if waiting is not None:
+                job.hear_of_start(bool)  # nothing: the job and its call would refer to each other
+        return call.outcome()
+
+    def _hear_of_start(self, call: Call, waiting: Callable[[bool], object], starts: bool) -> None:
+        """In the call's thread: the caller waits for a worker to start, or no longer; it may have gone on by now."""
+        call_soon(self.loop, lambda: waiting(starts) if call in self._kept else None)
+
+    async def _queue_until_cut(self, call: Call, waiting: Callable[[bool], object] | None) -> None:
+        if waiting is not None:
+            waiting(True)
+        with self._scope() as call.scope:
+            self._scoped[call] = None
+            try:
+                await self._queue(call, None)
+            finally:
+                del self._scoped[call]
+        if call.scope.cancelled_caught:
+            raise OffloadClosedError(f"{self._name} was closed before {call.name} had begun, and it never will")
+        call.scope = None
+        if waiting is not None:
+            waiting(False)
+
+    async def _wait_until_gone(self, call: Call) -> None:
+        if call not in self.late:
+            return
+        call.gone = anyio.Event()
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + GONE_WITHIN), real_work():
+            await call.gone.wait()
+        if call in self.late:
+            at = call.where or "about to end"
+            _log.warning(
+                "%s was killed, and has not ended %g s later (%s); it is not waited for", call.name, GONE_WITHIN, at
+            )
+
+    def _take_place(self, call: Call) -> bool:
+        """Take a free place, if there is one."""
+        try:
+            self._places.acquire_on_behalf_of_nowait(call)
+        except anyio.WouldBlock:
+            return False
+        return True
+
+    async def _queue(self, call: Call, limit: int | None) -> None:
+        if limit is not None and self.queued >= limit:
+            raise OffloadFullError(
+                f"{self._name}: {self.queued} call(s) wait for one of {self._places.total_tokens} workers, and queue_limit is"
+                f" {limit}; try again later, or raise it"
+            )
+        self.queued += 1
+        try:
+            with real_work():  # of others, which may be late by now: only then is it this one's turn
+                await self._places.acquire_on_behalf_of(call)
+        finally:
+            self.queued -= 1
+            self._tell()
+
+    async def _execute(self, call: Call, *, abandon: bool) -> Any:
+        self._running += 1
+        try:
+            with real_work():
+                await to_thread.run_sync(call.execute, abandon_on_cancel=abandon, limiter=self._threads)
+        except BaseException:  # a cancellation, or there is no thread to be had
+            if call.abandon() is Progress.RUNNING:
+                self.late[call] = None  # it keeps its place
+            else:
+                self._places.release_on_behalf_of(call)
+            raise
+        else:
+            self._places.release_on_behalf_of(call)
+        finally:
+            self._running -= 1
+            if self._news is not None:
+                self._tell()
+        return call.outcome()
+
+    def ended_late(self, call: Call) -> None:
+        """The work of an abandoned call is over."""
+        del self.late[call]
+        self.ended_late_count += 1
+        self._places.release_on_behalf_of(call)
+        if call.gone is not None:
+            call.gone.set()
+        self._tell()
+
+    # --------------------------------------------------------------------------------------------------------- waiting
+
+    async def wait_idle(self) -> None:
+        """Wait until nobody waits for anything."""
+        while self._running or self.queued:
+            await self._next_news()
+        await anyio.lowlevel.checkpoint()
+
+    async def wait_for_late(self) -> None:
+        """Wait until the late ones have ended."""
+        while self.late:
+            with real_work():
+                await self._next_news()
+        await anyio.lowlevel.checkpoint()
+
+    async def _next_news(self) -> None:
+        if self._news is None:
+            self._news = anyio.Event()
+        await self._news.wait()
+
+    def _tell(self) -> None:
+        if self._news is not None:
+            self._news.set()
+            self._news = None
+
+    def cut(self) -> None:
+        """Abandon all that is queued or runs: the callers' calls fail, with :class:`OffloadClosedError`."""
+        self._is_cut = True
+        for call in self._scoped:
+            if call.scope is not None:
+                call.scope.cancel()
+
+
+def _bearable(error: BaseException, job: Job) -> BaseException:
+    """Return what the caller gets: its own cancellation, where the work was told of that, or a :func:`bearable` error."""
+    changed = bearable(error, name_of(job.fn))
+    if job.is_told and isinstance(error, cancellations()):
+        # The one that was asked for stands in no variable here, as its frames lead back to this one.
+        return _cancellation_of_caller() or changed
+    return changed
+
+
+def _cancellation_of_caller() -> BaseException | None:
+    """The cancellation of the task that waits for this thread, if it is being cancelled."""
+    try:
+        from_thread.check_cancelled()
+    except BaseException as asked_for:
+        return asked_for
+    return None

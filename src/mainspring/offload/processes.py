@@ -1,0 +1,404 @@
+"""Work in processes: what is offloaded to one, and the workers, each of which does one job at a time.
+
+Everything here but :meth:`ProcessJob.give_up` blocks, and is called in threads.
+
+Neither of the libraries at hand was sound enough to stand here. A worker of ``anyio.to_process`` whose start is cancelled is
+left behind, one that dies idle fails the next call, and none can be ended before the event loop; and one dead worker breaks
+the whole of a ``concurrent.futures.ProcessPoolExecutor``. How a fresh interpreter comes to see the same modules and
+``__main__`` is :mod:`multiprocessing`'s.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle  # noqa: TID251 - between this process and its own children, as in the standard library's pools
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from multiprocessing import Pipe, spawn
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING, Any
+
+from mainspring.core.clock import monotonic
+from mainspring.core.introspection import name_of
+from mainspring.core.loggers import Logger
+from mainspring.errors import OffloadClosedError, OffloadPickleError, OffloadWorkerDiedError, TaskExitError, describe
+from mainspring.offload import worker_main
+from mainspring.offload.descendants import descendants, hold, kill_family, kill_held
+from mainspring.offload.parent_death_pipe import Lifeline
+from mainspring.offload.worker_main import BEGUN, LEAVE, READY, TAG_SIZE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+START_WITHIN = 60.0
+"""Seconds a worker has to start: far above what it takes, as importing the user's ``__main__`` may be slow."""
+LEAVE_WITHIN = 2.0
+"""Seconds idle workers get to end by themselves when their pool is closed, before they are killed."""
+REAP_WITHIN = 2.0
+"""Seconds that the end of a worker that was killed is waited for. It takes longer where the kernel holds it in a call."""
+
+Answer = tuple[str, Any, str]
+"""``(how, what, text)``, as :func:`offload_worker.perform` has it."""
+
+_log = Logger("mainspring.offload")
+
+
+def _tell_nobody(starts: bool) -> None:
+    """Nobody has to know of a start."""
+
+
+class Processes:
+    """The worker processes of one pool. A worker is started when a job finds none idle."""
+
+    kills = True
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[WorkerProcess] = []
+        self._all: set[WorkerProcess] = set()
+        self._closed = False
+
+    def job(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> ProcessJob:
+        """A job for one of them."""
+        return ProcessJob(self, fn, args)
+
+    def take(self, starting: Callable[[bool], object] = _tell_nobody, *, fresh: bool = False) -> WorkerProcess:
+        """An idle worker, the one used last, or a new one: then ``starting`` is told of its start, and of the end of that.
+
+        Where it must be ``fresh``, a new one takes the place of an idle one.
+
+        :raises OffloadWorkerDiedError: it could not be started.
+        """
+        useless: list[WorkerProcess] = []
+        try:
+            with self._lock:
+                if self._closed:
+                    raise OffloadClosedError("the pool of processes is closed")
+                while self._idle and not (fresh and useless):
+                    worker = self._idle.pop()
+                    if not (fresh or worker.has_ended):
+                        return worker
+                    useless.append(worker)
+                starting(True)
+                worker = WorkerProcess()
+                self._all.add(worker)
+        finally:
+            for other in useless:
+                self.discard(other)
+        try:
+            worker.get_ready()
+        except WorkerDied as death:
+            self.discard(worker)
+            raise OffloadWorkerDiedError(
+                f"a worker process could not be started: it {death}; see what it has said on standard error (a script must"
+                ' guard what it runs with `if __name__ == "__main__":`)'
+            ) from None
+        finally:
+            starting(False)
+        return worker
+
+    def give_back(self, worker: WorkerProcess) -> None:
+        """A worker has done its job and can take another."""
+        with self._lock:
+            if not self._closed:
+                self._idle.append(worker)
+                return
+        self.discard(worker)
+
+    def discard(self, worker: WorkerProcess) -> None:
+        """End a worker that is of no more use."""
+        worker.kill()
+        worker.reap()
+        with self._lock:
+            self._all.discard(worker)
+
+    def close(self) -> None:
+        """End all workers: idle ones may leave by themselves, the others are killed."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            busy = self._all.difference(idle)
+        for worker in busy:
+            worker.kill()  # whoever waits for its answer discards it
+        for worker in idle:
+            worker.ask_to_leave()
+        until = monotonic() + LEAVE_WITHIN
+        for worker in idle:
+            worker.wait(max(0.0, until - monotonic()))
+            worker.kill()
+        for worker in idle:
+            self.discard(worker)
+
+
+class ProcessJob:
+    """One call for a worker process."""
+
+    killable = True
+    is_told = False
+
+    def __init__(self, processes: Processes, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.fn = fn
+        self._args = args
+        self._processes = processes
+        self._lock = threading.Lock()
+        self._worker: WorkerProcess | None = None
+        self._begun = False
+        self._given_up = False
+        self._starting: Callable[[bool], object] = _tell_nobody
+
+    def hear_of_start(self, starting: Callable[[bool], object]) -> None:
+        """Call ``starting(True)`` where a worker has to be started for it, and ``starting(False)`` when that is over."""
+        self._starting = starting
+
+    @property
+    def where(self) -> str:
+        """Where it is being done."""
+        worker = self._worker
+        return "" if worker is None else f"worker process {worker.pid}"
+
+    def perform(self) -> Any:
+        """Have it done, and return its result or raise its exception.
+
+        :raises OffloadWorkerDiedError: its worker died of it, or could not be started.
+        :raises OffloadPickleError: the job, its result or its exception cannot be pickled.
+        """
+        job = pack(self.fn, self._args)
+        for last in (False, True):
+            # The second time a new one: what has killed the first, as it was idle, may have killed, or be killing, others.
+            worker = self._processes.take(self._starting, fresh=last)
+            if not self._hold(worker):
+                self._processes.give_back(worker)  # it was given up meanwhile; the worker is as good as new
+                raise OffloadClosedError(f"{name_of(self.fn)} was given up before it began")
+            try:
+                answer = worker.ask(job)
+            except WorkerDied as death:
+                self._let_go(begun=death.begun)
+                self._processes.discard(worker)
+                if death.begun or self._given_up:
+                    raise OffloadWorkerDiedError(
+                        f"the worker process of {name_of(self.fn)} {death}; the call may have had effects"
+                    ) from None
+                if last:
+                    raise OffloadWorkerDiedError(
+                        f"the worker process of {name_of(self.fn)} {death} as it received the call, which is"
+                        f" {len(job):,} bytes, and so did the one before it; the call has not begun"
+                    ) from None
+            else:
+                self._let_go(begun=True)
+                self._processes.give_back(worker)
+                return unpack(self.fn, answer)
+            # It died with no job in its hands, maybe before it came to this one: another one does this.
+        raise AssertionError
+
+    def give_up(self) -> bool:
+        """Kill the worker that is at it, if it has begun. Does not block; callable from the event loop.
+
+        A worker that is still starting is let go on, for the next job: were it killed, jobs with a deadline shorter than a
+        start would never get anywhere.
+        """
+        with self._lock:
+            self._given_up = True
+            if self._worker is not None:
+                self._worker.kill_soon()
+            return self._begun
+
+    def _hold(self, worker: WorkerProcess) -> bool:
+        with self._lock:
+            if not self._given_up:
+                self._worker, self._begun = worker, True
+            return not self._given_up
+
+    def _let_go(self, *, begun: bool) -> None:
+        with self._lock:
+            self._worker, self._begun = None, begun
+
+
+class WorkerDied(Exception):  # noqa: N818 - between the worker and its job
+    """A worker has ended, or is of no more use; ``begun`` says whether it may have taken the job. The text says how."""
+
+    def __init__(self, how: str, *, begun: bool) -> None:
+        super().__init__(how)
+        self.begun = begun
+
+
+class WorkerProcess:
+    """A child that does one job after the other. It is one thread's own, but for ``kill``.
+
+    It has a session of its own, so that a terminal's Ctrl-C does not reach it, and what its jobs start is killed with it.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self._connection, theirs = Pipe()
+            self._lifeline = Lifeline()
+        except OSError as error:
+            raise OffloadWorkerDiedError(f"a worker process could not be started: {error}") from error
+        passed = (theirs.fileno(), self._lifeline.theirs)
+        try:
+            # -P: the package's folder must not be where the child imports from.
+            command = [sys.executable, "-P", worker_main.__file__, *map(str, passed), str(os.getpid())]
+            self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed, start_new_session=True)
+            self._end = os.pidfd_open(self._child.pid)
+        except OSError as error:
+            self._connection.close()
+            self._lifeline.close()
+            raise OffloadWorkerDiedError(f"a worker process could not be started: {error}") from error
+        finally:
+            theirs.close()
+            self._lifeline.given()
+        self._jobs = 0
+        self._killed = False
+        self._family: list[int] = []
+        self._lock = threading.Lock()  # no signal may go to a number that was reaped, and may be another's by now
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._child.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is of no use any more."""
+        return bool(wait([self._end], 0))
+
+    def get_ready(self) -> None:
+        """Wait until it can take jobs."""
+        data = spawn.get_preparation_data("mainspring-worker")
+        data["authkey"] = bytes(data["authkey"])  # it refuses to be pickled as what it is
+        with suppress(OSError):  # how it died says more
+            self._connection.send_bytes(pickle.dumps(data))
+        if self._receive(START_WITHIN) != READY:
+            raise WorkerDied(self._how_it_ended(), begun=False)
+
+    def ask(self, job: bytes) -> Answer:
+        """Have it do a job."""
+        self._jobs += 1
+        tag = self._jobs.to_bytes(TAG_SIZE, "big")
+        with suppress(OSError):
+            self._connection.send_bytes(tag + job)
+        begun = self._receive()
+        if begun is None:
+            raise WorkerDied(self._how_it_ended(), begun=False)
+        answer = self._receive() if begun == tag + BEGUN else begun
+        if answer is None:
+            raise WorkerDied(self._how_it_ended(), begun=True)
+        if begun == tag + BEGUN and answer.startswith(tag):
+            with suppress(Exception):  # garbled bytes raise anything
+                return opened(answer[TAG_SIZE:])
+        raise WorkerDied("answered something else than what became of it", begun=True)
+
+    def ask_to_leave(self) -> None:
+        """Ask it to end, if it is idle. What its jobs have left running is killed once it has ended."""
+        self._family = hold(descendants(self.pid))
+        with suppress(OSError):
+            self._connection.send_bytes(LEAVE)
+
+    def kill(self) -> None:
+        """Kill it and what it has started; does not wait for its end. Takes milliseconds, and works once."""
+        with self._lock:
+            if self._child.returncode is None and not self._killed:
+                self._killed = True
+                kill_family(self._child.pid)
+                with suppress(ProcessLookupError):  # what has lost its parent, and is in the session still
+                    os.killpg(self._child.pid, signal.SIGKILL)
+
+    def kill_soon(self) -> None:
+        """Have a thread kill it; callable from the event loop."""
+        try:
+            threading.Thread(target=self.kill, name="mainspring offload kill", daemon=True).start()
+        except RuntimeError:  # no more threads to be had
+            self.kill()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until it has ended, at most ``seconds``."""
+        wait([self._end], seconds)
+
+    def reap(self) -> None:
+        """Wait for the end of a worker that was killed, or has died, and give back all that it held here.
+
+        One that has not ended ``REAP_WITHIN`` seconds later is left behind, with a warning: no more of its program runs, and
+        :mod:`subprocess` collects its exit status when a later process is started.
+        """
+        if self._end < 0:
+            return
+        family, self._family = self._family, []
+        kill_held(family)
+        if wait([self._end], REAP_WITHIN):
+            with self._lock:
+                self._child.wait()
+        else:
+            _log.warning(
+                "worker process %d was killed, and has not ended %g s later; it is left behind", self.pid, REAP_WITHIN
+            )
+        os.close(self._end)
+        self._end = -1
+        self._connection.close()
+        self._lifeline.close()
+
+    def _receive(self, seconds: float | None = None) -> bytes | None:
+        """What it says next; None where it has ended, or said nothing for so long and is killed for that."""
+        if not wait([self._connection, self._end], seconds):
+            self.kill()
+            return None
+        try:
+            return self._connection.recv_bytes() if self._connection.poll() else None
+        except (EOFError, OSError):
+            return None
+
+    def _how_it_ended(self) -> str:
+        """What became of it. It has ended, or is about to."""
+        if not wait([self._end], LEAVE_WITHIN):
+            return "answered nothing that can be understood, and was killed"
+        with self._lock:
+            status = self._child.poll() or 0
+        if status < 0:
+            with suppress(ValueError):
+                return f"was killed by {signal.Signals(-status).name}"
+            return f"was killed by signal {-status}"
+        return f"ended with status {status}"
+
+
+def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """A call as bytes.
+
+    :raises OffloadPickleError: it cannot be pickled.
+    """
+    try:
+        return pickle.dumps((fn, args), pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # an object's own pickling may raise anything
+        raise OffloadPickleError(
+            f"{name_of(fn)} cannot be offloaded to a process or an interpreter: it or an argument cannot be pickled"
+            f" ({describe(error)}); give a function of a module, and plain data"
+        ) from None
+
+
+def opened(answer: bytes) -> Answer:
+    """An answer of :func:`offload_worker.perform`. Raises anything where it is none."""
+    how, what, text = pickle.loads(answer)  # noqa: S301 - from a child of this process
+    return how, what, text
+
+
+def unpack(fn: Callable[..., Any], answer: Answer) -> Any:
+    """The result of a call, or its exception, raised."""
+    how, what, text = answer
+    if how == "unrun":
+        raise TaskExitError(
+            f"{name_of(fn)} returned {what}, so its work has not run to its end; give a plain function that returns its result"
+        )
+    try:
+        value = pickle.loads(what) if how != "lost" else OffloadPickleError(f"{name_of(fn)}: {what}")  # noqa: S301
+    except Exception as error:
+        raise OffloadPickleError(f"{name_of(fn)}: what it {how} cannot be unpickled here ({describe(error)})") from None
+    if how == "returned":
+        return value
+    if not isinstance(value, BaseException):  # a __reduce__ may say anything
+        raise OffloadPickleError(f"{name_of(fn)}: the exception it raised comes back as {type(value).__qualname__}")
+    if text:
+        value.add_note(f"Where it was raised:\n{text.rstrip()}")
+    try:
+        raise value
+    finally:
+        del value  # its traceback refers to this frame

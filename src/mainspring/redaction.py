@@ -1,0 +1,49 @@
+"""URLs as they may be shown: without what lets somebody in."""
+
+from __future__ import annotations
+
+import re
+
+_SERVER = r"rediss?(?:\+[a-z]{1,20})?|postgres(?:ql)?|nats|tls"
+_LOGIN = re.compile(
+    r"\b(https?://)[^\s/?#]{0,1000}@"
+    r"|\b(?!https?:|memory:|sqlite:)([a-z][a-z0-9+.-]{0,30}:?//)(?!/)\S{0,1000}@"
+    rf"|\b((?:{_SERVER})(?::[/\\]{{0,5}}|/{{2,5}}))\S{{0,1000}}@",
+    re.IGNORECASE,
+)
+_NAME = r"(?:pass|password|passwd|passphrase|pwd|token|secret)"
+_OPTION = re.compile(rf"({_NAME}\s{{0,3}}=\s{{0,3}})(?:'[^']*'|\"[^\"]*\"|[^&#\s]*[^&#\s'\",:;.)])", re.IGNORECASE)
+_QUERY = re.compile(rf"({_NAME}=)[^&]*", re.IGNORECASE)
+_HEAD = re.compile(rf"\s*(?:[a-z][a-z0-9+.-]*(?:%20)?:?//+|(?:{_SERVER}):[/\\]*)", re.IGNORECASE)
+_NO_PORT = re.compile(r"(//[^/?#\[\]@]*?:)(?!\d*(?:[,/?#]|$)).+")
+
+
+def without_secrets(text: str) -> str:
+    """``text`` without the logins (user, password, token) of the URLs in it; passwords elsewhere in it become ``***``.
+
+    A server's URL loses all that stands before its last ``@``, as a password may hold any character by mistake; a web page's
+    only what stands before its host, and the name of a ``memory://`` mailbox or of a file is left alone. Passwords among the
+    options are replaced (``?password=``, ``sslpassword=``, ``token=`` and the like), and so are those of libpq's ``key=value``
+    strings.
+    """
+    if not any(sign in text for sign in ("//", "@", "=")):
+        return text
+    return _OPTION.sub(r"\1***", _LOGIN.sub(r"\1\2\3", text))
+
+
+def shown(url: str) -> str:
+    """One URL as errors show it, however malformed it is: where white space stands in a password, where slashes or the host
+    are missing, and where what should be a port may be the password, of which nobody can tell where it ends."""
+    if url.lower().startswith(("memory:", "sqlite:")):
+        return url
+    bare = "%20".join(url.split())
+    _, at, rest = bare.rpartition("@")
+    if at:
+        head = _HEAD.match(bare)
+        bare = f"{head[0] if head else ''}{rest}"
+    return without_secrets(_QUERY.sub(r"\1***", _NO_PORT.sub(r"\1***", bare)))
+
+
+def one_line(text: object) -> str:
+    """``text`` without line breaks and control characters: what an error says must not forge a second log line."""
+    return "".join(char if char.isprintable() else " " for char in " ".join(str(text).split()))

@@ -1,0 +1,1 @@
+"""Structured concurrency: daemon scopes, signals, heartbeats, deadlines, intervals."""

@@ -1,0 +1,65 @@
+"""The one interval loop: reaper, lease renewal, watchdog and health checks sleep and wake in here."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import anyio
+
+from mainspring.core.clock import loop_clock
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+
+class Periodic:
+    """Calls ``step(overslept)`` at the instants it asks for: each call returns when the next is due.
+
+    Instants are on anyio's clock; ``math.inf`` means not before somebody calls :meth:`wake_by`, one that has passed means
+    now. ``overslept`` is how many seconds the call comes late: whoever judges others by the time that passed must not hold
+    that against them. There is no ticking: between two calls nothing runs. What ``step`` raises ends :meth:`run`; so does
+    a cancellation, also one during a step, and what that step had not asked for by then is not due any more.
+    """
+
+    def __init__(self, step: Callable[[float], Awaitable[float]], *, first: float = math.inf) -> None:
+        self._step = step
+        self._due = first
+        self._sleep: anyio.CancelScope | None = None
+        self._now: Callable[[], float] = anyio.current_time
+
+    @property
+    def due(self) -> float:
+        """When the next call is due; ``math.inf`` while a call is under way and nobody asked for the next."""
+        return self._due
+
+    def wake_by(self, when: float) -> None:
+        """Let the next call happen at ``when``, where that is sooner than planned. Call it on the event loop only."""
+        if when < self._due:
+            self._due = when
+            if self._sleep is not None:
+                self._due = max(when, self._now())  # it could not have come sooner, so it is not late
+                self._sleep.deadline = self._due
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        self._now = loop_clock()
+        while True:
+            await self._until_due()
+            late = self._now() - self._due
+            self._due = math.inf  # so that a wake_by during the step counts
+            asked = await self._step(max(0.0, late))
+            self._due = min(self._due, asked)
+
+    async def _until_due(self) -> None:
+        now = self._now()
+        if self._due <= now:
+            self._due = now  # asked for in the past: as above
+            await anyio.lowlevel.checkpoint()
+            return
+        self._sleep = anyio.CancelScope(deadline=self._due)
+        with self._sleep:
+            try:
+                await anyio.sleep_forever()
+            finally:
+                self._sleep = None

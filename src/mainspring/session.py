@@ -1,0 +1,3 @@
+"""The names of :mod:`mainspring.state.session`, where they were before."""
+
+from mainspring.state.session import *  # noqa: F403

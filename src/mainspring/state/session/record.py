@@ -1,0 +1,193 @@
+"""How a journal's entries are written: one line of JSON each, with a checksum, so that damage is told from what was written.
+
+An entry is what happens at once or not at all: one event, the events of a transaction, or a snapshot that replaces all that
+was before it. ``seq`` is the number of its first event, of a snapshot that of the last one in it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+from zlib import crc32
+
+from mainspring.errors import ConfigError, JournalDamagedError, SerializationError, UnknownEventError
+from mainspring.mailbox.codec import Codec, why_unreadable
+from mainspring.state.session.versions import Version, version_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_SEAL = re.compile(rb',"crc":"([0-9a-f]{8})"\}')
+_HEAD = re.compile(rb'\{"seq":\d+')
+LEVELS = 10
+"""In how many lists and objects an event's data may come to stand: three in an entry, five in that of a snapshot, and two
+more for each child that it is a child of."""
+REMEDY = "restore the journal from a copy, or open it up to there: Session.open(…, up_to_damage=True)"
+"""What to do about a damaged journal."""
+SEAL_LENGTH = len(b',"crc":"00000000"}')
+
+
+class Stored(NamedTuple):
+    """An event as an entry holds it. ``path`` is the child session's ("" for the session that has the journal)."""
+
+    path: str
+    type: str
+    version: int
+    data: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A journal's entry, read: events, or a snapshot (JSON data)."""
+
+    seq: int
+    events: tuple[Stored, ...] = ()
+    snapshot: Any = None
+
+    @property
+    def last(self) -> int:
+        """The number of its last event."""
+        return self.seq + max(0, len(self.events) - 1)
+
+
+def entry_of_events(seq: int, events: Iterable[bytes]) -> bytes:
+    """An entry of events that :meth:`EventCodecs.encode` has written."""
+    return _seal(b'{"seq":%d,"events":[%s]}' % (seq, b",".join(events)))
+
+
+def entry_of_snapshot(seq: int, snapshot: bytes) -> bytes:
+    """An entry that replaces all that was before it.
+
+    :raises SerializationError: it could not be read.
+    """
+    if (reason := why_unreadable(snapshot, within=1)) is not None:
+        raise SerializationError(f"a snapshot cannot be written to the journal: {reason}, and could not be read back")
+    return _seal(b'{"seq":%d,"snapshot":%s}' % (seq, snapshot))
+
+
+def _seal(raw: bytes) -> bytes:
+    return b'%s,"crc":"%08x"}' % (raw[:-1], crc32(raw[:-1]))
+
+
+def read_entry(raw: bytes, place: str) -> Entry:
+    """What ``raw`` holds; ``place`` says in an error where it stands.
+
+    :raises JournalDamagedError: it is not what was written.
+    """
+    from pydantic_core import from_json
+
+    if not is_sealed(raw):
+        raise JournalDamagedError(f"{place} is not what was written there; {REMEDY}")
+    try:
+        data = from_json(raw)
+        found = data.get("events", ())
+        events = tuple(Stored(event.get("in", ""), event["type"], event["v"], event["data"]) for event in found)
+        return Entry(data["seq"], events, data.get("snapshot"))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise JournalDamagedError(
+            f"{place} is whole, but no entry of a session's journal ({error!r}); {REMEDY}"
+        ) from None
+
+
+def is_sealed(raw: bytes) -> bool:
+    """Whether it is an entry as it was written, by its checksum."""
+    seal = _SEAL.fullmatch(raw, max(0, len(raw) - SEAL_LENGTH))
+    return seal is not None and int(seal[1], 16) == crc32(raw[:-SEAL_LENGTH])
+
+
+def is_journal(head: bytes, last: bytes) -> bool:
+    """Whether a file is a journal, damaged or not: it begins with ``head`` as an entry does, whole or not, or ``last``, its
+    last whole line, ends like one."""
+    if _SEAL.fullmatch(last, max(0, len(last) - SEAL_LENGTH)):
+        return True
+    number = _HEAD.match(head)
+    if number is None:
+        return b'{"seq":'.startswith(head)
+    rest = head[number.end() :]
+    return any(rest.startswith(begin) or begin.startswith(rest) for begin in (b',"events":[', b',"snapshot":{'))
+
+
+class EventCodecs:
+    """Writes and reads the events of one session, by the names under which they are stored.
+
+    :param holder: what holds them besides a journal, a slice, for errors.
+    """
+
+    def __init__(self, session: str, path: str, kinds: Iterable[type[Any]], holder: str = "") -> None:
+        self._session = session
+        self._where = f"session {session!r}: {holder}" if holder else f"session {session!r}"
+        self._holder = self._where if holder else f"{self._where}: the journal"
+        self._head = b'{"in":%s,' % _text(path) if path else b"{"
+        self._by_type: dict[type[Any], tuple[bytes, Codec]] = {}
+        self._by_name: dict[str, tuple[type[Any], Version, Codec]] = {}
+        for kind in kinds:
+            self._add(kind)
+
+    def _add(self, kind: type[Any]) -> None:
+        version = version_of(kind)
+        if version.name in self._by_name:
+            raise ConfigError(
+                f"session {self._session!r}: two event types are stored as {version.name!r}; give one of them another name:"
+                " @versioned(1, name=…)"
+            )
+        try:
+            codec = Codec(kind)
+        except ConfigError as error:
+            raise ConfigError(f"session {self._session!r}: an event cannot be written as JSON: {error}") from error
+        self._by_name[version.name] = kind, version, codec
+        head = b'%s"type":%s,"v":%d,"data":' % (self._head, _text(version.name), version.number)
+        self._by_type[kind] = head, codec
+
+    def knows(self, kind: type[Any]) -> bool:
+        """Whether events of exactly that class can be written."""
+        return kind in self._by_type
+
+    def encode(self, event: Any) -> bytes:
+        """One event for :func:`entry_of_events`.
+
+        :raises SerializationError: it is not of its type as that is annotated, or no JSON, or would be read as something else.
+        :raises UnknownEventError: it is of a subclass that is not registered itself, and could not be read again.
+        """
+        found = self._by_type.get(type(event))
+        if found is None:
+            raise UnknownEventError(
+                f"session {self._session!r}: {type(event).__qualname__} is not registered itself, only a class above it:"
+                " register it, so that the journal can be read again"
+            )
+        head, codec = found
+        try:
+            raw = codec.encode(event)
+            if (reason := why_unreadable(raw, LEVELS)) is not None:
+                raise SerializationError(f"it cannot be written: {reason}, and could not be read back")
+        except SerializationError as error:
+            raise SerializationError(f"{self._where}: event {type(event).__qualname__}: {error}") from error
+        return b"%s%s}" % (head, raw)
+
+    def decode(self, stored: Stored) -> Any:
+        """The event that was stored, brought up to date.
+
+        :raises UnknownEventError: nothing is registered under its name.
+        :raises UnknownVersionError: it is of a version that the code does not know, or that nothing leads on from.
+        :raises SerializationError: it does not fit its type.
+        """
+        from pydantic_core import to_json
+
+        found = self._by_name.get(stored.type)
+        if found is None:
+            raise UnknownEventError(
+                f"{self._holder} holds an event {stored.type!r}, which is not registered; register"
+                " its class, or give the renamed one its old name: @versioned(…, name=…)"
+            )
+        _, version, codec = found
+        data = version.up_to_date(stored.data, stored.version)
+        try:
+            return codec.decode(to_json(data))
+        except SerializationError as error:
+            raise SerializationError(f"{self._where}: event {stored.type!r}: {error}") from error
+
+
+def _text(value: str) -> bytes:
+    from pydantic_core import to_json
+
+    return to_json(value)

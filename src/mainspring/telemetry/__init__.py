@@ -1,0 +1,1 @@
+"""What a group says of itself: log lines, metrics, status."""

@@ -1,0 +1,374 @@
+"""Events as log lines: a subscriber for every group, and the handler of the command line.
+
+Loggers: ``mainspring.group`` (life of a group, its checks), ``mainspring.loop`` (life of its loops, their mailboxes) and
+``mainspring.message`` (single messages). Each record carries its event as ``record.event``.
+
+=========  =============================================================================================
+level      what
+=========  =============================================================================================
+CRITICAL   a handler that does not end although cancelled: the process is about to be killed
+ERROR      a crash, a stall, a dead letter, a run that did not end clean
+WARNING    what is tried again or mends itself: retries, lost leases, an unreachable mailbox, a failing check
+INFO       the life of groups and loops, what was handed back at a shutdown
+DEBUG      each message that starts, succeeds or is postponed, the short-lived states, the further tries at a mailbox
+=========  =============================================================================================
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import logging
+import sys
+from dataclasses import fields, is_dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from mainspring import events
+from mainspring.core.clock import local_time
+from mainspring.core.loggers import Logger
+from mainspring.core.state_machine import GroupState, ServiceState
+from mainspring.core.tracebacks import where_raised
+from mainspring.errors import ConfigError
+from mainspring.redaction import one_line
+from mainspring.telemetry.status import plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+_group = Logger("mainspring.group")
+_loop = Logger("mainspring.loop")
+_message = Logger("mainspring.message")
+
+_STATE_LEVELS = {
+    ServiceState.RUNNING: logging.INFO,
+    ServiceState.STOPPING: logging.INFO,
+    ServiceState.STOPPED: logging.INFO,
+    ServiceState.DEGRADED: logging.WARNING,
+    ServiceState.RESTARTING: logging.WARNING,
+}
+
+
+_COMES_AND_GOES = (
+    events.LoopStateChanged,
+    events.ReceiveFailed,
+    events.ReceiveRecovered,
+    events.LeaseRenewalFailed,
+    events.LeaseRenewalRecovered,
+    events.SettlementDelayed,
+    events.SettlementRecovered,
+)
+STORM = 12
+"""The most lines logged of a loop whose mailbox comes and goes, until it has been steady for :data:`CALM` seconds."""
+CALM = 60.0
+
+
+class _Storms:
+    """How many lines of trouble each loop has had, and when the last one came."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, tuple[int, datetime]] = {}
+
+    def calmed(self, write: Callable[[Any], None]) -> Callable[[Any], None]:
+        """A writer that leaves off in a storm, unless DEBUG asks for every line."""
+
+        def write_or_not(event: Any) -> None:
+            if not _is_trouble(event) or _loop.isEnabledFor(logging.DEBUG) or (count := self._count(event)) <= STORM:
+                write(event)
+            elif count == STORM + 1:
+                text = f"its mailbox comes and goes; until that has been over for {CALM:g} s, only DEBUG says more"
+                _say(_loop, logging.WARNING, event, f"{event.loop}: {text}")
+
+        return write_or_not
+
+    def _count(self, event: Any) -> int:
+        count, last = self._lines.get(event.loop, (0, event.at))
+        count = 1 if (event.at - last).total_seconds() > CALM else count + 1
+        self._lines[event.loop] = (count, event.at)
+        return count
+
+
+def _is_trouble(event: Any) -> bool:
+    if isinstance(event, events.LoopStateChanged):
+        return event.new is ServiceState.DEGRADED or event.old is ServiceState.DEGRADED
+    return bool(getattr(event, "first", True))
+
+
+def subscribe(dispatcher: events.Dispatcher) -> Callable[[], None]:
+    """Log what ``dispatcher`` tells from now on; the returned function ends it.
+
+    The starts and the successes of messages are only subscribed to where ``mainspring.message`` is enabled for DEBUG at this
+    moment, so that otherwise nobody builds such events.
+    """
+    writers: dict[type[Any], Callable[[Any], None]] = {
+        events.LoopStateChanged: _loop_state,
+        events.LoopCrashed: _crashed,
+        events.MessageNotAcknowledged: _finished,
+        events.SettlementFailed: _settlement_failed,
+        events.SettlementDelayed: _settlement_delayed,
+        events.SettlementRecovered: _settlement_recovered,
+        events.LeaseRenewalFailed: _renewal_failed,
+        events.LeaseRenewalRecovered: _renewal_recovered,
+        events.LeaseLost: _lease_lost,
+        events.ReceiveFailed: _receive_failed,
+        events.ReceiveRecovered: _receive_recovered,
+        events.HandlerStalled: _stalled,
+        events.HandlerStuck: _stuck,
+        events.ShutdownRequested: _shutdown_requested,
+        events.GroupPaused: _paused,
+        events.GroupResumed: _resumed,
+        events.GroupStateChanged: _group_state,
+        events.GroupStopped: _group_stopped,
+        events.CheckChanged: _check,
+        events.CalibrationWarning: _calibration,
+    }
+    if _message.isEnabledFor(logging.DEBUG):
+        writers[events.MessageStarted] = _started
+        writers[events.MessageFinished] = writers.pop(events.MessageNotAcknowledged)
+    storms = _Storms()
+    for kind in _COMES_AND_GOES:
+        writers[kind] = storms.calmed(writers[kind])
+    ends = [dispatcher.subscribe(kind, writer) for kind, writer in writers.items()]
+
+    def unsubscribe() -> None:
+        for end in ends:
+            end()
+
+    return unsubscribe
+
+
+# ------------------------------------------------------------------------------------------------------------- messages
+
+
+def _started(event: events.MessageStarted) -> None:
+    _message.debug(
+        "%s: message %s started (delivery %d, attempt %d)",
+        event.loop,
+        event.message_id,
+        event.delivery_count,
+        event.attempt,
+        extra={"event": event},
+    )
+
+
+def _finished(event: events.MessageFinished) -> None:
+    outcome = event.outcome
+    again = "" if event.retry_in is None else f" in {event.retry_in:.1f} s"
+    if outcome == "acknowledged":
+        level, said = logging.DEBUG, "done"
+    elif outcome == "dead_lettered":
+        level, said = logging.ERROR, f"dead-lettered after attempt {event.attempt}"
+    elif outcome == "postponed":
+        level, said = logging.DEBUG, f"postponed, to come again{again}"
+    elif outcome == "retried" and not event.charged:
+        level, said = logging.INFO, f"to be tried again{again}, not counted"
+    elif outcome == "retried":
+        level, said = logging.WARNING, f"attempt {event.attempt} failed, to be tried again{again}"
+    elif outcome == "released":
+        level, said = logging.INFO, "handed back"
+    elif outcome == "kept":
+        level, said = logging.INFO, "stays among the dead letters"
+    elif outcome == "cancelled":
+        level, said = logging.INFO, "was cancelled by its id"
+    else:
+        level, said = logging.WARNING, f"{outcome}: another worker may have it now" if outcome == "lost" else outcome
+    if _message.isEnabledFor(level):
+        error = f": {one_line(event.error)}{_at(event.where)}" if event.error else ""
+        line = "%s: message %s %s (ran %.3f s)%s"
+        _message.log(level, line, event.loop, event.message_id, said, event.seconds, error, extra={"event": event})
+
+
+def _settlement_failed(event: events.SettlementFailed) -> None:
+    _say(
+        _message,
+        logging.WARNING,
+        event,
+        f"{event.loop}: message {event.message_id} could not be {event.outcome} and will come again: {event.error}",
+    )
+
+
+def _settlement_delayed(event: events.SettlementDelayed) -> None:
+    _say(
+        _message,
+        logging.WARNING if event.first else logging.DEBUG,
+        event,
+        f"{event.loop}: message {event.message_id} could not be {event.outcome} yet, next try in {event.retry_in:.1f} s:"
+        f" {event.error}",
+    )
+
+
+def _settlement_recovered(event: events.SettlementRecovered) -> None:
+    text = f"{event.loop}: the mailbox answers again after {event.failures} outcomes that could not be written"
+    _say(_message, logging.INFO, event, text)
+
+
+def _renewal_failed(event: events.LeaseRenewalFailed) -> None:
+    _say(
+        _message,
+        logging.WARNING if event.first else logging.DEBUG,  # a server that is away for long is said once
+        event,
+        f"{event.loop}: renewing the lease of message {event.message_id} failed, trusted for {event.trusted_for:.1f} s"
+        f" more: {event.error}",
+    )
+
+
+def _renewal_recovered(event: events.LeaseRenewalRecovered) -> None:
+    text = f"{event.loop}: the mailbox answers again after {event.failures} failed renewals of leases"
+    _say(_message, logging.INFO, event, text)
+
+
+def _lease_lost(event: events.LeaseLost) -> None:
+    text = f"{event.loop}: the lease of message {event.message_id} is lost; its handler is cancelled"
+    _say(_message, logging.WARNING, event, text)
+
+
+def _stalled(event: events.HandlerStalled) -> None:
+    what = f"message {event.message_id} gave no beat for" if event.message_id else "no sign of life for"
+    which = "its handler" if event.message_id else "it"
+    _say(
+        _message if event.message_id else _loop,
+        logging.ERROR,
+        event,
+        f"{event.loop}: {what} {event.age:.1f} s; {which} is cancelled{_at(event.where)}",
+    )
+
+
+def _stuck(event: events.HandlerStuck) -> None:
+    who = f"the handler of message {event.message_id}" if event.message_id else "it"
+    _say(
+        _message if event.message_id else _loop,
+        logging.CRITICAL,
+        event,
+        f"{event.loop}: {who} does not end although it was cancelled (no beat for {event.age:.1f} s); the process will be"
+        f" killed{_at(event.where)}",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- loops
+
+
+def _loop_state(event: events.LoopStateChanged) -> None:
+    text = f"{event.loop}: {event.new} ({event.old} for {event.seconds:.3f} s)"
+    _say(_loop, _STATE_LEVELS.get(event.new, logging.DEBUG), event, text)
+
+
+def _crashed(event: events.LoopCrashed) -> None:
+    error = event.error
+    then = "it stays down" if event.restart_in is None else f"restart in {event.restart_in:.1f} s"
+    # An error that stays down surfaces from run() with its traceback; one that is restarted is seen nowhere but here.
+    shown = error if event.restart_in is not None or _loop.isEnabledFor(logging.DEBUG) else None
+    text = f"{event.loop}: crashed, {then}: {type(error).__name__}: {error}{_at(where_raised(error))}"
+    _say(_loop, logging.ERROR, event, text, shown)
+
+
+def _receive_failed(event: events.ReceiveFailed) -> None:
+    text = f"{event.loop}: the mailbox cannot be reached, next try in {event.retry_in:.1f} s: {event.error}"
+    _say(_loop, logging.WARNING if event.first else logging.DEBUG, event, text)
+
+
+def _receive_recovered(event: events.ReceiveRecovered) -> None:
+    _say(_loop, logging.INFO, event, f"{event.loop}: the mailbox answers again after {event.failures} failed receives")
+
+
+# --------------------------------------------------------------------------------------------------------------- groups
+
+
+def _shutdown_requested(event: events.ShutdownRequested) -> None:
+    _say(_group, logging.INFO, event, f"{event.group}: shutdown requested: {event.reason}")
+
+
+def _paused(event: events.GroupPaused) -> None:
+    _say(_group, logging.WARNING, event, f"{event.group}: paused, it takes no new work: {event.reason}")
+
+
+def _resumed(event: events.GroupResumed) -> None:
+    _say(_group, logging.INFO, event, f"{event.group}: resumed: {event.reason}")
+
+
+def _group_state(event: events.GroupStateChanged) -> None:
+    level = logging.DEBUG if event.new is GroupState.STARTING else logging.INFO
+    _say(_group, level, event, f"{event.group}: {event.new} ({event.old} for {event.seconds:.3f} s)")
+
+
+def _group_stopped(event: events.GroupStopped) -> None:
+    level = logging.INFO if event.exit_status == 0 else logging.ERROR
+    report = " | ".join(line.strip() for line in event.report.splitlines())
+    _say(_group, level, event, f"{event.group}: ended with exit status {event.exit_status}: {report}")
+
+
+def _check(event: events.CheckChanged) -> None:
+    if event.error is None:
+        _say(_group, logging.INFO, event, f"{event.group}: check {event.check} passes")
+    else:
+        _say(_group, logging.WARNING, event, f"{event.group}: check {event.check} fails: {event.error}")
+
+
+def _calibration(event: events.CalibrationWarning) -> None:
+    _say(_group, logging.WARNING, event, f"{event.group}: {event.text}")
+
+
+def _say(logger: Logger, level: int, event: object, text: str, error: BaseException | None = None) -> None:
+    if logger.isEnabledFor(level):
+        logger.log(level, "%s", one_line(text), extra={"event": event}, exc_info=error)
+
+
+def _at(where: str) -> str:
+    return f", at {where}" if where else ""
+
+
+# ----------------------------------------------------------------------------------------------------- the command line
+
+
+class _OwnHandler(logging.StreamHandler[Any]):
+    """Marks the handler that :func:`configure` set up, so that calling it again replaces that one only."""
+
+
+class _TextFormatter(logging.Formatter):
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - logging's name
+        when = local_time(datetime.fromtimestamp(record.created, UTC))
+        return when.isoformat(sep=" ", timespec="milliseconds")[:23]
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, encoding: str) -> None:
+        super().__init__()
+        self._ascii_only = not encoding.lower().startswith("utf")  # what a stream escapes by itself may be no JSON
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "pid": record.process,
+        }
+        event = getattr(record, "event", None)
+        if is_dataclass(event):
+            line["event"] = type(event).__name__
+            line |= {item.name: plain(getattr(event, item.name)) for item in fields(event) if item.name not in line}
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return jsonlib.dumps(line, ensure_ascii=self._ascii_only)
+
+
+def configure(level: str = "INFO", json: bool = False, *, tag: str = "") -> None:
+    """Print the records of the ``mainspring`` loggers from ``level`` up on standard error, as text or as JSON lines.
+
+    ``tag`` stands in each line of text, where several processes write to one place; JSON lines hold the process id.
+
+    For programs whose process is theirs, such as the command line. The root logger is left alone, and so is every other
+    handler; calling it again replaces what it had set up. :raises ConfigError: there is no such level.
+    """
+    name = level.upper()
+    if name not in LEVELS:
+        raise ConfigError(f"log level must be one of {', '.join(LEVELS)}, not {level!r}")
+    logger = logging.getLogger("mainspring")
+    for old in [handler for handler in logger.handlers if isinstance(handler, _OwnHandler)]:
+        logger.removeHandler(old)
+    handler = _OwnHandler(sys.stderr)
+    text = _TextFormatter(f"%(asctime)s %(levelname)-8s {tag.replace('%', '%%')}{' ' * bool(tag)}%(name)s: %(message)s")
+    handler.setFormatter(_JsonFormatter(getattr(sys.stderr, "encoding", None) or "utf-8") if json else text)
+    logger.addHandler(handler)
+    logger.setLevel(name)
+    logger.propagate = False  # a handler on the root logger would print each line a second time

@@ -1,0 +1,364 @@
+"""Metrics of one group in the Prometheus formats: counted from its events, gauged from its status at scrape time."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from itertools import accumulate
+from typing import TYPE_CHECKING, Protocol
+
+import anyio
+from prometheus_client import REGISTRY, CollectorRegistry, ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.utils import floatToGoString
+
+import mainspring
+from mainspring import events
+from mainspring.core.clock import real_work
+from mainspring.core.loggers import Logger
+from mainspring.core.state_machine import BEFORE_SHUTDOWN, GroupState, ServiceState
+from mainspring.threads.own_thread import OwnThread
+from mainspring.worker.outcome import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from prometheus_client.metrics_core import Metric
+
+    from mainspring.telemetry.status import GroupStatus, LoopStatus, MailboxStatus
+
+_log = Logger("mainspring.http")
+
+FAULTS = {
+    events.HandlerStalled: "stalled",
+    events.HandlerStuck: "stuck",
+    events.LeaseLost: "lease_lost",
+    events.LeaseRenewalFailed: "lease_renewal_failed",
+    events.LoopCrashed: "crashed",
+    events.ReceiveFailed: "receive_failed",
+    events.SettlementDelayed: "settlement_delayed",
+    events.SettlementFailed: "settlement_failed",
+}
+
+COLLECT_WITHIN = 5.0
+"""Seconds that the application's collectors may take; Prometheus waits 10 s for a page by default."""
+
+# From a millisecond (a webhook that is up) to six hours (a long agent run): about three steps a decade.
+BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
+    60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 7200.0, 21600.0,
+)  # fmt: skip
+_BOUNDS = (*map(floatToGoString, BUCKETS), "+Inf")
+
+
+class StatusSource(Protocol):
+    """Who can be asked for the present picture."""
+
+    def status(self) -> GroupStatus:
+        """The present picture."""
+
+
+class _Histogram:
+    """Seconds by bucket."""
+
+    __slots__ = ("_buckets", "_sum")
+
+    def __init__(self) -> None:
+        self._buckets = [0] * len(_BOUNDS)
+        self._sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._buckets[bisect_left(BUCKETS, seconds)] += 1
+        self._sum += seconds
+
+    def fill(self, family: HistogramMetricFamily, loop: str) -> None:
+        totals = accumulate(self._buckets, initial=0)
+        next(totals)
+        family.add_metric(
+            [loop], [(bound, float(total)) for bound, total in zip(_BOUNDS, totals, strict=True)], self._sum
+        )
+
+
+class _LoopFigures:
+    """What is counted for one loop. Plain numbers: one event loop writes and reads them, so nothing is locked."""
+
+    __slots__ = ("errors", "faults", "in_queue", "outcomes", "took")
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, int] = dict.fromkeys(
+            map(str, Outcome), 0
+        )  # zeros, so that a rate sees the first one too
+        self.faults: dict[str, int] = dict.fromkeys(FAULTS.values(), 0)
+        self.errors: dict[str, int] = {}
+        self.took = _Histogram()
+        self.in_queue = _Histogram()
+
+
+class GroupMetrics:
+    """The metrics of one group, and behind them those of ``registry``: the application's own.
+
+    Counters follow the events of the dispatcher given to :meth:`subscribe`; gauges are read from ``source.status()`` while a
+    scrape renders. Several groups of a process do not meet. To join a group's metrics to a page of your own, register
+    ``collector`` with its registry.
+
+    :param registry: whose metrics are rendered too: by default the registry in which ``prometheus_client`` keeps every metric
+        that is not given another one. Where ``PROMETHEUS_MULTIPROC_DIR`` is set, its files are read instead. None: no others.
+    """
+
+    def __init__(self, source: StatusSource, *, registry: CollectorRegistry | None = REGISTRY) -> None:
+        self.collector = _Collector(source)
+        self.registry = CollectorRegistry()
+        self._page = _Page(self.collector, registry)
+        self.registry.register(self._page)
+
+    def subscribe(self, dispatcher: events.Dispatcher) -> Callable[[], None]:
+        """Count the events of ``dispatcher`` from now on; the returned function ends it."""
+        collector = self.collector
+        ends = [
+            dispatcher.subscribe(events.MessageFinished, collector.finished),
+            dispatcher.subscribe(events.GroupStateChanged, collector.moved),
+            *(dispatcher.subscribe(kind, collector.fault) for kind in FAULTS),
+        ]
+
+        def unsubscribe() -> None:
+            for end in ends:
+                end()
+
+        return unsubscribe
+
+    async def collect_soon(self) -> None:
+        """Collect the application's metrics for the next :meth:`render`, in a thread: a collector may wait for a server.
+
+        Collectors that take longer than ``COLLECT_WITHIN`` seconds are left out, with a warning, and not asked again before
+        they have answered.
+        """
+        await self._page.collect_theirs()
+
+    def render(self, depths: Sequence[MailboxStatus] = (), accept: str = "") -> tuple[bytes, str]:
+        """The metrics as text and its content type, in the format that the ``Accept`` header asks for.
+
+        ``depths`` are the mailboxes' counts, which only an async caller can get; one without counts is left out. Without
+        :meth:`collect_soon` before it, the application's collectors are called here.
+        """
+        self.collector.depths = depths
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
+
+
+class _Page:
+    """The metrics of a group, then those of the application, then those of the process; of one name only the first."""
+
+    def __init__(self, group: _Collector, registry: CollectorRegistry | None) -> None:
+        self._group = group
+        self._registry = registry
+        self._process = ProcessCollector(registry=None)
+        self._thread: OwnThread[Sequence[Metric]] | None = None
+        self._collected: Sequence[Metric] | None = None
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing is collected when this is registered, only when it is scraped."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        seen: set[str] = set()
+        collected, self._collected = self._collected, None
+        theirs = self._theirs() if collected is None else collected
+        for family in (*self._group.collect(), *theirs, *self._process.collect()):
+            if family.name not in seen:
+                seen.add(family.name)
+                yield family
+
+    async def collect_theirs(self) -> None:
+        """Call :meth:`_theirs` in a thread, unless an earlier call still runs, and keep what it gives in time."""
+        if self._registry is None:
+            return
+        if self._thread is None or self._thread.done:
+            self._thread = OwnThread(self._theirs, "metrics of the application")
+        collected: Sequence[Metric] | None = None
+        with anyio.move_on_after(COLLECT_WITHIN), real_work():
+            collected = await self._thread.wait()
+        if collected is None:
+            text = (
+                "the application's own metrics are left out of /metrics: a collector has not answered within %g s: %s"
+            )
+            _log.warning(text, COLLECT_WITHIN, self._thread.where)
+        self._collected = collected or ()
+
+    def _theirs(self) -> Sequence[Metric]:
+        try:
+            if self._registry is REGISTRY and os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+                return list(MultiProcessCollector(None).collect())  # type: ignore[no-untyped-call]
+            return [] if self._registry is None else list(self._registry.collect())
+        except Exception:  # a collector of the application must not cost the scrape the group's metrics
+            _log.exception("the application's own metrics are left out of /metrics: a collector raised")
+            return []
+
+
+class _Collector:
+    """Counts events, and makes the families of a scrape. It stays clear of the client's own counters: they lock, which the
+    path of each message would pay for, and turn into files where ``PROMETHEUS_MULTIPROC_DIR`` is set."""
+
+    def __init__(self, source: StatusSource) -> None:
+        self._source = source
+        self._loops: dict[str, _LoopFigures] = {}
+        self._phases: dict[GroupState, float] = {}
+        self._phase: tuple[GroupState, float] | None = None
+        self.depths: Sequence[MailboxStatus] = ()
+
+    # ------------------------------------------------------------------------------------------------------- counting
+
+    def finished(self, event: events.MessageFinished) -> None:
+        figures = self._loops.get(event.loop) or self._figures(event.loop)
+        outcome = event.outcome
+        figures.outcomes[outcome] = figures.outcomes.get(outcome, 0) + 1
+        figures.took.add(event.seconds)
+        if event.queue_seconds is not None:
+            figures.in_queue.add(event.queue_seconds)
+        if event.error_type is not None:
+            figures.errors[event.error_type] = figures.errors.get(event.error_type, 0) + 1
+
+    def fault(
+        self,
+        event: events.HandlerStalled
+        | events.HandlerStuck
+        | events.LeaseLost
+        | events.LeaseRenewalFailed
+        | events.LoopCrashed
+        | events.ReceiveFailed
+        | events.SettlementDelayed
+        | events.SettlementFailed,
+    ) -> None:
+        self._figures(event.loop).faults[FAULTS[type(event)]] += 1
+
+    def moved(self, event: events.GroupStateChanged) -> None:
+        if event.new in BEFORE_SHUTDOWN:  # a group that runs again begins a new shutdown one day
+            self._phases.clear()
+            self._phase = None
+            return
+        if event.old not in BEFORE_SHUTDOWN:
+            self._phases[event.old] = event.seconds
+        self._phase = None if event.new is GroupState.STOPPED else (event.new, anyio.current_time())
+
+    def _figures(self, loop: str) -> _LoopFigures:
+        return self._loops.setdefault(loop, _LoopFigures())
+
+    # ------------------------------------------------------------------------------------------------------- scraping
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing is asked of the source when this is registered, only when it is scraped."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        status = self._source.status()
+        for loop in status.loops:
+            self._figures(loop.name)
+        yield InfoMetricFamily(
+            "mainspring",
+            "The group and the version it runs.",
+            {"group": status.name, "version": mainspring.__version__},
+        )
+        yield from self._messages()
+        yield from _loops(status.loops)
+        yield from self._group(status)
+        yield from _mailboxes(self.depths)
+
+    def _messages(self) -> Iterable[Metric]:
+        total = CounterMetricFamily(
+            "mainspring_messages", "Deliveries that ended, by outcome.", labels=["loop", "outcome"]
+        )
+        duration = HistogramMetricFamily(
+            "mainspring_message_duration_seconds", "How long deliveries took, start to end.", labels=["loop"]
+        )
+        in_queue = HistogramMetricFamily(
+            "mainspring_time_in_queue_seconds", "From the send of a message to its first delivery.", labels=["loop"]
+        )
+        errors = CounterMetricFamily(
+            "mainspring_errors", "Deliveries that ended with an error, by its type.", labels=["loop", "type"]
+        )
+        faults = CounterMetricFamily("mainspring_faults", "What went wrong, by kind.", labels=["loop", "kind"])
+        for name, figures in self._loops.items():
+            for outcome, count in figures.outcomes.items():
+                total.add_metric([name, outcome], count)
+            for kind, count in figures.faults.items():
+                faults.add_metric([name, kind], count)
+            for kind, count in figures.errors.items():
+                errors.add_metric([name, kind], count)
+            figures.took.fill(duration, name)
+            figures.in_queue.fill(in_queue, name)
+        return total, duration, in_queue, errors, faults
+
+    def _group(self, status: GroupStatus) -> Iterable[Metric]:
+        yield GaugeMetricFamily("mainspring_ready", "1 while the group is ready for work.", float(status.ready))
+        lag = GaugeMetricFamily(
+            "mainspring_event_loop_lag_seconds",
+            "By how much the event loop was late to turn, at most, in the last minute.",
+            labels=[],
+        )
+        if status.event_loop_lag is not None:
+            lag.add_metric([], status.event_loop_lag)
+        yield lag
+        checks = GaugeMetricFamily("mainspring_check_passing", "1 while a readiness check passes.", labels=["check"])
+        for name, error in status.checks.items():
+            checks.add_metric([name], float(error is None))
+        yield checks
+        phases = GaugeMetricFamily(
+            "mainspring_shutdown_seconds", "How long each phase of the shutdown took, or has taken.", labels=["phase"]
+        )
+        taken = dict(self._phases)
+        if self._phase is not None:
+            phase, began = self._phase
+            taken[phase] = max(0.0, anyio.current_time() - began)
+        for phase, seconds in taken.items():
+            phases.add_metric([phase.replace(" ", "_")], seconds)
+        yield phases
+
+
+def _mailboxes(mailboxes: Sequence[MailboxStatus]) -> Iterable[Metric]:
+    depth = GaugeMetricFamily(
+        "mainspring_mailbox_depth", "Messages of a mailbox by where they are.", labels=["mailbox", "state"]
+    )
+    age = GaugeMetricFamily(
+        "mainspring_queue_age_seconds",
+        "Time since the send of the oldest pending message; 0 where none is pending.",
+        labels=["mailbox"],
+    )
+    for mailbox in mailboxes:
+        for state, count in (mailbox.counts or {}).items():
+            if state != "settled":  # a total since the store was made, not a depth
+                depth.add_metric([mailbox.name, state], count)
+        if mailbox.queue_age is not None:
+            age.add_metric([mailbox.name], mailbox.queue_age)
+    return depth, age
+
+
+def _loops(loops: Sequence[LoopStatus]) -> Iterable[Metric]:
+    in_flight = GaugeMetricFamily("mainspring_in_flight", "Messages being handled.", labels=["loop"])
+    concurrency = GaugeMetricFamily("mainspring_concurrency", "Messages a loop handles at most.", labels=["loop"])
+    age = GaugeMetricFamily("mainspring_heartbeat_age_seconds", "Time since the last sign of life.", labels=["loop"])
+    ready = GaugeMetricFamily("mainspring_loop_ready", "1 while a loop runs and can claim work.", labels=["loop"])
+    restarts = CounterMetricFamily("mainspring_loop_restarts", "Restarts after a crash.", labels=["loop"])
+    state = GaugeMetricFamily(
+        "mainspring_loop_state",
+        "1 for the state that a loop is in; stopping covers its drain.",
+        labels=["loop", "state"],
+    )
+    uptime = GaugeMetricFamily(
+        "mainspring_loop_uptime_seconds", "How long a loop's present run has lasted.", labels=["loop"]
+    )
+    for loop in loops:
+        in_flight.add_metric([loop.name], loop.in_flight)
+        concurrency.add_metric([loop.name], loop.concurrency)
+        age.add_metric([loop.name], loop.heartbeat_age)
+        ready.add_metric([loop.name], float(loop.ready))
+        restarts.add_metric([loop.name], loop.restarts)
+        uptime.add_metric([loop.name], loop.uptime)
+        for each in ServiceState:
+            state.add_metric([loop.name, str(each)], float(each is loop.state))
+    return in_flight, concurrency, age, ready, restarts, state, uptime

@@ -1,0 +1,1 @@
+"""Ways between threads and event loops: tickets, loop threads, entries."""

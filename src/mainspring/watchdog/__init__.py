@@ -1,0 +1,1 @@
+"""The watchdog judges handlers, the block watch the event loop, and the guardian the whole process."""

@@ -1,0 +1,290 @@
+"""``ForeignLoop``: a loop of foreign make, steered by the little that ``Runnable`` promises."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import anyio
+
+from mainspring.core.clock import real_work
+from mainspring.core.introspection import is_async, ran
+from mainspring.core.loggers import Logger
+from mainspring.core.tracebacks import where
+from mainspring.errors import ConfigError, TaskExitError
+from mainspring.runtime.heartbeat import Heartbeat
+from mainspring.runtime.scope import native_cancels, nobody_asked
+from mainspring.threads.entry import Entry
+from mainspring.threads.own_thread import OwnThread
+from mainspring.validation import MAX_DELAY, is_number, is_whole
+from mainspring.worker.forms import RUN_KEYWORDS, Form, check_heartbeat, value_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mainspring.errors import HandlerStalledError
+    from mainspring.worker.runnable import AnyRunnable
+
+_log = Logger("mainspring")
+
+LEAVE_AFTER = 5.0
+"""Seconds for which the thread of a plain ``run`` is waited for after its cancellation, unless a shutdown aborts it earlier."""
+
+
+class ForeignLoop:
+    """Adapts a ``Runnable`` to what an actor steers by: intake stops by its ``shutdown``, work is cancelled with its run, and
+    it is paused by plain methods ``pause`` and ``resume``, where it has them.
+
+    A plain ``run`` has a thread of its own, in which it cannot be cancelled: where it does not end it is left behind, and
+    cannot be run again before it has. A plain ``shutdown`` is called where ``run`` runs: on the event loop, or in a thread.
+
+    For the watchdog it is one piece: its heartbeat counts, and a stall ends its run with the error, as a crash.
+
+    :raises ConfigError: one of its members has a form in which it cannot be used.
+    """
+
+    def __init__(self, loop: AnyRunnable) -> None:
+        self._run_form = Form(loop, "run", RUN_KEYWORDS)
+        self._shutdown_form = Form(loop, "shutdown", ("timeout",), always=("timeout",))
+        check_heartbeat(loop)
+        self.loop = loop
+        self.name = str(_option(loop, "name", None) or type(loop).__name__)
+        self.pausable: bool = all(_is_plain(getattr(loop, name, None)) for name in ("pause", "resume"))
+        self.paused = False
+        self.shutdown_timeout: float | None = _option(loop, "shutdown_timeout", None)
+        self.shutdown_priority: int = _option(loop, "shutdown_priority", 0)
+        if self.shutdown_timeout is not None and not is_number(self.shutdown_timeout, 0):
+            raise ConfigError(
+                f"{loop!r}: shutdown_timeout must be 0 or more seconds, or None, not {self.shutdown_timeout!r}"
+            )
+        if not is_whole(self.shutdown_priority):
+            raise ConfigError(f"{loop!r}: shutdown_priority must be a whole number, not {self.shutdown_priority!r}")
+        self.claims: Sequence[Any] = ()
+        self.on_stop: Callable[[], object] | None = None
+        self.stop_within = math.inf
+        """Seconds that it has, from when it is told to stop, before its run is cancelled."""
+        self._scope: anyio.CancelScope | None = None
+        self._entry: Entry | None = None
+        self._stop = anyio.Event()
+        self._subject: _ForeignRun | None = None
+        self._thread: OwnThread[Any] | None = None
+        self._waits: anyio.CancelScope | None = None
+
+    def __repr__(self) -> str:
+        return f"<ForeignLoop {self.name!r}>"
+
+    @property
+    def left_behind(self) -> str | None:
+        """The line on which the thread of a run stands that has ended without it, or None."""
+        thread = self._thread
+        return thread.where if thread is not None and self._scope is None and not thread.done else None
+
+    async def run(self, **keywords: Any) -> None:
+        """Run the loop with those of ``keywords`` that it accepts; its ``shutdown`` is called from here when it is time.
+
+        :raises ConfigError: an earlier run was left behind in its thread, and still goes on.
+        """
+        if self.left_behind is not None:
+            raise ConfigError(f"loop {self.name!r}: its earlier run was left behind and is still at {self.left_behind}")
+        self._stop = anyio.Event()
+        self.stop_within = math.inf
+        self._entry = Entry(f"loop {self.name!r}")
+        self._scope = anyio.CancelScope()
+        self._subject = subject = _ForeignRun(self, self._scope)
+        self.heartbeat.beat()  # from here on: how long ago an earlier run gave its last sign of life says nothing
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._shut_down_when_told)
+                with self._scope:
+                    await self._run_once(subject, partial(self.loop.run, **self._run_form.accepted(keywords)))
+                tasks.cancel_scope.cancel()
+        finally:
+            self._scope = self._entry = self._subject = None
+            subject.done = True
+            subject.coroutine = None
+        if subject.error is not None:
+            raise subject.error
+
+    async def _run_once(self, subject: _ForeignRun, run: Callable[[], Any]) -> None:
+        result = run() if self._run_form.is_async else await self._run_in_thread(subject, run)
+        if inspect.isawaitable(result):
+            subject.coroutine = result
+            result = await self._awaited(result, "run")
+        ran(result, f"run() of loop {self.name!r}")
+
+    async def _run_in_thread(self, subject: _ForeignRun, run: Callable[[], Any]) -> Any:
+        self._thread = subject.thread = thread = OwnThread(run, self.name)
+        try:
+            return await thread.wait()
+        except anyio.get_cancelled_exc_class():
+            end = anyio.current_time() + LEAVE_AFTER
+            with real_work(), anyio.CancelScope(shield=True, deadline=end) as self._waits:
+                await thread.ended.wait()
+            self._waits = None
+            if not thread.done:
+                _log.error("the thread of loop %r did not end, and is left behind at %s", self.name, thread.where)
+            raise
+
+    async def _shut_down_when_told(self) -> None:
+        await self._stop.wait()
+        if self._run_form.is_async:
+            await self.shutdown(timeout=self.stop_within)
+        else:
+            with real_work():  # until the run ends, and cancels this
+                await self.shutdown(timeout=self.stop_within)
+                await anyio.sleep_forever()
+
+    async def shutdown(self, *, timeout: float = 30.0) -> bool:
+        """Call the loop's own, with ``timeout`` where it takes that; True where that returns None."""
+        keywords = self._shutdown_form.accepted(
+            {"timeout": min(timeout, MAX_DELAY)}
+        )  # no infinity, which few calls take
+        shutdown = partial(self.loop.shutdown, **keywords)
+        if self._shutdown_form.is_async or self._run_form.is_async:
+            result = shutdown()
+        else:
+            result = await OwnThread(shutdown, f"shutdown of {self.name}").wait()
+        if inspect.isawaitable(result):
+            result = await self._awaited(result, "shutdown")
+        ran(result, f"shutdown() of loop {self.name!r}")
+        return result is None or bool(result)
+
+    async def _awaited(self, awaitable: Any, name: str) -> Any:
+        """Await what a member of the loop has returned.
+
+        A future that was cancelled raises a cancellation here that nobody asked for: a task group would take it for its own.
+        """
+        try:
+            return await awaitable
+        except anyio.get_cancelled_exc_class() as error:
+            if native_cancels()() or not await nobody_asked():
+                raise
+            raise TaskExitError(f"{name}() of loop {self.name!r} was cancelled by itself") from error
+
+    @property
+    def running(self) -> bool:
+        """The loop's own, or, where that is async, whether a run is under way here."""
+        return bool(value_of(self.loop, "running", self._scope is not None))
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """The loop's own; one that never ages where it has none."""
+        return value_of(self.loop, "heartbeat") or _UNJUDGED
+
+    def announce_shutdown(self) -> None:
+        """A foreign loop hears of a shutdown when it is told to stop."""
+
+    def stop_intake(self) -> None:
+        """Have its ``shutdown`` called."""
+        self._call(self._told_to_stop)
+
+    def _told_to_stop(self) -> None:
+        self._stop.set()
+        if self.on_stop is not None:
+            self.on_stop()
+
+    def pause(self) -> None:
+        """Call its ``pause``."""
+        self._call(partial(self._switch, "pause", True))
+
+    def resume(self) -> None:
+        """Call its ``resume``."""
+        self._call(partial(self._switch, "resume", False))
+
+    async def wait_paused(self) -> None:
+        """It is paused when its ``pause`` has returned."""
+
+    def _switch(self, name: str, paused: bool) -> None:
+        ran(getattr(self.loop, name)(), f"{name}() of loop {self.name!r}")
+        self.paused = paused
+
+    def cancel_work(self) -> None:
+        """Cancel its run."""
+        scope = self._scope
+        if scope is not None:
+            self._call(scope.cancel)
+
+    def abort(self) -> None:
+        """Cancel its run, and leave its thread behind."""
+        self.cancel_work()
+        self._call(self._leave_behind)
+
+    def _leave_behind(self) -> None:
+        if self._waits is not None:
+            self._waits.cancel()
+
+    def _call(self, fn: Callable[[], object]) -> None:
+        """Call ``fn()`` on the event loop of the run that is under way, else here."""
+        entry = self._entry
+        if entry is None:
+            fn()
+        else:
+            entry.call(fn)
+
+    @property
+    def runs(self) -> Sequence[_ForeignRun]:
+        """Its run, as the one subject that beats."""
+        return (self._subject,) if self._subject is not None else ()
+
+    @property
+    def in_flight(self) -> int:
+        """What it says, where it says so."""
+        return int(_option(self.loop, "in_flight", 0))
+
+    @property
+    def trouble(self) -> str | None:
+        """What it says, where it says so."""
+        trouble: str | None = _option(self.loop, "trouble", None)
+        return trouble
+
+
+class _ForeignRun:
+    """One run of a foreign loop, as a subject of the watchdog: a run that follows a stall is another subject."""
+
+    message_id: str | None = None
+
+    def __init__(self, loop: ForeignLoop, scope: anyio.CancelScope) -> None:
+        self.name = loop.name
+        self.done = False
+        self.error: HandlerStalledError | None = None
+        self.coroutine: Any = None
+        self.thread: OwnThread[Any] | None = None
+        self._loop = loop
+        self._scope = scope
+
+    def beat_age(self) -> float:
+        """Seconds since the loop's heartbeat."""
+        return self._loop.heartbeat.elapsed()
+
+    def where(self) -> str:
+        """The line that its ``run`` waits on, or executes in its thread; tasks of its own making are not known."""
+        return where(self.coroutine) if self.thread is None or self.thread.done else self.thread.where
+
+    def stall(self, error: HandlerStalledError) -> None:
+        """End the run with ``error``."""
+        self.error = error
+        del error  # see `Run.stall`
+        self._scope.cancel()
+
+
+class _Unjudged(Heartbeat):
+    """The heartbeat of a loop that has none: it is not judged."""
+
+    __slots__ = ()
+
+    def elapsed(self) -> float:
+        return 0.0
+
+
+_UNJUDGED: Final = _Unjudged()
+
+
+def _option(loop: object, name: str, default: Any) -> Any:
+    value = value_of(loop, name, default)
+    return default if callable(value) or (isinstance(value, float) and math.isnan(value)) else value
+
+
+def _is_plain(fn: object) -> bool:
+    return callable(fn) and not is_async(fn)

@@ -1,0 +1,178 @@
+"""``Context``: what a handler may ask about the message it runs for, and say while it runs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import anyio
+
+from mainspring.errors import ConfigError, InvalidParameterError
+from mainspring.worker.tool_calls import Notes, ToolCall, ToolCallBlock, to_json
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from mainspring.mailbox.message import Message
+    from mainspring.worker.delivery import Run
+
+
+class Context:
+    """A handler's second parameter.
+
+    In a plain ``def`` handler, which runs in a worker thread, the synchronous parts may be used as they are and the others
+    by ``anyio.from_thread.run(ctx.checkpoint, state)``.
+    """
+
+    __slots__ = ("_notes", "_run")
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._notes: Notes | None = None
+
+    @property
+    def message(self) -> Message[Any, Any]:
+        """The delivery: id, counts, headers. The worker settles it; a handler that does so itself is not overruled."""
+        return self._run.message
+
+    @property
+    def attempt(self) -> int:
+        """Which charged attempt this is, from 1."""
+        return self._run.message.attempt
+
+    @property
+    def request_id(self) -> str:
+        """The message's id: the same for all of its deliveries, so the key to make effects idempotent."""
+        return self._run.message.id
+
+    @property
+    def run_id(self) -> str:
+        """An id that is new at each delivery."""
+        return self._run.message.receipt_handle
+
+    def beat(self) -> None:
+        """Give a sign of life: the watchdog's clock for this message starts again. Callable from the handler's thread."""
+        self._run.beat()
+
+    @property
+    def deadline(self) -> datetime | None:
+        """When the handler will be cancelled (aware UTC): after ``handler_timeout``, or at the deadline that the message was
+        sent with, whichever is earlier; or None."""
+        left = self.remaining()
+        return None if left is None else self._run.clocks.utc_now() + timedelta(seconds=left)
+
+    def remaining(self) -> float | None:
+        """Seconds until the deadline (0 when it has passed), or None where there is none."""
+        return self._run.remaining()
+
+    @property
+    def shutting_down(self) -> bool:
+        """Whether the loop has been told to stop: a good moment to checkpoint and return or raise ``Retry``."""
+        return self._run.shutting_down.is_set()
+
+    async def wait_shutting_down(self) -> None:
+        """Wait until the loop is told to stop; ends with the handler at the latest, which is cancelled then."""
+        await self._run.shutting_down.wait()
+
+    @property
+    def restored(self) -> Any:
+        """What an earlier delivery of this message last gave to :meth:`checkpoint`, or None."""
+        return self._kept().restored
+
+    async def checkpoint(self, state: Any) -> None:
+        """Keep ``state`` with the message, for its next delivery; also a beat.
+
+        It is plain JSON, which :attr:`restored` gives back as equal; or a dataclass or model, of which it gives the JSON data
+        that its class reads. It is as durable as the mailbox when this returns.
+
+        :raises SerializationError: it is neither, or would be read as something else; the earlier checkpoint stands.
+        :raises ReceiptHandleExpiredError: the lease is lost; the earlier checkpoint stands.
+        """
+        await self._kept().save(to_json(state))
+
+    def _kept(self) -> Notes:
+        if self._notes is None:
+            self._notes = Notes(self._run)
+        return self._notes
+
+    def tool_call(self, name: str, *, key: str | None = None, info: Any = None) -> ToolCallBlock:
+        """Marks an effect outside as begun, and as ended when its block is left well: ``async with ctx.tool_call("charge",
+        key=order_id) as call:`` (``with`` in a plain ``def`` handler).
+
+        Both are written with the message, beside its checkpoint, and are as durable as the mailbox: the first before the
+        block runs, the second before what follows it. A delivery whose predecessor died in between, or left the block by an
+        exception or a cancellation, finds the call in :attr:`unfinished_calls`. A call of the same name and key as one of
+        those takes it up again: ended well, both have. ``call.keep(state)`` is a :meth:`checkpoint` written with the end.
+
+        :param name: what is called.
+        :param key: tells this call from others of the name: best the idempotency key that is sent along.
+        :param info: anything that is JSON, for whoever must find out later what became of it.
+        :raises ConfigError: the mailbox keeps no checkpoints (``Capabilities.checkpoints``).
+        :raises InvalidParameterError: a name or key is no text; such a call is under way in this handler; or 100 calls of
+            the message have begun and not ended.
+        :raises SerializationError: ``info`` is no JSON.
+        :raises ReceiptHandleExpiredError: the lease is lost. Raised at the beginning, the effect has not begun; at the end,
+            the call stays unfinished. So it is with a store that does not answer (:class:`MailboxConnectionError`).
+        """
+        if not self._run.message._mailbox.capabilities.checkpoints:  # noqa: SLF001 - the worker's own message
+            raise ConfigError("ctx.tool_call: this mailbox keeps no checkpoints (Capabilities.checkpoints)")
+        return ToolCallBlock(self._kept(), name, key, info)
+
+    @property
+    def unfinished_calls(self) -> tuple[ToolCall, ...]:
+        """The calls that an earlier delivery had begun and nobody has ended or settled: they may have had their effect."""
+        return self._kept().unfinished
+
+    async def resolve_call(self, call: ToolCall | ToolCallBlock) -> None:
+        """Settle a call that has not ended: it had its effect, or is known to have had none. Settled twice, it stays so.
+
+        Inside the block of the call itself it says that there is nothing to find out, although an exception leaves it.
+        """
+        if not isinstance(call, ToolCall | ToolCallBlock):
+            raise InvalidParameterError(f"resolve_call takes a call of ctx.unfinished_calls, not {call!r}")
+        await self._kept().end(call.call if isinstance(call, ToolCallBlock) else call)
+
+    def transaction(self) -> AbstractAsyncContextManager[Any]:
+        """A transaction of the mailbox's database: what the handler writes in it and the acknowledgement commit together.
+
+        ``async with ctx.transaction() as connection:`` yields the driver's connection (PostgreSQL: a psycopg
+        ``AsyncConnection``). So an effect is applied exactly once, however often the message is delivered: where the lease
+        was lost, or anything fails, nothing of it remains. See :meth:`Mailbox.transaction` for what it raises. The message
+        is settled when the block has been left: return at once, what comes behind it is not tried again. To a requester,
+        ``await ctx.message.reply(result)`` in the block commits the result with the rest; what is returned behind it is sent
+        after the commit, once, and lost where the process dies in between. The connection is async: a plain ``def`` handler
+        has an ``async def`` with the block run by ``anyio.from_thread.run``.
+        """
+        message = self._run.message
+        return _Transaction(message._mailbox.transaction(message))  # noqa: SLF001 - the worker's own message
+
+    async def progress(self, done: float, total: float | None = None) -> None:
+        """Say how far the work is: the group's status (``/status``) shows it. Also a beat, and a point where cancellation
+        can come."""
+        self._run.progress(done, total)
+        await anyio.lowlevel.checkpoint()
+
+
+class _Transaction(AbstractAsyncContextManager[Any]):
+    """The block of :meth:`Context.transaction`, which says so where somebody enters it in a plain function."""
+
+    __slots__ = ("_block",)
+
+    def __init__(self, block: AbstractAsyncContextManager[Any]) -> None:
+        self._block = block
+
+    async def __aenter__(self) -> Any:
+        return await self._block.__aenter__()
+
+    async def __aexit__(self, *raised: Any) -> bool | None:
+        return await self._block.__aexit__(*raised)
+
+    def __enter__(self) -> NoReturn:
+        raise ConfigError(
+            "ctx.transaction() has an async connection: write `async with` in an async handler; a plain `def` handler puts the"
+            " block into an `async def` and calls anyio.from_thread.run(it)"
+        )
+
+    def __exit__(self, *raised: object) -> None:
+        """Never reached; a ``with`` looks for it first."""

@@ -1,0 +1,270 @@
+"""From the function a user wrote to one that the worker can call: its types, its parameters, its way of running."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import typing
+from collections.abc import Awaitable, Coroutine
+from dataclasses import dataclass
+from types import SimpleNamespace, UnionType
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from mainspring.core.introspection import check_runs, code_of, instead_of, is_async, name_of
+from mainspring.core.process import end_returned_child, identity
+from mainspring.errors import ConfigError, OffloadPickleError
+from mainspring.offload.pool import OffloadPool
+from mainspring.worker.context import Context
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from mainspring.worker.delivery import Run
+
+T = TypeVar("T")
+R = TypeVar("R")
+Returned: TypeAlias = "Awaitable[R | None] | R | None"
+"""What a handler of a mailbox with replies of type ``R`` returns: a reply, or None."""
+HandlerOf: TypeAlias = "Callable[[T], Returned[R]] | Callable[[T, Context], Returned[R]]"
+"""A handler of a mailbox with bodies of type ``T`` and replies of type ``R``, for type checkers."""
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_CONTEXT_NAMES = ("ctx", "context")
+
+
+@dataclass(frozen=True, slots=True)
+class Handler:
+    """A user's handler, looked at once: ``body_type`` and ``reply_type`` are None where it does not say."""
+
+    fn: Callable[..., Any]
+    name: str
+    is_async: bool
+    wants_context: bool
+    body_type: Any
+    reply_type: Any
+
+    def pool(self, offload: OffloadPool | str | None, workers: int) -> OffloadPool | None:
+        """The pool that a plain function runs in: the one given, or one of ``workers`` threads or processes.
+
+        :raises ConfigError: the handler cannot run there.
+        """
+        if self.is_async:
+            if offload is None:
+                return None
+            raise ConfigError(
+                f"handler {self.name} is async and runs on the event loop; leave out offload=, or make it a plain `def`"
+                " (an async handler offloads a part of its work by `await pool.run(...)`)"
+            )
+        if isinstance(offload, OffloadPool):
+            pool = offload
+        elif offload in (None, "thread", "process"):
+            kind: Any = offload or "thread"
+            pool = OffloadPool(kind, workers=workers, name=f"{kind} pool of {self.name}")
+        else:
+            raise ConfigError(
+                f"handler {self.name}: offload must be 'thread', 'process' or an OffloadPool, not {offload!r}"
+            )
+        if pool.kind != "thread":
+            self._check_leaves_the_interpreter(pool.kind)
+        return pool
+
+    def _check_leaves_the_interpreter(self, kind: str) -> None:
+        if self.wants_context:
+            raise ConfigError(
+                f"handler {self.name} takes ctx, which cannot be had in another {kind}: take (job) alone, or make it async and"
+                " `await pool.run(work, job, ctx.request_id)` with an OffloadPool"
+            )
+        from mainspring.offload.processes import pack
+
+        try:
+            pack(self.fn, ())
+        except OffloadPickleError as error:
+            raise ConfigError(f"handler {error}") from None
+
+    def caller(self, pool: OffloadPool | None) -> Callable[..., Coroutine[Any, Any, Any]]:
+        """What the worker awaits: the coroutine function itself, or, for a plain function, ``(run, *args)`` in the pool.
+
+        A cancelled handler's process is killed. A thread (or an interpreter) cannot be cancelled: the worker waits for it to
+        return (it can look at ``ctx.shutting_down`` or call ``anyio.from_thread.check_cancelled()``), and its lease is kept
+        meanwhile.
+        """
+        if pool is None:
+            return _as_coroutine_function(self.fn)
+        fn, name, run_to_the_end, process = self.fn, self.name, pool._run_to_the_end, identity()  # noqa: SLF001 - this package's own
+
+        async def run_in_thread(run: Run, *args: Any) -> Any:
+            def handle() -> Any:
+                run.thread_id = threading.get_ident()
+                try:
+                    return fn(*args)
+                finally:
+                    if identity() is not process:
+                        end_returned_child()
+                    run.thread_id = None
+
+            handle.__qualname__ = name
+            result = await run_to_the_end(handle, waiting=run.wait_for_worker)
+            return await result if inspect.isawaitable(result) else result
+
+        async def run_elsewhere(run: Run, *args: Any) -> Any:
+            return await run_to_the_end(fn, *args, waiting=run.wait_for_worker)
+
+        return run_in_thread if pool.kind == "thread" else run_elsewhere
+
+
+def _as_coroutine_function(fn: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """Return ``fn`` if a call of it runs nothing yet; else an ``async def`` that calls it. Some are only marked as async."""
+    code = getattr(code_of(fn), "__code__", None)
+    if code is not None and code.co_flags & inspect.CO_COROUTINE:
+        return fn
+
+    async def call(*args: Any) -> Any:
+        return await fn(*args)
+
+    return call
+
+
+def inspect_handler(fn: Callable[..., Any], names: Mapping[str, Any], *, body: Any = None) -> Handler:
+    """Look at a handler: ``(job)`` or ``(job, ctx)``, async or plain.
+
+    ``names`` are those of the caller's scope, for annotations that name a local class; ``body`` stands in for the annotation
+    of the first parameter. Raises :class:`ConfigError` for what cannot be called that way.
+    """
+    if not callable(fn):
+        what = instead_of(fn, "MainLoop").partition(": write")[0]
+        raise ConfigError(
+            f"a handler must be callable, {what}; give an `async def` or a plain function, without calling it"
+        )
+    name = name_of(fn)
+    check_runs(fn, "handler")
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"handler {name}: its parameters cannot be read ({error}); wrap it in a function") from error
+    target = code_of(fn)
+    positional = _parameters(name, signature)
+    annotations = _Annotations(name, target, names)
+    first = positional[0].name if positional else ""
+    return Handler(
+        fn=fn,
+        name=name,
+        is_async=is_async(fn),
+        wants_context=_wants_context(name, signature, annotations),
+        body_type=annotations.needed(first) if body is None else body,
+        reply_type=_reply_type(annotations.known("return")),
+    )
+
+
+def check_wrapper(wrapper: Any) -> None:
+    """Raise :class:`ConfigError` for what cannot be a wrapper of :meth:`MainLoop.wrap`."""
+    if not callable(wrapper):
+        raise ConfigError(f"a wrapper must be callable, {instead_of(wrapper, 'wrap')}")
+    check_runs(wrapper, "wrapper", advice="write `async def`, and `return await call()`")
+
+
+def _parameters(name: str, signature: inspect.Signature) -> list[inspect.Parameter]:
+    """Its positional parameters, which are to be one or two."""
+    parameters = signature.parameters.values()
+    positional = [p for p in parameters if p.kind in _POSITIONAL]
+    required = [p for p in positional if p.default is inspect.Parameter.empty]
+    star = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
+    by_keyword = any(
+        p.kind is inspect.Parameter.KEYWORD_ONLY and p.default is inspect.Parameter.empty for p in parameters
+    )
+    if len(required) > 2 or by_keyword or not (positional or star):
+        raise ConfigError(f"handler {name}{signature}: it must take (job) or (job, ctx)")
+    return positional
+
+
+def _wants_context(name: str, signature: inspect.Signature, annotations: _Annotations) -> bool:
+    """True if the second positional parameter is for the context, rather than an option of the function's own.
+
+    Raises :class:`ConfigError` where another parameter asks for the context, or the second one for something else.
+    """
+    parameters = [p for p in signature.parameters.values() if p.kind not in _VARIABLE]
+    second = next((p for p in parameters[1:2] if p.kind in _POSITIONAL), None)
+    for parameter in parameters:
+        named = parameter.name in _CONTEXT_NAMES and parameter.annotation is inspect.Parameter.empty
+        if parameter is not second and (named or Context in _alternatives(annotations.known(parameter.name))):
+            raise ConfigError(
+                f"handler {name}{signature}: the context is the second parameter; it must take (job) or (job, ctx)"
+            )
+    if second is None:
+        return False
+    kinds = _alternatives(annotations.known(second.name))
+    if second.default is not inspect.Parameter.empty and second.name not in _CONTEXT_NAMES:
+        return Context in kinds
+    if not any(map(_takes_context, kinds)):
+        raise ConfigError(
+            f"handler {name}{signature}: the second parameter gets the context; annotate {second.name} as mainspring.Context,"
+            f" or bind a value of your own: functools.partial({name}, {second.name}=…)"
+        )
+    return True
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    """The types that an annotation allows: several of a union."""
+    if typing.get_origin(kind) is typing.Annotated:
+        return _alternatives(typing.get_args(kind)[0])
+    if typing.get_origin(kind) in (typing.Union, UnionType):
+        return tuple(one for part in typing.get_args(kind) for one in _alternatives(part))
+    return (kind,)
+
+
+def _takes_context(kind: Any) -> bool:
+    """True if what is annotated with ``kind`` can be the context; None is an annotation that is missing or not known."""
+    if kind is None or kind is Any or isinstance(kind, TypeVar):
+        return True
+    return isinstance(kind, type) and (getattr(kind, "_is_protocol", False) or issubclass(Context, kind))
+
+
+def _reply_type(returned: Any) -> Any:
+    if typing.get_origin(returned) in (Awaitable, Coroutine):  # a plain function that leaves the rest to a coroutine
+        returned = typing.get_args(returned)[-1]
+    return None if returned is type(None) else returned
+
+
+class _Annotations:
+    """The annotations of one function, each resolved by itself: one that cannot be does not spoil the others.
+
+    Linters move imports that only annotations need under ``TYPE_CHECKING``, so that an unknown type of the second parameter
+    or of the result is nothing unusual.
+    """
+
+    def __init__(self, name: str, target: Any, names: Mapping[str, Any]) -> None:
+        self._name = name
+        target = inspect.unwrap(target)
+        self._globals: dict[str, Any] = getattr(target, "__globals__", {})
+        self._locals = names
+        try:
+            self._raw: Mapping[str, Any] = dict(getattr(target, "__annotations__", {}))
+        except NameError:  # from Python 3.14 on they are evaluated here
+            self._raw = {}
+
+    def known(self, what: str) -> Any:
+        """The type of a parameter (or of ``"return"``), or None where there is none or it cannot be resolved."""
+        try:
+            return self._resolve(what)
+        except Exception:
+            return None
+
+    def needed(self, what: str) -> Any:
+        """As :meth:`known`, but a :class:`ConfigError` where it cannot be resolved."""
+        try:
+            return self._resolve(what)
+        except Exception as error:  # an annotation may be any expression, and so raise anything
+            raise ConfigError(
+                f"handler {self._name}: the annotation of {what} cannot be resolved ({error}); define the class at module"
+                " level or pass body="
+            ) from None
+
+    def _resolve(self, what: str) -> Any:
+        if what not in self._raw:
+            return None
+        holder = SimpleNamespace(__annotations__={what: self._raw[what]})
+        try:
+            hints = typing.get_type_hints(holder, self._globals, None, include_extras=True)
+        except NameError:
+            hints = typing.get_type_hints(holder, self._globals, dict(self._locals), include_extras=True)
+        return hints[what]

@@ -1,0 +1,212 @@
+"""``LeaseKeeper``: renews the leases of a worker's messages, from their delivery to their settlement."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import anyio
+
+from mainspring.core import random
+from mainspring.errors import ReceiptHandleExpiredError, TaskExitError, describe
+from mainspring.events import LeaseLost, LeaseRenewalFailed, LeaseRenewalRecovered
+from mainspring.policies import backoff
+from mainspring.runtime.interval import Periodic
+from mainspring.runtime.scope import nobody_asked
+from mainspring.worker.delivery import Phase
+from mainspring.worker.outcome import Cause
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from anyio.abc import TaskGroup
+
+    from mainspring.events import Dispatcher
+    from mainspring.policies import LeasePolicy
+    from mainspring.worker.delivery import Run
+    from mainspring.worker.store_health import Contact
+
+_RETRY_FACTOR = 2.0
+SETTLE_TIMEOUT = 30.0
+"""Seconds after which a settlement that hangs is given up."""
+
+
+class LeaseKeeper:
+    """One timer for all the leases of a worker; each renewal is a task of its own, so that a slow one holds up no other.
+
+    A renewal is due when ``policy.fraction`` of the lease has passed. Trust in a lease counts from the instant at which its
+    claim or renewal *began*: the store's own count cannot have begun earlier. When that trust ends, or the store says the
+    lease is lost, the handler is cancelled, so that no two workers run one message.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        runs: Collection[Run],
+        policy: LeasePolicy,
+        visibility: float,
+        *,
+        dispatcher: Dispatcher,
+        contact: Contact,
+    ) -> None:
+        self._name = name
+        self._contact = contact
+        self._runs = runs
+        self._policy = policy
+        self._visibility = visibility
+        self._period = visibility * policy.fraction
+        self._first = min(SETTLE_TIMEOUT, self._period if policy.renew != "never" else visibility)
+        self._dispatcher = dispatcher
+        self._timer = Periodic(self._look)
+        self._tasks: TaskGroup | None = None
+        self._failures = 0
+        """How many renewals have failed since the mailbox was last known to answer."""
+        self._retrying: set[Run] = set()
+        """Those whose renewals are being tried again."""
+
+    async def run(self, hear: Callable[[Callable[[list[str]], object]], Callable[[], None]] | None = None) -> None:
+        """Keep the leases until cancelled; ``hear`` (`Mailbox._listen_for_cancelled`) tells of those revoked meanwhile."""
+        stop_hearing = None if hear is None else hear(self.revoke)
+        try:
+            async with anyio.create_task_group() as self._tasks:
+                self._tasks.start_soon(self._contact.run, name=f"{self._name} contact")
+                await self._timer.run()
+            # The timer runs until cancelled: a task of the group was, and has ended it.
+            raise TaskExitError("the renewal of leases was cancelled by itself, and not by the loop")
+        finally:
+            if stop_hearing is not None:
+                stop_hearing()
+
+    def track(self, runs: Collection[Run]) -> None:
+        """Begin to keep the leases of runs that were just claimed."""
+        if self._failures:
+            self._answers()
+        until_due = self._period if self._policy.renew != "never" else self._visibility
+        for run in runs:
+            run.renew_at = run.renewed_at + until_due
+        self._timer.wake_by(min(run.renewed_at for run in runs) + self._first)
+
+    def revoke(self, message_ids: Collection[str]) -> None:
+        """Messages were cancelled by their ids: the handlers of those that are here end, as their leases have."""
+        for run in list(self._runs):
+            if run.message_id in message_ids:
+                run.revoke()
+
+    async def _look(self, overslept: float) -> float:
+        """Start what is due, and say when to look again: soon enough for a settlement that hangs.
+
+        Having overslept changes nothing here: the store's clock went on meanwhile.
+        """
+        now = anyio.current_time()
+        due = now + SETTLE_TIMEOUT if self._runs else math.inf
+        for run in list(self._runs):
+            if run.phase is Phase.SETTLING:
+                limit = run.settling_since + SETTLE_TIMEOUT
+                if now >= limit:  # the very sum that is waited for: a difference may round to the other side of it
+                    run.give_up_settling()
+                    continue
+                due = min(due, limit)
+            if run.renew_at <= now:
+                self._attend(run, now)
+            due = min(due, run.renew_at)
+        return due
+
+    def _attend(self, run: Run, now: float) -> None:
+        message = run.message
+        if run.phase <= Phase.HANDLING and message.is_settled and not message._is_settling:  # noqa: SLF001 - this package's own
+            run.renew_at = now + self._period  # the handler has done it itself; if that fails, its lease matters again
+        elif now >= run.trusted_until:
+            self._lose(run)
+        elif self._policy.renew == "on-beat" and run.phase is Phase.HANDLING and not self._has_beaten(run, now):
+            # Look again soon, and let the lease run out if it stays so.
+            run.renew_at = min(now + self._period / 4, run.trusted_until)
+        else:
+            run.renew_at = math.inf  # under way
+            assert self._tasks is not None
+            self._tasks.start_soon(self._renew, run)
+
+    def _has_beaten(self, run: Run, now: float) -> bool:
+        """Whether the handler has given a sign of life since the last renewal; that it was started is none of its own.
+
+        One that still waits for a worker cannot give any, and is not stuck.
+        """
+        return run.waits or now - run.beat_age() > max(run.renewed_at, run.started)
+
+    def _answers(self, *, again: bool = False) -> None:
+        """The mailbox has answered; that says nothing of a message whose own renewals fail, unless it was one of those."""
+        self._contact.made()
+        if self._failures and (again or not self._retrying):
+            failures, self._failures = self._failures, 0
+            self._dispatcher.dispatch(LeaseRenewalRecovered(self._name, failures))
+
+    async def _renew(self, run: Run) -> None:
+        try:
+            await self._renew_or_lose(run)
+        finally:
+            self._retrying.discard(run)
+
+    async def _renew_or_lose(self, run: Run) -> None:
+        failures = 0
+        while run.phase is not Phase.DONE:
+            began = anyio.current_time()
+            if began >= run.trusted_until:
+                self._lose(run)
+                return
+            try:
+                # One try may not use up what is left: a lost packet would lose the lease.
+                with anyio.fail_after(min(self._period, run.trusted_until - began)):
+                    await run.message.renew(self._visibility)
+            except ReceiptHandleExpiredError:
+                if (
+                    run.phase is Phase.HANDLING and run.message._is_settling  # noqa: SLF001 - this package's own
+                ):  # which may be what has ended it, and tells soon
+                    run.renew_at = run.trusted_until
+                    self._timer.wake_by(run.renew_at)
+                else:
+                    self._lose(run)
+                return
+            except anyio.get_cancelled_exc_class():
+                if not await nobody_asked():
+                    raise
+                error: Exception = TaskExitError("a cancellation that nobody asked for")
+            except Exception as failed:  # whatever it is, the handlers go on as long as their leases do
+                error = failed
+            else:
+                run.renewed_at = began
+                run.trusted_until = max(run.trusted_until, began + self._visibility)
+                run.renew_at = began + self._period
+                self._timer.wake_by(run.renew_at)
+                self._answers(again=failures > 0)
+                return
+            failures += 1
+            self._retrying.add(run)
+            try:
+                await self._back_off(run, error, failures)
+            finally:
+                del error  # its traceback refers to this frame
+
+    async def _back_off(self, run: Run, error: Exception, failures: int) -> None:
+        """Wait before the next try, well inside what is left of the lease."""
+        now = anyio.current_time()
+        left = max(0.0, run.trusted_until - now)
+        first, self._failures = not self._failures, self._failures + 1
+        self._contact.failed(error)
+        self._dispatcher.dispatch(LeaseRenewalFailed(self._name, run.message_id, describe(error), left, first))
+        wait = backoff(
+            failures,
+            initial=self._period / 16,
+            maximum=self._period / 2,
+            factor=_RETRY_FACTOR,
+            jitter="full",
+            rng=random.rng(),
+        )
+        await anyio.sleep(min(wait, left))
+
+    def _lose(self, run: Run) -> None:
+        run.renew_at = math.inf
+        message = run.message
+        if run.lost or run.phase >= Phase.ENDED or (message.is_settled and not message._is_settling):  # noqa: SLF001 - this package's own
+            return  # its settlement tells
+        run.lost = True
+        run.cancel(Cause.LEASE_LOST)
+        self._dispatcher.dispatch(LeaseLost(self._name, run.message_id))

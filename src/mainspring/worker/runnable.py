@@ -1,0 +1,153 @@
+"""``Runnable``: all that a group asks of a loop; and how every loop is stopped within a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import anyio
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mainspring.runtime.heartbeat import Heartbeat
+
+
+@runtime_checkable
+class Runnable(Protocol):
+    """A loop of any make that a LoopGroup can run, watch and stop.
+
+    ``run`` and ``shutdown`` are each plain or async; ``running`` and ``heartbeat`` are attributes or plain methods. Their forms
+    are looked at when the loop is given to a group.
+
+    ``run`` returns when the loop is done or was told to stop. It is passed those of the keywords ``max_iterations``,
+    ``visibility_timeout`` and ``wait_time_seconds`` that it accepts. A plain one runs in a thread of its own, with a copy of
+    the group's context.
+
+    ``shutdown`` asks the loop to stop; asked before ``run``, it is remembered for one run. Where it takes a ``timeout``, it is
+    passed the seconds that are left until the run is cancelled (366 days in a drain). What it returns says whether everything
+    ended by itself; None counts as True. A plain one is called where ``run`` runs: on the event loop, which it must not block,
+    or in a thread.
+    """
+
+    async def run(self, *args: Any, **keywords: Any) -> Any:
+        """Run until done or told to stop."""
+
+    async def shutdown(self, *, timeout: float = 30.0) -> bool:
+        """Stop: no new work, let the work in hand end within ``timeout`` seconds, then cancel it."""
+
+    @property
+    def running(self) -> bool:
+        """Whether ``run`` is under way."""
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """Its sign of life; None: it is not judged."""
+
+
+class AnyRunnable(Protocol):
+    """A :class:`Runnable` in any of its forms, as type checkers see it."""
+
+    @property
+    def run(self) -> Callable[..., Any]:
+        """Run until done or told to stop."""
+
+    @property
+    def shutdown(self) -> Callable[..., Any]:
+        """Stop."""
+
+    @property
+    def running(self) -> Any:
+        """Whether ``run`` is under way."""
+
+    @property
+    def heartbeat(self) -> Any:
+        """Its sign of life, or None."""
+
+
+@runtime_checkable
+class Steerable(Runnable, Protocol):
+    """A loop that can be paused, and stopped in steps, as MainLoop can; one that cannot is stopped by ``shutdown`` alone."""
+
+    name: str
+    shutdown_timeout: float | None
+    shutdown_priority: int
+    pausable: bool
+    on_stop: Callable[[], object] | None
+    """Called when a run is told to stop, by whichever of its calls; perhaps more than once."""
+
+    def pause(self) -> None:
+        """Take no new work until :meth:`resume`."""
+
+    def resume(self) -> None:
+        """Take new work again."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether it has been told to pause."""
+
+    async def wait_paused(self) -> None:
+        """Wait until no work is being taken any more, or the pause is over."""
+
+    def announce_shutdown(self) -> None:
+        """Tell the work in hand that the end is near."""
+
+    def stop_intake(self) -> None:
+        """Take no new work; a wait for work ends at once."""
+
+    def cancel_work(self) -> None:
+        """Cancel the work in hand; it is given back."""
+
+    def abort(self) -> None:
+        """Cancel the whole run."""
+
+    @property
+    def runs(self) -> Sequence[Any]:
+        """The work in hand, as the watchdog's subjects."""
+
+    @property
+    def claims(self) -> Sequence[Any]:
+        """What it asks of its store, as further subjects of the watchdog."""
+
+    @property
+    def in_flight(self) -> int:
+        """How much work is in hand."""
+
+    @property
+    def trouble(self) -> str | None:
+        """Why it cannot take work just now, or None."""
+
+
+class Happening(Protocol):
+    """An event, whose waiters wait on the one event loop or on any."""
+
+    def is_set(self) -> bool:
+        """True once it has happened."""
+
+    async def wait(self) -> Any:
+        """Wait until it happens."""
+
+
+class Stoppable(Protocol):
+    """What ends by itself, by having its work cancelled, or by having its run cancelled."""
+
+    def cancel_work(self) -> None:
+        """Cancel the work in hand."""
+
+    def abort(self) -> None:
+        """Cancel the whole run."""
+
+
+async def stop_in_time(loop: Stoppable, ended: Happening, *, timeout: float, cancel_grace: float) -> bool:
+    """Give a loop that was told to stop ``timeout`` seconds, and its cancelled work ``cancel_grace`` more, before its run is
+    cancelled as a whole. Returns when ``ended`` is set: whether it ended by itself."""
+    with anyio.move_on_after(timeout):
+        await ended.wait()
+    if ended.is_set():
+        return True
+    loop.cancel_work()
+    with anyio.move_on_after(cancel_grace):
+        await ended.wait()
+    if not ended.is_set():
+        loop.abort()
+        await ended.wait()
+    return False

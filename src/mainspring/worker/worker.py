@@ -1,0 +1,439 @@
+"""The worker engine: receive, handle, settle. Every loop that takes messages from a mailbox runs on it.
+
+The slots are tasks that live on: each takes a claimed message, runs the handler in its own cancel scope, settles, and takes
+the next. The receiver claims only as many messages as there are slots without one, so nothing is leased that nobody can
+run. A message costs neither a task nor a cancel scope: a slot's scope is renewed only when it was used to cancel. Nor has it
+a round trip to wait for, where the mailbox can acknowledge many at once and handlers end as soon as they begin.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextvars import ContextVar, copy_context
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from mainspring.core import random
+from mainspring.core.clock import loop_clock, thread_clock
+from mainspring.errors import MainspringError, TaskExitError
+from mainspring.policies import backoff
+from mainspring.runtime.scope import DaemonScope, first_error, native_cancels, nobody_asked
+from mainspring.threads.entry import AnywhereEvent, Entry
+from mainspring.worker.admission import Intake
+from mainspring.worker.attempt import Attempts, WorkerSettings
+from mainspring.worker.delivery import Run
+from mainspring.worker.ends import Ends
+from mainspring.worker.leases import LeaseKeeper
+from mainspring.worker.outcome import DONE, RELEASED, Cause
+from mainspring.worker.settlement import Settler, bounded
+from mainspring.worker.slots import Places
+from mainspring.worker.store_health import SILENCE, Claim, Contact
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from anyio.abc import TaskGroup
+
+    from mainspring.errors import MailboxConnectionError
+    from mainspring.events import Dispatcher, Tally
+    from mainspring.mailbox.mailbox import Mailbox
+    from mainspring.mailbox.message import Message
+    from mainspring.runtime.heartbeat import Heartbeat
+    from mainspring.worker.attempt import Wrapper
+    from mainspring.worker.capacity import Capacity
+
+RECONNECT_INITIAL = 0.1
+RECONNECT_MAXIMUM = 30.0
+"""Seconds between tries to receive from a mailbox that cannot be reached: quick at first, then gentle."""
+
+POLL_PAUSE = 0.1
+"""Seconds between receives that are told not to wait and come back empty, so that they do not spin."""
+
+
+TURN = 0.001
+"""Seconds for which a slot may go on with message after message before it lets others have a turn, and acknowledges those."""
+
+
+class Worker:
+    """One run of a loop. Made anew for each run, on the event loop that it runs on."""
+
+    def __init__(
+        self,
+        name: str,
+        mailbox: Mailbox[Any, Any],
+        call: Callable[..., Coroutine[Any, Any, Any]],
+        settings: WorkerSettings,
+        *,
+        dispatcher: Dispatcher,
+        heartbeat: Heartbeat,
+        outcomes: Tally,
+        capacity: Capacity | None = None,
+        wrappers: Sequence[Wrapper] = (),
+        visibility: float,
+        wait: float,
+    ) -> None:
+        self.name = name
+        self.entry = Entry(f"loop {name!r}")
+        self.ended = AnywhereEvent(f"end of loop {name}")
+        self.settings = settings
+        self.intake = Intake(heartbeat)
+        self.shutting_down = anyio.Event()
+        self.contact = Contact(name, mailbox.approximate_count, dispatcher)
+        self._mailbox = mailbox
+        self._dispatcher = dispatcher
+        self._heartbeat = heartbeat
+        self._capacity = capacity
+        self._visibility = visibility
+        self._wait = wait
+        self._clock = loop_clock()
+        self._real_clock = thread_clock()  # one that goes on while others have no turn
+        self._places = places = Places(settings.concurrency, ordered=mailbox.capabilities.ordered, capacity=capacity)
+        self._backlog: deque[Run] = deque()
+        self._idle: deque[anyio.Event] = deque()
+        self._slot_count = 0
+        self._roused = 0
+        self._slots: TaskGroup | None = None
+        self._joined = mailbox.capabilities.joined_acks
+        self._turn_ends = 0.0
+        self._starved = False
+        self._iterations = 0
+        self._ending = False
+        self._claims: list[Claim] = []
+        self._lease = LeaseKeeper(
+            name, places.runs, settings.lease, visibility, dispatcher=dispatcher, contact=self.contact
+        )
+        context = copy_context()
+        context.run(_inside.set, self)
+        self._attempts = Attempts(name, mailbox, call, settings, dispatcher, heartbeat, self._clock, context, wrappers)
+        self._ends = Ends(
+            Settler(name, mailbox, dispatcher, self._attempts.judge, self.contact),
+            places,
+            dispatcher=dispatcher,
+            heartbeat=heartbeat,
+            outcomes=outcomes,
+            clock=self._clock,
+        )
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The messages it holds, oldest first."""
+        return tuple(self._places.runs)
+
+    @property
+    def in_flight(self) -> int:
+        """How many messages it holds."""
+        return len(self._places.runs)
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """What its receivers ask of the mailbox."""
+        return tuple(self._claims)
+
+    # ----------------------------------------------------------------------------------------------------- stopping
+
+    def stop_intake(self) -> None:
+        """Receive no more: a long poll is interrupted at once, and what nobody has begun is handed back."""
+        self.intake.stop()
+
+    def shut_down(self) -> None:
+        """Tell the handlers that the end is near, and receive no more."""
+        self.shutting_down.set()
+        self.stop_intake()
+
+    def cancel_handlers(self) -> None:
+        """Cancel what is being handled; the messages go back uncharged."""
+        for run in self.runs:
+            run.cancel(Cause.SHUTDOWN)
+
+    # -------------------------------------------------------------------------------------------------------- engine
+
+    async def run(self, max_iterations: int | None) -> None:
+        """Work until told to stop, or until ``max_iterations`` receives have been made and handled.
+
+        Raises what made receiving impossible, after the messages in hand have ended.
+        """
+        crash: Exception | None = None
+        async with DaemonScope(f"{self.name} worker") as scope:
+            scope.start_soon(self._keep_leases, name=f"{self.name} leases")
+            async with anyio.create_task_group() as self._slots:
+                try:
+                    await self.intake.run(partial(self._receive_until_held, max_iterations), self._hand_back)
+                except Exception as error:
+                    crash = error
+                except BaseException:
+                    self.intake.stop()
+                    raise
+                finally:
+                    self._ending = True
+                    await self._hand_back()
+                    self._rouse_all()
+            # Leaving the scope stops the renewal, as the last thing.
+        if crash is not None:
+            raise crash
+        if self._slots.cancel_scope.cancel_called:  # by a task that was cancelled before it had begun
+            raise TaskExitError("a slot was cancelled by itself, and not by the loop")
+
+    async def _keep_leases(self) -> None:
+        stop_listening = self._mailbox._listen_for_silence(self._fell_silent)  # noqa: SLF001 - this package's own
+        try:
+            await self._lease.run(self._mailbox._listen_for_cancelled)  # noqa: SLF001 - this package's own
+        finally:
+            stop_listening()
+            self._attempts.cancelled = (
+                True  # it is stopped last: handlers that still run are being cancelled with the loop
+            )
+
+    def _fell_silent(self, error: MailboxConnectionError) -> None:
+        """The mailbox's server does not answer. A receive that is out fails soon; without one, the mailbox is asked again."""
+        receiving = any(not claim.done for claim in self._claims)
+        self.contact.fell_silent(error, RECONNECT_INITIAL if receiving else SILENCE)
+
+    async def _receive_until_held(self, max_iterations: int | None) -> None:
+        """Receive until told to stop or to pause; raises what made that impossible.
+
+        Where claims keep their order behind settlements, two receives take turns: while one's round trip is out, the other
+        claims for the slots that were freed meanwhile. Where receives are counted, there is one.
+        """
+        if self._backlog and not self._roused:
+            self._rouse()  # for what was claimed as a pause began that was over before it had handed that back
+        receivers = 2 if self._places.ordered and max_iterations is None else 1
+        try:
+            async with anyio.create_task_group() as tasks:
+                for _ in range(receivers):
+                    tasks.start_soon(self._receiver, max_iterations)
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+        if tasks.cancel_scope.cancel_called:  # which one of the two has done by ending so
+            raise TaskExitError("receiving was cancelled by itself, and not by the loop")
+
+    async def _receiver(self, max_iterations: int | None) -> None:
+        failures = 0
+        while self._receives_on(max_iterations):
+            claim = Claim(self.name, self._mailbox.name, self.intake, self._clock, failures)
+            self._claims.append(claim)
+            try:
+                with claim.scope:
+                    await self._claim_on(claim, max_iterations)
+            finally:
+                self._claims.remove(claim)
+            failures = claim.failures
+            if claim.error is not None:
+                failures += 1
+                await self._pause_after(claim.error, failures)
+
+    def _receives_on(self, max_iterations: int | None) -> bool:
+        return self.intake.open and (max_iterations is None or self._iterations < max_iterations)
+
+    async def _claim_on(self, claim: Claim, max_iterations: int | None) -> None:
+        """Claim until that is over, or the watchdog cancels ``claim``."""
+        while self._receives_on(max_iterations):
+            free = self._places.free
+            if free <= 0:
+                await self._places.until_free()
+                continue
+            if self._starved:
+                await anyio.sleep(POLL_PAUSE)
+            self._iterations += 1
+            self._places.claiming += free
+            try:
+                await self._receive(free, claim)
+            except (MainspringError, OSError) as error:
+                if isinstance(error, MainspringError) and not error.retryable:
+                    raise
+                claim.failures += 1
+                await self._pause_after(error, claim.failures)
+            except anyio.get_cancelled_exc_class():
+                if not await nobody_asked():
+                    raise
+                claim.failures += 1
+                await self._pause_after(TaskExitError("a cancellation that nobody asked for"), claim.failures)
+            else:
+                claim.failures = 0
+                self.contact.received()
+            finally:
+                self._places.claiming -= free
+
+    async def _receive(self, free: int, claim: Claim) -> None:
+        """Claim what is there for the free slots, and let them begin."""
+        self._heartbeat.beat()
+        # After a failure it does not wait: that the store answers again shall be known before somebody sends something.
+        wait = self._wait if self.contact.trouble is None else 0.0
+        if self._capacity is None:
+            self._admit(await self._poll(claim, free, wait))
+        elif self.contact.trouble is not None and self._capacity.full:
+            # Likewise, though the handlers of other loops may have all places for hours.
+            await claim.ask(self._mailbox.approximate_count(), 0.0)
+        else:
+            await self._capacity.receive(free, wait, partial(self._poll, claim), self._admit)
+        self._heartbeat.beat()
+        if len(self._backlog) == 1:  # it came alone: its handler begins before the next claim is prepared
+            await anyio.lowlevel.checkpoint()
+
+    async def _poll(self, claim: Claim, free: int, wait: float) -> list[Message[Any, Any]]:
+        call = self._mailbox.receive(max_messages=free, visibility_timeout=self._visibility, wait_time_seconds=wait)
+        return await claim.ask(call, wait)
+
+    def _admit(self, messages: list[Message[Any, Any]]) -> None:
+        now = self._clock()
+        self._starved = not messages and self._wait < POLL_PAUSE
+        if not messages:
+            return
+        made = partial(Run, self.name, self._clock, self._heartbeat, self.shutting_down, self._visibility, now)
+        runs = [made(message) for message in messages]
+        self._places.take(runs)
+        self._lease.track(runs)
+        self._backlog.extend(runs)
+        if self.intake.open and not self._roused:
+            self._rouse()
+
+    async def _pause_after(self, error: Exception, failures: int) -> None:
+        """A store that cannot be reached is no stall: wait, and try again."""
+        pause = backoff(
+            failures,
+            initial=RECONNECT_INITIAL,
+            maximum=RECONNECT_MAXIMUM,
+            factor=2.0,
+            jitter="full",
+            rng=random.rng(),
+        )
+        self.contact.receive_failed(error, pause)
+        await anyio.sleep(pause)
+        self._heartbeat.beat()
+
+    async def _hand_back(self) -> None:
+        """Release all that was claimed and that no slot has begun, the youngest first, as each goes to the front."""
+        if self.intake.open:
+            return
+        with bounded():
+            while self._backlog:
+                run = self._backlog.pop()
+                await self._ends.finish(run, RELEASED)
+        while self._backlog:  # the store does not answer: the rest is told, and not waited for
+            with anyio.move_on_after(0, shield=True):
+                await self._ends.finish(self._backlog.pop(), RELEASED)
+
+    # --------------------------------------------------------------------------------------------------------- slots
+
+    def _rouse(self) -> None:
+        """Let one more slot look at the backlog."""
+        if self._idle:
+            self._roused += 1
+            self._idle.popleft().set()
+        elif self._slot_count < self.settings.concurrency + self._places.leaving:  # one that is leaving may take long
+            assert self._slots is not None
+            self._slot_count += 1
+            self._roused += 1
+            self._slots.start_soon(self._slot, name=f"{self.name} slot {self._slot_count}")
+
+    def _rouse_all(self) -> None:
+        while self._idle:
+            self._rouse()
+
+    async def _slot(self) -> None:
+        self._roused -= 1
+        run: Run | None = None
+        cancelling = native_cancels()
+        try:
+            while True:
+                try:
+                    if run is not None:
+                        # The scope is used up, or somebody cancelled this task: what was cancelled is settled outside of it.
+                        with bounded(shield=False):
+                            await self._ends.finish_late(run)
+                        run, decision = None, DONE
+                    with anyio.CancelScope() as scope:
+                        run = await self._await_run(scope)
+                        while run is not None:
+                            run.scope = scope
+                            decision = await self._attempts.make(run, scope) if self.intake.open else RELEASED
+                            if cancelling():  # else what is settled next would be cut off by it, neighbours and all
+                                run.decision = decision
+                                if not await nobody_asked():
+                                    await anyio.lowlevel.checkpoint()  # raises
+                            if scope.cancel_called:
+                                run.decision = decision
+                                break
+                            goes_on = self._joined and self._backlog and self._real_clock() < self._turn_ends
+                            if decision is DONE and (goes_on or self._ends.done) and not run.message.is_settled:
+                                self._ends.done.append(run)
+                                run = None
+                                if not goes_on:
+                                    await self._acknowledge(scope)
+                            else:
+                                await self._ends.finish(run, decision)
+                            if scope.cancel_called:  # just as the mailbox answered
+                                break
+                            run, decision = None, DONE  # an error's traceback holds all that the handler has made
+                            run = self._take(0 if self._roused else 1) or await self._await_run(scope)
+                    if not scope.cancel_called:
+                        return
+                except anyio.get_cancelled_exc_class():
+                    if not await nobody_asked():
+                        raise
+        except anyio.get_cancelled_exc_class() as error:
+            # The loop itself is cancelled: its message goes back, so that another worker has it at once.
+            with bounded() as scope:
+                if run is not None:
+                    await self._ends.finish_late(run)
+                if self._ends.done:
+                    await self._ends.acknowledge(scope)
+            run, decision = None, DONE
+            raise error.with_traceback(None)
+
+    async def _await_run(self, scope: anyio.CancelScope) -> Run | None:
+        """The next message for a slot that begins or has nothing to do, or None at the end and where the scope is used up.
+
+        It rouses two others, so that all get going soon where handlers wait. One that goes on rouses another only where none
+        is on its way, so that it serves alone where they never do; it goes on before what is done is acknowledged, for more to
+        come along, and whoever was roused sees to that, should it have to wait.
+        """
+        while True:
+            await self._acknowledge(scope)
+            if scope.cancel_called:  # no handler may begin in it
+                return None
+            if (run := self._take(2)) is not None or self._ending:
+                return run
+            event = anyio.Event()
+            self._idle.append(event)
+            try:
+                await event.wait()
+            finally:
+                if event.is_set():
+                    self._roused -= 1
+                else:
+                    self._idle.remove(event)
+
+    def _take(self, others: int) -> Run | None:
+        """The next message, if there is one; so many other slots are roused where there is something for them to do."""
+        if not self._backlog:
+            return None
+        run = self._backlog.popleft()
+        if others:
+            for _ in range(min(others, len(self._backlog) + bool(self._ends.done))):
+                self._rouse()
+        return run
+
+    async def _acknowledge(self, scope: anyio.CancelScope) -> None:
+        """Acknowledge what is done by now; then a new turn begins."""
+        while self._ends.done and not scope.cancel_called:
+            # Those too that came meanwhile: whoever brought them may have found nobody to rouse.
+            if self._backlog and not self._roused:
+                self._rouse()
+            await self._ends.acknowledge(scope)
+        self._turn_ends = self._real_clock() + TURN
+
+
+def inside() -> Worker | None:
+    """The worker whose handler this code runs in (or in a task or thread started by it), or None."""
+    return _inside.get(None)
+
+
+def is_inside(loop: object) -> bool:
+    """Whether this code runs in a handler of ``loop`` (see :func:`inside`), whose end it hence cannot wait for."""
+    worker = inside()
+    return worker is not None and getattr(loop, "worker", None) is worker
+
+
+_inside: ContextVar[Worker] = ContextVar("mainspring_worker")

@@ -1,0 +1,180 @@
+"""What a killed NATS server has left behind, as a stand-in of it tells: the real one is killed in tests/integration."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import anyio
+import pytest
+
+pytest.importorskip("nats", reason="the extra 'nats' is not installed")
+
+from mainspring.errors import MailboxConnectionError
+from mainspring.mailbox.nats import recovery as nats_recovery
+from mainspring.mailbox.nats.names import Names
+from mainspring.mailbox.nats.read_write_lock import Gate
+from mainspring.mailbox.nats.records import Record
+from mainspring.mailbox.nats.recovery import Tidier
+from mainspring.mailbox.nats.streams import Added, Stored
+from mainspring.testing import run_virtual
+
+NAMES = Names.of("jobs")
+
+
+class Server:
+    """A stream of one queue: what is in it, what its consumer has out, all below ``delivered`` delivered."""
+
+    def __init__(self, there: set[int], out: set[int], delivered: int) -> None:
+        self.there, self.out, self.last = there, out, delivered
+        self.delivered = delivered
+        self.away = 0
+        self.asks = 0
+        self.names, self.gate, self.wire = NAMES, Gate(), self
+
+    async def api(self, subject: str, request: object = None) -> dict[str, object]:
+        if self.away:
+            self.away -= 1
+            raise MailboxConnectionError("away")
+        if NAMES.queue not in subject:
+            return {
+                "delivered": {"consumer_seq": 0, "stream_seq": 0},
+                "num_pending": 0,
+                "num_ack_pending": 0,
+                "state": {"messages": 0, "last_seq": 0},
+            }
+        if subject.startswith("CONSUMER"):
+            pending = sum(number > self.delivered for number in self.there)
+            return {
+                "delivered": {"consumer_seq": self.delivered, "stream_seq": self.delivered},
+                "ack_floor": {"stream_seq": min(self.out, default=self.delivered + 1) - 1},
+                "num_pending": pending,
+                "num_ack_pending": len(self.out),
+            }
+        first = min(self.there, default=self.last + 1)
+        gone = sorted(set(range(first, self.last + 1)) - self.there)
+        return {
+            "state": {"messages": len(self.there), "first_seq": first, "last_seq": self.last, "deleted": gone},
+        }
+
+    async def ask_all(self, asks: list[object]) -> None:
+        for ask in asks:
+            self.asks += 1
+            self.out.discard(int(ask.subject.split(".")[5]))
+
+    async def next(self, stream: str, number: int, subject: str) -> Stored | None:
+        found = min((other for other in self.there if other >= number), default=None)
+        return None if found is None else Stored(found, Record(f"m{found}", b"1", 0.0).encode(), 0.0, f"q.{found}")
+
+    async def add_all(self, adds: list[object]) -> list[Added]:
+        for add in adds:
+            self.there.discard(add.expect)
+            self.last += 1
+            self.there.add(self.last)
+        return [Added(self.last) for _ in adds]
+
+    async def moved(self, count: int = 1) -> None:
+        pass
+
+    async def recognize(self) -> None:
+        pass
+
+
+def tidier(server: Server) -> Tidier:
+    return Tidier(server, SimpleNamespace(lost=lambda record: record))
+
+
+@pytest.mark.anyio
+async def test_a_message_that_is_out_for_ever_does_not_hide_one_that_is_passed_over():
+    """The consumer has 5 out, which is gone, and passes over 7, which is there: one message, one out, all seems well."""
+    server = Server({7}, {5}, 9)
+    tidy = tidier(server)
+    await tidy.look()
+    assert (server.there, server.out) == ({7}, {5})
+    await tidy.look(closely=True)
+    assert server.out == set()
+    await tidy.look()
+    assert server.there == {10}
+
+
+@pytest.mark.anyio
+async def test_what_is_passed_over_is_found_where_nothing_goes_on():
+    """The same without a reconnection: nothing is done between two looks, then the second one is close, once."""
+    server = Server({7}, {5}, 9)
+    tidy = tidier(server)
+    for _ in range(2):
+        await tidy.look()
+    assert (server.there, server.out) == ({7}, set())
+    await tidy.look()
+    assert server.there == {10}
+    busy = Server({5, 7}, {5, 7}, 9)
+    tidy = tidier(busy)
+    for _ in range(3):
+        await tidy.look()
+    asked = busy.asks
+    await tidy.look()
+    assert (busy.there, busy.out, busy.asks) == ({5, 7}, {5, 7}, asked)
+
+
+def test_after_a_reconnection_it_looks_closely_and_then_again_soon():
+    async def main() -> None:
+        server = Server({7}, {5}, 9)
+        server.away = 2
+        tidy = tidier(server)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(tidy.run)
+            await anyio.sleep(nats_recovery.EVERY * 2.5)
+            assert server.there == {7}
+            server.away = 1
+            tidy.doubt()
+            await anyio.sleep(3 * nats_recovery.SOON)
+            tasks.cancel_scope.cancel()
+        assert server.there == {10}
+
+    run_virtual(main)
+
+
+def test_what_is_passed_over_comes_back_soon_after_all_that_was_out_is_back():
+    """Before that it is not asked for again and again what is gone."""
+
+    async def main() -> None:
+        server = Server({7, 8}, {8}, 9)  # 7 is passed over, 8 is in hand
+        tidy = tidier(server)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(tidy.run)
+            await anyio.sleep(2)
+            asked = server.asks
+            await anyio.sleep(1)
+            server.out.discard(8)
+            server.there.discard(8)
+            await anyio.sleep(5)
+            assert server.there == {10}
+            assert server.asks == asked
+            tasks.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
+def test_where_something_is_always_out_it_comes_back_after_all():
+    async def main() -> None:
+        server = Server({7, 8}, {8}, 9)
+        tidy = tidier(server)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(tidy.run)
+            await anyio.sleep(nats_recovery.PATIENCE - 10)
+            assert server.there == {7, 8}
+            await anyio.sleep(nats_recovery.EVERY + 10)
+            assert 7 not in server.there
+            tasks.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
+@pytest.mark.anyio
+async def test_messages_in_hand_are_left_alone():
+    """Their holders are at work: what is out and there stays, however closely it is looked."""
+    server = Server({7, 8, 11}, {7, 8}, 9)
+    server.last = 11
+    tidy = tidier(server)
+    await tidy.look(closely=True)
+    await tidy.look()
+    assert (server.there, server.out) == ({7, 8, 11}, {7, 8})

@@ -1,0 +1,371 @@
+"""The connection to a NATS server: whom it trusts, what it says of one that refuses, and when it breaks under a call."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import ssl
+import subprocess
+from contextlib import asynccontextmanager, suppress
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from mainspring import open_mailbox
+from mainspring.errors import ConfigError, MailboxClosedError, MailboxConnectionError
+from mainspring.mailbox.message import Counts
+from mainspring.mailbox.nats import connection as nats_connection
+from mainspring.mailbox.nats import errors as nats_errors
+from mainspring.mailbox.nats.mailbox import NatsMailbox
+from nats_support import ON_ASYNCIO, place
+from ports import free_port
+from servers import NatsServer
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.parametrize("anyio_backend", ON_ASYNCIO, ids=("asyncio", "uvloop")),
+]
+CALLS = {
+    "send": lambda box: box.send("x"),
+    "receive": lambda box: box.receive(),
+    "a waiting receive": lambda box: box.receive(wait_time_seconds=5),
+    "counts": lambda box: box.counts(),
+    "cancel": lambda box: box.cancel("x"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_what_a_closed_transport_says_is_a_lost_connection(nats_url, anyio_backend, monkeypatch, call):
+    """uvloop raises a RuntimeError where a connection was closed and the driver has not heard of it yet."""
+
+    async def closed(*_, **__):
+        raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+
+    async with place(nats_url) as here, here.box() as box:
+        with monkeypatch.context() as broken:
+            broken.setattr(box._wire.client, "publish", closed)
+            with pytest.raises(MailboxConnectionError, match="the handler is closed"):
+                await CALLS[call](box)
+        await box.send("x")
+
+
+class Listener:
+    """A server that says ``first`` to everybody, and remembers what it hears."""
+
+    def __init__(self, first=b""):
+        self.first = first
+        self.heard = b""
+        self.port = 0
+
+    async def serve(self, reader, writer):
+        writer.write(self.first)
+        while more := await reader.read(65_536):
+            self.heard += more
+        writer.close()
+
+
+@asynccontextmanager
+async def listening(first=b""):
+    """A :class:`Listener` on a free port."""
+    made = Listener(first)
+    server = await asyncio.start_server(made.serve, "127.0.0.1", 0)
+    made.port = server.sockets[0].getsockname()[1]
+    try:
+        yield made
+    finally:
+        server.close()
+
+
+# ------------------------------------------------------------------------------------------------------------ opening
+
+
+async def test_tls_is_insisted_on_before_the_login_is_told(anyio_backend):
+    info = b'INFO {"server_id":"x","version":"2.9.10","auth_required":true,"headers":true,"max_payload":1048576}\r\n'
+    async with listening(info) as server:
+        with anyio.fail_after(5), pytest.raises(ConfigError, match=r"does not offer TLS.*or write nats://") as refused:
+            async with NatsMailbox(f"tls://me:secret@127.0.0.1:{server.port}", timeout=30):
+                pass
+        assert "secret" not in str(refused.value)
+        await anyio.sleep(0.1)
+        assert server.heard == b""
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """The files of a certificate for localhost that vouches for itself, and of its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl to make certificates with")
+    home = tmp_path_factory.mktemp("tls")
+    cert, key = str(home / "cert.pem"), str(home / "key.pem")
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    new = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    subprocess.run([*new, *subject, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    return cert, key
+
+
+async def test_tls_is_insisted_on_when_the_server_comes_back(certificate, anyio_backend, monkeypatch):
+    cert, key = certificate
+    options = ("--tls", "--tlscert", cert, "--tlskey", key)
+    with NatsServer(*options) as server:
+        box = NatsMailbox(f"tls://localhost:{server.port}", timeout=30)
+        with anyio.fail_after(5), pytest.raises(MailboxConnectionError, match="certificate verify failed"):
+            async with box:
+                pass
+        monkeypatch.setenv("SSL_CERT_FILE", cert)
+        async with box:
+            await box.send("x" * 100_000)
+            server.stop()
+            server._options = ()
+            server.start()
+            with anyio.fail_after(20):
+                while not (told := await refusal(box)) or "TLS" not in told:
+                    await anyio.sleep(0.05)
+            server.stop()
+            server._options = options
+            server.start()
+            with anyio.fail_after(20):
+                while await refusal(box):
+                    await anyio.sleep(0.05)
+            (message,) = await box.receive(wait_time_seconds=5)
+            await message.acknowledge()
+
+
+def signed_by_a_ca_of_our_own(home):
+    """The files of a certificate authority, of a server's certificate by it, and of a client's."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl to make certificates with")
+
+    def openssl(*arguments):
+        subprocess.run(["openssl", *arguments], check=True, capture_output=True, cwd=home)
+
+    new = ("req", "-newkey", "rsa:2048", "-nodes")
+    openssl(*new, "-x509", "-days", "2", "-subj", "/CN=our own", "-keyout", "ca.key", "-out", "ca.pem")
+    (home / "names").write_text("subjectAltName=DNS:localhost")
+    for who in ("server", "client"):
+        openssl(*new, "-subj", f"/CN={who}", "-keyout", f"{who}.key", "-out", f"{who}.csr")
+        ca = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2")
+        openssl("x509", "-req", "-in", f"{who}.csr", *ca, "-extfile", "names", "-out", f"{who}.pem")
+
+
+async def test_a_ca_of_ones_own_and_a_certificate_of_the_clients(tmp_path, anyio_backend):
+    await anyio.to_thread.run_sync(signed_by_a_ca_of_our_own, tmp_path)
+    files = {name: str(tmp_path / name) for name in ("ca.pem", "server.pem", "server.key", "client.pem", "client.key")}
+    server_side = ("--tls", "--tlscert", files["server.pem"], "--tlskey", files["server.key"])
+    with NatsServer(*server_side, "--tlsverify", "--tlscacert", files["ca.pem"]) as server:
+        url = f"tls://localhost:{server.port}?name=jobs"
+        trusting = f"{url}&ca_file={files['ca.pem']}"
+        for refused, why in ((url, "certificate verify failed"), (trusting, "no connection to a NATS server")):
+            with anyio.fail_after(10), pytest.raises(MailboxConnectionError, match=why):
+                async with open_mailbox(refused, timeout=3):
+                    pass
+        shown = f"{trusting}&cert_file={files['client.pem']}&key_file={files['client.key']}"
+        async with open_mailbox(shown) as box:
+            assert await box.send("x") is not None
+            async with box._sibling("other") as other:
+                assert await other.counts() == Counts()
+        context = ssl.create_default_context(cafile=files["ca.pem"])
+        context.load_cert_chain(files["client.pem"], files["client.key"])
+        async with open_mailbox(url, ssl_context=context) as box:
+            (message,) = await box.receive(wait_time_seconds=5)
+            await message.acknowledge()
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "why"),
+    [
+        ("nats://h", {"ca_file": "ca.pem"}, "the scheme for TLS is tls://"),
+        ("nats://h", {"ssl_context": ssl.create_default_context()}, "the scheme for TLS is tls://"),
+        ("tls://me:secret@h", {"ca_file": "/no/such/ca.pem"}, r"'tls://h'.*cannot be read"),
+        ("tls://h", {"key_file": "key.pem"}, "belongs to a cert_file"),
+        ("tls://h?ssl_context=x", {}, "must be an ssl.SSLContext, not 'x'"),
+        (
+            "tls://h",
+            {"ssl_context": ssl.create_default_context(), "ca_file": "ca.pem"},
+            "with ssl_context there is no ca_file",
+        ),
+    ],
+)
+def test_options_of_tls_that_cannot_work(url, options, why, anyio_backend):
+    with pytest.raises(ConfigError, match=why) as refused:
+        open_mailbox(url, **options)
+    assert "secret" not in str(refused.value)
+
+
+async def refusal(box):
+    """What a send says that fails."""
+    try:
+        await box.send("y")
+    except MailboxConnectionError as error:
+        return str(error)
+    return ""
+
+
+async def test_a_refused_connection_is_told_at_once(anyio_backend):
+    ports = [free_port(), free_port()]
+    places = ",".join(f"127.0.0.1:{port}" for port in ports)
+    with (
+        anyio.fail_after(5),
+        pytest.raises(MailboxConnectionError, match="no connection to a NATS server at") as refused,
+    ):
+        async with NatsMailbox(f"nats://me:secret@{places}", timeout=30):
+            pass
+    assert all(f"127.0.0.1:{port}" in str(refused.value) for port in ports)
+    assert "secret" not in str(refused.value)
+    assert str(refused.value).endswith("; start the server, or correct the host and the port of the URL")
+
+
+async def test_a_server_that_does_not_answer_leaves_time_for_the_next(nats_url, anyio_backend, monkeypatch):
+    monkeypatch.setattr("nats.aio.client.shuffle", lambda pool: None)
+    async with listening() as silent, place(nats_url) as here:
+        here.url = f"nats://127.0.0.1:{silent.port},{nats_url.removeprefix('nats://')}"
+        async with here.box(timeout=6) as box:
+            await box.send("x")
+
+
+async def test_a_login_of_any_letters(anyio_backend):
+    with NatsServer("--user", "us er", "--pass", "p@s:s%/") as server:
+        url = f"nats://us%20er:{{}}@127.0.0.1:{server.port}"
+        async with NatsMailbox(url.format("p%40s%3As%25%2F"), timeout=5) as box:
+            await box.send("x")
+        for wrong in (url.format("wrong"), f"nats://127.0.0.1:{server.port}", f"nats://token@127.0.0.1:{server.port}"):
+            mailbox = NatsMailbox(wrong, timeout=30)
+            for act in (mailbox.__aenter__, mailbox.exists):
+                with (
+                    anyio.fail_after(5),
+                    pytest.raises(ConfigError, match=r"Authorization Violation.*; check the user"),
+                ):
+                    await act()
+
+
+async def test_a_refused_login_may_pass_where_another_server_is_away(anyio_backend):
+    with (
+        NatsServer("--user", "me", "--pass", "x") as server,
+        anyio.fail_after(5),
+        pytest.raises(MailboxConnectionError, match="Authorization Violation"),
+    ):
+        await NatsMailbox(f"nats://127.0.0.1:{server.port},127.0.0.1:{free_port()}", timeout=30).__aenter__()
+
+
+async def test_credentials_that_cannot_be_used(nats_url, tmp_path, anyio_backend, monkeypatch):
+    with pytest.raises(ConfigError, match=r"'/no/such.creds' cannot be read \(No such file"):
+        await NatsMailbox(nats_url, credentials="/no/such.creds").__aenter__()
+    (tmp_path / "my.creds").touch()
+    monkeypatch.setattr(nats_errors, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs nkeys.*pip install 'nats-py\[nkeys\]'"):
+        await NatsMailbox(nats_url, credentials=str(tmp_path / "my.creds")).__aenter__()
+
+
+async def test_credentials_of_which_no_login_can_be_made_are_not_taken_for_the_servers_fault(anyio_backend):
+    def sign(nonce):
+        raise TypeError("object of type 'NoneType' has no len()")  # what the driver makes of a file without a seed
+
+    info = b'INFO {"server_id":"x","version":"2.9.10","auth_required":true,"nonce":"abc","headers":true}\r\n'
+    async with listening(info) as server:
+        wire = nats_connection.Wire([f"nats://127.0.0.1:{server.port}"], {"signature_cb": sign}, 30.0, "mailbox 'jobs'")
+        with anyio.fail_after(5), pytest.raises(ConfigError, match=r"no login can be made of the credentials.*no len"):
+            await wire.open()
+        await anyio.sleep(0.1)  # the server notices
+
+
+async def test_a_token_of_any_letters(anyio_backend):
+    with NatsServer("--auth", "to@k/en") as server:
+        async with NatsMailbox(f"nats://to%40k%2Fen@127.0.0.1:{server.port}", timeout=5) as box:
+            await box.send("x")
+
+
+@pytest.mark.parametrize(("query", "options"), [("?capacity=5", {}), ("", {"capacity": 5})])
+def test_what_bounds_a_mailbox_instead_of_a_capacity_is_said(query, options, anyio_backend):
+    with pytest.raises(ConfigError, match=r"has no capacity; limit the storage"):
+        open_mailbox(f"nats://127.0.0.1{query}", **options)
+
+
+# ------------------------------------------------------------------------------------------------------------ closing
+
+
+def tasks_of(client):
+    """The tasks of the driver's that are still there."""
+    return [client._reading_task, client._ping_interval_task, client._flusher_task]
+
+
+async def all_end(tasks):
+    """Whether those tasks end."""
+    with anyio.move_on_after(5):
+        while not all(task.done() for task in tasks):
+            await anyio.sleep(0.01)
+    return all(task.done() for task in tasks)
+
+
+async def closed_under(box, subject):
+    """Ask what nobody answers, until the mailbox is closed."""
+    with pytest.raises(MailboxClosedError):
+        await box._wire.ask(subject)
+
+
+async def test_a_close_that_is_cancelled_hangs_up(nats_url, anyio_backend):
+    """Nobody comes again to do it: what is left would be there until the process ends."""
+    async with place(nats_url) as here, here.box() as box, here.box("other") as other:
+        subject = f"{here.prefix}.silent"
+        await other._wire.listen(subject, lambda message: None)
+        await other.counts()  # so that the server knows of it
+        client = box._wire.client
+        tasks = tasks_of(client)
+        async with anyio.create_task_group() as group:
+            group.start_soon(closed_under, box, subject)
+            await anyio.wait_all_tasks_blocked()
+            with anyio.move_on_after(0.2) as scope:
+                await box.close()
+            assert scope.cancelled_caught
+        assert client.is_closed
+        assert await all_end(tasks)
+
+
+class Forwarder:
+    """Stands before a server, and stops taking anything when told to."""
+
+    def __init__(self, url):
+        self._host, _, self._port = url.removeprefix("nats://").rpartition(":")
+        self.taking = anyio.Event()
+        self.taking.set()
+
+    async def serve(self, reader, writer):
+        there, upstream = await asyncio.open_connection(self._host, int(self._port))
+        ways = ((reader, upstream), (there, writer))
+        await asyncio.gather(*(self._pump(*way) for way in ways), return_exceptions=True)
+
+    async def _pump(self, reader, writer):
+        try:
+            while more := await reader.read(65_536):
+                await self.taking.wait()
+                writer.write(more)
+                await writer.drain()
+        finally:
+            writer.close()
+
+
+async def lost(box, body):
+    """Send what does not arrive."""
+    with suppress(MailboxConnectionError, MailboxClosedError):
+        await box.send(body)
+
+
+async def test_a_close_does_not_wait_for_one_who_takes_nothing(nats_url, anyio_backend, monkeypatch):
+    """What is still to be written stands in the way of the driver's own close: it is dropped, and its tasks end."""
+    monkeypatch.setattr(nats_connection, "CLOSE_TIMEOUT", 0.4)
+    forwarder = Forwarder(nats_url)
+    server = await asyncio.start_server(forwarder.serve, "127.0.0.1", 0)
+    async with place(nats_url) as here:
+        here.url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with here.box(timeout=2) as box, anyio.create_task_group() as group:
+            client = box._wire.client
+            tasks = tasks_of(client)
+            forwarder.taking = anyio.Event()
+            for _ in range(40):
+                group.start_soon(lost, box, "x" * 500_000)
+            await anyio.sleep(0.2)
+            await box.close()
+            assert await all_end(tasks)
+            assert client._transport._io_writer.transport.is_closing()
+            group.cancel_scope.cancel()
+        forwarder.taking.set()
+    server.close()

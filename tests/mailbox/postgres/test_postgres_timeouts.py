@@ -1,0 +1,107 @@
+"""The ``timeout`` of a PostgreSQL mailbox is the longest that it waits for a server that does not answer."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import anyio
+import pytest
+
+from mainspring import MailboxConnectionError
+from mainspring.mailbox.limits import CLOSE_TIMEOUT
+from mainspring.mailbox.postgres.connection import Pool
+from mainspring.mailbox.postgres.mailbox import PostgresMailbox
+from postgres_support import gate, until
+from stopwatch import Stopwatch
+
+pytestmark = pytest.mark.anyio
+SLACK = 1.5
+"""Seconds that a busy machine may add."""
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio", {"use_uvloop": True}
+
+
+@pytest.fixture
+def mute():
+    """The port of what accepts connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+async def _is_told_within(seconds, call):
+    begun = time.monotonic()
+    with Stopwatch() as watch, pytest.raises(MailboxConnectionError, match=f"did not answer within {seconds:g} s"):
+        await call()
+    assert seconds - 0.002 <= time.monotonic() - begun  # uvloop counts in milliseconds: a timer can end that much early
+    assert watch.seconds < seconds + SLACK
+
+
+async def test_opening_ends_in_time(mute):
+    # The driver's own end of connecting is far off: on a busy machine the usual 2 s may be over when either is looked at.
+    mailbox = PostgresMailbox(f"postgresql://ann@127.0.0.1:{mute}/app?connect_timeout=60", timeout=0.5)
+    for call in (mailbox.__aenter__, mailbox.exists, mailbox.migrate_schema):
+        await _is_told_within(0.5, call)
+
+
+@pytest.mark.parametrize("table", ["store", "mailboxes"])
+async def test_opening_has_one_end_however_many_steps_it_takes(place, table, monkeypatch):
+    """Connecting that has taken long leaves so much less for what comes after it."""
+    timeout = 4.0
+    connect = Pool.connect
+
+    async def slowly(pool):
+        await anyio.sleep(0.7 * timeout)
+        return await connect(pool)
+
+    async with place.mailbox():
+        pass
+    monkeypatch.setattr(Pool, "connect", slowly)
+    mailbox = place.mailbox(timeout=timeout)
+    async with await place.connect() as other:
+        await other.execute(f"LOCK TABLE {place.schema}.{table}")
+        for call in (mailbox.__aenter__, mailbox.exists):
+            with (
+                Stopwatch() as watch,
+                pytest.raises(MailboxConnectionError, match=f"did not answer within {timeout:g} s"),
+            ):
+                await call()
+            assert watch.seconds < timeout + SLACK
+        await other.rollback()
+
+
+async def test_a_call_ends_in_time_whose_cancellation_is_not_heard_either(place, mute):
+    async with gate(place.url) as (url, way), place.mailbox(url=url, timeout=3, listen=False) as mailbox:
+        await mailbox.send("x")
+        way.freeze()
+        way._server = ("127.0.0.1", mute)
+        for _ in range(2):  # on the connection of before, and on a new one
+            await _is_told_within(3, lambda: mailbox.send("y"))
+
+
+async def test_a_close_does_not_wait_for_a_listening_connection_that_stands_still(place):
+    async with gate(place.url) as (url, way):
+        async with place.mailbox(url=url, timeout=60, silence=0.5) as mailbox:
+            await until(lambda: mailbox._here.listening)
+            way.freeze()
+            await anyio.sleep(0.3)  # by now it has been asked whether it is alive
+            begun = time.monotonic()
+        assert time.monotonic() - begun < CLOSE_TIMEOUT
+
+
+@pytest.mark.parametrize(
+    ("url", "timeout", "each"),
+    [
+        ("postgresql://a/d", 30, 10),
+        ("postgresql://a/d", 5, 5),
+        ("postgresql://a,b/d", 8, 4),
+        ("postgresql:///d?host=a,b,c", 8, 2),
+        ("postgresql://a,b,c/d", 1, 2),
+        ("postgresql://a/d?connect_timeout=3", 5, 3),
+    ],
+)
+def test_each_of_several_hosts_gets_its_share(url, timeout, each):
+    assert f"connect_timeout={each}" in PostgresMailbox(url, timeout=timeout)._conninfo.split()

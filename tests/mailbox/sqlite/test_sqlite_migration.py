@@ -1,0 +1,61 @@
+"""A mailbox file of an earlier schema is brought up to date when it is opened, with all that is in it."""
+
+from __future__ import annotations
+
+import apsw
+import pytest
+
+from mainspring.mailbox.message import CancelOutcome
+from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
+
+pytestmark = pytest.mark.anyio
+
+TO_FIRST = """
+ALTER TABLE messages DROP COLUMN history;
+ALTER TABLE dead DROP COLUMN history;
+ALTER TABLE mailboxes DROP COLUMN used_at;
+DROP INDEX messages_by_id;
+DROP INDEX delayed_by_seq;
+PRAGMA user_version = 1;
+"""
+
+
+def made_of(path: str) -> dict[str, list[str]]:
+    """The columns of each table, in order, and the names of the indexes."""
+    connection = apsw.Connection(path)
+    rows = connection.execute(
+        "SELECT type, name FROM sqlite_schema WHERE name NOT LIKE 'sqlite_%' ORDER BY name"
+    ).fetchall()
+    found = {
+        name: [row[1] for row in connection.execute(f"PRAGMA table_info({name})")]
+        for kind, name in rows
+        if kind == "table"
+    }
+    found["indexes"] = [name for kind, name in rows if kind == "index"]
+    connection.close()
+    return found
+
+
+async def test_a_file_of_the_first_schema_is_migrated_with_all_its_messages(path):
+    async with SQLiteMailbox(path) as mailbox:
+        ids = [await mailbox.send(f"job {n}", delay=60 if n == 3 else 0) for n in range(4)]
+        (message,) = await mailbox.receive()
+        await message.dead_letter("the first one died")
+    fresh = made_of(path)
+    connection = apsw.Connection(path)
+    connection.execute(TO_FIRST)
+    connection.close()
+    assert made_of(path) != fresh
+
+    async with SQLiteMailbox(path) as mailbox:
+        assert made_of(path) == fresh
+        assert [letter.body for letter in await mailbox.dead_letters()] == ["job 0"]
+        assert await mailbox.cancel(ids[3]) is CancelOutcome.REMOVED
+        assert await mailbox.replay_dead_letters() == 1
+        received = await mailbox.receive(max_messages=10)
+        assert [message.body for message in received] == ["job 1", "job 2", "job 0"]
+        await received[0].nack(error="not yet")
+        (again,) = await mailbox.receive()
+        await again.dead_letter("it died, too")
+        (letter,) = await mailbox.dead_letters()
+        assert [failure.error for failure in letter.history] == ["not yet", "it died, too"]
