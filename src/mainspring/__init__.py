@@ -61,7 +61,8 @@ if TYPE_CHECKING:
     from mainspring.errors import UnknownVersionError as UnknownVersionError
     from mainspring.events import Dispatcher as Dispatcher
     from mainspring.group.group import LoopGroup as LoopGroup
-    from mainspring.mailbox.mailbox import Capabilities as Capabilities
+    from mainspring.mailbox.backend import Capabilities as Capabilities
+    from mainspring.mailbox.backend import MailboxStatistics as MailboxStatistics
     from mainspring.mailbox.mailbox import Mailbox as Mailbox
     from mainspring.mailbox.memory.mailbox import InMemoryMailbox as InMemoryMailbox
     from mainspring.mailbox.message import CancelOutcome as CancelOutcome
@@ -137,7 +138,8 @@ _HOMES = {
     "worker.dead_letter_consumer": ("DLQConsumer", "DeadLetterConsumer", "Verdict"),
     "worker.main_loop": ("MainLoop",),
     "worker.tool_calls": ("ToolCall",),
-    "mailbox.mailbox": ("Capabilities", "Mailbox"),
+    "mailbox.backend": ("Capabilities", "MailboxStatistics"),
+    "mailbox.mailbox": ("Mailbox",),
     "mailbox.memory.mailbox": ("InMemoryMailbox",),
     "mailbox.message": ("CancelOutcome", "DeadLetter", "Message"),
     "mailbox.open": ("open_mailbox",),

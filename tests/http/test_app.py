@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import httpx
 import pytest
-from http_fakes import FakeGroup, FakeMailbox, loop_status
 
 import mainspring
+from http_fakes import FakeGroup, FakeMailbox, loop_status
 from mainspring.core.state_machine import GroupState, ServiceState
 from mainspring.errors import ControlRefusedError, LoopNotRunningError, MailboxConnectionError, TicketTimeoutError
 from mainspring.events import MessageFinished

@@ -8,8 +8,8 @@ import re
 
 import httpx
 import pytest
-from http_fakes import FakeGroup
 
+from http_fakes import FakeGroup
 from mainspring.core.state_machine import GroupState
 from mainspring.http.app import health_app
 

@@ -70,6 +70,26 @@ class Capabilities:
     """The event loops that the backend's driver runs on."""
 
 
+@dataclass(frozen=True, slots=True)
+class MailboxStatistics:
+    """What one mailbox object is doing at this moment. What the store holds is in :class:`Counts`."""
+
+    waiting_receives: int = 0
+    """Receives that wait for a message."""
+    queued: int = 0
+    """Operations that wait until a batch takes them to the store."""
+    in_flight: int = 0
+    """Operations that the store has been given and has not answered."""
+    batches: int = 0
+    """Batches given to the store since the mailbox was opened."""
+    unconfirmed: int = 0
+    """Operations that a lost connection left without an answer, and that are tried again."""
+    reconnects: int = 0
+    """Connections made anew since the mailbox was opened, after one was lost."""
+    connected: bool = False
+    """True if the mailbox is open and its store can be reached, as far as is known."""
+
+
 class MailboxHooks(ABC):
     """The part of a mailbox that differs from one backend to the next."""
 
@@ -94,6 +114,10 @@ class MailboxHooks(ABC):
     async def _exists(self) -> bool:
         """See :meth:`Mailbox.exists`; called while the mailbox is not open. One whose store cannot tell says yes."""
         return True
+
+    def _statistics(self) -> MailboxStatistics:
+        """See :meth:`Mailbox.statistics`; called only while the mailbox is open."""
+        return MailboxStatistics(connected=True)
 
     @abstractmethod
     async def _put(self, envelopes: list[Envelope]) -> list[str]:

@@ -98,7 +98,17 @@ class Batcher(Generic[C]):
         self.batches = 0
 
     def __repr__(self) -> str:
-        return f"<Batcher {self._name!r} queued {len(self._next.commands)} callers {self._callers}>"
+        return f"<Batcher {self._name!r} queued={self.queued} in_flight={self.in_flight} callers={self._callers}>"
+
+    @property
+    def queued(self) -> int:
+        """How many commands wait for a batch."""
+        return len(self._next.commands)
+
+    @property
+    def in_flight(self) -> int:
+        """How many commands the batch has that is out."""
+        return len(self._out)
 
     async def call(self, command: C) -> Any:
         """Have ``command`` executed with the next batch; its result, or raises its error.

@@ -27,7 +27,7 @@ from mainspring.errors import (
     SerializationError,
     copied,
 )
-from mainspring.mailbox.backend import TRANSIENT, Capabilities
+from mainspring.mailbox.backend import TRANSIENT, Capabilities, MailboxStatistics
 from mainspring.mailbox.codec import NotJsonError
 from mainspring.mailbox.limits import CLOSE_TIMEOUT, MAX_MESSAGES, check_receive, check_seconds, is_name
 from mainspring.mailbox.message import ACK, Ack, Counts, Dead, Delivery, Envelope, Message, Settlement
@@ -80,7 +80,13 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         self.forgotten_replies = 0
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name!r} {self._state.state}>"
+        shown = f"{type(self).__name__} {self.name!r} {self._state.state}"
+        if self._state.state is MailboxState.OPEN:
+            now = self._statistics()
+            shown += "" if now.connected else ", not connected"
+            counts = {"waiting": now.waiting_receives, "queued": now.queued, "in flight": now.in_flight}
+            shown += "".join(f", {count} {what}" for what, count in counts.items() if count)
+        return f"<{shown}>"
 
     # --------------------------------------------------------------------------------------------------- life cycle
 
@@ -374,6 +380,13 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         """
         self._check_open()
         return await self._counts()
+
+    def statistics(self) -> MailboxStatistics:
+        """Return what this mailbox object is doing: receives that wait, operations that are queued or in flight, batches.
+
+        No call to the store is made. An unopened or closed mailbox has zeros.
+        """
+        return self._statistics() if self._usable else MailboxStatistics()
 
     async def approximate_count(self) -> int:
         """How many messages are still to be done: delayed, pending and in flight."""

@@ -11,7 +11,7 @@ from typing_extensions import TypeVar
 
 from mainspring.core import process, random
 from mainspring.errors import ConfigError, ReplyNotAvailableError
-from mainspring.mailbox.backend import TRANSIENT
+from mainspring.mailbox.backend import TRANSIENT, MailboxStatistics
 from mainspring.mailbox.mailbox import Capabilities, Mailbox
 from mainspring.mailbox.memory.entry import JSON, Entry
 from mainspring.mailbox.memory.store import MemoryStore, Slot
@@ -159,6 +159,9 @@ class InMemoryMailbox(Mailbox[T, R]):
         self._reaper = reaper = Periodic(self._reap, first=store.queue.next_due())
         store.add_reaper(reaper)
         scope.start_soon(reaper.run, name=f"reaper of mailbox {self.name}")
+
+    def _statistics(self) -> MailboxStatistics:
+        return MailboxStatistics(waiting_receives=self._store.bell.waiting, connected=True)
 
     async def _close(self) -> None:
         reaper, self._reaper = self._reaper, None

@@ -15,7 +15,7 @@ from typing_extensions import TypeVar
 from mainspring.core import clock
 from mainspring.core.process import event_loop
 from mainspring.errors import ConfigError, MainspringError, ReceiptHandleExpiredError
-from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE, Capabilities
+from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE, Capabilities, MailboxStatistics
 from mainspring.mailbox.batcher import Batcher
 from mainspring.mailbox.limits import check_column, size_of
 from mainspring.mailbox.mailbox import Mailbox
@@ -156,6 +156,16 @@ class SQLiteMailbox(Mailbox[T, R]):
         writer.add_waiters(self._waiters)
         scope.start_soon(self._sweeper.run, name=f"mailbox {self.name} due times")
         scope.start_soon(self._batcher.run, name=f"mailbox {self.name} batches", stop=self._batcher.stop)
+
+    def _statistics(self) -> MailboxStatistics:
+        batcher = self._batcher
+        return MailboxStatistics(
+            waiting_receives=self._waiters.parked,
+            queued=batcher.queued,
+            in_flight=batcher.in_flight,
+            batches=batcher.batches,
+            connected=True,
+        )
 
     async def _close(self) -> None:
         try:
