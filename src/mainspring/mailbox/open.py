@@ -26,18 +26,18 @@ P = ParamSpec("P")
 Stores = Iterable["str | Mailbox[Any, Any]"]
 
 _BACKENDS = {
-    "memory": ("mainspring.mailbox.memory", "InMemoryMailbox", None),
-    "sqlite": ("mainspring.mailbox.sqlite", "SQLiteMailbox", None),
-    "redis": ("mainspring.mailbox.redis", "RedisMailbox", "redis"),
-    "rediss": ("mainspring.mailbox.redis", "RedisMailbox", "redis"),
-    "redis+sentinel": ("mainspring.mailbox.redis", "RedisMailbox", "redis"),
-    "rediss+sentinel": ("mainspring.mailbox.redis", "RedisMailbox", "redis"),
-    "redis+cluster": ("mainspring.mailbox.redis", "RedisMailbox", "redis"),
-    "rediss+cluster": ("mainspring.mailbox.redis", "RedisMailbox", "redis"),
-    "postgresql": ("mainspring.mailbox.postgres", "PostgresMailbox", "postgres"),
-    "postgres": ("mainspring.mailbox.postgres", "PostgresMailbox", "postgres"),
-    "nats": ("mainspring.mailbox.nats", "NatsMailbox", "nats"),
-    "tls": ("mainspring.mailbox.nats", "NatsMailbox", "nats"),
+    "memory": ("mainspring.mailbox.memory.mailbox", "InMemoryMailbox", None),
+    "sqlite": ("mainspring.mailbox.sqlite.mailbox", "SQLiteMailbox", None),
+    "redis": ("mainspring.mailbox.redis.mailbox", "RedisMailbox", "redis"),
+    "rediss": ("mainspring.mailbox.redis.mailbox", "RedisMailbox", "redis"),
+    "redis+sentinel": ("mainspring.mailbox.redis.mailbox", "RedisMailbox", "redis"),
+    "rediss+sentinel": ("mainspring.mailbox.redis.mailbox", "RedisMailbox", "redis"),
+    "redis+cluster": ("mainspring.mailbox.redis.mailbox", "RedisMailbox", "redis"),
+    "rediss+cluster": ("mainspring.mailbox.redis.mailbox", "RedisMailbox", "redis"),
+    "postgresql": ("mainspring.mailbox.postgres.mailbox", "PostgresMailbox", "postgres"),
+    "postgres": ("mainspring.mailbox.postgres.mailbox", "PostgresMailbox", "postgres"),
+    "nats": ("mainspring.mailbox.nats.mailbox", "NatsMailbox", "nats"),
+    "tls": ("mainspring.mailbox.nats.mailbox", "NatsMailbox", "nats"),
 }
 
 
