@@ -127,9 +127,7 @@ class InMemoryMailbox(Mailbox[T, R]):
             capacity = int(capacity) if capacity.isascii() and capacity.isdigit() else capacity
         if isinstance(serialize, str):
             serialize = {"true": True, "1": True, "false": False, "0": False}.get(serialize.lower(), serialize)
-        mailbox: InMemoryMailbox[Any, Any] = InMemoryMailbox(
-            host, capacity=capacity, serialize=serialize, body=body, reply=reply
-        )
+        mailbox: InMemoryMailbox[Any, Any] = cls(host, capacity=capacity, serialize=serialize, body=body, reply=reply)
         mailbox._settle_in(host, capacity)
         return mailbox
 
