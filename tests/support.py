@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict, deque
 from contextlib import asynccontextmanager
 from functools import partial
@@ -11,6 +12,7 @@ import anyio
 import trio.testing
 
 from mainspring.mailbox.memory.mailbox import InMemoryMailbox
+from wrapped_backend import WrappedBackend, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -63,16 +65,21 @@ async def work(hook: Hook) -> Any:
 class FaultyMailbox(InMemoryMailbox[Any, Any]):
     """A memory mailbox of whose calls chosen ones fail, hang, or are slow.
 
-    The calls are ``"claim"``, ``"settle"``, ``"extend"``, ``"save_checkpoint"`` and ``"put"`` (send and send_many).
-    ``calls`` records all of them as (instant, call, argument); ``most_leased`` is how many messages were ever in flight.
+    The calls are ``"claim"``, ``"settle"``, ``"extend"``, ``"save_checkpoint"`` and, where ``joins``, ``"join"``: such a
+    mailbox takes acknowledgements that are made together in one call, any other takes them one by one.
+
+    ``calls`` records all of them as (instant, call, argument); ``most_leased`` is how many messages were ever in flight;
+    ``joined`` has the bodies of each joint acknowledgement.
     """
 
-    def __init__(self, name: str | None = None, **options: Any) -> None:
+    def __init__(self, name: str | None = None, *, joins: bool = False, **options: Any) -> None:
         super().__init__(name, **options)
         self.calls: list[tuple[float, str, Any]] = []
+        self.joined: list[list[Any]] = []
+        self.most_leased = 0
         self._next: defaultdict[str, deque[Action]] = defaultdict(deque)
         self._always: dict[str, Action] = {}
-        self.most_leased = 0
+        wrap(self, partial(_JoiningBackend if joins else _FaultyBackend, mailbox=self))
 
     def next(self, call: str, *actions: Action) -> None:
         """The next calls of that kind do this, one after the other; the ones after them as usual."""
@@ -90,32 +97,40 @@ class FaultyMailbox(InMemoryMailbox[Any, Any]):
         """What was written, by kind, tries included."""
         return [type(argument).__name__ for _, name, argument in self.calls if name == "settle"]
 
-    async def _through(self, call: str, argument: Any, hook: Hook) -> Any:
+    async def through(self, call: str, argument: Any, hook: Hook) -> Any:
+        """Make a call: record it, and do what the test has said."""
         self.calls.append((anyio.current_time(), call, argument))
         queued = self._next[call]
         action = queued.popleft() if queued else self._always.get(call, work)
         return await action(hook)
 
-    async def send(self, body: Any, **options: Any) -> str:
-        return await self._through("put", body, partial(super().send, body, **options))
 
-    async def send_many(self, bodies: Any, **options: Any) -> list[str]:
-        return await self._through("put", bodies, partial(super().send_many, bodies, **options))
+class _FaultyBackend(WrappedBackend):
+    def __init__(self, inner: Any, mailbox: FaultyMailbox) -> None:
+        super().__init__(inner)
+        self.mailbox = mailbox
 
-    async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> Any:
-        hook = partial(super()._claim, max_messages, visibility_timeout, wait_time_seconds)
-        claimed = await self._through("claim", (max_messages, wait_time_seconds), hook)
-        self.most_leased = max(self.most_leased, (await self._counts()).in_flight)
+    async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> Any:
+        claim = partial(self.inner.claim, max_messages, visibility_timeout, wait_time_seconds)
+        claimed = await self.mailbox.through("claim", (max_messages, wait_time_seconds), claim)
+        self.mailbox.most_leased = max(self.mailbox.most_leased, (await self.inner.counts()).in_flight)
         return claimed
 
-    async def _settle(self, delivery: Any, settlement: Any) -> None:
-        await self._through("settle", settlement, partial(super()._settle, delivery, settlement))
+    async def settle(self, delivery: Any, settlement: Any) -> None:
+        await self.mailbox.through("settle", settlement, partial(self.inner.settle, delivery, settlement))
 
-    async def _extend(self, delivery: Any, timeout: float) -> None:
-        await self._through("extend", timeout, partial(super()._extend, delivery, timeout))
+    async def extend(self, delivery: Any, timeout: float) -> None:
+        await self.mailbox.through("extend", timeout, partial(self.inner.extend, delivery, timeout))
 
-    async def _save_checkpoint(self, delivery: Any, state: bytes) -> None:
-        await self._through("save_checkpoint", state, partial(super()._save_checkpoint, delivery, state))
+    async def checkpoint(self, delivery: Any, state: bytes) -> None:
+        await self.mailbox.through("save_checkpoint", state, partial(self.inner.checkpoint, delivery, state))
+
+
+class _JoiningBackend(_FaultyBackend):
+    async def acknowledge_many(self, deliveries: list[Any]) -> dict[int, Exception]:
+        self.mailbox.joined.append([json.loads(delivery.body) for delivery in deliveries])
+        each = WrappedBackend(self.inner).acknowledge_many
+        return await self.mailbox.through("join", len(deliveries), partial(each, deliveries))
 
 
 def virtually(fn: Callable[[trio.testing.MockClock], Awaitable[None]]) -> Callable[[], None]:

@@ -71,9 +71,9 @@ class WrappedBackend:
 def wrap(mailbox: M, wrapper: Callable[[Any], WrappedBackend]) -> M:
     """Put ``wrapper(backend)`` in the place of the backend of an unopened mailbox; return the mailbox."""
     backend = wrapper(backend_of(mailbox))
-    for operation, hook in _HOOKS.items():
-        setattr(mailbox, hook, getattr(backend, operation))
-    mailbox.send = partial(Mailbox.send, mailbox)  # type: ignore[method-assign]  # one in memory has a way past the backend
-    if hasattr(type(backend), "capabilities"):
-        mailbox.capabilities = type(backend).capabilities  # type: ignore[misc]
+    changed = {operation for operation in (*_HOOKS, "capabilities") if hasattr(type(backend), operation)}
+    for operation in changed:
+        setattr(mailbox, _HOOKS.get(operation, operation), getattr(backend, operation))
+    if "send" in changed:
+        mailbox.send = partial(Mailbox.send, mailbox)  # type: ignore[method-assign]  # one in memory has a way past it
     return mailbox

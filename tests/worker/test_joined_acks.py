@@ -10,7 +10,7 @@ import anyio
 import pytest
 from loop_support import DOWN, quick
 
-from mainspring import InMemoryMailbox, MainLoop, ReceiptHandleExpiredError
+from mainspring import InMemoryMailbox, MainLoop
 from mainspring.events import MessageFinished, MessageNotAcknowledged, SettlementFailed
 from mainspring.mailbox.backend import Capabilities
 from mainspring.worker import worker
@@ -21,27 +21,10 @@ pytestmark = pytest.mark.anyio
 
 
 class Joining(FaultyMailbox):
-    """``"join"`` is the call that acknowledges many; ``joined`` has the bodies of each such call."""
-
     capabilities = Capabilities(joined_acks=True)
 
     def __init__(self) -> None:
-        super().__init__()
-        self.joined: list[list[Any]] = []
-
-    async def _acknowledge_many(self, deliveries: list[Any]) -> dict[int, Exception]:
-        self.joined.append([int(delivery.body) for delivery in deliveries])
-        return await self._through("join", len(deliveries), lambda: self._really(deliveries))
-
-    async def _really(self, deliveries: list[Any]) -> dict[int, Exception]:
-        store = self._here()
-        refused: dict[int, Exception] = {}
-        for number, delivery in enumerate(deliveries):
-            try:
-                store.queue.acknowledge(delivery, store.clock())
-            except ReceiptHandleExpiredError as error:
-                refused[number] = error
-        return refused
+        super().__init__(joins=True)
 
 
 class Ordered(Joining):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -14,7 +13,7 @@ import anyio
 import pytest
 from loop_support import EXACT, quick
 
-from mainspring import DeadLetterPolicy, InMemoryMailbox, MainLoop, TaskExitError
+from mainspring import DeadLetterPolicy, MainLoop, TaskExitError
 from mainspring.events import (
     LeaseLost,
     LeaseRenewalFailed,
@@ -24,7 +23,6 @@ from mainspring.events import (
     SettlementFailed,
 )
 from mainspring.mailbox.backend import Capabilities
-from mainspring.mailbox.message import ACK
 from support import FaultyMailbox, background, hang, record, settled, slow, work
 
 pytestmark = pytest.mark.anyio
@@ -38,22 +36,17 @@ def anyio_backend(request):
 
 
 class Waiting(FaultyMailbox):
-    """Its settlements give others a turn, as those of a server do. ``"join"`` is the call that acknowledges many."""
+    """Its settlements give others a turn, as those of a server do."""
 
     capabilities = Capabilities(joined_acks=True)
 
-    async def _settle(self, delivery: Any, settlement: Any) -> None:
-        await anyio.lowlevel.checkpoint()
-        await super()._settle(delivery, settlement)
+    def __init__(self) -> None:
+        super().__init__(joins=True)
 
-    async def _acknowledge_many(self, deliveries: list[Any]) -> dict[int, Exception]:
-        await anyio.lowlevel.checkpoint()
-        return await self._through("join", len(deliveries), partial(self._really, deliveries))
-
-    async def _really(self, deliveries: list[Any]) -> dict[int, Exception]:
-        for delivery in deliveries:
-            await InMemoryMailbox._settle(self, delivery, ACK)
-        return {}
+    async def through(self, call: str, argument: Any, hook: Any) -> Any:
+        if call in ("settle", "join"):
+            await anyio.lowlevel.checkpoint()
+        return await super().through(call, argument, hook)
 
 
 class Single(Waiting):
