@@ -5,7 +5,6 @@ Most are broken in their backend. A class of mailboxes is broken in what it does
 
 from __future__ import annotations
 
-import math
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -64,19 +63,39 @@ class ForgetsCheckpoints(WrappedBackend):
         pass
 
 
+async def end_lease(backend: Any, delivery: Delivery) -> None:
+    """Do as if its lease had run out."""
+    with suppress(ReceiptHandleExpiredError):
+        await backend.settle(delivery, Return())
+
+
 class ExtendShortens(WrappedBackend):
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
-        self.lease_ends: dict[str, float] = {}
+        self.shortened: dict[str, tuple[Delivery, float]] = {}
 
     async def extend(self, delivery: Delivery, timeout: float) -> None:
+        await self.end_leases()
         await self.inner.extend(delivery, timeout)
-        self.lease_ends[delivery.receipt_handle] = anyio.current_time() + timeout
+        self.shortened[delivery.receipt_handle] = delivery, anyio.current_time() + timeout
 
     async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
-        if anyio.current_time() >= self.lease_ends.get(delivery.receipt_handle, math.inf):
-            raise ReceiptHandleExpiredError("shortened")
+        await self.end_leases()
         await self.inner.settle(delivery, settlement)
+
+    async def claim(self, *limits: Any) -> list[Delivery]:
+        await self.end_leases()
+        return await self.inner.claim(*limits)
+
+    async def counts(self) -> Counts:
+        await self.end_leases()
+        return await self.inner.counts()
+
+    async def end_leases(self) -> None:
+        for receipt, (delivery, until) in list(self.shortened.items()):
+            if until <= anyio.current_time():
+                del self.shortened[receipt]
+                await end_lease(self.inner, delivery)
 
 
 class ExtendDoesNothing(WrappedBackend):

@@ -13,8 +13,6 @@ from mainspring.testing import Faults, Simulation
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import pytest
-
     from mainspring.testing.simulation import SimulationReport
 
 SEEDS = 200
@@ -25,18 +23,18 @@ TROUBLE = Faults().times(20)
 
 @dataclass
 class Variant:
-    """A wrong system: what ``plant`` patches or gives, and the rules of which one must be found broken."""
+    """A wrong system: what ``plant`` gives, and the rules of which one must be found broken."""
 
     name: str
     rules: tuple[str, ...]
-    plant: Callable[[pytest.MonkeyPatch], dict[str, Any] | None]
+    plant: Callable[[], dict[str, Any]]
     faults: Faults
     duration: float
     options: dict[str, Any] = field(default_factory=dict)
 
-    def hunt(self, patch: pytest.MonkeyPatch, seeds: int = SEEDS) -> SimulationReport | None:
+    def hunt(self, seeds: int = SEEDS) -> SimulationReport | None:
         """The first failing run, or None."""
-        given = self.plant(patch) or {}
+        given = self.plant()
         build = given.pop("build", honest)
         for seed in range(seeds):
             simulation = Simulation(seed=seed, duration=self.duration, faults=self.faults, **self.options, **given)
@@ -52,24 +50,23 @@ VARIANTS: dict[str, Variant] = {}
 def planted_fault(
     *rules: str, faults: Faults = TROUBLE, duration: float = 1800.0, **options: Any
 ) -> Callable[..., Any]:
-    """Mark a function as a planted fault: given ``monkeypatch`` it makes the system wrong; it may return options of the
-    simulation (``store=``) or the wrong ``build``."""
+    """Mark a function as a planted fault: it returns a wrong ``build``, or options of the simulation (a wrong ``store``)."""
 
-    def mark(plant: Callable[[pytest.MonkeyPatch], dict[str, Any] | None]) -> Any:
+    def mark(plant: Callable[[], dict[str, Any]]) -> Any:
         VARIANTS[plant.__name__] = Variant(plant.__name__, rules, plant, faults, duration, options)
         return plant
 
     return mark
 
 
-def honest(mailbox: Any, **options: Any) -> LoopGroup:
+def honest(mailbox: Any, *, kind: type[MainLoop] = MainLoop, **options: Any) -> LoopGroup:
     """A group as it should be."""
 
     async def handle(job: int) -> int:
         await anyio.sleep(job % 40)
         return job
 
-    return LoopGroup([MainLoop(mailbox, handle, concurrency=2, **options)])
+    return LoopGroup([kind(mailbox, handle, concurrency=2, **options)])
 
 
 def quick(mailbox: Any) -> LoopGroup:

@@ -1,8 +1,13 @@
-"""The wrong variants: each is a mistake somebody could make, in the store, the engine, or the code of a user."""
+"""The wrong variants: each is a mistake somebody could make, in the store, the engine, or the code of a user.
+
+A mistake of the store is made around the backend of the mailbox that is the store. One of the engine is made where the engine
+meets others: around the backend of the mailbox that it works on, or in a subclass of what it is built from.
+"""
 
 from __future__ import annotations
 
 from contextvars import copy_context
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,23 +15,26 @@ import anyio
 import trio
 from simulation_planting import honest, planted_fault, quick
 
-from mainspring import Context, InMemoryMailbox, LoopGroup, MailboxConnectionError, MainLoop, Retry
+from contract.broken_mailboxes import (
+    ChargesReleases,
+    DoesNotChargeExpiry,
+    ExtendDoesNothing,
+    ExtendShortens,
+    IgnoresNackDelay,
+    end_lease,
+)
+from mainspring import Context, DeadLetterPolicy, InMemoryMailbox, LoopGroup, MailboxConnectionError, MainLoop, Retry
 from mainspring.core import random
 from mainspring.core.clock import VIRTUAL_EPOCH, utc_now
+from mainspring.core.state_machine import GroupState
 from mainspring.errors import ReceiptHandleExpiredError
-from mainspring.group.shutdown import Shutdown
-from mainspring.mailbox.memory.entry import GONE, IN_FLIGHT, JSON, Entry
-from mainspring.mailbox.memory.queue import MemoryQueue
-from mainspring.mailbox.memory.scheduler import Agenda
-from mainspring.mailbox.message import Ack, Dead, Return
-from mainspring.policies import DeadLetterPolicy
+from mainspring.events import GroupStateChanged
+from mainspring.mailbox.message import ACK, Ack, Dead, Delivery, Envelope, Return, Settlement
 from mainspring.testing import Faults
-from mainspring.worker import attempt, worker
-from mainspring.worker.leases import LeaseKeeper
-from mainspring.worker.outcome import Decision, Outcome
+from wrapped_backend import WrappedBackend, backend_of, wrap
 
 if TYPE_CHECKING:
-    import pytest
+    from collections.abc import Callable
 
     Given = dict[str, Any]
 
@@ -34,11 +42,29 @@ CRASHES = Faults.just(crash=20)
 SIGNALS = Faults.just(signal=30)
 FREEZES = Faults.just(freeze=40)
 
+
+def stored_by(wrong: Callable[[Any], WrappedBackend]) -> Callable[[], InMemoryMailbox[Any, Any]]:
+    """What makes a store that is wrong in this way."""
+    return lambda: wrap(InMemoryMailbox("store", serialize=True), wrong)
+
+
+def takes(seconds: float, **options: Any) -> Callable[[Any], LoopGroup]:
+    """What builds a group whose handlers take ``seconds``."""
+
+    def build(mailbox: Any) -> LoopGroup:
+        async def handle(job: int) -> None:
+            await anyio.sleep(seconds)
+
+        return LoopGroup([MainLoop(mailbox, handle, **options)])
+
+    return build
+
+
 # --------------------------------------------------------------------------------------------------------- user code
 
 
 @planted_fault("work done", faults=CRASHES)
-def acknowledges_before_the_work(patch: pytest.MonkeyPatch) -> Given:
+def acknowledges_before_the_work() -> Given:
     def build(mailbox: Any) -> LoopGroup:
         async def handle(job: int, ctx: Context) -> None:
             await ctx.message.acknowledge()
@@ -50,7 +76,7 @@ def acknowledges_before_the_work(patch: pytest.MonkeyPatch) -> Given:
 
 
 @planted_fault("progress", faults=Faults.none(), duration=7200.0)
-def handlers_hang_and_nobody_watches(patch: pytest.MonkeyPatch) -> Given:
+def handlers_hang_and_nobody_watches() -> Given:
     def build(mailbox: Any) -> LoopGroup:
         async def handle(job: int) -> None:
             if job % 7 == 0:
@@ -62,7 +88,7 @@ def handlers_hang_and_nobody_watches(patch: pytest.MonkeyPatch) -> Given:
 
 
 @planted_fault("no task left", faults=SIGNALS)
-def a_handler_leaves_a_task_behind(patch: pytest.MonkeyPatch) -> Given:
+def a_handler_leaves_a_task_behind() -> Given:
     def build(mailbox: Any) -> LoopGroup:
         async def handle(job: int) -> None:
             trio.lowlevel.spawn_system_task(trio.sleep, 600, context=copy_context())
@@ -73,7 +99,7 @@ def a_handler_leaves_a_task_behind(patch: pytest.MonkeyPatch) -> Given:
 
 
 @planted_fault("shutdown in time", faults=SIGNALS)
-def a_handler_ignores_its_cancellation(patch: pytest.MonkeyPatch) -> Given:
+def a_handler_ignores_its_cancellation() -> Given:
     def build(mailbox: Any) -> LoopGroup:
         async def handle(job: int) -> None:
             with anyio.CancelScope(shield=True):
@@ -88,115 +114,133 @@ def a_handler_ignores_its_cancellation(patch: pytest.MonkeyPatch) -> Given:
 
 
 @planted_fault("one worker", "one lease", duration=3600.0)
-def leases_are_not_renewed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LeaseKeeper, "_attend", lambda self, run, now: setattr(run, "renew_at", now + 20))
+def leases_are_not_renewed() -> Given:
+    class Unsent(WrappedBackend):
+        async def extend(self, delivery: Delivery, timeout: float) -> None: ...
+
+    return {"build": lambda mailbox: honest(wrap(mailbox, Unsent))}
 
 
 @planted_fault("one worker", "one lease", "lease kept", faults=SIGNALS)
-def renewal_stops_when_the_drain_begins(patch: pytest.MonkeyPatch) -> Given:
-    real = worker.Worker.stop_intake
+def renewal_stops_when_the_drain_begins() -> Given:
+    class Unsent(WrappedBackend):
+        is_draining = False
 
-    def stop_intake(self: Any) -> None:
-        real(self)
-        self._lease._attend = lambda run, now: setattr(run, "renew_at", now + 20)
+        async def extend(self, delivery: Delivery, timeout: float) -> None:
+            if not self.is_draining:
+                await self.inner.extend(delivery, timeout)
 
-    patch.setattr(worker.Worker, "stop_intake", stop_intake)
+        def hear(self, event: GroupStateChanged) -> None:
+            self.is_draining = event.new is not GroupState.STARTING and event.new is not GroupState.RUNNING
 
     def build(mailbox: Any) -> LoopGroup:
-        async def handle(job: int) -> None:
-            await anyio.sleep(25)
+        backends: list[Unsent] = []
 
-        return LoopGroup([MainLoop(mailbox, handle, concurrency=2, visibility_timeout=6)])
+        def unsent(inner: Any) -> Unsent:
+            backends.append(Unsent(inner))
+            return backends[-1]
+
+        group = takes(25, concurrency=2, visibility_timeout=6)(wrap(mailbox, unsent))
+        group.dispatcher.subscribe(GroupStateChanged, backends[-1].hear)
+        return group
 
     return {"build": build}
 
 
 @planted_fault("one lease", faults=FREEZES)
-def handlers_begin_with_a_lease_that_is_over(patch: pytest.MonkeyPatch) -> None:
+def handlers_begin_with_a_lease_that_is_over() -> Given:
     """What the simulation found in the engine first: a worker that stood still between a claim and its handler."""
-    track = LeaseKeeper.track
 
-    def track_from_receipt(self: Any, runs: Any) -> None:
-        now = anyio.current_time()
-        for run in runs:
-            run.renewed_at, run.trusted_until = now, now + self._visibility
-        track(self, runs)
+    class FromReceipt(WrappedBackend):
+        async def claim(self, *asked: Any) -> list[Delivery]:
+            claimed = await self.inner.claim(*asked)
+            return [replace(delivery, leased_at=anyio.current_time()) for delivery in claimed]
 
-    patch.setattr(LeaseKeeper, "track", track_from_receipt)
+    return {"build": lambda mailbox: honest(wrap(mailbox, FromReceipt))}
 
 
 @planted_fault("attempts", faults=SIGNALS)
-def a_shutdown_charges_an_attempt(patch: pytest.MonkeyPatch) -> Given:
-    charged = Decision(Outcome.RELEASED, Return(charge=True, front=True))
-    patch.setattr(attempt, "RELEASED", charged)
-    patch.setattr(worker, "RELEASED", charged)
+def a_shutdown_charges_an_attempt() -> Given:
+    return {"build": lambda mailbox: takes(50)(wrap(mailbox, ChargesReleases))}
 
-    def build(mailbox: Any) -> LoopGroup:
-        async def handle(job: int) -> None:
-            await anyio.sleep(50)
 
-        return LoopGroup([MainLoop(mailbox, handle)])
+def says(policy: DeadLetterPolicy, but_has: DeadLetterPolicy) -> Callable[[Any], LoopGroup]:
+    """What builds a group whose loop says one policy and has another."""
 
-    return {"build": build}
+    class Loop(MainLoop):
+        @property
+        def dead_letter(self) -> DeadLetterPolicy:
+            return policy
+
+    return partial(honest, kind=Loop, dead_letter=but_has)
 
 
 @planted_fault("attempts")
-def attempts_never_run_out(patch: pytest.MonkeyPatch) -> Given:
-    patch.setattr(DeadLetterPolicy, "is_dead", lambda self, attempt, error: False)
-    patch.setattr(attempt, "before_start", lambda *_: None)
-    return {"build": partial(honest, dead_letter=DeadLetterPolicy(max_attempts=5))}
+def attempts_never_run_out() -> Given:
+    return {"build": says(DeadLetterPolicy(max_attempts=5), but_has=DeadLetterPolicy(1_000, max_crashes=1_000))}
 
 
 @planted_fault("attempts", faults=Faults.just(crash=600))
-def a_message_may_kill_any_number_of_workers(patch: pytest.MonkeyPatch) -> Given:
-    patch.setattr(attempt, "before_start", lambda *_: None)
-    return {"build": partial(honest, dead_letter=DeadLetterPolicy(max_crashes=2))}
+def a_message_may_kill_any_number_of_workers() -> Given:
+    return {"build": says(DeadLetterPolicy(max_crashes=2), but_has=DeadLetterPolicy(max_crashes=1_000))}
 
 
 @planted_fault("no crash")
-def a_lost_connection_crashes_the_loop(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(MailboxConnectionError, "retryable", False)
+def a_lost_connection_crashes_the_loop() -> Given:
+    class Crashes(WrappedBackend):
+        async def claim(self, *asked: Any) -> list[Delivery]:
+            try:
+                return await self.inner.claim(*asked)
+            except MailboxConnectionError as error:
+                raise RuntimeError("the connection is lost") from error
+
+    return {"build": lambda mailbox: honest(wrap(mailbox, Crashes))}
 
 
 @planted_fault("shutdown in time", faults=SIGNALS)
-def a_shutdown_waits_for_ever(patch: pytest.MonkeyPatch) -> Given:
-    async def wait(self: Any, over: Any, until: Any) -> None:
-        while not over():
-            await anyio.sleep(1)
+def a_shutdown_waits_for_ever() -> Given:
+    class Patient(LoopGroup):
+        def request_shutdown(self, reason: str = "") -> None:
+            self.request_drain(reason)
 
-    patch.setattr(Shutdown, "_wait", wait)
-
-    def build(mailbox: Any) -> LoopGroup:
-        async def handle(job: int) -> None:
-            await anyio.sleep(200)
-
-        return LoopGroup([MainLoop(mailbox, handle)])
-
-    return {"build": build}
+    return {"build": lambda mailbox: Patient(takes(200)(mailbox).loops)}
 
 
 @planted_fault("work done")
-def failures_are_acknowledged(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(attempt.Attempts, "judge", lambda self, run, error: Decision(Outcome.ACKNOWLEDGED, Ack()))
+def failures_are_acknowledged() -> Given:
+    class Careless(WrappedBackend):
+        async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+            failed = isinstance(settlement, Return) and settlement.charge
+            await self.inner.settle(delivery, ACK if failed else settlement)
+
+    return {"build": lambda mailbox: honest(wrap(mailbox, Careless))}
 
 
 # --------------------------------------------------------------------------------------------------------- the store
 
 
-class Wrong(InMemoryMailbox[Any, Any]):
-    """A store, wrong in one way."""
+class Accepts(WrappedBackend):
+    """Takes a stale settlement of one kind."""
 
-    def __init__(self) -> None:
-        super().__init__("store", serialize=True)
+    def __init__(self, inner: Any, kind: type[Ack] | type[Return]) -> None:
+        super().__init__(inner)
+        self.kind = kind
+
+    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        try:
+            await self.inner.settle(delivery, settlement)
+        except ReceiptHandleExpiredError:
+            if not isinstance(settlement, self.kind):
+                raise
 
 
 @planted_fault("fencing", faults=FREEZES, duration=3600.0)
-def a_stale_acknowledgement_is_accepted(patch: pytest.MonkeyPatch) -> Given:
-    return {"store": lambda: _Lenient(Ack)}
+def a_stale_acknowledgement_is_accepted() -> Given:
+    return {"store": stored_by(partial(Accepts, kind=Ack))}
 
 
 @planted_fault("fencing", faults=FREEZES, duration=3600.0)
-def a_stale_return_is_accepted(patch: pytest.MonkeyPatch) -> Given:
+def a_stale_return_is_accepted() -> Given:
     def build(mailbox: Any) -> LoopGroup:
         async def handle(job: int, ctx: Context) -> None:
             await anyio.sleep(job % 40)
@@ -205,80 +249,87 @@ def a_stale_return_is_accepted(patch: pytest.MonkeyPatch) -> Given:
 
         return LoopGroup([MainLoop(mailbox, handle, concurrency=2)])
 
-    return {"store": lambda: _Lenient(Return), "build": build}
-
-
-class _Lenient(Wrong):
-    def __init__(self, kind: type) -> None:
-        super().__init__()
-        self._kind = kind
-
-    async def _settle(self, delivery: Any, settlement: Any) -> None:
-        try:
-            await super()._settle(delivery, settlement)
-        except ReceiptHandleExpiredError:
-            if not isinstance(settlement, self._kind):
-                raise
+    return {"store": stored_by(partial(Accepts, kind=Return)), "build": build}
 
 
 @planted_fault("nothing lost", faults=Faults.just(crash=120))
-def the_reaper_loses_one_in_a_hundred(patch: pytest.MonkeyPatch) -> None:
-    real = Agenda.due
+def one_in_a_hundred_is_lost_with_its_lease() -> Given:
+    class Loses(WrappedBackend):
+        async def claim(self, *asked: Any) -> list[Delivery]:
+            claimed = await self.inner.claim(*asked)
+            lost = [one for one in claimed if one.delivery_count > 1 and random.rng().random() < 0.01]
+            for delivery in lost:
+                await self.inner.settle(delivery, ACK)
+            return [delivery for delivery in claimed if delivery not in lost]
 
-    def due(self: Any, now: float) -> Any:
-        for entry in real(self, now):
-            if entry.place == IN_FLIGHT and random.rng().random() < 0.01:
-                continue
-            yield entry
+    return {"store": stored_by(Loses)}
 
-    patch.setattr(Agenda, "due", due)
+
+class LeaseBook(WrappedBackend):
+    """Knows of each lease how long it lasts."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.leases: dict[str, tuple[Delivery, float]] = {}
+
+    async def claim(self, most: int, visibility: float, wait: float) -> list[Delivery]:
+        claimed: list[Delivery] = await self.inner.claim(most, visibility, wait)
+        until = anyio.current_time() + visibility
+        self.leases |= {delivery.receipt_handle: (delivery, until) for delivery in claimed}
+        return claimed
+
+    async def extend(self, delivery: Delivery, timeout: float) -> None:
+        await self.inner.extend(delivery, timeout)
+        _, until = self.leases[delivery.receipt_handle]
+        self.leases[delivery.receipt_handle] = delivery, max(until, anyio.current_time() + timeout)
+
+    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        await self.inner.settle(delivery, settlement)
+        self.leases.pop(delivery.receipt_handle, None)
 
 
 @planted_fault("one lease", "lease kept")
-def leases_are_judged_by_the_workers_wall_clock(patch: pytest.MonkeyPatch) -> Given:
-    class WallClock(Wrong):
-        async def _claim(self, most: int, visibility: float, wait: float) -> Any:
-            self._store.queue.advance((utc_now() - VIRTUAL_EPOCH).total_seconds())
-            return await super()._claim(most, visibility, wait)
+def leases_are_judged_by_the_workers_wall_clock() -> Given:
+    class WallClock(LeaseBook):
+        async def claim(self, most: int, visibility: float, wait: float) -> list[Delivery]:
+            wall = (utc_now() - VIRTUAL_EPOCH).total_seconds()
+            for receipt, (delivery, until) in list(self.leases.items()):
+                if until <= wall:
+                    del self.leases[receipt]
+                    await end_lease(self.inner, delivery)
+            return await super().claim(most, visibility, wait)
 
-    return {"store": WallClock}
+    return {"store": stored_by(WallClock)}
 
 
 @planted_fault("replies")
-def replies_are_sent_twice(patch: pytest.MonkeyPatch) -> Given:
-    class Twice(Wrong):
-        def _reply_into(self, store: Any, delivery: Any, reply: Any, now: float) -> None:
-            address = reply.reply_to
-            super()._reply_into(store, delivery, reply, now)
-            if random.rng().random() < 0.05:
-                reply.reply_to = address
-                super()._reply_into(store, delivery, reply, now)
+def replies_are_sent_twice() -> Given:
+    class Twice(WrappedBackend):
+        async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+            reply = settlement.reply if isinstance(settlement, Ack) else None
+            again = None if reply is None or random.rng().random() > 0.05 else replace(reply)
+            await self.inner.settle(delivery, settlement)
+            if again is not None:
+                requester = backend_of(self.inner.sibling(again.reply_to))
+                await requester.send([replace(again, reply_to=None)])
 
-    return {"store": Twice}
+    return {"store": stored_by(Twice)}
 
 
 @planted_fault("nothing lost", "lease kept")
-def a_dead_letter_is_not_one_step(patch: pytest.MonkeyPatch) -> Given:
-    class TwoSteps(Wrong):
-        async def _settle(self, delivery: Any, settlement: Any) -> None:
+def a_dead_letter_is_not_one_step() -> Given:
+    class TwoSteps(WrappedBackend):
+        async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
             if isinstance(settlement, Dead) and random.rng().random() < 0.1:
-                await super()._settle(delivery, Ack())
+                await self.inner.settle(delivery, ACK)
                 raise MailboxConnectionError("the store broke down between the two steps")
-            await super()._settle(delivery, settlement)
+            await self.inner.settle(delivery, settlement)
 
-    return {"store": TwoSteps}
+    return {"store": stored_by(TwoSteps)}
 
 
 @planted_fault("one lease", "lease kept")
-def extending_shortens(patch: pytest.MonkeyPatch) -> Given:
-    class Shortens(Wrong):
-        async def _extend(self, delivery: Any, timeout: float) -> None:
-            await super()._extend(delivery, timeout)
-            queue = self._store.queue
-            entry = queue.leased(delivery, self._store.clock())
-            entry.lease_until = self._store.clock() + timeout
-            queue._agenda.set_leases([delivery.receipt_handle], entry.lease_until)
-
+def extending_shortens() -> Given:
     def build(mailbox: Any) -> LoopGroup:
         async def handle(job: int, ctx: Context) -> None:
             await ctx.message.extend_visibility(8)
@@ -286,85 +337,68 @@ def extending_shortens(patch: pytest.MonkeyPatch) -> Given:
 
         return LoopGroup([MainLoop(mailbox, handle)])
 
-    return {"store": Shortens, "build": build}
+    return {"store": stored_by(ExtendShortens), "build": build}
 
 
 @planted_fault("one lease", "lease kept")
-def extending_does_nothing(patch: pytest.MonkeyPatch) -> Given:
-    class Deaf(Wrong):
-        async def _extend(self, delivery: Any, timeout: float) -> None:
-            self._store.queue.leased(delivery, self._store.clock())
-
-    return {"store": Deaf}
+def extending_does_nothing() -> Given:
+    return {"store": stored_by(ExtendDoesNothing)}
 
 
 @planted_fault("nothing lost", "settled once", faults=Faults.just(store_restart=10))
-def a_joint_acknowledgement_loses_one_of_its_messages(patch: pytest.MonkeyPatch) -> Given:
-    class Loses(Wrong):
-        async def _acknowledge_many(self, deliveries: Any) -> dict[int, Exception]:
-            return await super()._acknowledge_many(deliveries[: max(1, len(deliveries) - 1)])
+def a_joint_acknowledgement_loses_one_of_its_messages() -> Given:
+    class Loses(WrappedBackend):
+        async def acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+            return await super().acknowledge_many(deliveries[: max(1, len(deliveries) - 1)])
 
-    return {"store": Loses, "build": quick}
+    return {"store": stored_by(Loses), "build": quick}
 
 
 @planted_fault("nothing lost", faults=SIGNALS)
-def what_is_released_is_lost(patch: pytest.MonkeyPatch) -> Given:
-    class Loses(Wrong):
-        async def _settle(self, delivery: Any, settlement: Any) -> None:
-            if isinstance(settlement, Return) and settlement.front:
-                queue = self._store.queue
-                queue._end_lease(queue.leased(delivery, self._store.clock()))
-                return
-            await super()._settle(delivery, settlement)
+def what_is_released_is_lost() -> Given:
+    class Loses(WrappedBackend):
+        async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+            released = isinstance(settlement, Return) and settlement.front
+            await self.inner.settle(delivery, ACK if released else settlement)
 
-    def build(mailbox: Any) -> LoopGroup:
-        async def handle(job: int) -> None:
-            await anyio.sleep(50)
-
-        return LoopGroup([MainLoop(mailbox, handle)])
-
-    return {"store": Loses, "build": build}
+    return {"store": stored_by(Loses), "build": takes(50)}
 
 
 @planted_fault("settled once")
-def some_come_again_after_their_acknowledgement(patch: pytest.MonkeyPatch) -> None:
-    real = MemoryQueue.acknowledge
+def some_come_again_after_their_acknowledgement() -> Given:
+    class Remembers(WrappedBackend):
+        async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+            await self.inner.settle(delivery, settlement)
+            if isinstance(settlement, Ack) and random.rng().random() < 0.01:
+                await self.inner.send([Envelope(delivery.message_id, delivery.body)])
 
-    def acknowledge(self: Any, delivery: Any, now: float) -> None:
-        real(self, delivery, now)
-        if random.rng().random() < 0.01:
-            self._append(delivery_again(self, delivery))
-
-    def delivery_again(queue: Any, delivery: Any) -> Entry:
-        entry = Entry(delivery.message_id, delivery.body, JSON, delivery.enqueued_at)
-        entry.delivery_count = delivery.delivery_count
-        return entry
-
-    patch.setattr(MemoryQueue, "acknowledge", acknowledge)
+    return {"store": stored_by(Remembers)}
 
 
 @planted_fault("delay")
-def delays_are_forgotten(patch: pytest.MonkeyPatch) -> Given:
-    class Hasty(Wrong):
-        async def _settle(self, delivery: Any, settlement: Any) -> None:
-            if isinstance(settlement, Return) and settlement.delay:
-                settlement = Return(0.0, settlement.charge)
-            await super()._settle(delivery, settlement)
-
-    return {"store": Hasty}
+def delays_are_forgotten() -> Given:
+    return {"store": stored_by(IgnoresNackDelay)}
 
 
 @planted_fault("attempts", faults=CRASHES)
-def lost_leases_are_not_charged(patch: pytest.MonkeyPatch) -> None:
-    real = Entry.again
-    patch.setattr(Entry, "again", lambda self, charge: real(self, charge=charge and self.place != GONE))
+def lost_leases_are_not_charged() -> Given:
+    return {"store": stored_by(DoesNotChargeExpiry)}
 
 
 @planted_fault("lease kept")
-def receipts_are_refused_too_early(patch: pytest.MonkeyPatch) -> None:
-    real = MemoryQueue.leased
+def receipts_are_refused_too_early() -> Given:
+    class Hasty(LeaseBook):
+        def check(self, delivery: Delivery) -> None:
+            _, until = self.leases.get(delivery.receipt_handle, (delivery, 0.0))
+            if until <= anyio.current_time() + 15:
+                raise ReceiptHandleExpiredError("its lease is nearly over")
 
-    def leased(self: Any, delivery: Any, now: float) -> Any:
-        return real(self, delivery, now + 15)
+        async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+            self.check(delivery)
+            await super().settle(delivery, settlement)
 
-    patch.setattr(MemoryQueue, "leased", leased)
+        async def extend(self, delivery: Delivery, timeout: float) -> None:
+            self.check(delivery)
+            await super().extend(delivery, timeout)
+
+    return {"store": stored_by(Hasty)}

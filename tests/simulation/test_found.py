@@ -9,12 +9,13 @@ import anyio
 import pytest
 import trio
 
-from mainspring import InMemoryMailbox, LoopGroup, MainLoop
+from mainspring import LoopGroup, MainLoop
 from mainspring.events import MessageFinished
 from mainspring.testing import VirtualClock, run_virtual
 from mainspring.testing.simulation.guards import Guards
 from mainspring.testing.trio_internals import TaskHold, can_hold_tasks
 from mainspring.worker.leases import SETTLE_TIMEOUT
+from support import FaultyMailbox, hang
 
 worker: ContextVar[bool] = ContextVar("worker")
 
@@ -31,12 +32,9 @@ def test_a_hanging_settlement_is_given_up_at_an_instant_that_rounds_awkwardly() 
     """The lease keeper looked again and again at the very instant it had waited for, and the clock never moved on."""
     instant = awkward_instant()
 
-    class Hangs(InMemoryMailbox[Any, Any]):
-        async def _settle(self, delivery: Any, settlement: Any) -> None:
-            await anyio.sleep_forever()
-
     async def main() -> float:
-        mailbox = Hangs()
+        mailbox = FaultyMailbox()
+        mailbox.always("settle", hang)
 
         async def handle(job: int) -> None:
             await anyio.sleep_until(instant)
@@ -62,7 +60,7 @@ def test_a_worker_that_stood_still_begins_nothing_whose_lease_is_over(seed: int)
     """SIGSTOP between the claim and the handler: on waking, the handler began beside the next worker's."""
 
     async def main() -> tuple[list[int], list[str]]:
-        mailbox: InMemoryMailbox[Any, Any] = InMemoryMailbox(body=int)
+        mailbox = FaultyMailbox(body=int)
         begun: list[int] = []
         outcomes: list[str] = []
         frozen = False
@@ -72,15 +70,14 @@ def test_a_worker_that_stood_still_begins_nothing_whose_lease_is_over(seed: int)
 
         loop = MainLoop(mailbox, handle, visibility_timeout=10)
         loop.dispatcher.subscribe(MessageFinished, lambda event: outcomes.append(event.outcome))
-        real = mailbox._claim
 
-        async def claim(*args: Any) -> Any:
+        async def claim(hook: Any) -> Any:
             nonlocal frozen
-            claimed = await real(*args)
+            claimed = await hook()
             frozen = bool(claimed) and not outcomes
             return claimed
 
-        mailbox._claim = claim  # type: ignore[method-assign]
+        mailbox.always("claim", claim)
         assert can_hold_tasks()
         hold = TaskHold(lambda task: frozen and task.context.get(worker, False))
 

@@ -10,8 +10,8 @@ import os
 import tempfile
 from collections import Counter
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import count, cycle
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -30,18 +30,22 @@ from model_driver import (
     Step,
 )
 
+from contract.broken_mailboxes import ChargesReleases, ExtendShortens, ReleasesToTheTail
 from mailbox_model import Disagreement
 from mainspring import open_mailbox
-from mainspring.mailbox.memory.entry import Entry
-from mainspring.mailbox.memory.queue import MemoryQueue
-from mainspring.mailbox.sqlite import scheduler as sqlite_scheduler
-from mainspring.mailbox.sqlite import schema as sqlite_schema
-from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
+from mainspring.mailbox.message import Return
 from mainspring.testing import run_virtual
 from stores import store_of
+from wrapped_backend import WrappedBackend, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from mainspring import Mailbox
+    from mainspring.mailbox.message import Delivery, Envelope, Settlement
+
+    Wrong = Callable[[Any], WrappedBackend]
 
 ASKED = os.environ.get("MAINSPRING_MODEL_EXAMPLES")
 _names = count()
@@ -60,29 +64,31 @@ def _settings(examples: int, *phases: Phase, shrink: bool = True) -> settings:
     )
 
 
-def run_in_memory(steps: list[Step], *, serialize: bool) -> None:
-    """Through several objects of one name."""
-    url = f"memory://model-{next(_names)}?capacity={CAPACITY}&serialize={str(serialize).lower()}"
-    run_virtual(Driver(lambda: open_mailbox(url), exact=True).run, steps)
+def run(steps: list[Step], url: str, wrong: Wrong | None, *, exact: bool) -> None:
+    """Through several objects of the mailbox, each with its backend made ``wrong``."""
+
+    def make() -> Mailbox[Any, Any]:
+        mailbox = open_mailbox(url)
+        return mailbox if wrong is None else wrap(mailbox, wrong)
+
+    run_virtual(Driver(make, exact=exact).run, steps)
 
 
-def run_serialized(steps: list[Step]) -> None:
-    run_in_memory(steps, serialize=True)
+def run_serialized(steps: list[Step], wrong: Wrong | None = None) -> None:
+    run(steps, f"memory://model-{next(_names)}?capacity={CAPACITY}&serialize=true", wrong, exact=True)
 
 
-def run_objects(steps: list[Step]) -> None:
-    run_in_memory(steps, serialize=False)
+def run_objects(steps: list[Step], wrong: Wrong | None = None) -> None:
+    run(steps, f"memory://model-{next(_names)}?capacity={CAPACITY}&serialize=false", wrong, exact=True)
 
 
-def run_sqlite(steps: list[Step]) -> None:
-    """Through several objects on one file, which is left open only as far as a crash leaves it."""
+def run_sqlite(steps: list[Step], wrong: Wrong | None = None) -> None:
+    """On one file, which is left open only as far as a crash leaves it."""
     with tempfile.TemporaryDirectory(prefix="model-") as directory:
-        file = Path(directory) / "jobs.db"
-        make = lambda: SQLiteMailbox(file, capacity=CAPACITY, synchronous="normal")  # noqa: E731
-        run_virtual(Driver(make, exact=False).run, steps)
+        run(steps, f"sqlite:///{directory}/jobs.db?capacity={CAPACITY}&synchronous=normal", wrong, exact=False)
 
 
-BACKENDS: dict[str, Callable[[list[Step]], None]] = {
+BACKENDS: dict[str, Callable[[list[Step], Wrong | None], None]] = {
     "serialized": run_serialized,
     "objects": run_objects,
     "sqlite": run_sqlite,
@@ -113,8 +119,8 @@ def test_a_key_that_another_has_by_now_is_gone_for_good():
     receive = ("receive", {"most": 1, "lease": 30.0, "wait": 0})
     die, replay = ("dead_letter", {"which": 0}), ("replay", {"first": 0, "count": 0})
     steps = [send, receive, die, send, receive, replay, ("acknowledge", {"which": 0}), receive, die, replay, send]
-    for run in BACKENDS.values():
-        run(steps)
+    for run_all in BACKENDS.values():
+        run_all(steps, None)
 
 
 SERVERS = {"redis": Place(), "postgres": Place(), "nats": Place(math.inf, forgets=True, lateness=1.0)}
@@ -177,99 +183,102 @@ def test_servers_in_real_time(tmp_path, request):
 # -------------------------------------------------------------------------------------------------------- planted faults
 
 
-def _shorten_leases(patch: pytest.MonkeyPatch) -> None:
-    def extend(queue: MemoryQueue, delivery: Any, now: float, timeout: float) -> None:
-        entry = queue.leased(delivery, now)
-        queue._agenda.end_lease(entry.receipt_handle)
-        entry.lease_until = now + timeout
-        queue._in_flight[entry.receipt_handle] = entry
-        queue._agenda.set_leases([entry.receipt_handle], now + timeout)
-
-    patch.setattr(MemoryQueue, "extend", extend)
+class DoesNotChargeReturns(WrappedBackend):
+    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        if isinstance(settlement, Return):
+            settlement = replace(settlement, charge=False)
+        await self.inner.settle(delivery, settlement)
 
 
-def _charge_releases(patch: pytest.MonkeyPatch) -> None:
-    again = Entry.again
-    patch.setattr(Entry, "again", lambda entry, charge: again(entry, charge=True))
+class KeepsTheKey(WrappedBackend):
+    """A key is not free again where its message has come to its end."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.keys: dict[str, str] = {}
+
+    async def send(self, envelopes: list[Envelope]) -> list[str]:
+        if (known := self.keys.get(envelopes[0].dedup_key or "")) is not None:
+            return [known]
+        ids = await self.inner.send(envelopes)
+        self.keys |= {one.dedup_key: sent for one, sent in zip(envelopes, ids, strict=True) if one.dedup_key}
+        return ids
 
 
-def _return_to_the_tail(patch: pytest.MonkeyPatch) -> None:
-    append = MemoryQueue._append
-    patch.setattr(MemoryQueue, "_append", lambda queue, entry, front=False: append(queue, entry))
+class PurgesWhatWaits(WrappedBackend):
+    """Those who hold a message when all is purged can settle it once more."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.held: set[str] = set()
+        self.purged: set[str] = set()
+
+    async def claim(self, *limits: Any) -> list[Delivery]:
+        claimed = await self.inner.claim(*limits)
+        self.held |= {delivery.receipt_handle for delivery in claimed}
+        return claimed
+
+    async def purge(self) -> int:
+        self.purged, self.held = self.held, set()
+        return await self.inner.purge()
+
+    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        if delivery.receipt_handle in self.purged:
+            self.purged.remove(delivery.receipt_handle)
+        else:
+            await self.inner.settle(delivery, settlement)
+            self.held.discard(delivery.receipt_handle)
 
 
-def _keep_the_key(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(MemoryQueue, "_free_key", lambda queue, entry: None)
-
-
-def _purge_what_is_in_flight_later(patch: pytest.MonkeyPatch) -> None:
-    def purge(queue: MemoryQueue, now: float) -> int:
-        queue.advance(now)
-        dropped, flying = queue.waiting, dict(queue._in_flight)
-        queue._clear()
-        queue._in_flight.update(flying)
-        queue.settled += dropped
-        return dropped
-
-    patch.setattr(MemoryQueue, "purge", purge)
-
-
-def _sql(name: str, old: str, new: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """A statement with a mistake in it."""
-    right = getattr(sqlite_schema, name)
-    assert right.count(old) == 1, f"{name} is no longer as this fault was planted"
-    return lambda patch: patch.setattr(sqlite_schema, name, right.replace(old, new))
-
-
-def _end_one_lease(patch: pytest.MonkeyPatch) -> None:
+class EndsOneLease(WrappedBackend):
     """Of several leases that have ended, only the first is seen to."""
-    end = sqlite_scheduler._end_leases
-    patch.setattr(sqlite_scheduler, "_end_leases", lambda work, limit: end(work, 1))
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.returned: set[str] = set()
+
+    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
+        await self.inner.settle(delivery, settlement)
+        self.returned.add(delivery.message_id)
+
+    async def claim(self, *limits: Any) -> list[Delivery]:
+        claimed = await self.inner.claim(*limits)
+        ended = [one for one in claimed if one.delivery_count > 1 and one.message_id not in self.returned][1:]
+        for delivery in ended:
+            await self.inner.settle(delivery, Return(charge=False, front=True))
+        self.returned -= {delivery.message_id for delivery in claimed}
+        return [delivery for delivery in claimed if delivery not in ended]
 
 
-FAULTS = {
-    "serialized": {
-        "lease shortened": _shorten_leases,
-        "release charged": _charge_releases,
-        "release to the tail": _return_to_the_tail,
-    },
-    "objects": {
-        "key kept after the end": _keep_the_key,
-        "purge leaves leases": _purge_what_is_in_flight_later,
-        "lease shortened": _shorten_leases,
-    },
-    "sqlite": {
-        "lease shortened": _sql("EXTEND", "max(until, ?)", "?"),
-        "returns not charged": _sql("CAME_BACK", "attempts + ?", "attempts + 0 * ?"),
-        "one ended lease at a time": _end_one_lease,
-    },
+FAULTS: dict[str, list[type[WrappedBackend]]] = {
+    "serialized": [ExtendShortens, ChargesReleases, ReleasesToTheTail],
+    "objects": [KeepsTheKey, PurgesWhatWaits, ExtendShortens],
+    "sqlite": [ExtendShortens, DoesNotChargeReturns, EndsOneLease],
 }
-PLANTED = [pytest.param(backend, fault, id=f"{backend}-{fault}") for backend in FAULTS for fault in FAULTS[backend]]
+PLANTED = [pytest.param(on, fault, id=f"{on}-{fault.__name__}") for on, faults in FAULTS.items() for fault in faults]
 
 
 @pytest.mark.parametrize(("backend", "fault"), PLANTED)
-def test_planted_fault(backend, fault, monkeypatch):
+def test_planted_fault(backend, fault):
     """A broken backend is caught."""
-    FAULTS[backend][fault](monkeypatch)
 
     @_settings(150, Phase.generate)
     @given(SEQUENCES)
     def compare(steps):
-        BACKENDS[backend](steps)
+        BACKENDS[backend](steps, fault)
 
     with pytest.raises(Disagreement):
         compare()
 
 
-def test_a_planted_fault_is_shrunk_to_a_few_steps(monkeypatch):
-    _charge_releases(monkeypatch)
+def test_a_planted_fault_is_shrunk_to_a_few_steps():
     tried: list[list[Step]] = []
 
     @_settings(40, Phase.generate, Phase.shrink)
     @given(SEQUENCES)
     def compare(steps):
         tried.append(steps)
-        run_objects(steps)
+        run_objects(steps, ChargesReleases)
 
     with pytest.raises(Disagreement):
         compare()
