@@ -61,6 +61,17 @@ class Claims:
         self._prune_at = _PRUNE
         self._left: deque[tuple[float, str]] = deque(maxlen=MOST_LEFT)
 
+    @property
+    def waiting(self) -> int:
+        """How many pulls wait for messages of the queue."""
+        return sum(puller.source == self._next for puller in self._store.wire.pullers)
+
+    @property
+    def unconfirmed(self) -> int:
+        """How many leases there are whose settlement was sent and not answered."""
+        now = self._now()
+        return sum(lease.unsure and lease.until > now for lease in self._leases.values())
+
     # ------------------------------------------------------------------------------------------------------ claiming
 
     async def claim(self, limit: int, visibility: float, wait: float) -> list[Delivery]:

@@ -80,11 +80,23 @@ class Wire:
         self._quiet: anyio.Event | None = None
         self.epoch = 0
         """How often the connection was lost."""
+        self.reconnects = 0
+        """How often it was made anew, after it was lost."""
+
+    @property
+    def is_connected(self) -> bool:
+        """True if the server can be reached, as far as is known."""
+        return self._client is not None and self._client.is_connected
+
+    @property
+    def in_flight(self) -> int:
+        """How many calls are out without an answer."""
+        return len(self._asked)
 
     @property
     def max_payload(self) -> int:
         """Bytes of the largest payload that the server takes, as it said when it was connected to last."""
-        if self._client is not None and self._client.is_connected:
+        if self._client is not None and self.is_connected:
             self._max_payload = self._client.max_payload
         return self._max_payload
 
@@ -120,7 +132,7 @@ class Wire:
                 except MainspringError:
                     self._closed.set()
                 else:
-                    self.reconnected()
+                    self._came_back()
 
     async def _connect(self, *, patient: bool) -> None:
         """Connect; ``patient``: for as long as the timeout lets, as to servers that were there and come back."""
@@ -228,6 +240,10 @@ class Wire:
         self._fail_all(self._lost())
 
     async def _on_reconnected(self) -> None:
+        self._came_back()
+
+    def _came_back(self) -> None:
+        self.reconnects += 1
         self.reconnected()
 
     async def _on_closed(self) -> None:

@@ -11,7 +11,7 @@ import nats  # noqa: F401 - so that a missing driver is known at once
 from typing_extensions import TypeVar
 
 from mainspring.errors import ConfigError, InvalidParameterError, MailboxConnectionError, MailboxError
-from mainspring.mailbox.backend import TRANSIENT, Capabilities
+from mainspring.mailbox.backend import TRANSIENT, Capabilities, MailboxStatistics
 from mainspring.mailbox.limits import SILENCE, check_silence
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import CancelOutcome
@@ -208,6 +208,16 @@ class NatsMailbox(Mailbox[T, R]):
             scope.start_soon(timed.run, name=f"mailbox {self.name} {what}", stop=timed.stop)
         if self.name.startswith(TRANSIENT):
             scope.start_soon(self._sweep, name=f"mailbox {self.name} abandoned ones")
+
+    def _statistics(self) -> MailboxStatistics:
+        wire = self._store.wire
+        return MailboxStatistics(
+            waiting_receives=self._claims.waiting,
+            in_flight=wire.in_flight,
+            unconfirmed=self._claims.unconfirmed,
+            reconnects=wire.reconnects,
+            connected=wire.is_connected,
+        )
 
     async def _sweep(self) -> None:
         with suppress(MailboxError):  # the next one who opens such a mailbox does it
