@@ -177,3 +177,4 @@ class Tidier:
         # That there is none to delete means that another one was quicker.
         await self._store.wire.ask_all([Ask(f"$JS.API.CONSUMER.DELETE.{stream}.{CONSUMER}")])
         await self._store.ensure(self._store.names)
+        self._store.wire.end_pulls()  # those sent meanwhile reached no consumer
