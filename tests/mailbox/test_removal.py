@@ -11,8 +11,6 @@ import pytest
 from mainspring import DLQConsumer, LoopGroup, Verdict
 from mainspring.mailbox.nats.names import encoded
 from nats_support import ON_ASYNCIO
-from nats_support import _wire as wire
-from nats_support import found as streams
 from nats_support import place as nats_place
 from postgres_support import Place, drop_schema, new_schema
 from redis_support import place as redis_place
@@ -82,9 +80,8 @@ async def test_on_nats(nats_url, anyio_backend):
         loop = examples("nats.md", "text").replace("\\\n", "")
         ((boxes, kinds),) = re.findall(r"for box in (.*?); do\n.*?for part in (.*?); do", loop, re.DOTALL)
         assert len(boxes.split()) == 2
-        async with wire(nats_url) as server:
-            for box in boxes.split():
-                for kind in kinds.split():
-                    await server.api(f"STREAM.DELETE.{kind}_{encoded(here.prefix)}-{box}")
-        assert await streams(nats_url, encoded(here.prefix)) == []
+        for box in boxes.split():
+            for kind in kinds.split():
+                await here.server.api(f"STREAM.DELETE.{kind}_{encoded(here.prefix)}-{box}")
+        assert await here.server.streams(encoded(here.prefix)) == []
         assert not await here.box().exists()

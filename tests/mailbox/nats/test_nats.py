@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
+
 import anyio
+import anyio.to_thread
 import pytest
 
+from mainspring import MainLoop
 from mainspring.core import clock
 from mainspring.errors import (
     InvalidParameterError,
     MailboxConnectionError,
+    MailboxFullError,
     ReceiptHandleExpiredError,
     ReplyNotAvailableError,
     SerializationError,
 )
 from mainspring.mailbox.message import Counts, Envelope
-from mainspring.mailbox.nats.errors import ApiError
 from mainspring.mailbox.nats.mailbox import NatsMailbox
-from mainspring.mailbox.nats.records import RESERVED, Record, token_of
-from mainspring.mailbox.nats.streams import Add
-from nats_support import ON_ASYNCIO, several
+from mainspring.mailbox.nats.names import Names
+from mainspring.mailbox.nats.records import Record
+from nats_support import ACK, ON_ASYNCIO, REMOVE, cut_off, one, several, until_it_works
 from ports import free_port
+from servers import NatsServer
 
 pytestmark = [
     pytest.mark.anyio,
@@ -27,21 +33,18 @@ pytestmark = [
 ]
 
 
-async def one(box, lease=60.0, wait=0.0):
-    (message,) = await box.receive(visibility_timeout=lease, wait_time_seconds=wait)
-    return message
-
-
-def trust_for_ever(box):
-    """Let a holder believe in its leases whatever its clock says: as one does whose process stood still."""
-    for lease in box._claims._leases.values():
-        lease.until += 1_000
+async def in_two_hands(here, sender, other):
+    """Two deliveries of one message: the server has taken it back, and the first one's holder trusts in its lease."""
+    await sender.send("x", reply_to=f"{here.prefix}-replies")
+    old = await one(sender, lease=600)
+    await here.server.deliver_again(here.names().queue, 1)
+    return old, await one(other)
 
 
 CALLS = {
     "acknowledge": lambda message: message.acknowledge(),
     "nack": lambda message: message.nack(),
-    "delayed nack": lambda message: message.nack(delay=0.05),
+    "delayed nack": lambda message: message.nack(delay=60),
     "release": lambda message: message.release(),
     "dead_letter": lambda message: message.dead_letter("no"),
     "extend": lambda message: message.extend_visibility(600),
@@ -53,13 +56,9 @@ CALLS = {
 async def test_the_server_refuses_a_holder_that_believes_in_its_lease(here, call):
     """No clock of ours is asked: the message has another number by then."""
     async with here.box() as stale, here.box() as other:
-        await stale.send("x")
-        old = await one(stale, lease=0.2)
-        new = await one(other, wait=5.0)
-        trust_for_ever(stale)
+        old, new = await in_two_hands(here, stale, other)
         with pytest.raises(ReceiptHandleExpiredError):
             await call(old)
-        await anyio.sleep(0.15)
         assert await other.counts() == Counts(in_flight=1)
         assert await other.dead_letters() == []
         await new.release()
@@ -67,23 +66,15 @@ async def test_the_server_refuses_a_holder_that_believes_in_its_lease(here, call
 
 
 async def test_a_settlement_whose_answer_was_lost_can_be_tried_again(here):
-    async with here.box() as box:
+    names, line = here.names(), await here.line()
+    async with here.box(over=line) as box:
         await box.send_many(["ack", "nack"])
         ack, nack = await box.receive(max_messages=2)
-        store = box._store
-        remove, add = store.remove, store.add
-
-        async def lose(*args):
-            await (remove if len(args) == 2 else add)(*args)
-            raise MailboxConnectionError("the answer was lost")
-
-        store.remove = store.add = lose
-        for message in (ack, nack):
-            with pytest.raises(MailboxConnectionError):
-                await (message.acknowledge() if message is ack else message.nack())
-        del store.remove, store.add
-        await ack.acknowledge()
-        await nack.nack()
+        for call, step in ((ack.acknowledge, REMOVE + names.queue), (nack.nack, names.to_queue + "*")):
+            await cut_off(line, line.hold_answers(step), call)
+            assert box.statistics().unconfirmed == 1
+            await until_it_works(call)
+            assert box.statistics().unconfirmed == 0
         counts = await box.counts()
         assert (counts.pending, counts.in_flight) == (1, 0)
         assert (await one(box)).attempt == 2
@@ -91,95 +82,77 @@ async def test_a_settlement_whose_answer_was_lost_can_be_tried_again(here):
 
 async def test_of_acknowledgements_made_together_the_server_refuses_the_stale_one(here):
     async with here.box() as stale, here.box() as other:
-        await stale.send("x")
-        old = await one(stale, lease=0.2)
-        new = await one(other, wait=5.0)
+        old, new = await in_two_hands(here, stale, other)
         await stale.send_many(["y", "z"])
         y, z = await several(stale, 2)
         await y.save_checkpoint(b"1")
-        trust_for_ever(stale)
         refused = await stale.acknowledge_many([y, old, z])
         assert {number: type(error) for number, error in refused.items()} == {1: ReceiptHandleExpiredError}
-        names = stale._names
-        assert await stale._store.last(names.checkpoints, names.to_checkpoints + token_of(y.id)) is None
-        await anyio.sleep(0.15)
+        assert (await here.server.state(here.names().checkpoints))["messages"] == 0
         assert await other.counts() == Counts(in_flight=1, settled=2)
         await new.acknowledge()
 
 
 async def test_an_acknowledged_message_leaves_no_checkpoint(here):
     async with here.box() as box:
-        names = box._names
         for end in (lambda message: message.acknowledge(), lambda message: box.acknowledge_many([message])):
             await box.send("x")
             message = await one(box)
             await message.save_checkpoint(b"1")
+            assert (await here.server.state(here.names().checkpoints))["messages"] == 1
             await end(message)
-            assert await box._store.last(names.checkpoints, names.to_checkpoints + token_of(message.id)) is None
+            assert (await here.server.state(here.names().checkpoints))["messages"] == 0
 
 
 async def test_acknowledgements_made_together_whose_answers_were_lost_can_be_tried_again(here):
-    async with here.box() as box:
+    line = await here.line()
+    async with here.box(over=line) as box:
         await box.send_many(range(3))
         messages = await several(box, 3)
-        store = box._store
-        remove_all = store.remove_all
+        refused = {}
 
-        async def lose(stream, sequences):
-            return [
-                True,
-                *[MailboxConnectionError("the answer was lost") for _ in await remove_all(stream, sequences)][1:],
-            ]
+        async def acknowledge():
+            refused.update(await box.acknowledge_many(messages))
+            raise refused[1]
 
-        store.remove_all = lose
-        refused = await box.acknowledge_many(messages)
+        await cut_off(line, line.hold_answers(REMOVE + here.names().queue, count=2, skip=1), acknowledge)
         assert {number: type(error) for number, error in refused.items()} == dict.fromkeys(
             (1, 2), MailboxConnectionError
         )
-        del store.remove_all
-        await messages[1].acknowledge()
+        assert box.statistics().unconfirmed == 2
+        await until_it_works(messages[1].acknowledge)
         assert await box.acknowledge_many(messages[2:]) == {}
         assert await box.counts() == Counts(settled=3)
 
 
 async def test_a_checkpoint_that_cannot_be_dropped_hinders_no_acknowledgement(here):
     """Whatever the server says; and those of a joint acknowledgement do not wait for one another."""
-    async with here.box() as box:
+    line = await here.line()
+    async with here.box(over=line, timeout=30) as box:
         await box.send_many(range(3))
         messages = await several(box, 3)
         for message in messages:
             await message.save_checkpoint(b"1")
-        out, most = 0, 0
+        purges = line.hold(f"$JS.API.STREAM.PURGE.{here.names().checkpoints}", count=3)
 
-        async def refuse(stream, subject):
-            nonlocal out, most
-            out += 1
-            most = max(most, out)
-            await anyio.sleep(0.01)
-            out -= 1
-            raise ApiError(10_008, "temporarily unavailable")
+        async def refuse():
+            await purges.full()
+            purges.answer(b'{"error":{"code":503,"err_code":10008,"description":"temporarily unavailable"}}')
 
-        box._store.purge = refuse
-        assert await box.acknowledge_many(messages) == {}
-        assert most == 3
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(refuse)
+            assert await box.acknowledge_many(messages) == {}
         assert await box.counts() == Counts(settled=3)
 
 
 async def test_a_reply_leaves_while_the_lease_is_held_and_once(here):
-    async with here.box() as box, here.box("replies") as replies:
+    """The connection is cut between the reply and the acknowledgement."""
+    line = await here.line()
+    async with here.box(over=line) as box, here.box("replies") as replies:
         await box.send("ask", reply_to=replies.name)
         request = await one(box)
-        store = box._store
-        remove = store.remove
-
-        async def refuse(stream, sequence):
-            raise MailboxConnectionError("cut off between the reply and the acknowledgement")
-
-        store.remove = refuse
-        with pytest.raises(MailboxConnectionError):
-            await request.reply("answer")
-        store.remove = remove
-        await request.reply("answer")
+        await cut_off(line, line.hold(REMOVE + here.names().queue), lambda: request.reply("answer"))
+        await until_it_works(lambda: request.reply("answer"))
         assert await replies.counts() == Counts(pending=1)
         reply = await one(replies)
         assert (reply.body, reply.headers["request_id"]) == ("answer", request.id)
@@ -188,10 +161,7 @@ async def test_a_reply_leaves_while_the_lease_is_held_and_once(here):
 
 async def test_a_stale_holder_sends_no_reply(here):
     async with here.box() as stale, here.box() as other, here.box("replies") as replies:
-        await stale.send("ask", reply_to=replies.name)
-        old = await one(stale, lease=0.2)
-        await one(other, wait=5.0)
-        trust_for_ever(stale)
+        old, _ = await in_two_hands(here, stale, other)
         with pytest.raises(ReceiptHandleExpiredError):
             await old.reply("too late")
         assert await replies.counts() == Counts()
@@ -215,7 +185,8 @@ async def test_an_impossible_reply_name_is_refused(here, reply_to):
         reply_to = reply_to.format(host=box.address.partition("//")[2].partition("?")[0])
         with pytest.raises(InvalidParameterError, match="send: reply_to: mailbox 'aaa"):
             await box.send("ask", reply_to=reply_to)
-        await box._sends.put([Envelope("by-hand", b'"ask"', reply_to=reply_to)])
+        by_hand = Record("by-hand", b'"ask"', 1.0, reply_to=reply_to)
+        await here.server.ask(here.names().to_queue + by_hand.token, by_hand.encode())
         message = await one(box)
         with pytest.raises(ReplyNotAvailableError, match="longer than 180 letters"):
             await message.reply("answer")
@@ -237,7 +208,7 @@ async def test_a_request_over_two_objects(here):
 
 async def test_other_programs_can_send_plain_bodies(here):
     async with here.box(body=int) as box:
-        await box._store.add(Add(box._names.to_queue + "anything", b"7"))
+        await here.server.ask(here.names().to_queue + "anything", b"7")
         message = await one(box)
         assert (message.body, message.id) == (7, "nats-1")
         await message.nack()
@@ -252,8 +223,8 @@ async def test_a_delay_that_a_crash_left_in_both_places_is_one_message(here):
         held = await one(box, lease=0.3)
         due = clock.utc_now().timestamp()
         record = Record(sent, b'"x"', 1.0, deliveries=1, charged=1, first_received_at=1.0, due=due)
-        await box._store.add(Add(box._names.to_delayed + record.token, record.encode()))
-        await box._store.moved()
+        await here.server.ask(here.names().to_delayed + record.token, record.encode())
+        await here.server.ask(here.names().to_moves)
         again = await one(box, wait=5.0)
         assert (again.id, again.delivery_count) == (held.id, 2)
         with anyio.fail_after(20):
@@ -269,8 +240,8 @@ async def test_a_delayed_message_replaces_the_older_one_that_nobody_removed(here
         sent = await box.send("x")
         await one(box, lease=600)
         record = Record(sent, b'"x"', 1.0, deliveries=1, charged=1, first_received_at=1.0, due=1.0)
-        await box._store.add(Add(box._names.to_delayed + record.token, record.encode()))
-        await box._store.moved()
+        await here.server.ask(here.names().to_delayed + record.token, record.encode())
+        await here.server.ask(here.names().to_moves)
         again = await one(box, wait=10.0)
         assert (again.id, again.attempt) == (sent, 2)
         await again.acknowledge()
@@ -279,47 +250,40 @@ async def test_a_delayed_message_replaces_the_older_one_that_nobody_removed(here
                 await anyio.sleep(0.05)
 
 
-async def test_a_consumer_that_is_ahead_of_its_stream_is_made_anew(here):
+async def test_a_consumer_that_is_ahead_of_its_stream_is_made_anew(anyio_backend):
     """As after a power cut that took more of the stream than of the consumer: what is sent next is not passed over."""
-    async with here.box() as box:
-        await box.send_many(range(5))
-        for message in await box.receive(max_messages=5):
-            await message.acknowledge()
-        wire, names = box._store.wire, box._names
-        await wire.api(f"STREAM.DELETE.{names.queue}")
-        await box._store.ensure(names)
-        await box.send("first of the new")
-        states = box._tidier._states
-
-        async def ahead(stream):
-            consumer, state = await states(stream)
-            if stream == names.queue:
-                consumer["delivered"]["stream_seq"] = 5
-            return consumer, state
-
-        before = (await states(names.queue))[0]["created"]
-        box._tidier._states = ahead
-        await box._tidier.look()
-        assert (await states(names.queue))[0]["created"] > before
-        assert (await one(box, wait=5.0)).body == "first of the new"
+    with NatsServer() as server:
+        stored = server.directory / "store/jetstream/$G/streams" / Names.of("jobs").queue / "msgs"
+        async with NatsMailbox(server.url, name="jobs"):
+            pass
+        await anyio.to_thread.run_sync(server.stop)
+        shutil.copytree(stored, server.directory / "before")
+        await anyio.to_thread.run_sync(server.start)
+        async with NatsMailbox(server.url, name="jobs") as box:
+            await box.send_many(range(5))
+            for message in await several(box, 5):
+                await message.acknowledge()
+            await anyio.to_thread.run_sync(server.stop, signal.SIGKILL)
+            shutil.rmtree(stored)
+            shutil.copytree(server.directory / "before", stored)
+            await anyio.to_thread.run_sync(server.start)
+            await until_it_works(lambda: box.send("first of the new"))
+            assert (await until_it_works(lambda: one(box))).body == "first of the new"
 
 
 async def test_a_message_that_is_due_before_it_has_left_the_queue_is_not_lost(here):
     """Between the two steps of a nack with a delay the delayed copy falls due: the queue's old one does not stand for it."""
-    async with here.box() as box:
+    names, line = here.names(), await here.line()
+    async with here.box(over=line) as box, anyio.create_task_group() as tasks:
         await box.send("x")
         held = await one(box)
-        remove = box._store.remove
-
-        async def late(stream, sequence):
-            if stream == box._names.queue:
-                await anyio.sleep(0.4)
-            return await remove(stream, sequence)
-
-        box._store.remove = late
-        await held.nack(delay=0.01)
-        del box._store.remove
-        again = await one(box, wait=10.0)
+        removal = line.hold(REMOVE + names.queue)
+        put_off = line.watch(f"{ACK}{names.delayed}.*")
+        tasks.start_soon(lambda: held.nack(delay=0.01))
+        await removal.came()
+        await put_off.came()
+        removal.open()
+        again = await one(box)
         assert (again.body, again.attempt) == ("x", 2)
         assert await box.counts() == Counts(in_flight=1)
 
@@ -329,7 +293,7 @@ async def test_a_death_that_a_crash_left_in_both_places_is_one_dead_letter(here)
         sent = await box.send("x")
         await one(box, lease=0.2)
         record = Record(sent, b'"x"', 1.0)
-        await box._store.add(Add(f"{box._names.to_dead}i-{sent}", record.encode()))
+        await here.server.ask(f"{here.names().to_dead}{record.token}", record.encode())
         await (await one(box, wait=5.0)).dead_letter("again")
         assert [letter.error for letter in await box.dead_letters()] == ["again"]
         assert await box.counts() == Counts(dead=1)
@@ -350,7 +314,7 @@ async def test_a_due_message_whose_key_another_has_by_now_is_not_lost(here):
     async with here.box() as box:
         await box.send("now", dedup_key="k")
         late = Record.of(Envelope("late", b'"late"', delay=0.01, dedup_key="k"), 1.0)
-        await box._store.add(Add(box._names.to_delayed + late.token, late.encode()))
+        await here.server.ask(here.names().to_delayed + late.token, late.encode())
         with anyio.fail_after(20):
             while (await box.counts()).pending != 2:
                 await anyio.sleep(0.02)
@@ -376,11 +340,12 @@ async def test_priorities_and_large_bodies_are_refused(here):
 @pytest.mark.parametrize("char", ["e", "日", "\U0001f600"])
 async def test_the_largest_message_can_be_given_back_and_given_up(here, char):
     """Whatever its attempts leave with it: there is no room for all that is said in letters that JSON writes as numbers."""
+    most = here.server.connection.max_payload - 16_384
     async with here.box() as box:
         headers = {"h": "x" * 100_000}
         with pytest.raises(SerializationError, match="max_payload"):
-            await box.send("x" * (box._wire.max_payload - RESERVED - 100_000), headers=headers)
-        await box.send("x" * (box._wire.max_payload - RESERVED - 100_000 - 200), headers=headers)
+            await box.send("x" * (most - 100_000), headers=headers)
+        await box.send("x" * (most - 100_000 - 200), headers=headers)
         for _ in range(12):
             await (await one(box)).nack(error=ValueError(char * 600))
         last = await one(box)
@@ -393,22 +358,21 @@ async def test_the_largest_message_can_be_given_back_and_given_up(here, char):
 
 async def test_send_many_takes_back_what_it_could_not_complete(here):
     async with here.box() as box:
-        add_all = box._store.add_all
-
-        async def half(adds):
-            done = await add_all(adds[: len(adds) // 2])
-            return [*done, *[MailboxConnectionError("cut off")] * (len(adds) - len(done))]
-
-        box._store.add_all = half
-        with pytest.raises(MailboxConnectionError, match="cut off"):
+        await here.server.limit(here.names().queue, max_msgs=5)
+        with pytest.raises(MailboxFullError):
             await box.send_many(range(10))
-        box._store.add_all = add_all
-        assert (await box.counts()).waiting == 0
+        assert (await here.server.state(here.names().queue))["last_seq"] == 5
+        assert await box.counts() == Counts()
 
 
 async def test_the_ack_wait_of_the_server_counts(here):
-    async with here.box(ack_wait=30) as first, here.box(ack_wait=5) as second:
-        assert (first._store.ack_wait, second._store.ack_wait) == (30.0, 30.0)
+    """A lease of that length takes no call of its own, and one of another length does."""
+    naks = await here.server.connection.subscribe(f"{ACK}{here.names().queue}.>")
+    async with here.box(ack_wait=30), here.box(ack_wait=5) as second:
+        await second.send_many("xy")
+        await one(second, lease=30)
+        await one(second, lease=5)
+        assert (await naks.next_msg(10)).data == b'-NAK {"delay":5000000000}'
 
 
 async def test_no_server_is_a_connection_error_in_time(anyio_backend):
@@ -419,35 +383,43 @@ async def test_no_server_is_a_connection_error_in_time(anyio_backend):
 
 async def test_a_connection_that_the_driver_gives_up_is_made_anew(here):
     """As where the server sends a client away with an error: the driver does not come back from that by itself."""
-    async with here.box() as box:
+    line, started, ended = await here.line(), anyio.Event(), anyio.Event()
+
+    async def handle(body: str) -> None:
+        started.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            ended.set()
+
+    async with here.box(over=line) as box, here.box() as other:
         await box.send("before")
         held = await one(box)
-        heard = []
-        box._announce_cancelled = heard.append
-        await box._wire.client.close()
+        line.say(b"-ERR 'Maximum Connections Exceeded'\r\n")
         with anyio.fail_after(20):
-            while True:
-                try:
-                    await box.send("after")
-                    break
-                except MailboxConnectionError:
-                    await anyio.sleep(0.05)
-        await held.acknowledge()
-        message = await one(box, wait=5.0)
-        assert message.body == "after"
-        assert await box.cancel(message.id) == "cancelled"
-        with anyio.fail_after(20):
-            while not heard:
+            while not box.statistics().reconnects:
                 await anyio.sleep(0.01)
-        assert heard[0] == [message.id]
+        assert (line.made, box.statistics().connected) == (2, True)
+        await held.acknowledge()
+        loop = MainLoop(box, handle)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(loop.run)
+            sent = await other.send("after")
+            with anyio.fail_after(10):  # sooner than a renewal of its lease
+                await started.wait()
+                assert await other.cancel(sent) == "cancelled"
+                await ended.wait()
+            await loop.shutdown()
 
 
-async def test_a_transient_mailbox_is_gone_when_it_is_dropped(here):
-    async with here.box() as box:
-        async with box._sibling(f"~{here.prefix}") as transient:
-            await transient._drop()
-        await box.send("ask", reply_to=f"~{here.prefix}")
-        await (await one(box)).reply("to nobody")
-        assert await box.counts() == Counts(settled=1)
-        listed = await box._store.wire.api("STREAM.NAMES", {"subject": "mainspring._7e*.queue.*"})
-        assert not [stream for stream in listed.get("streams") or [] if here.prefix in stream]
+async def test_the_mailbox_of_the_replies_is_gone_when_its_owner_is(here):
+    """And a reply that comes late does not make it anew."""
+    async with here.box() as worker:
+        async with here.box() as asker:
+            await asker.submit("ask")
+            request = await one(worker)
+            streams = Names.of(request.reply_to).streams
+            assert set(streams) <= set(await here.server.streams())
+        await request.reply("to nobody")
+        assert await worker.counts() == Counts(settled=1)
+        assert not set(streams) & set(await here.server.streams())
