@@ -15,7 +15,7 @@ SOURCES := $(shell find src examples -type f -not -path '*/__pycache__/*' -not -
 help:
 	@echo "make demo    index the Python files of this environment with two workers, and hurt them meanwhile"
 	@echo "make test    the tests, on the installed package"
-	@echo "make lint    ruff, mypy, import-linter and the file sizes"
+	@echo "make lint    ruff, mypy, import-linter, the sizes of files and functions, and the prose"
 	@echo "make simulate  10,000 runs of a simulated fleet in trouble"
 	@echo "make chaos   100,000 messages on each kind of server, with everything killed, frozen and cut off (BACKENDS= MESSAGES= SEED=)"
 	@echo "make soak    offload pools and loop threads, used hard; nothing may be left behind (RUNS= CONCURRENCY= DEADLINE_MS= TIMEOUT_PER_RUN= RACE_ROUNDS=)"
@@ -37,6 +37,7 @@ lint: $(VENV)/installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python scripts/check_sizes.py src examples benchmarks scripts
+	$(BIN)/python scripts/check_prose.py
 
 # Ten thousand times five minutes of a fleet in five hours' trouble; SEEDS says how many. In so much of it no handler just works:
 # a tenth as many runs are of a busy fleet in less.
