@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 BANNED = ("whoever", "nobody", "somebody", "so many", "be it", "all the same", "sees to")
-CHECKED = ("__init__.py", "__main__.py", "budget.py", "policies.py", "session.py", "states.py", "validation.py")
+CHECKED = (
+    "__init__.py",
+    "__main__.py",
+    "budget.py",
+    "core",
+    "policies.py",
+    "session.py",
+    "states.py",
+    "validation.py",
+)
 """Packages and modules below ``src/mainspring``."""
 
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "mainspring"

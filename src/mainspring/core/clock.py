@@ -150,7 +150,7 @@ def loop_clock() -> Callable[[], float]:
 
 
 def thread_clock() -> Callable[[], float]:
-    """``anyio.current_time`` of the running event loop, for any thread: it asks the clock, and waits for nobody."""
+    """Return ``anyio.current_time`` of the running event loop as a function that any thread may call without waiting."""
     loop = current_token().native_token
     if hasattr(loop, "time"):
         import asyncio
@@ -202,7 +202,7 @@ def real_sleep() -> Callable[[float], None]:
 
 @contextmanager
 def real_sleep_replaced(replacement: Callable[..., None]) -> Iterator[None]:
-    """Have ``time.sleep`` call ``replacement`` inside the block: where real time must not pass, whoever sleeps is found."""
+    """Have ``time.sleep`` call ``replacement`` inside the block, so that code which would let real time pass is found."""
     before = time.sleep
     time.sleep = replacement
     try:

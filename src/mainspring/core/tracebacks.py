@@ -87,7 +87,7 @@ def beneath(trace: TracebackType | None, module: str) -> TracebackType | None:
 
 
 def in_debugger(thread_id: int) -> bool:
-    """Whether a debugger holds that thread (somebody looks at it, so that it may stand still for as long as they like)."""
+    """True if a debugger holds that thread, which may then stand still for as long as its user likes."""
     return any(_top_package(frame) in _DEBUGGERS for frame, _ in stack_of(thread_id))
 
 
