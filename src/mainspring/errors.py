@@ -157,7 +157,7 @@ class TicketTimeoutError(MainspringError, TimeoutError):
 
 
 class TicketAbandonedError(MainspringError):
-    """Whoever was to complete a ticket has ended without an answer: there will be none."""
+    """The task or thread that was to complete a ticket has ended without doing so. No answer will come."""
 
     fault = "environment"
 
@@ -250,8 +250,10 @@ class OverrideLockedError(OverrideError):
 
 
 class LoopNotRunningError(MainspringError):
-    """A LoopThread does not run (not yet, or no longer), so that nothing can be done in its event loop; or the loop of a
-    LoopActor or a group does not, so that nobody is there to answer a control message."""
+    """A LoopThread, or the loop of a LoopActor or of a group, is not running (not yet, or no longer).
+
+    Its event loop takes no calls, and no control message is answered.
+    """
 
 
 class OffloadError(MainspringError):

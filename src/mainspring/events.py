@@ -1,4 +1,4 @@
-"""What happened, as frozen dataclasses, and the ``Dispatcher`` that tells whoever subscribed.
+"""Events, as frozen dataclasses, and the ``Dispatcher`` that tells them to subscribers.
 
 Logs, metrics, the dashboard and tests are subscribers; the engine only dispatches. Events carry names and figures, never
 live objects, so that a subscriber can keep them.
@@ -269,9 +269,9 @@ E = TypeVar("E")
 class DispatchResult:
     """How one dispatch went: how many subscribers heard it, and the errors of those that raised.
 
-    A session's says also which slices ``changed``, and by ``seq`` which event of the session it was. Where a reducer raised,
-    its :class:`~mainspring.errors.ReducerError` is the one error, nothing changed, and nobody was told. In a transaction it
-    comes before the subscribers are told, which the transaction's end does.
+    A session's result also says which slices ``changed``, and by ``seq`` which event of the session it was. If a reducer
+    raised, its :class:`~mainspring.errors.ReducerError` is the only error: nothing changed, and no subscriber was told. In a
+    transaction, subscribers are told when it ends, after this result.
     """
 
     delivered: int = 0
@@ -286,7 +286,7 @@ class DispatchResult:
 
     @property
     def ignored(self) -> bool:
-        """Whether nobody takes such events: no reducer of the session is for them, and no subscriber hears them."""
+        """True if neither a reducer of the session nor a subscriber takes events of this type."""
         return False
 
 
@@ -304,10 +304,10 @@ class Dispatcher:
     _sources: list[Dispatcher] = field(default_factory=list)
 
     def subscribe(self, event_type: type[E], subscriber: Callable[[E], object]) -> Callable[[], None]:
-        """Call ``subscriber(event)`` for each event of ``event_type``. Returns a function that ends it (idempotent).
+        """Call ``subscriber(event)`` for each event of ``event_type``. Return a function that ends this (idempotent).
 
-        :raises InvalidParameterError: ``event_type`` is no class; or the subscriber is async or a generator, so that nobody
-            would run it, or no function.
+        :raises InvalidParameterError: ``event_type`` is no class; or ``subscriber`` is no function, or is async or a generator,
+            which the dispatcher could not run.
         """
         try:
             issubclass(object, event_type)

@@ -1,4 +1,4 @@
-"""URLs as they may be shown: without what lets somebody in."""
+"""Show URLs without logins and passwords."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ def without_secrets(text: str) -> str:
 
 
 def shown(url: str) -> str:
-    """One URL as errors show it, however malformed it is: where white space stands in a password, where slashes or the host
-    are missing, and where what should be a port may be the password, of which nobody can tell where it ends."""
+    """Return a URL as errors show it, however malformed it is.
+
+    White space may stand in a password, and slashes or the host may be missing. What should be a port may be a password, whose
+    end cannot be known.
+    """
     if url.lower().startswith(("memory:", "sqlite:")):
         return url
     bare = "%20".join(url.split())
