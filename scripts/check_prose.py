@@ -23,13 +23,16 @@ CHECKED = (
     "__init__.py",
     "__main__.py",
     "budget.py",
+    "cli",
     "core",
     "errors.py",
     "events.py",
+    "http",
     "policies.py",
     "redaction.py",
     "session.py",
     "states.py",
+    "telemetry",
     "validation.py",
 )
 """Packages and modules below ``src/mainspring``."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Interrupted(BaseException):
-    """A signal that ends an import or another step before the start; no ``Exception``, so that nobody swallows it."""
+    """A signal that ends an import or another step before the start; no ``Exception``, which imported code might swallow."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)

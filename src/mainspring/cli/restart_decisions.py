@@ -38,7 +38,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """It cannot be kept running: stop the others too, and say so to whoever runs the supervisor."""
+    """The worker cannot be kept running: stop the other workers, and tell the operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,12 @@ Verdict: TypeAlias = Restart | Leave | GiveUp | AwaitChange
 def after_exit(
     ended: Ended, *, stopping: bool, reload: bool, told: bool, restarts: int, policy: RestartPolicy, rng: Random
 ) -> Verdict:
-    """What becomes of a worker that ended.
+    """Decide what happens to a worker that has ended.
 
-    ``stopping``: the supervisor is on its way out. ``told``: the supervisor asked this worker to stop, for a reload. A worker
-    whose loops have all ended is done. One that somebody else told to stop (an operator's SIGTERM) is replaced at once;
-    one that crashed, or had to cancel its work, is replaced with the policy's backoff, but not where its command line is
-    wrong: that does not mend itself.
+    ``stopping``: the supervisor itself is stopping. ``told``: the supervisor asked this worker to stop, for a reload. A worker
+    whose loops have all ended is done. A worker that an operator stopped by SIGTERM is replaced at once. A worker that crashed,
+    or had to cancel its work, is replaced after the policy's backoff. It is not replaced if its command line is wrong, since
+    the next one would fail alike.
     """
     if stopping:
         return Leave()

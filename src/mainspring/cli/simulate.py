@@ -186,7 +186,7 @@ def _first_failure(figures: Iterator[dict[str, Any]], tally: Tally, tick: Callab
 
 @contextmanager
 def _progress(options: SimulateOptions, what: str, total: int | None) -> Iterator[Callable[[], object]]:
-    """A bar on standard error, where somebody looks."""
+    """Show a progress bar on standard error if that is a terminal."""
     if options.as_json or not sys.stderr.isatty():
         yield lambda: None
         return

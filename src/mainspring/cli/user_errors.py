@@ -49,9 +49,9 @@ def flush_output() -> bool:
 
 
 class Remarks(logging.Handler):
-    """What the package warns of while a verb works is a remark of ours too; whatever else, ``before`` goes on to print.
+    """Print the package's warnings while a verb works as remarks of the command; leave other records to ``before``.
 
-    For ``logging.lastResort``, which prints what nobody has set up logging for, and so without a word of who says it.
+    It replaces ``logging.lastResort``, which prints records without a logger's name where logging is not set up.
     """
 
     def __init__(self, before: logging.Handler | None) -> None:

@@ -80,7 +80,7 @@ def health_app(
     :param loopback: whether only this machine can reach the listener (a loopback address, a Unix socket); acts then need no
         token. Say False when you mount the app in one that others can reach.
 
-    Probes, status and metrics are open to whoever can connect: they name loops, mailboxes and the errors of checks.
+    Probes, status and metrics are open to every client that can connect. They name loops, mailboxes and the errors of checks.
     """
     token = os.environ.get(ADMIN_TOKEN, "") if admin_token is None else admin_token
     if metrics is None:
@@ -259,7 +259,7 @@ def _from_a_foreign_page(request: Request) -> bool:
         if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
             return True
         return not _names_this_machine(urlsplit(f"//{host}").hostname or "")
-    except ValueError:  # what urlsplit cannot read is nobody's page
+    except ValueError:  # urlsplit cannot read it, so it is not this machine's page
         return True
 
 

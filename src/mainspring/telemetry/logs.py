@@ -96,10 +96,10 @@ def _is_trouble(event: Any) -> bool:
 
 
 def subscribe(dispatcher: events.Dispatcher) -> Callable[[], None]:
-    """Log what ``dispatcher`` tells from now on; the returned function ends it.
+    """Log what ``dispatcher`` tells from now on. Return a function that ends this.
 
-    The starts and the successes of messages are only subscribed to where ``mainspring.message`` is enabled for DEBUG at this
-    moment, so that otherwise nobody builds such events.
+    The starts and successes of messages are subscribed to only if ``mainspring.message`` is enabled for DEBUG at this moment.
+    Otherwise the loops do not build such events.
     """
     writers: dict[type[Any], Callable[[Any], None]] = {
         events.LoopStateChanged: _loop_state,
