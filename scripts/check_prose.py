@@ -27,6 +27,7 @@ CHECKED = (
     "core",
     "errors.py",
     "events.py",
+    "group",
     "http",
     "policies.py",
     "redaction.py",

@@ -178,7 +178,7 @@ def _beats_within_threshold(t: Timeouts) -> Rule | None:
 
 
 def _without_renewal(t: Timeouts) -> list[Rule]:
-    """A lease that nobody renews must outlast the handler and the time until a stall of it is found."""
+    """Require of a lease that is not renewed that it outlasts the handler and the time in which a stall is found."""
     if t.renew != "never":
         return []
     longest = t.longest or 0.0

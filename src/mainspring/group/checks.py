@@ -1,4 +1,4 @@
-"""Readiness checks: a user's functions, asked when somebody wants to know, with a deadline."""
+"""Readiness checks: a user's functions, called with a deadline when readiness is asked for."""
 
 from __future__ import annotations
 

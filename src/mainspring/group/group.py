@@ -71,8 +71,8 @@ class LoopGroup:
     :param block_threshold: seconds for which the event loop may not turn before the process is killed; None: no limit.
     :param guardian: whether a tiny process watches over a blocked interpreter; None: in a ``run()`` that owns the signals.
     :param on_crash: what an embedded group does when a loop crashes for good. ``"terminate"`` sends its own process SIGTERM,
-        so that the server around it ends too, and ends the block with the error (which alone must do where nobody handles
-        SIGTERM). ``"report"`` turns not-ready, and raises the error when the block is left.
+        so that the server around it ends too, and ends the block with the error. If the process has no handler for SIGTERM,
+        no signal is sent. ``"report"`` turns not-ready, and raises the error when the block is left.
     :raises ConfigError: a value is impossible.
     """
 
@@ -316,7 +316,7 @@ class LoopGroup:
         self._request(reason, float("inf"))
 
     def force_shutdown(self, signum: int = signal.SIGTERM) -> None:
-        """Skip to the cancelling, as a second signal ``signum`` does; a shutdown that nobody has asked for begins with it.
+        """Skip to the cancelling, as a second signal ``signum`` does. Begin a shutdown if none is under way.
 
         Handlers get ``cancel_grace``, and the report's exit status is 128 + ``signum``. Without a run it does nothing.
 
@@ -339,10 +339,10 @@ class LoopGroup:
     # ------------------------------------------------------------------------------------------------------- pausing
 
     async def pause(self, reason: str = "pause()", *, timeout: float | None = None) -> None:
-        """Take no new work until :meth:`resume`, and wait until that holds: what was claimed and not begun is given back.
+        """Take no new work until :meth:`resume`. Return once every loop has paused and has released what it had not begun.
 
         Running handlers go on and keep their leases, restarted loops stay paused, and readiness says so. A shutdown ends the
-        pause. Where ``timeout`` seconds pass before every loop has answered, they pause all the same.
+        pause. A ``timeout`` ends the wait only: the loops pause even if ``timeout`` seconds pass before all have answered.
 
         :raises LoopNotRunningError: the group does not run, is starting or is shutting down.
         :raises ControlRefusedError: one of its loops cannot be paused; none is then.

@@ -301,7 +301,7 @@ class Lifetime:
         if crashed is not None:
             self.crash = crashed.error
             self.request(f"loop {crashed.name!r} crashed", delay=False)
-            # Where nobody handles it, SIGTERM would end the process on the spot; the error out of the block ends it then.
+            # Without a handler, SIGTERM would end the process at once. Then only the error that the block raises ends it.
             handled = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
             if not self._owner and self.settings.on_crash == "terminate" and handled:
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -77,7 +77,7 @@ class Shutdown:
         self.changed()
 
     def changed(self) -> None:
-        """A loop has ended, or something here was set: whoever waits looks again."""
+        """Let the waiting phase look again, after a loop has ended or a setting has changed."""
         self._change.set()
 
     async def run(self) -> None:

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Leftovers:
-    """Sees to it that the process ends although threads of a run do not.
+    """Ends the process although threads of a run do not end.
 
-    Made when a run begins: threads that live by then are not the run's. ``limit`` is an instant of the system's monotonic
-    clock. Nothing happens while the main thread goes on with something else, since only the end of the program waits.
+    Made when a run begins: threads that are alive by then are not the run's. ``limit`` is an instant of the system's monotonic
+    clock. Nothing happens while the main thread goes on with something else, since only the end of the program waits for them.
     """
 
     def __init__(self) -> None:
