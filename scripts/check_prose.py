@@ -29,6 +29,7 @@ CHECKED = (
     "events.py",
     "group",
     "http",
+    "offload",
     "policies.py",
     "redaction.py",
     "session.py",

@@ -1,7 +1,7 @@
 """The calls of an offload pool from one opening to its closing: which wait for a worker, which run, which are late.
 
-All of it belongs to one event loop, but for :meth:`Call.execute`, which runs in a thread. A call has a *place* (there are as
-many as workers) from its begin to the real end of its work, so that work nobody waits for any more still counts as a worker.
+All of it belongs to one event loop, except :meth:`Call.execute`, which runs in a thread. A call holds a *place* (there are as
+many as workers) from its beginning to the real end of its work. So abandoned work still occupies a worker.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Job(Protocol):
         """Call ``starting(True)``, in the performing thread, where a worker has to be started, then ``starting(False)``."""
 
     def give_up(self) -> bool:
-        """Nobody waits for it any more; called on the event loop. Whether it has begun: else it never will."""
+        """Abandon the job, on the event loop. True if it has begun; otherwise it never will."""
 
 
 class Progress(IntEnum):
@@ -138,7 +138,7 @@ class Call:
             del result, error
 
     def abandon(self) -> Progress:
-        """Nobody waits for it any more: how far it was. What has not begun never will."""
+        """Abandon the call, and return how far it was. A call that has not begun never will."""
         with self._lock:
             before = self._progress
             if before is not Progress.ENDED:
@@ -160,7 +160,7 @@ class Call:
             calls.ended_late(self)
 
     def log_dropped(self, error: BaseException | None) -> None:
-        """Say what nobody will be told any more. A cancellation that the work noticed is what was asked for."""
+        """Log an error that no caller will get. A cancellation that the work noticed is no error: it was asked for."""
         if isinstance(error, Exception):
             _log.warning("%s raised when nobody waited for it any more: %s", self.name, describe(error), exc_info=error)
 
@@ -187,7 +187,7 @@ class Calls:
 
     @property
     def in_flight(self) -> int:
-        """How many are being performed for somebody who waits."""
+        """Number of calls being performed whose callers still wait."""
         return self._running
 
     @property
@@ -208,7 +208,7 @@ class Calls:
                     await self._queue(call, self._queue_limit)
                 return await self._execute(call, abandon=True)
             except anyio.get_cancelled_exc_class():
-                call.log_dropped(call.error)  # it had ended, and nobody was told yet
+                call.log_dropped(call.error)  # it had ended, and its caller was not told yet
                 call.error = None
                 raise
             finally:
@@ -329,7 +329,7 @@ class Calls:
     # --------------------------------------------------------------------------------------------------------- waiting
 
     async def wait_idle(self) -> None:
-        """Wait until nobody waits for anything."""
+        """Wait until no call is queued or being performed for a caller."""
         while self._running or self.queued:
             await self._next_news()
         await anyio.lowlevel.checkpoint()

@@ -131,7 +131,7 @@ class OffloadPool:
     async def _finish(self, calls: Calls, backend: Backend) -> None:
         with anyio.move_on_after(self.shutdown_timeout):
             await calls.wait_idle()
-            if not backend.kills:  # else late are only those being killed, and starts that nobody waits for
+            if not backend.kills:  # else late are only those being killed, and abandoned starts of workers
                 await calls.wait_for_late()
 
     async def _cut(self, calls: Calls, backend: Backend) -> None:

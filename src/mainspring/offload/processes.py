@@ -47,7 +47,7 @@ _log = Logger("mainspring.offload")
 
 
 def _tell_nobody(starts: bool) -> None:
-    """Nobody has to know of a start."""
+    """Ignore the start of a worker."""
 
 
 class Processes:
@@ -122,7 +122,7 @@ class Processes:
             idle, self._idle = self._idle, []
             busy = self._all.difference(idle)
         for worker in busy:
-            worker.kill()  # whoever waits for its answer discards it
+            worker.kill()  # the thread that waits for its answer discards it
         for worker in idle:
             worker.ask_to_leave()
         until = monotonic() + LEAVE_WITHIN

@@ -51,7 +51,7 @@ def perform(job: bytes) -> bytes:
             return _lost("it raised an exception that cannot be pickled", error, text)
         return _answer("raised", pickled, text)
     if isinstance(result, CoroutineType):
-        result.close()  # it would complain that nobody awaits it
+        result.close()  # else Python warns that it was never awaited
         return _answer("unrun", "a coroutine", "")
     if isinstance(result, GeneratorType | AsyncGeneratorType):
         return _answer("unrun", "a generator", "")
