@@ -32,6 +32,7 @@ CHECKED = (
     "offload",
     "policies.py",
     "redaction.py",
+    "runtime",
     "session.py",
     "states.py",
     "telemetry",

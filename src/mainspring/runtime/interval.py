@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 class Periodic:
     """Calls ``step(overslept)`` at the instants it asks for: each call returns when the next is due.
 
-    Instants are on anyio's clock; ``math.inf`` means not before somebody calls :meth:`wake_by`, one that has passed means
-    now. ``overslept`` is how many seconds the call comes late: whoever judges others by the time that passed must not hold
-    that against them. There is no ticking: between two calls nothing runs. What ``step`` raises ends :meth:`run`; so does
-    a cancellation, also one during a step, and what that step had not asked for by then is not due any more.
+    Instants are on anyio's clock. ``math.inf`` means not before :meth:`wake_by` is called, a past instant means now.
+    ``overslept`` is how many seconds the call comes late. A step that judges how long something took must allow for it. There
+    is no ticking: between two calls nothing runs. An error of ``step`` ends :meth:`run`. So does a cancellation; if it comes
+    during a step, the instant that this step would have asked for is dropped.
     """
 
     def __init__(self, step: Callable[[float], Awaitable[float]], *, first: float = math.inf) -> None:
@@ -30,7 +30,7 @@ class Periodic:
 
     @property
     def due(self) -> float:
-        """When the next call is due; ``math.inf`` while a call is under way and nobody asked for the next."""
+        """Instant at which the next call is due; ``math.inf`` while a call is under way and :meth:`wake_by` was not called."""
         return self._due
 
     def wake_by(self, when: float) -> None:

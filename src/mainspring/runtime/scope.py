@@ -332,11 +332,11 @@ class DaemonScope:
 
 
 async def nobody_asked() -> bool:
-    """Whether no cancel scope has asked for the cancellation that was just caught; asyncio's count of it is set back then.
+    """True if no cancel scope asked for the cancellation that was just caught; asyncio's count of it is then set back.
 
-    On asyncio a task can be cancelled natively, and a future that was cancelled ends whoever awaits it in the same way. A task
-    group takes a task that has ended so for one of those that it cancelled itself: it cancels the others, and says nothing.
-    An event loop that ends cancels all its tasks natively at once; then whoever owns the scopes was asked, and passes it on.
+    On asyncio a task can be cancelled natively, and a cancelled future ends every task that awaits it in the same way. A task
+    group takes such a task for one that it cancelled itself: it cancels the others and raises nothing. An event loop that ends
+    cancels all its tasks natively at once. The task that owns the scopes is then cancelled as well, and passes it on.
     """
     if async_library() == "trio":
         return False  # there only scopes cancel; the one that did may have been shielded against since
@@ -399,7 +399,7 @@ def lone_error(error: BaseException) -> BaseException:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The first of the errors inside nested groups, for tasks whose errors are all the same trouble."""
+    """Return the first error inside nested groups, for tasks that all fail for the same reason."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

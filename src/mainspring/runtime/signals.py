@@ -50,8 +50,8 @@ CALLBACK_TIMEOUT = 10.0
 class EarlySignals:
     """Holds signals that arrive before an event loop receives them; the second one ends the process at once.
 
-    The command line installs it before it imports the user's module: Python acts on SIGTERM by dying, and as PID 1 of a
-    container not at all, until somebody installs a handler. The receiver that opens later takes what was held.
+    The command line installs it before it imports the user's module. Without a handler, SIGTERM ends the process, or does
+    nothing where it is PID 1 of a container. The receiver that opens later takes the signals that were held.
     """
 
     def __init__(self, signals: Iterable[int] = DEFAULT_SIGNALS) -> None:
@@ -253,7 +253,7 @@ class ShutdownCoordinator:
         self._on_trigger: list[Callable[[], object]] = []
         self._on_repeat = [] if on_repeat is None else [on_repeat]
         # Each entry is a list of the one callback, so that it can be taken out once: to be called, or as it is unregistered.
-        # A signal handler may come in at any point and do the same, so whoever is to be the only one takes a lock at once.
+        # A signal handler may run at any point and do the same, so what must happen once is guarded by a lock.
         self._callbacks: list[list[Callable[[], object]]] = []
         self._pending: deque[list[Callable[[], object]]] = deque()
         self._triggered = False
@@ -416,9 +416,9 @@ class ShutdownCoordinator:
             self._rouse()
 
     def _take(self, *, plain: bool = False) -> Callable[[], object] | None:
-        """The next callback, with the turn to call it; None also while somebody else has that, who goes on with the rest."""
+        """Return the next callback, and take the turn to call it. None if there is none, or another caller has the turn."""
         while self._pending and self._turn.acquire(blocking=False):
-            with suppress(IndexError):  # somebody else has called it meanwhile, or it was unregistered
+            with suppress(IndexError):  # another caller took it meanwhile, or it was unregistered
                 while not self._pending[0]:
                     self._pending.popleft()
                 for entry in tuple(self._pending):
@@ -519,8 +519,8 @@ class ShutdownCoordinator:
                 "ShutdownCoordinator: it is entered on another event loop; make one of its own for this one"
             )
         if signals and process.current("early signals") is not None:
-            # uvloop queues the numbers of all signals from its start on, also of those that were held: let it come past
-            # them while nobody listens, or they would count twice, as a first and a second one.
+            # uvloop queues the numbers of all signals from its start on, also of those that were held. Let it take them from
+            # the queue before we listen, or each would count twice, as a first and a second one.
             for _ in range(3):
                 await anyio.lowlevel.cancel_shielded_checkpoint()
         block = _Block()
