@@ -34,6 +34,7 @@ CHECKED = (
     "redaction.py",
     "runtime",
     "session.py",
+    "state",
     "states.py",
     "telemetry",
     "validation.py",

@@ -23,7 +23,7 @@ _log = Logger("mainspring")
 
 
 class Ignored(DispatchResult):
-    """The result of an event that nobody takes: a class of its own, as one field more would cost each other result."""
+    """The result of an event without a reducer or subscriber. A class of its own: a field would cost each other result."""
 
     __slots__ = ()
 
@@ -49,9 +49,11 @@ class Cell:
         self.ignored: set[type[Any]] = set()
 
     def note_ignored(self, event: Any) -> None:
-        """Nobody takes an event: say so, once for each type, as it may be meant for subscribers that are gone just now.
+        """Warn that an event has neither a reducer nor a subscriber, once for each type.
 
-        :raises InvalidParameterError: it could not be taken by any reducer.
+        It is no error, as the event may be meant for subscribers that have gone.
+
+        :raises InvalidParameterError: no reducer could take an event of that type.
         """
         kind = type(event)
         if kind in self.ignored:

@@ -137,9 +137,9 @@ class JournalCalls:
         await self._ask(partial(self._journal.rewrite, entries), "it may still write; open the session anew")
 
     async def let_go(self, timeout: float) -> None:
-        """:meth:`Journal.close`, where it is open, whatever is cancelled; waited for no longer than ``timeout`` seconds.
+        """Call :meth:`Journal.close` if it is open, even when cancelled. Wait at most ``timeout`` seconds for it.
 
-        Where a call is still under way, its thread does it afterwards, and nobody waits.
+        If a call is still under way, its thread closes the journal afterwards, and this returns at once.
         """
         call = self._begin(let_go=True)
         if call is None:
@@ -223,7 +223,7 @@ class JournalCalls:
     def _close_at_last(self) -> None:
         try:
             self._close()
-        except Exception as error:  # nobody waits who could be told
+        except Exception as error:  # no caller waits for it
             log_error("%s could not be closed", self._journal.name, error)
         finally:
             with self._lock:

@@ -141,8 +141,11 @@ class FileJournal(Journal):
         self._size += len(data)
 
     def _check_there(self) -> None:
-        """Raise where the name does not lead to the file any more: whoever opens the journal anew would not find what is in it,
-        and another file of that name is another session's."""
+        """Raise if the name no longer leads to the file.
+
+        A session that opens the journal by its name would not find what is written here. Another file of that name belongs to
+        another session.
+        """
         with contextlib.suppress(OSError):
             if os.path.samestat(os.stat(self._real_path), os.fstat(self._file)):
                 return
@@ -200,7 +203,7 @@ class FileJournal(Journal):
             raise JournalError(f"{self.name}: {self._broken}; open the session anew") from error
 
     def _written(self, path: str, data: bytes) -> int:
-        """A new file with that content, on the disk, and locked before it has the name, so that nobody can come between."""
+        """Write a new file to the disk and lock it before it gets its name, so that no other process opens it first."""
         _remove(path)  # what a killed process has left
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:

@@ -169,8 +169,7 @@ class SQLiteJournal(Journal):
             raise self._explained(error) from error
 
     def _check_there(self) -> None:
-        """Raise where the name does not lead to the file any more: whoever opens the journal anew would not find what is in
-        it."""
+        """Raise if the name no longer leads to the file. A session that opens the journal by its name would not find it."""
         with contextlib.suppress(OSError):
             if self._stat is not None and os.path.samestat(os.stat(self._real_path), self._stat):
                 return

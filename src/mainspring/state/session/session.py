@@ -226,17 +226,16 @@ class Session(Generic[S]):
     # ---------------------------------------------------------------------------------------------------------- writing
 
     async def dispatch(self, event: Any) -> DispatchResult:
-        """Apply ``event``, tell the subscribers, and say how that went, once the event is durable (where there is a journal).
+        """Apply ``event``, tell the subscribers, and return how that went. With a journal, first wait until it is durable.
 
         Events are applied one at a time, in the order of their dispatches. A reducer that raises leaves the state as it was:
-        the result has its :class:`ReducerError`, and nobody is told. Of an event that no reducer is for, the subscribers are
-        told, and that is all. Where there are none either, nobody takes it: the result is ``ignored``, and a warning says so
-        once for each type (logger ``mainspring``). In a transaction it returns before the event is durable, and before
-        anybody is told.
+        the result has its :class:`ReducerError`, and no subscriber is told. An event without a reducer is only told to the
+        subscribers. If there is no subscriber for it either, the result is ``ignored``, and a warning says so once for each
+        type (logger ``mainspring``). In a transaction this returns before the event is durable and before subscribers are told.
 
         Cancelled before its turn, the event is not applied; cancelled while it waits for the journal, it may be.
 
-        :raises InvalidParameterError: nobody takes it, and it cannot be an event: it is a class, or its class is not frozen.
+        :raises InvalidParameterError: it has no reducer and no subscriber, and is no event: a class, or not of a frozen class.
         :raises SessionClosedError: the session has a journal and is not open.
         :raises SerializationError: the event is not as its type is annotated, so that the journal could not hold it.
         :raises JournalError: the journal cannot be written; the event is not applied. Where it has not answered within 30 s,
@@ -266,8 +265,8 @@ class Session(Generic[S]):
         calls of that thread; within the block of a transaction that has started the thread, it is part of it. What was
         dispatched before the end of the ``async with`` is applied. ``ticket.wait_sync()`` waits for the result there.
 
-        The ticket fails with what :meth:`dispatch` raises of the event or the journal, in a transaction too; one that nobody
-        asks is logged. Where no event could be taken, this raises at once.
+        The ticket fails with the errors of the event or the journal that :meth:`dispatch` raises, in a transaction too. The
+        error of a ticket that is never read is logged. If the session cannot take any event, this raises at once.
 
         :raises SessionClosedError: the session has a journal and is not open; or, in another thread, is not entered.
         :raises SessionFullError: 100,000 events wait for their turn or the journal.
@@ -336,8 +335,7 @@ class Session(Generic[S]):
     async def compact(self) -> None:
         """Replace all that the journal holds by one snapshot, so that it is short, and quick to read.
 
-        Other writers wait meanwhile. Crashes leave the journal as it was or as it shall be, and so does a cancellation: it is
-        then rewritten all the same, or not.
+        Other writers wait meanwhile. After a crash or a cancellation the journal is either as before or completely rewritten.
 
         :raises ConfigError: there is no journal, or this is a child, or code in a transaction.
         :raises SessionError: the journal has events of children that are not made yet.

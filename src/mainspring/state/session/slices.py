@@ -167,7 +167,7 @@ class Slices:
             self._unchangeable.add(value.__class__)  # what is looked up costs less
             return value
         if isinstance(value, CoroutineType):
-            value.close()  # it would complain that nobody awaits it
+            value.close()  # else Python warns that it was never awaited
         raise ReducerError(
             f"session {self._session!r}: slice {name!r} cannot be a {type(value).__name__} ({label}): it could be changed"
             " behind the session's back; use a tuple, a frozenset or a frozen dataclass"

@@ -60,7 +60,7 @@ class Transaction:
             self._turn.set()
 
     def take(self, cell: Cell, event: Any) -> DispatchResult:
-        """Apply an event from within the block: the block sees it, and nobody else does yet."""
+        """Apply an event from within the block. Only the block sees it until the transaction ends."""
         writer = self._writer
         encoded = writer.encoded(cell, event)
         try:
@@ -149,9 +149,9 @@ class Transaction:
             writer.end(self)
 
     async def _write(self) -> None:
-        """Have it written; its outcome is waited for, whatever is cancelled meanwhile: nobody could tell it apart else.
+        """Write the transaction. Wait for the outcome even when cancelled, since the caller could not find it out later.
 
-        The writer sees to the end of that: it gives the journal up in time. What is only rewritten is the same afterwards.
+        The wait has an end, as the writer gives the journal up in time. A mere rewrite changes no state, and is not shielded.
         """
         writer = self._writer
         entry = self.entry
@@ -175,7 +175,7 @@ async def _ready(ticket: Ticket[Any]) -> None:
                 await ticket.wait()
             except anyio.get_cancelled_exc_class() as error:
                 cancelled = error
-            except Exception:  # the journal's: whoever asks the ticket has it
+            except Exception:  # the journal's; the caller's wait for the ticket raises it
                 break
     if cancelled is not None:
         raise cancelled

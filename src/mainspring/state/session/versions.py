@@ -55,7 +55,7 @@ def _check_json(data: Any) -> None:
     from pydantic_core import to_json
 
     if isinstance(data, CoroutineType):
-        data.close()  # it would complain that nobody awaits it
+        data.close()  # else Python warns that it was never awaited
         raise TypeError("it returned a coroutine; make it a plain function")
     to_json(data)
 

@@ -185,7 +185,7 @@ class Writer:
     def _take_posted(self, held: Held) -> None:
         try:
             self.submit(held.cell, held.event, held.ticket)
-        except Exception as error:  # the ticket has it: nobody else is there to be told
+        except Exception as error:  # the ticket has it; its dispatcher does not wait here
             held.ticket._offer_sole_error(error, work(self.name, held.event))  # noqa: SLF001 - this package's own
 
     def entered(self) -> None:
@@ -210,7 +210,7 @@ class Writer:
         self.advance()
 
     def end(self, transaction: Transaction) -> None:
-        """The transaction is over: whoever waits gets a turn."""
+        """End the transaction, and give turns to the events and transactions that wait."""
         if self.transaction is transaction:
             self.transaction = None
         self.advance()
@@ -434,6 +434,6 @@ class Writer:
         self._log_lost(sum(len(change.steps) for change in failed), error)
 
     def _log_lost(self, events: int, error: SessionError) -> None:
-        """One line for all of them: whoever dispatched them without waiting may never ask."""
+        """Log one line for all of them, as callers that did not wait may never read their tickets."""
         if events:
             _log.error("session %r: %d event(s) not applied: %s", self.name, events, one_line(describe(error)))
