@@ -37,6 +37,7 @@ CHECKED = (
     "state",
     "states.py",
     "telemetry",
+    "threads",
     "validation.py",
 )
 """Packages and modules below ``src/mainspring``."""

@@ -131,8 +131,8 @@ class LoopThread:
         """Have the event loop run ``async_fn(*args)`` as a task; the ticket gets its result, or the error that it raises.
 
         The task sees the caller's context variables. The ticket fails with :class:`LoopNotRunningError` at once where the
-        event loop does not run, and when a stop cancels the task. An error that nobody has asked the ticket for is logged
-        when that is dropped (logger ``mainspring``). From any thread at any time, signal handlers too.
+        event loop does not run, and when a stop cancels the task. An error that is never read from the ticket is logged when
+        the ticket is dropped (logger ``mainspring``). May be called from any thread at any time, also from signal handlers.
 
         :param stop: is called in the event loop when the thread is to stop, to ask the task to end by itself.
         :param stop_timeout: seconds that it then gets instead of the thread's, as a :class:`LoopGroup` needs for its phases.

@@ -271,7 +271,7 @@ class LoopCore:
                 await anyio.lowlevel.checkpoint()
 
     def _end(self, error: BaseException | None) -> None:
-        """The event loop has ended, or could not start: let nobody wait for it."""
+        """Release all waiters, after the event loop has ended or could not start."""
         atexit.unregister(self._at_exit)
         began = self._loop is not None
         self.life.end()
@@ -312,7 +312,7 @@ class LoopCore:
     def _call_queued(self) -> None:
         if not self._queue:
             self._awake = False
-            if not self._queue:  # asked again: whoever has posted meanwhile may have believed that it is awake
+            if not self._queue:  # asked again: a thread that posted meanwhile may have seen it awake
                 return
             self._awake = True
         end = clock.monotonic() + TURN
@@ -339,10 +339,10 @@ class LoopCore:
             self._tell_if_idle()
 
     def call(self, fn: Callable[[], object]) -> None:
-        """Call what somebody has handed in, and let its failure harm nobody."""
+        """Call a function that was posted. Its failure is logged, and does not reach the event loop."""
         try:
             result = fn()
-        except BaseException:  # a SystemExit too: it must not end the event loop of everybody else
+        except BaseException:  # a SystemExit too: it must not end an event loop that others share
             _log.exception("%s: a posted callback raised: %r", self, fn)
             return
         if result is not None and (what := unrun(result)) is not None:
@@ -370,7 +370,7 @@ class LoopCore:
 
 
 def _taken(entry: list[Callable[[], object]]) -> Callable[[], object] | None:
-    """Take the function out of an entry; None where somebody has done so before."""
+    """Take the function out of an entry. Return None if another caller has taken it."""
     try:
         return entry.pop(0)
     except IndexError:
@@ -378,4 +378,4 @@ def _taken(entry: list[Callable[[], object]]) -> Callable[[], object] | None:
 
 
 def _refused() -> None:
-    """Stands in an entry for the function that nobody will call."""
+    """Stand in an entry in the place of a function that will not be called."""

@@ -20,7 +20,7 @@ JOIN_WITHIN: Final = 1.0
 
 
 class Life:
-    """The state, which any thread moves on. Each is left once, by whoever is first, in one step that nothing comes between."""
+    """The state, which any thread moves on. The first thread to leave a state decides where to, in one atomic step."""
 
     def __init__(self) -> None:
         self.left: Final[dict[LoopThreadState, LoopThreadState]] = {}
@@ -40,7 +40,7 @@ class Life:
         return self.left.get(IDLE) is STARTING
 
     def leave(self, old: LoopThreadState, new: LoopThreadState) -> None:
-        """Go from ``old`` to ``new``, unless somebody has left ``old`` before."""
+        """Go from ``old`` to ``new``, unless ``old`` was left before."""
         assert new in LOOP_THREAD[old]
         self.left.setdefault(old, new)
 
@@ -75,7 +75,7 @@ class Gate:
         self._let_through()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until it is open, at most so many seconds; whether it is."""
+        """Wait until it is open, at most ``seconds``. True if it is."""
         # Each lets the next one through. One that comes in between those two steps finds it open.
         if not self.is_open and self._shut.acquire(
             timeout=-1 if seconds is None else min(seconds, threading.TIMEOUT_MAX)

@@ -59,7 +59,7 @@ class Submission(Generic[T]):
         self._core.begin(self)
 
     def end_within(self, timeout: float | None) -> None:
-        """Ask it to end by itself, and cancel it after so many seconds; None: after its own time."""
+        """Ask it to end by itself, and cancel it after ``timeout`` seconds; None: after its own ``stop_timeout``."""
         assert self._scope is not None
         if self._stop is not None:
             stop, self._stop = self._stop, None
@@ -76,14 +76,14 @@ class Submission(Generic[T]):
         except Exception as error:
             self.fail(error)
         except BaseException as error:
-            # Goes no further: it would end the event loop of everybody else, and a CancelledError of its own cancel them.
+            # Goes no further: it would end an event loop that others share, and a CancelledError of its own would cancel them.
             self.fail(self._of_an_exit(error))
         else:
             if self._scope.cancelled_caught:
-                # Whoever stopped it knows: where nobody asks the ticket, this needs not be logged.
+                # The caller of stop() knows it, so that an unread ticket need not be logged.
                 self.ticket.offer_error(LoopNotRunningError(f"{self._core} has stopped and cancelled {self.name}"))
             else:
-                self.ticket.offer(value)  # whoever holds the ticket can answer it as well
+                self.ticket.offer(value)  # code that holds the ticket may have answered it
         finally:
             if self._scope.cancel_called:  # whatever it has made of that
                 self._core.clean = False

@@ -97,16 +97,16 @@ class Ticket(Generic[T]):
         return self._settle(None, error)
 
     def _offer_sole_error(self, error: BaseException, work: str) -> bool:
-        """As :meth:`offer_error`, for an error that is told nowhere else: where nobody asks the ticket, it is logged.
+        """As :meth:`offer_error`, for an error that is told nowhere else: it is logged if the ticket is dropped unread.
 
-        That is when the ticket is dropped (logger ``mainspring``); ``work`` says of what the error came.
+        The logger is ``mainspring``; ``work`` says what has failed.
         """
         return self._settle(None, error, UnreadError(error, work))
 
     def writer(self) -> TicketWriter[T]:
         """The writer's hold on the ticket: where it is dropped, or its block left, without an answer, the ticket fails.
 
-        :raises ConfigError: somebody has taken it; a ticket has one writer.
+        :raises ConfigError: it was taken before; a ticket has one writer.
         """
         with self._held():
             if self._writer_taken:
@@ -129,7 +129,7 @@ class Ticket(Generic[T]):
         return True
 
     def _held(self) -> AbstractContextManager[object]:
-        # In a forked child nobody gives back what a thread of the parent held as it forked; and nobody waits there.
+        # In a forked child a lock that a thread of the parent held stays held; and no thread waits for a ticket there.
         return self._lock if self._process is identity() else nullcontext()
 
     def _twice(self, what: str) -> TicketAlreadyCompletedError:
@@ -149,8 +149,8 @@ class Ticket(Generic[T]):
         Cancelled, it leaves the ticket as it is, to be waited for again.
 
         :raises TicketTimeoutError: it did not come in time; it may come later.
-        :raises ConfigError: somebody else is waiting for it; a ticket has one reader. Or it has no answer, and was made before
-            this process was forked: what comes in the parent is not heard of here.
+        :raises ConfigError: another task or thread waits for it; a ticket has one reader. Or it has no answer, and was made
+            before this process was forked: the parent's answer does not reach this process.
         :raises BaseException: the error that the writer gave.
         """
         self._check(timeout)
@@ -184,7 +184,7 @@ class Ticket(Generic[T]):
         """Block this thread until the answer is there, at most ``timeout`` seconds (None: for as long as the writer lives).
 
         :raises TicketTimeoutError: it did not come in time; it may come later.
-        :raises ConfigError: an event loop runs in this thread and would stand still, somebody else is waiting, or it was made
+        :raises ConfigError: an event loop runs in this thread and would stand still, another caller waits, or it was made
             before this process was forked, as for :meth:`wait`.
         :raises BaseException: the error that the writer gave.
         """
@@ -252,9 +252,9 @@ class Ticket(Generic[T]):
 
 
 class UnreadError:
-    """The error of a ticket, until somebody has asked for it: dropped before, it is logged.
+    """The error of a ticket until it is read. It is logged if it is dropped before.
 
-    An object of its own, which only a failure makes: a ticket with such an end would cost each that is answered.
+    An object of its own, which only a failure makes: a finalizer on each ticket would make successful ones slower.
     """
 
     __slots__ = ("_error", "_process", "_work", "is_read")
