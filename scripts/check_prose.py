@@ -39,6 +39,7 @@ CHECKED = (
     "telemetry",
     "threads",
     "validation.py",
+    "watchdog",
 )
 """Packages and modules below ``src/mainspring``."""
 

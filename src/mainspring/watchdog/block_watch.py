@@ -1,4 +1,4 @@
-"""The block watch: judges whether the event loop turns at all, and sees to it that a process which must leave does."""
+"""The block watch: judges whether the event loop turns at all, and ends a process that must leave."""
 
 from __future__ import annotations
 

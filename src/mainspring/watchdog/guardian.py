@@ -36,7 +36,7 @@ class Board:
 
     @property
     def beat(self) -> float:
-        """The last beat's instant (monotonic clock); 0 while nobody is to be judged."""
+        """The last beat's instant (monotonic clock); 0 while no loop is to be judged."""
         return self._words[guardian_main.BEAT]
 
     @beat.setter
@@ -157,7 +157,7 @@ class GuardianProcess:
 
     Once it is started, it is one thread's own, but for ``poke``.
 
-    ``notice`` is told, in one line, what somebody should know.
+    ``notice`` is called with one line of text for the operator.
     """
 
     RESTARTS = 3
@@ -239,7 +239,7 @@ class GuardianProcess:
 
 
 def _interpreter() -> str:
-    """The Python to run the child with. A frozen program's ``sys.executable`` is the program: that must not be it."""
+    """Return the Python to run the child with. Raise for a frozen program, whose ``sys.executable`` is the program itself."""
     executable = sys.executable or ""
     if getattr(sys, "frozen", False) or "py" not in os.path.basename(executable).lower():
         raise ValueError(f"{executable or 'this program'} is no Python interpreter")

@@ -3,7 +3,7 @@
 It runs by path, on the standard library alone (``python -I -S guardian_child.py …``), so that it stays small, starts in
 milliseconds, and shares no lock, no interpreter and no fate with its ward. Both look at one page of shared memory:
 
-- ``BEAT``: the instant (CLOCK_MONOTONIC, seconds) of the event loop's last beat; 0 while nobody is to be judged.
+- ``BEAT``: the instant (CLOCK_MONOTONIC, seconds) of the event loop's last beat; 0 while no loop is to be judged.
 - ``KILL_AT``: the instant from which the ward must be gone; 0 for none.
 
 A loop that has not beaten for ``block_threshold`` seconds (and ``MARGIN``, within which the ward's own watching thread
@@ -40,7 +40,7 @@ def look_interval(threshold: float) -> float:
 
 
 class Silence:
-    """For how long a beat has been missing, without the time in which nobody could have beaten.
+    """Counts for how long a beat has been missing, without the time in which the loop could not run.
 
     Pure: it is told the time. A look that comes late says that the machine, or the process, stood still; the loop then has
     the whole threshold again.
@@ -57,11 +57,11 @@ class Silence:
         self._due = due
 
     def rearm(self, now: float) -> None:
-        """Count from ``now`` on: nobody could beat until then."""
+        """Count from ``now`` on, as the loop could not run until then."""
         self._armed = now
 
     def look(self, now: float, beat: float) -> float:
-        """Seconds of silence at ``now``; ``beat`` is the last beat's instant, or 0 where nobody is to be judged."""
+        """Seconds of silence at ``now``; ``beat`` is the last beat's instant, or 0 if no loop is to be judged."""
         self.late = now - self._due > self._tolerance
         if self.late or beat == 0:
             self.rearm(now)
@@ -95,7 +95,7 @@ class Ward:
 
     @property
     def standing(self) -> bool:
-        """Whether somebody has stopped it (SIGSTOP, a debugger), so that it cannot beat."""
+        """True if it is stopped (SIGSTOP, a debugger), so that it cannot beat."""
         try:
             with open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as stat:
                 return state_of(stat.read()) in "Tt"
@@ -197,7 +197,7 @@ class Guardian:
 def main(arguments: list[str]) -> None:
     """``BOARD_FD PIPE_FD PARENT_PID THRESHOLD DUMP_SIGNAL BUSY_SIGNAL``: all of them given by the parent."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # whoever signals the whole family means the ward
+        signal.signal(number, signal.SIG_IGN)  # a signal to the whole process group is meant for the ward
     try:
         with open("/proc/self/comm", "w", encoding="ascii") as name:
             name.write("ms-guardian")

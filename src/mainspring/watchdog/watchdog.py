@@ -129,10 +129,10 @@ class Verdict(Generic[K]):
 
 
 def judge(now: float, ages: Mapping[K, float], stalled: Mapping[K, float], limits: Limits) -> Verdict[K]:
-    """Decide, without doing: ``ages`` are seconds since each one's last beat, ``stalled`` since when each was cancelled.
+    """Decide what to cancel and what is stuck. ``ages``: seconds since each last beat; ``stalled``: when each was cancelled.
 
-    Only those in ``ages`` are judged, and one that was cancelled by whether it is still there and no longer by its beats. The
-    next look is after ``interval`` at the latest, and sooner where somebody could be due before.
+    Only subjects in ``ages`` are judged. A cancelled one is judged by whether it is still there, no longer by its beats. The
+    next look is after ``interval`` at the latest, and sooner if a subject can be due before.
     """
     cancel: list[K] = []
     stuck: list[K] = []
@@ -155,7 +155,7 @@ def judge(now: float, ages: Mapping[K, float], stalled: Mapping[K, float], limit
 
 @dataclass(slots=True)
 class Pardons:
-    """The time in which nobody could beat, since the watchdog itself came late: it is held against nobody.
+    """The time in which no subject could beat, as the watchdog itself came late. It does not count as silence.
 
     ``noise`` is the lateness, in seconds, that is too small to be kept.
     """
@@ -173,7 +173,7 @@ class Pardons:
         return sum(min(seconds, when - then) for when, seconds in self._late if when > then)
 
     def forget_before(self, then: float) -> None:
-        """Nobody's count goes further back than ``then``."""
+        """Drop what was before ``then``: no subject's silence goes further back."""
         if self._late:
             self._late[:] = [(when, seconds) for when, seconds in self._late if when > then]
 
@@ -230,7 +230,7 @@ class Watchdog:
 
     async def _look(self, overslept: float) -> float:
         now = anyio.current_time()
-        # Past an interval it is no delay but a standstill, and nobody knows when since the last look that began.
+        # Past an interval it is no delay but a standstill, which may have begun at any time since the last look.
         self._pardons.add(now, overslept if overslept <= self._limits.interval else now - self._looked)
         self._looked = now
         living = {id(subject): subject for subject in self._subjects() if not subject.done}
