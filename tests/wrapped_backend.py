@@ -48,7 +48,7 @@ def backend_of(mailbox: Mailbox[Any, Any]) -> Any:
 class WrappedBackend:
     """A backend around another, ``inner``. Its operations are those of ``inner`` where a subclass does not override them.
 
-    A subclass that sets ``capabilities`` declares those instead.
+    A subclass that sets ``capabilities`` declares those instead; one that sets ``works_unopened`` to False has to be opened.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -74,6 +74,8 @@ def wrap(mailbox: M, wrapper: Callable[[Any], WrappedBackend]) -> M:
     changed = {operation for operation in (*_HOOKS, "capabilities") if hasattr(type(backend), operation)}
     for operation in changed:
         setattr(mailbox, _HOOKS.get(operation, operation), getattr(backend, operation))
+    if not getattr(type(backend), "works_unopened", True):
+        mailbox._usable = False
     if "send" in changed:
         mailbox.send = partial(Mailbox.send, mailbox)  # type: ignore[method-assign]  # one in memory has a way past it
     return mailbox

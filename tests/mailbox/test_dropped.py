@@ -10,6 +10,7 @@ import pytest
 
 from mainspring import LoopGroup, MailboxError, MainLoop
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
+from wrapped_backend import backend_of
 
 pytestmark = pytest.mark.anyio
 
@@ -30,7 +31,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 async def drop(make: Any) -> None:
     """As an operator does, in another process."""
     async with make() as mailbox:
-        await mailbox._drop()
+        await backend_of(mailbox).drop()
 
 
 async def test_what_is_sent_into_a_dropped_mailbox_is_refused(make: Any, anyio_backend: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -19,9 +20,11 @@ from mainspring.errors import (
     ReceiptHandleExpiredError,
     ReplyNotAvailableError,
 )
-from mainspring.mailbox.mailbox import Capabilities, Mailbox
+from mainspring.mailbox.backend import Capabilities, MailboxStatistics
 from mainspring.mailbox.memory.mailbox import InMemoryMailbox
 from mainspring.mailbox.message import Ack, Dead, Delivery, Envelope
+from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
+from wrapped_backend import WrappedBackend, backend_of, wrap
 
 if TYPE_CHECKING:
     from mainspring.runtime.scope import DaemonScope
@@ -32,29 +35,36 @@ pytestmark = pytest.mark.anyio
 class Store(InMemoryMailbox[Any, Any]):
     """A memory mailbox that has to be opened, and that fails when it is told to."""
 
-    _works_unopened = False
-
     def __init__(self, **keywords: Any) -> None:
         super().__init__("store", **keywords)
         self.failure: Exception | None = None
         self.calls: list[str] = []
+        wrap(self, partial(FailingBackend, mailbox=self))
 
     def fail(self, what: str) -> None:
         self.calls.append(what)
         if self.failure is not None:
             raise self.failure
 
-    async def _open(self, scope: DaemonScope) -> None:
-        self.fail("open")
-        await super()._open(scope)
 
-    async def _close(self) -> None:
-        self.fail("close")
-        await super()._close()
+class FailingBackend(WrappedBackend):
+    works_unopened = False
 
-    async def _settle(self, delivery: Delivery, settlement: Any) -> None:
-        self.fail("settle")
-        await super()._settle(delivery, settlement)
+    def __init__(self, inner: Any, mailbox: Store) -> None:
+        super().__init__(inner)
+        self.mailbox = mailbox
+
+    async def open(self, scope: DaemonScope) -> None:
+        self.mailbox.fail("open")
+        await self.inner.open(scope)
+
+    async def close(self) -> None:
+        self.mailbox.fail("close")
+        await self.inner.close()
+
+    async def settle(self, delivery: Delivery, settlement: Any) -> None:
+        self.mailbox.fail("settle")
+        await self.inner.settle(delivery, settlement)
 
 
 BAD_SECONDS = [-1, math.nan, "5", None, 366 * 86_400 + 1]
@@ -272,7 +282,7 @@ async def test_a_cancelled_block_still_closes() -> None:
 
 async def test_undecodable_bytes_break_no_receive_though_they_cannot_be_buried_now() -> None:
     async with Store(serialize=True, body=str) as mailbox:
-        await mailbox._put([Envelope("bad", b"\xff")])
+        await backend_of(mailbox).send([Envelope("bad", b"\xff")])
         await mailbox.send("good")
         mailbox.failure = MailboxConnectionError("gone")
         assert [m.body for m in await mailbox.receive(max_messages=2)] == ["good"]
@@ -344,9 +354,54 @@ def test_what_is_kept_of_an_error_has_an_end() -> None:
     assert Dead.of("x" * 3_000).error == f"{'x' * 2_000}… (3,000 characters)"
 
 
-def test_how_things_look_to_people() -> None:
-    mailbox: Mailbox[Any, Any] = InMemoryMailbox("jobs")
+# --------------------------------------------------------------------------------------------------------- statistics
+
+
+async def test_the_statistics_tell_which_receives_wait() -> None:
+    mailbox = InMemoryMailbox[Any, Any]("jobs")
+    received = []
+
+    async def receive() -> None:
+        received.extend(await mailbox.receive(wait_time_seconds=60))
+
+    async with anyio.create_task_group() as tasks, mailbox:
+        assert mailbox.statistics() == MailboxStatistics(connected=True)
+        for waiting in (1, 2):
+            tasks.start_soon(receive)
+            await anyio.wait_all_tasks_blocked()
+            assert mailbox.statistics() == MailboxStatistics(waiting_receives=waiting, connected=True)
+        assert repr(mailbox) == "<InMemoryMailbox 'jobs' open, 2 waiting>"
+        await mailbox.send("x")
+        await anyio.wait_all_tasks_blocked()
+        assert (len(received), mailbox.statistics().waiting_receives) == (1, 1)
+        tasks.cancel_scope.cancel()
+    assert mailbox.statistics() == MailboxStatistics()
+
+
+async def test_a_mailbox_that_is_not_open_does_nothing(path: str) -> None:
+    mailbox = SQLiteMailbox[Any, Any](path)
+    assert mailbox.statistics() == MailboxStatistics()
+    async with mailbox:
+        await mailbox.send("x")
+        now = mailbox.statistics()
+        assert now.connected
+        assert now.batches > 0
+    assert mailbox.statistics() == MailboxStatistics()
+
+
+async def test_what_it_is_doing_shows_in_its_repr() -> None:
+    class Busy(WrappedBackend):
+        def statistics(self) -> MailboxStatistics:
+            return MailboxStatistics(waiting_receives=1, queued=2, in_flight=3, batches=4)
+
+    mailbox = wrap(InMemoryMailbox[Any, Any]("jobs"), Busy)
     assert repr(mailbox) == "<InMemoryMailbox 'jobs' unopened>"
+    async with mailbox:
+        assert repr(mailbox) == "<InMemoryMailbox 'jobs' open, not connected, 1 waiting, 2 queued, 3 in flight>"
+    assert repr(mailbox) == "<InMemoryMailbox 'jobs' closed>"
+
+
+def test_how_things_look_to_people() -> None:
     assert Dead.of("reason") == Dead("reason", "Reject")
     assert Dead.of(ReceiptHandleExpiredError()).error == "ReceiptHandleExpiredError"
     assert Ack().reply is None

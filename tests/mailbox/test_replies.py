@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
+import gc
 import socket
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
 
-from mainspring import MainLoop
+from mainspring import Context, MainLoop
 from mainspring.core.state_machine import MailboxState
 from mainspring.errors import ConfigError, MailboxConnectionError, ReceiptHandleExpiredError, ReplyNotAvailableError
-from mainspring.mailbox import replies as replies_module
 from mainspring.mailbox.memory.mailbox import InMemoryMailbox
 from mainspring.mailbox.open import open_mailbox
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
+from wrapped_backend import WrappedBackend, wrap
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from mainspring.mailbox.message import Delivery
+    from mainspring import Mailbox
+    from mainspring.mailbox.message import Delivery, Envelope
 
 pytestmark = pytest.mark.anyio
 
 
-class Elsewhere(InMemoryMailbox[Any, Any]):
-    """A mailbox that takes every memory:// address for another store's."""
+class Elsewhere(WrappedBackend):
+    """Takes every memory:// address for another store's."""
 
-    acknowledge_fails = False
-
-    def _local_name(self, address: str) -> str | None:
+    def local_name(self, address: str) -> str | None:
         return None if "://" in address else address
 
-    async def _settle(self, delivery: Delivery, settlement: Any) -> None:
-        if self.acknowledge_fails:
-            raise MailboxConnectionError("gone")
-        await super()._settle(delivery, settlement)
+
+def elsewhere(**options: Any) -> InMemoryMailbox[Any, Any]:
+    """A mailbox all of whose replies go to another store."""
+    return wrap(InMemoryMailbox("jobs", **options), Elsewhere)
 
 
 @pytest.fixture(params=[False, True], ids=["objects", "json"])
@@ -45,7 +46,7 @@ def serialize(request: pytest.FixtureRequest) -> bool:
 
 async def test_a_reply_reaches_a_mailbox_on_another_store(serialize: bool) -> None:
     async with (
-        Elsewhere("jobs", reply=int, serialize=serialize) as jobs,
+        elsewhere(reply=int, serialize=serialize) as jobs,
         open_mailbox("memory://results", body=int, serialize=not serialize) as results,
     ):
         for number in range(3):
@@ -60,20 +61,27 @@ async def test_a_reply_reaches_a_mailbox_on_another_store(serialize: bool) -> No
 
 
 async def test_a_reply_whose_acknowledgement_failed_is_sent_again_and_arrives_once() -> None:
-    async with Elsewhere("jobs") as jobs, open_mailbox("memory://results") as results:
+    class FailsOnce(Elsewhere):
+        failed = False
+
+        async def settle(self, delivery: Delivery, settlement: Any) -> None:
+            if not self.failed:
+                self.failed = True
+                raise MailboxConnectionError("gone")
+            await self.inner.settle(delivery, settlement)
+
+    async with wrap(InMemoryMailbox("jobs"), FailsOnce) as jobs, open_mailbox("memory://results") as results:
         await jobs.send("x", reply_to=results)
         (message,) = await jobs.receive()
-        jobs.acknowledge_fails = True
         with pytest.raises(MailboxConnectionError):
             await message.reply("answer")
         assert not message.is_settled
-        jobs.acknowledge_fails = False
         await message.reply("answer")
         assert [m.body for m in await results.receive(max_messages=5)] == ["answer"]
 
 
 async def test_no_reply_leaves_once_the_lease_is_lost() -> None:
-    async with Elsewhere("jobs") as jobs, open_mailbox("memory://results") as results:
+    async with elsewhere() as jobs, open_mailbox("memory://results") as results:
         await jobs.send("x", reply_to=results)
         (message,) = await jobs.receive(visibility_timeout=0)
         with pytest.raises(ReceiptHandleExpiredError):
@@ -83,7 +91,7 @@ async def test_no_reply_leaves_once_the_lease_is_lost() -> None:
 
 @pytest.mark.parametrize("address", ["nosuch://results", "memory://", "memory://nobody", "memory://x?colour=red"])
 async def test_an_address_that_leads_nowhere_is_refused_and_the_message_stays(address: str) -> None:
-    async with Elsewhere("jobs") as jobs:
+    async with elsewhere() as jobs:
         await jobs.send("x", reply_to=address)
         (message,) = await jobs.receive()
         with pytest.raises(ReplyNotAvailableError):
@@ -93,7 +101,7 @@ async def test_an_address_that_leads_nowhere_is_refused_and_the_message_stays(ad
 
 
 async def test_a_mailbox_that_was_not_entered_has_nobody_to_keep_the_connection() -> None:
-    jobs = Elsewhere("jobs")
+    jobs = elsewhere()
     results = open_mailbox("memory://results")
     await jobs.send("x", reply_to=results)
     (message,) = await jobs.receive()
@@ -103,29 +111,29 @@ async def test_a_mailbox_that_was_not_entered_has_nobody_to_keep_the_connection(
 
 
 async def test_a_store_that_does_not_answer_holds_up_no_reply_to_another(virtual_clock: Any) -> None:
-    class Silent(InMemoryMailbox[Any, Any]):
-        async def _open(self, scope: Any) -> None:
+    class Silent(WrappedBackend):
+        async def open(self, scope: Any) -> None:
             await anyio.sleep_forever()
 
-        def _local_name(self, address: str) -> str | None:
+        def local_name(self, address: str) -> str | None:
             return "silent" if address == "silent://results" else None
 
-        def _sibling(self, name: str, **_: Any) -> Silent:
-            return Silent(name)
+        def sibling(self, name: str, **_: Any) -> InMemoryMailbox[Any, Any]:
+            return wrap(InMemoryMailbox(name), Silent)
 
     began = anyio.current_time()
     async with (
-        Elsewhere("jobs") as jobs,
+        elsewhere() as jobs,
         open_mailbox("memory://results") as results,
         anyio.create_task_group() as group,
     ):
-        jobs.reply_stores = (Silent("store"),)
+        jobs.reply_stores = (wrap(InMemoryMailbox("store"), Silent),)
 
         async def stuck() -> None:
             with pytest.raises(MailboxConnectionError, match="'silent://results' has not taken the reply within 10 s"):
                 await message.reply("answer")
             assert not message.is_settled
-            assert anyio.current_time() == began + replies_module.SEND_TIMEOUT
+            assert anyio.current_time() == began + 10
 
         await jobs.send("x", reply_to="silent://results")
         (message,) = await jobs.receive()
@@ -138,31 +146,44 @@ async def test_a_store_that_does_not_answer_holds_up_no_reply_to_another(virtual
         assert [m.body for m in await results.receive()] == ["answer"]
 
 
-class Answers(SQLiteMailbox[Any, Any]):
-    """A store of replies that remembers which mailboxes were made on it, each with ``_send_encoded`` as the test wants it."""
+MOST = 16
+"""Mailboxes that are kept open for replies."""
 
-    made: list[Answers]
 
-    def _sibling(self, name: str, **_: Any) -> Answers:
-        sibling = Answers(self.path, name=name)
-        self.made.append(sibling)
-        sibling.before = self.before
-        return sibling
+class Answers(WrappedBackend):
+    """A store of replies that remembers which mailboxes were made on it. Into the one named ``slow`` they go in their time."""
 
-    async def before(self, mailbox: Answers) -> None:
-        """Called before a reply is sent."""
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.made: list[Mailbox[Any, Any]] = []
+        self.go_on = anyio.Event()
 
-    async def _send_encoded(self, envelope: Any) -> str:
-        await self.before(self)
-        return await super()._send_encoded(envelope)
+    def sibling(self, name: str, **types: Any) -> Mailbox[Any, Any]:
+        made = self.inner.sibling(name, **types)
+        self.made.append(wrap(made, partial(Slow, go_on=self.go_on)) if name == "slow" else made)
+        return made
+
+
+class Slow(WrappedBackend):
+    def __init__(self, inner: Any, go_on: anyio.Event) -> None:
+        super().__init__(inner)
+        self.go_on = go_on
+
+    async def send(self, envelopes: list[Envelope]) -> list[str]:
+        await self.go_on.wait()
+        return await self.inner.send(envelopes)
 
 
 @pytest.fixture
-def answers(tmp_path: Path) -> Answers:
-    """The store of the replies, which the mailbox of the requests is to know."""
-    store = Answers(f"{tmp_path}/replies.db")
-    store.made = []
-    return store
+def answers(tmp_path: Path) -> tuple[Mailbox[Any, Any], Answers]:
+    """A mailbox on the store of the replies, which that of the requests is to know, and what is around its backend."""
+    backends: list[Answers] = []
+
+    def remember(inner: Any) -> Answers:
+        backends.append(Answers(inner))
+        return backends[-1]
+
+    return wrap(SQLiteMailbox(f"{tmp_path}/replies.db"), remember), backends[-1]
 
 
 async def _answer(jobs: Any, url: str) -> None:
@@ -171,73 +192,68 @@ async def _answer(jobs: Any, url: str) -> None:
     await message.reply(url)
 
 
-async def test_only_so_many_mailboxes_are_kept_open_for_replies_those_used_last(
-    answers: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_only_so_many_mailboxes_are_kept_open_for_replies_those_used_last(answers: Any, tmp_path: Path) -> None:
     """Where each requester of a fleet has a mailbox of its own, a worker would gather connections without end."""
-    monkeypatch.setattr(replies_module, "MOST", 2)
+    store, backend = answers
+    first, second, *others = names = [f"requester-{number}" for number in range(MOST + 1)]
 
     async def are_open(*names: str) -> None:
         with anyio.fail_after(60):
-            while {each.name for each in answers.made if each.state is MailboxState.OPEN} != set(names):
+            while sorted(each.name for each in backend.made if each.state is MailboxState.OPEN) != sorted(names):
                 await anyio.sleep(0.01)
 
-    async with Elsewhere("jobs") as jobs:
-        jobs.reply_stores = (answers,)
-        for name in ("a", "b", "a", "c"):
+    async with elsewhere() as jobs:
+        jobs.reply_stores = (store,)
+        for name in (*names[:-1], first, names[-1]):
             await _answer(jobs, f"sqlite:///{tmp_path}/replies.db?name={name}")
-        await are_open("a", "c")
-        await _answer(jobs, f"sqlite:///{tmp_path}/replies.db?name=b")  # opened anew
-        await are_open("b", "c")
-        assert len(answers.made) == 4
+        await are_open(first, *others)
+        await _answer(jobs, f"sqlite:///{tmp_path}/replies.db?name={second}")  # opened anew
+        await are_open(first, second, *others[1:])
+        assert len(backend.made) == MOST + 2
     await are_open()
 
 
-async def test_a_mailbox_that_a_reply_is_on_its_way_to_is_not_closed(
-    answers: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on = anyio.Event()
-
-    async def before(mailbox: Answers) -> None:
-        if mailbox.name == "slow":
-            await go_on.wait()
-
-    answers.before = before  # type: ignore[method-assign]
-    monkeypatch.setattr(replies_module, "MOST", 0)
+async def test_a_mailbox_that_a_reply_is_on_its_way_to_is_not_closed(answers: Any, tmp_path: Path) -> None:
+    store, backend = answers
     slow = f"sqlite:///{tmp_path}/replies.db?name=slow"
-    async with Elsewhere("jobs") as jobs:
-        jobs.reply_stores = (answers,)
+    async with elsewhere() as jobs:
+        jobs.reply_stores = (store,)
         async with anyio.create_task_group() as group:
             group.start_soon(_answer, jobs, slow)
-            while not answers.made or answers.made[0].state is not MailboxState.OPEN:
+            while not backend.made or backend.made[0].state is not MailboxState.OPEN:
                 await anyio.sleep(0.01)
-            await _answer(jobs, f"sqlite:///{tmp_path}/replies.db?name=other")
-            go_on.set()
+            for number in range(MOST + 1):
+                await _answer(jobs, f"sqlite:///{tmp_path}/replies.db?name=requester-{number}")
+            backend.go_on.set()
         async with open_mailbox(slow) as results:
             assert [m.body for m in await results.receive()] == [slow]
 
 
-async def test_what_is_in_memory_only_is_kept_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replies_module, "MOST", 1)
-    async with Elsewhere("jobs") as jobs:
-        for number in range(4):
+async def test_what_is_in_memory_only_is_kept_however_many_there_are() -> None:
+    async with elsewhere() as jobs:
+        for number in range(MOST + 4):
             async with open_mailbox(f"memory://results-{number}"):
                 await jobs.send(number, reply_to=f"memory://results-{number}")
                 (message,) = await jobs.receive()
                 await message.reply(number)
-        for number in range(4):
+        for number in range(MOST + 4):
             async with open_mailbox(f"memory://results-{number}") as results:
                 assert [m.body for m in await results.receive()] == [number]
 
 
 async def test_addresses_of_queues_that_nobody_has_leave_nothing_open() -> None:
-    async with Elsewhere("jobs") as jobs:
+    async with elsewhere() as jobs:
         for number in range(5):
             with pytest.raises(ReplyNotAvailableError, match="nobody has a mailbox"):
                 await _answer(jobs, f"memory://nobody-{number}")
         with anyio.fail_after(10):
-            while len(replies_module.open_mailboxes()) > 1:
+            while any(each.state is MailboxState.OPEN for each in living("nobody-")):
                 await anyio.sleep(0.001)
+
+
+def living(prefix: str) -> list[InMemoryMailbox[Any, Any]]:
+    """All mailboxes of such a name that there are in this process."""
+    return [each for each in gc.get_objects() if isinstance(each, InMemoryMailbox) and each.name.startswith(prefix)]
 
 
 # ------------------------------------------------------------------------------ an address is what a sender says, no setting
@@ -255,11 +271,27 @@ async def test_a_reply_goes_to_no_store_that_only_its_message_names(tmp_path: Pa
                 (message,) = await jobs.receive()
                 with pytest.raises(ReplyNotAvailableError, match="reply_stores"):
                     await message.reply("answer")
-                with pytest.raises(ReplyNotAvailableError, match="reply_stores"):
-                    await jobs._send_late_reply(jobs.reply_to(message, "answer"))
                 await message.dead_letter("no")  # with news for a requester, which goes nowhere either
         with pytest.raises(BlockingIOError):
             server.accept()
+    assert not (tmp_path / "made.db").exists()
+
+
+async def test_what_a_handler_returns_after_it_has_acknowledged_goes_to_no_strange_store(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def handle(job: int, ctx: Context) -> int:
+        await ctx.message.acknowledge()
+        return job
+
+    jobs = InMemoryMailbox[Any, Any]("jobs")
+    async with MainLoop(jobs, handle) as loop:
+        await jobs.send(1, reply_to=f"sqlite:///{tmp_path}/made.db")
+        with anyio.fail_after(10):
+            while not loop.outcomes:
+                await anyio.sleep(0.001)
+    assert "was not sent" in caplog.text
+    assert "reply_stores" in caplog.text
     assert not (tmp_path / "made.db").exists()
 
 

@@ -29,6 +29,7 @@ from mainspring.mailbox.message import CancelOutcome
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 from mainspring.policies import DeadLetterPolicy, RetryPolicy
 from mainspring.testing import run_virtual
+from wrapped_backend import WrappedBackend, backend_of, wrap
 
 pytestmark = pytest.mark.anyio
 
@@ -154,7 +155,7 @@ async def test_a_reply_that_comes_twice_or_unasked_is_dropped_and_counted(kind, 
         pending = await mailbox.submit(1)
         (message,) = await other.receive()
         for reply in ("first", "second"):
-            async with other._sibling(message.reply_to) as box:
+            async with backend_of(other).sibling(message.reply_to) as box:
                 await box.send(reply, headers={"request_id": message.id})
         await message.acknowledge()
         assert await pending.result(timeout=5) in ("first", "second")
@@ -230,9 +231,9 @@ async def test_a_request_that_another_cancels_fails_its_requester(kind, path):
 
 
 def test_a_handler_that_cancels_its_own_request_tells_the_requester():
-    class Slow(InMemoryMailbox):
-        async def _cancel(self, message_id):
-            found = await super()._cancel(message_id)  # its handler hears of it from here on
+    class Slow(WrappedBackend):
+        async def cancel(self, message_id):
+            found = await self.inner.cancel(message_id)  # its handler hears of it from here on
             await anyio.sleep(1)
             return found
 
@@ -241,7 +242,7 @@ def test_a_handler_that_cancels_its_own_request_tells_the_requester():
             await mailbox.cancel(ctx.message.id)
             await anyio.sleep(60)
 
-        async with Slow(body=str) as mailbox, MainLoop(mailbox, handle) as loop:
+        async with wrap(InMemoryMailbox(body=str), Slow) as mailbox, MainLoop(mailbox, handle) as loop:
             with pytest.raises(RequestCancelledError):
                 await mailbox.request("job", timeout=30)
             await anyio.sleep(2)
@@ -252,12 +253,12 @@ def test_a_handler_that_cancels_its_own_request_tells_the_requester():
 
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_the_cancellation_of_a_message_ends_though_the_store_does_not_answer(cancelled):
-    class Hanging(InMemoryMailbox):
-        async def _cancel(self, message_id):
+    class Hanging(WrappedBackend):
+        async def cancel(self, message_id):
             await anyio.sleep_forever()
 
     async def main():
-        async with Hanging() as mailbox:
+        async with wrap(InMemoryMailbox(), Hanging) as mailbox:
             with anyio.CancelScope() as scope:
                 if cancelled:
                     scope.cancel()
@@ -275,46 +276,47 @@ async def test_what_is_no_id_cannot_be_cancelled(kind, path, message_id):
             await mailbox.cancel(message_id)
 
 
+def with_replies(wrapper):
+    """A mailbox for additions, the one for whose replies has a wrapped backend."""
+
+    class Requests(WrappedBackend):
+        def sibling(self, name, **types):
+            assert name.startswith(TRANSIENT)
+            return wrap(self.inner.sibling(name, **types), wrapper)
+
+    return wrap(InMemoryMailbox(body=list[int], reply=Sum), Requests)
+
+
 async def test_a_lost_connection_to_the_replies_is_waited_out():
     failures = 3
 
-    class Flaky(InMemoryMailbox):
-        async def _claim(self, *args):
+    class Flaky(WrappedBackend):
+        async def claim(self, *args):
             nonlocal failures
-            if self.name.startswith(TRANSIENT) and failures:
+            if failures:
                 failures -= 1
                 raise MailboxConnectionError("the store is away")
-            return await super()._claim(*args)
+            return await self.inner.claim(*args)
 
-        def _sibling(self, name, **types):
-            sibling = Flaky(name, **types)
-            sibling._settle_in(name, None)
-            return sibling
-
-    mailbox = Flaky(body=list[int], reply=Sum)
+    mailbox = with_replies(Flaky)
     async with mailbox, MainLoop(mailbox, add):
         assert await mailbox.request([1], timeout=30) == Sum(1)
     assert not failures
 
 
 def test_where_no_replies_can_be_received_the_requesters_hear_of_it_and_the_next_request_begins_anew():
-    class Refused(InMemoryMailbox):
+    class Refused(WrappedBackend):
         tries = 0
 
-        async def _claim(self, *args):
-            if self.name.startswith(TRANSIENT) and not Refused.tries:
+        async def claim(self, *args):
+            if not Refused.tries:
                 Refused.tries += 1
                 await anyio.sleep(1)
                 raise ConfigError("this user may not read that")
-            return await super()._claim(*args)
-
-        def _sibling(self, name, **types):
-            sibling = Refused(name, **types)
-            sibling._settle_in(name, None)
-            return sibling
+            return await self.inner.claim(*args)
 
     async def main():
-        mailbox = Refused(body=list[int], reply=Sum)
+        mailbox = with_replies(Refused)
         async with mailbox:
             began = anyio.current_time()
             with pytest.raises(ConfigError):
@@ -328,20 +330,14 @@ def test_where_no_replies_can_be_received_the_requesters_hear_of_it_and_the_next
 
 
 def test_a_timeout_while_the_reply_mailbox_opens_ends_that_request_only():
-    class Slow(InMemoryMailbox):
-        async def _open(self, *args, **options):
-            await super()._open(*args, **options)
-            if self.name.startswith(TRANSIENT):
-                with anyio.CancelScope(shield=True):
-                    await anyio.sleep(1)
-
-        def _sibling(self, name, **types):
-            sibling = Slow(name, **types)
-            sibling._settle_in(name, None)
-            return sibling
+    class Slow(WrappedBackend):
+        async def open(self, *args, **options):
+            await self.inner.open(*args, **options)
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(1)
 
     async def main():
-        mailbox = Slow(body=list[int], reply=Sum)
+        mailbox = with_replies(Slow)
         async with mailbox, MainLoop(mailbox, add):
             replies = []
 
@@ -355,7 +351,7 @@ def test_a_timeout_while_the_reply_mailbox_opens_ends_that_request_only():
             assert replies == [Sum(1)]
 
     async def other_order():
-        mailbox = Slow(body=list[int], reply=Sum)
+        mailbox = with_replies(Slow)
         async with mailbox, MainLoop(mailbox, add), anyio.create_task_group() as tasks:
             replies = []
 
@@ -419,15 +415,15 @@ def test_the_deadline_ends_the_wait_and_withdraws_the_request():
 
 
 def test_the_deadline_ends_the_wait_though_the_store_does_not_answer():
-    class Hanging(InMemoryMailbox):
-        async def _put(self, envelopes):
+    class Hanging(WrappedBackend):
+        async def send(self, envelopes):
             await anyio.sleep_forever()
 
-        async def _cancel(self, message_id):
+        async def cancel(self, message_id):
             await anyio.sleep_forever()
 
     async def main():
-        async with Hanging() as mailbox:
+        async with wrap(InMemoryMailbox(), Hanging) as mailbox:
             began = anyio.current_time()
             with pytest.raises(RequestTimeoutError):
                 await mailbox.request("job", timeout=30)
@@ -480,17 +476,17 @@ def test_a_request_that_grew_too_old_fails_its_requester_soon_after():
 def test_how_a_request_is_that_was_begun_in_time_is_asked_less_and_less_often():
     looks = []
 
-    class Watched(InMemoryMailbox):
-        async def _find_dead(self, message_ids):
+    class Watched(WrappedBackend):
+        async def find_dead(self, message_ids):
             looks.append(anyio.current_time())
-            return await super()._find_dead(message_ids)
+            return await self.inner.find_dead(message_ids)
 
     async def main():
         async def slow(job: int) -> int:
             await anyio.sleep(3_000)
             return job
 
-        async with Watched() as mailbox, MainLoop(mailbox, slow):
+        async with wrap(InMemoryMailbox(), Watched) as mailbox, MainLoop(mailbox, slow):
             assert await mailbox.request(7, timeout=3_600, expires_in=60) == 7
 
     run_virtual(main)

@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 
-from mainspring.errors import ConfigError, MailboxClosedError
+from mainspring.errors import ConfigError, MailboxClosedError, MailboxFullError
 from mainspring.mailbox.memory.mailbox import InMemoryMailbox
 from mainspring.mailbox.open import open_mailbox
 from mainspring.testing import run_virtual
@@ -144,7 +144,7 @@ def test_the_same_object_keeps_its_messages_on_the_next_loop(first: Any, second:
             assert (counts.delayed, counts.pending, counts.in_flight, counts.dead) == (1, 2, 0, 1)
             messages = await mailbox.receive(max_messages=10)
             assert [(m.body, m.delivery_count, m.attempt) for m in messages] == [("held", 2, 2), ("pending", 2, 2)]
-            assert open_mailbox("memory://jobs")._store is mailbox._store
+            assert await open_mailbox("memory://jobs").counts() == await mailbox.counts()
 
     anyio.run(before, **first)
     anyio.run(after, **second)
@@ -294,10 +294,15 @@ def test_options_come_from_the_url_or_the_call_and_must_agree_by_name() -> None:
     mailbox = open_mailbox("memory://options?capacity=100&serialize=true", body=int)
     assert mailbox.serializes
     assert isinstance(mailbox, InMemoryMailbox)
-    assert mailbox._store.queue.capacity == 100
-    assert open_mailbox("memory://options")._store is mailbox._store
     with pytest.raises(ConfigError, match="capacity=100 already, not 5"):
         open_mailbox("memory://options", capacity=5)
+
+    async def fill() -> None:
+        await mailbox.send_many(range(100))
+        with pytest.raises(MailboxFullError):
+            await open_mailbox("memory://options").send(1)
+
+    anyio.run(fill)
 
 
 def test_two_threads_with_loops_of_their_own_use_names_of_their_own() -> None:
