@@ -132,8 +132,14 @@ def _parts(packed: bytes) -> Iterator[bytes | None]:
         place += max(length, 0)
 
 
+_DUMPERS = {
+    kind: type(f"_{kind.__name__}Dumper", (_InItsEncoding if kind is Texts else _AsItIs,), {"oid": oid})
+    for kind, (oid, *_) in _ARRAYS.items()
+}
+"""Made once: the driver keeps each class that was ever registered."""
+
+
 def register(adapters: AdaptersMap) -> None:
     """Let a connection (or a cursor) take packed arrays as parameters."""
-    for kind, (oid, *_) in _ARRAYS.items():
-        how = _InItsEncoding if kind is Texts else _AsItIs
-        adapters.register_dumper(kind, type(f"_{kind.__name__}Dumper", (how,), {"oid": oid}))
+    for kind, dumper in _DUMPERS.items():
+        adapters.register_dumper(kind, dumper)
