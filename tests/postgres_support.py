@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import struct
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 import anyio
@@ -15,6 +15,7 @@ import pytest
 from mainspring.core import random
 from mainspring.mailbox.postgres.mailbox import PostgresMailbox
 from servers import Program, _without_root, find
+from silent_line import Line
 
 
 def new_schema():
@@ -34,6 +35,29 @@ async def until(condition):
             await anyio.sleep(0.01)
 
 
+@asynccontextmanager
+async def receiving(mailbox):
+    """Receive, for long; the list of what came, which must be something in the end."""
+    got = []
+
+    async def receive():
+        got.extend(await mailbox.receive(wait_time_seconds=60))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(receive)
+        await until(lambda: mailbox.statistics().waiting_receives)
+        yield got
+        await until(lambda: got)
+
+
+async def quiet(mailbox):
+    """Wait until the receive that waits has asked the store as often as it does at first: now it must be told."""
+    before = None
+    while (now := mailbox.statistics().batches) != before:
+        before = now
+        await anyio.sleep(0.3)
+
+
 class Place:
     """A schema in a database, for mailboxes of any name."""
 
@@ -50,16 +74,31 @@ class Place:
             cursor = connection.execute(statement.replace("SCHEMA.", f"{self.schema}."), values)
             return cursor.fetchall() if cursor.description else []
 
+    def number(self, name="jobs"):
+        """The number of the mailbox of that name."""
+        return self.execute("SELECT id FROM SCHEMA.mailboxes WHERE name = %s", name)[0][0]
+
+    def listeners(self):
+        """The server's processes of the connections that listen."""
+        who = "SELECT pid FROM pg_stat_activity WHERE query = %s AND pid <> pg_backend_pid() ORDER BY pid"
+        return [pid for (pid,) in self.execute(who, f"LISTEN {self.schema}")]
+
     def connect(self, **options):
         return psycopg.AsyncConnection.connect(self.url, **options)
 
 
 class Pooler:
     """What pgbouncer does in transaction mode: a client has a server connection from its first message to the end of that
-    transaction, then the next client may get it; what a server connection says while nobody has it is dropped."""
+    transaction, then the next client may get it; what a server connection says while nobody has it is dropped.
 
-    def __init__(self, url):
+    ``statements`` are those that clients have sent. A client is told a number of its connection that no server's process has,
+    or, with ``servers_numbers``, that of the process which serves its first transaction.
+    """
+
+    def __init__(self, url, servers_numbers=False):
         self.opened = 0
+        self.statements = []
+        self._servers_numbers = servers_numbers
         self._idle = []
         server = urlsplit(url)
         self._server = (server.hostname, server.port or 5432)
@@ -69,13 +108,15 @@ class Pooler:
             startup = await self._startup(_Frames(stream))
             if startup is None:
                 return
-            await stream.send(
-                _frame(b"R", struct.pack("!i", 0)) + _frame(b"K", bytes(8)) + _SETTINGS + _frame(b"Z", b"I")
-            )
+            first, key = None, bytes(8)
+            if self._servers_numbers:
+                *first, key = await self._open(startup)
+            await stream.send(_frame(b"R", struct.pack("!i", 0)) + _frame(b"K", key) + _SETTINGS + _frame(b"Z", b"I"))
             frames = _Frames(stream)
             try:
                 while True:
-                    await self._transaction(stream, frames, startup)
+                    await self._transaction(stream, frames, startup, first)
+                    first = None
             except (anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError):
                 return
 
@@ -91,11 +132,11 @@ class Pooler:
             else:
                 return struct.pack("!i", length) + rest
 
-    async def _transaction(self, client, frames, startup):
+    async def _transaction(self, client, frames, startup, first):
         kind, payload = await frames.next()
         if kind == b"X":
             raise anyio.EndOfStream
-        server, replies = self._idle.pop(0) if self._idle else await self._open(startup)
+        server, replies = first or (self._idle.pop(0) if self._idle else (await self._open(startup))[:2])
         waiting = 0
         async with anyio.create_task_group() as tasks:
 
@@ -103,6 +144,8 @@ class Pooler:
                 nonlocal kind, payload, waiting
                 while True:
                     waiting += kind in (b"Q", b"S")
+                    if kind in (b"Q", b"P"):
+                        self.statements.append(payload.split(b"\0")[kind == b"P"].decode())
                     await server.send(_frame(kind, payload))
                     kind, payload = await frames.next()
 
@@ -122,9 +165,11 @@ class Pooler:
         server = await anyio.connect_tcp(*self._server)
         await server.send(startup)
         replies = _Frames(server)
-        while (await replies.next())[0] != b"Z":
-            pass
-        return server, replies
+        key = b""
+        while (answer := await replies.next())[0] != b"Z":
+            if answer[0] == b"K":
+                key = answer[1]
+        return server, replies, key
 
 
 class PgBouncer(Program):
@@ -174,37 +219,6 @@ class PgBouncer(Program):
         return [*_without_root(), self.binary, str(config)]
 
 
-class Gate:
-    """A way to the server on which traffic can stop, as on a network that fails: nobody is told of it."""
-
-    def __init__(self, url):
-        server = urlsplit(url)
-        self._server = (server.hostname, server.port or 5432)
-        self._frozen = anyio.Event()
-
-    def freeze(self):
-        """Nothing passes on the connections of now any more; new ones work."""
-        self._frozen.set()
-        self._frozen = anyio.Event()
-
-    async def serve(self, client):
-        frozen = self._frozen
-        async with client, await anyio.connect_tcp(*self._server) as server, anyio.create_task_group() as tasks:
-            tasks.start_soon(self._pump, client, server, frozen, tasks)
-            tasks.start_soon(self._pump, server, client, frozen, tasks)
-
-    async def _pump(self, source, target, frozen, tasks):
-        with suppress(anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError):
-            while True:
-                said = await source.receive()
-                if frozen.is_set():
-                    await anyio.sleep_forever()
-                await target.send(said)
-        if frozen.is_set():  # the server does not hear that the client has gone
-            await anyio.sleep_forever()
-        tasks.cancel_scope.cancel()
-
-
 class _Frames:
     """The messages of a stream, one by one; a cancelled read loses nothing."""
 
@@ -237,9 +251,9 @@ _SETTINGS = b"".join(
 
 
 @asynccontextmanager
-async def pooler(url):
+async def pooler(url, **options):
     """The URL of a pooler before the server of ``url``, and the pooler."""
-    here = Pooler(url)
+    here = Pooler(url, **options)
     async with _before(url, here) as its_url:
         yield its_url, here
     for server, _ in here._idle:
@@ -247,9 +261,9 @@ async def pooler(url):
 
 
 @asynccontextmanager
-async def gate(url):
-    """The URL of a gate before the server of ``url``, and the gate."""
-    here = Gate(url)
+async def gate(url, kind=Line):
+    """A URL that leads to the server of ``url`` over a line, and the line."""
+    here = kind(url)
     async with _before(url, here) as its_url:
         yield its_url, here
 

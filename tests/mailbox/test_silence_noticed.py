@@ -130,7 +130,7 @@ def test_with_defaults_the_bound_holds_whenever_the_silence_begins() -> None:
     """As above for the worst instant, by the defaults themselves."""
     redis_timeout = signature(RedisMailbox).parameters["timeout"].default
     assert (redis_listener.ASK_SHARE + redis_listener.ANSWER_SHARE) * SILENCE + redis_timeout <= 9
-    look = postgres_pool.LOOK_AGAIN + (2 * postgres_connection.WATCH + postgres_connection.ANSWER) * SILENCE
+    look = postgres_pool.POLL_INTERVAL + (2 * postgres_connection.WATCH + postgres_connection.ANSWER) * SILENCE
     listener = (postgres_pool.QUIET + postgres_pool.ANSWER + postgres_connection.ANSWER) * SILENCE
     assert max(look, listener) <= 9
     assert 3 * nats_connection.PING_SHARE * SILENCE <= 9

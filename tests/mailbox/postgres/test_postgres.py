@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from contextlib import asynccontextmanager
+import sys
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from urllib.parse import urlsplit
 
@@ -14,6 +16,7 @@ import pytest
 from mainspring import MailboxClosedError, MailboxConnectionError, open_mailbox
 from mainspring.errors import ConfigError, MailboxError, SerializationError
 from mainspring.mailbox import limits
+from mainspring.mailbox.backend import MailboxStatistics
 from mainspring.mailbox.message import CancelOutcome, Counts, Envelope
 from mainspring.mailbox.postgres import commands as do
 from mainspring.mailbox.postgres import connection as postgres_connection
@@ -23,7 +26,7 @@ from mainspring.mailbox.postgres.arrays import Floats, Integers, Longs, Shorts, 
 from mainspring.mailbox.postgres.mailbox import PostgresMailbox
 from mainspring.mailbox.postgres.maintenance import Upkeep, worth_a_vacuum
 from mainspring.mailbox.postgres.watermark import LOOK_BACK, View
-from postgres_support import until
+from postgres_support import gate, receiving, until
 from support import outcomes
 
 pytestmark = pytest.mark.anyio
@@ -216,6 +219,28 @@ async def test_a_value_the_server_refuses_harms_no_neighbour(place):
         assert isinstance(results["twice"], MailboxError)
         assert not isinstance(results["twice"], MailboxConnectionError)
         assert (await mailbox.counts()).pending == 3
+
+
+async def test_a_refusal_whose_end_comes_late_is_told_as_what_it_is(place, monkeypatch):
+    """The driver has been seen to hide it then: it cannot leave its pipeline."""
+    leave = psycopg.AsyncPipeline._exit
+
+    def leave_late(pipeline, error):
+        refused = sys.exc_info()[1]
+        leave(pipeline, error)
+        if isinstance(refused, psycopg.errors.CheckViolation) and error is None:
+            hidden.append(refused)
+            raise psycopg.OperationalError("cannot exit pipeline mode while busy")
+
+    hidden = []
+    monkeypatch.setattr(psycopg.AsyncPipeline, "_exit", leave_late)
+    async with place.mailbox() as mailbox:
+        place.execute("ALTER TABLE SCHEMA.dead ADD CHECK (error <> 'refused')")
+        await mailbox.send_many("xy")
+        message, neighbour = await mailbox.receive(max_messages=2)
+        refused, done = await outcomes(lambda: message.dead_letter("refused"), neighbour.acknowledge)
+        assert hidden
+        assert (type(refused), done) == (MailboxError, None)
 
 
 async def test_what_is_larger_than_a_row_can_be_is_its_senders_mistake_alone(place, monkeypatch):
@@ -510,26 +535,26 @@ async def test_what_is_no_text_is_the_id_of_nothing(place):
 
 
 async def test_the_mailboxes_of_a_process_share_connections(place):
-    async with place.mailbox("a") as first, place.mailbox("b") as second, place.mailbox("c") as third:
-        for mailbox in (first, second, third):
+    async with gate(place.url) as (url, way), AsyncExitStack() as stack:
+        for name in "abcdef":
+            mailbox = await stack.enter_async_context(place.mailbox(name, url=url))
             await mailbox.send("x")
             (message,) = await mailbox.receive()
             await message.acknowledge()
-        assert first._here is third._here
-        assert first._here.pool.opened <= 3
+        assert way.opened <= 3
 
 
 @pytest.mark.parametrize(("what", "most"), [("send", 4), ("cancel", 20)])
 async def test_however_many_calls_wait_few_connections_are_opened(place, what, most):
     """A server has a hundred for all of its clients: whoever takes one a call locks out all others, and its own workers."""
-    async with place.mailbox(capacity=1_000, listen=False) as mailbox:
+    async with gate(place.url) as (url, way), place.mailbox(url=url, capacity=1_000, listen=False) as mailbox:
         first = await mailbox.send("x")
         calls = {"send": partial(mailbox.send, "x"), "cancel": partial(mailbox.cancel, first)}
         async with anyio.create_task_group() as tasks:
             for _ in range(40):
                 tasks.start_soon(calls[what])
         assert (await mailbox.counts()).pending == {"send": 41, "cancel": 0}[what]
-        assert mailbox._here.pool.opened <= most
+        assert way.opened <= most
 
 
 async def test_a_call_that_waits_for_its_turn_ends_in_the_time_of_one(place):
@@ -587,6 +612,51 @@ async def test_a_closed_mailbox_closes_its_connections(place):
     await until(lambda: place.execute(count, place.schema) == [(0,)])
 
 
+# -------------------------------------------------------------------------------------------------------- statistics
+
+
+@pytest.mark.parametrize("capacity", [None, 9])
+async def test_statistics_tell_what_waits_and_what_is_out(place, capacity):
+    async with place.mailbox(capacity=capacity, listen=False) as mailbox, await place.connect() as blocker:
+        await mailbox.send("x")
+        assert repr(mailbox) == "<PostgresMailbox 'jobs' open>"
+        before = mailbox.statistics()
+        assert before == MailboxStatistics(connected=True, batches=before.batches)
+        await blocker.execute(f"LOCK TABLE {place.schema}.tallies, {place.schema}.messages")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(mailbox.send, "y")
+            await until(lambda: mailbox.statistics().in_flight)
+            for _ in range(2):
+                tasks.start_soon(mailbox.send, "z")
+            out = 1 if capacity is None else 2  # those within a capacity travel one by one, two at once
+            await until(lambda: mailbox.statistics().queued == 3 - out)
+            assert mailbox.statistics().in_flight == out
+            assert repr(mailbox) == f"<PostgresMailbox 'jobs' open, {3 - out} queued, {out} in flight>"
+            await blocker.rollback()
+        after = mailbox.statistics()
+        assert after == replace(before, batches=before.batches + (2 if capacity is None else 0))
+        await mailbox.purge()
+        async with receiving(mailbox):
+            assert "1 waiting" in repr(mailbox)
+            await mailbox.send("x")
+    assert mailbox.statistics() == MailboxStatistics()
+
+
+async def test_statistics_tell_whether_the_server_can_be_reached(place):
+    async with gate(place.url) as (url, way), place.mailbox(url=url, timeout=1, listen=False) as mailbox:
+        await mailbox.send("x")
+        for number in (1, 2):
+            way.silent = True
+            with pytest.raises(MailboxConnectionError):
+                await mailbox.send("y")
+            assert not mailbox.statistics().connected
+            assert repr(mailbox) == "<PostgresMailbox 'jobs' open, not connected>"
+            way.silent = False
+            await mailbox.send("z")
+            assert mailbox.statistics().connected
+            assert mailbox.statistics().reconnects == number
+
+
 # --------------------------------------------------------------------------------------------------------- addresses
 
 
@@ -610,6 +680,9 @@ def test_urls():
         ("postgresql://ann:secret@h/d?listen=perhaps", "listen must be true or false"),
         ("postgresql://ann:secret@h/d?timeout=soon", "timeout must be a number"),
         ("postgresql://h/d?timeout=0", "timeout must be above 0"),
+        ("postgresql://h/d?poll_interval=often", "poll_interval must be a number"),
+        ("postgresql://h/d?poll_interval=0", "poll_interval must be above 0 and up to 30 seconds, or None, not 0"),
+        ("postgresql://h/d?poll_interval=31", "poll_interval must be above 0"),
         ("postgresql://h/d?capacity=0", "capacity"),
         ("postgresql://h/d?schema=No;Thing", "schema must be a name"),
         ("postgresql://h/d?name=a%00b", "NUL"),

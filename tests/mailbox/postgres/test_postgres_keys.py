@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-
 import anyio
 import psycopg
 import pytest
 
 from mainspring import MailboxConnectionError
 from mainspring.errors import MailboxError
-from mainspring.mailbox.message import Envelope
 from mainspring.mailbox.postgres.values import stored_key
+from postgres_support import gate
 from stopwatch import Stopwatch
 
 pytestmark = pytest.mark.anyio
@@ -44,7 +42,8 @@ async def test_a_key_that_a_transaction_holds_up_holds_up_nobody_else(place):
 @pytest.mark.parametrize("capacity", [None, 100])
 async def test_a_key_that_is_held_up_delays_and_fails_only_its_own_sends(place, capacity):
     async with (
-        place.mailbox(timeout=2, capacity=capacity) as mailbox,
+        gate(place.url) as (url, way),
+        place.mailbox(url=url, timeout=2, capacity=capacity) as mailbox,
         place.mailbox() as other,
         await place.connect() as connection,
     ):
@@ -84,7 +83,7 @@ async def test_a_key_that_is_held_up_delays_and_fails_only_its_own_sends(place, 
             await connection.commit()
         assert ids == [first] * 3
         assert (await mailbox.counts()).pending == 4
-        assert mailbox._here.pool.opened < 10
+        assert way.opened < 10
 
 
 async def test_keys_that_hold_each_other_up_are_sent(place):
@@ -102,47 +101,6 @@ async def test_keys_that_hold_each_other_up_are_sent(place):
                 tasks.start_soon(send, one, keys)
                 tasks.start_soon(send, two, keys[::-1])
         assert (await one.counts()).pending == 200
-
-
-async def test_a_put_of_several_keys_is_stored_whole_or_not_at_all(place):
-    # The first makes the schema, in its own time.
-    async with place.mailbox(), place.mailbox(timeout=3) as mailbox, await place.connect() as connection:
-        await mailbox.send("x", dedup_key="k", connection=connection)
-        pair = [Envelope("one", b"1", dedup_key="j"), Envelope("two", b"2", dedup_key="k")]
-        with pytest.raises(MailboxConnectionError, match="'j', 'k'"):
-            await mailbox._put(pair)
-        await connection.rollback()
-        assert (await mailbox.counts()).pending == 0
-        assert await mailbox._put(pair) == ["one", "two"]
-
-
-async def test_a_refusal_whose_end_comes_late_is_told_as_what_it_is(place, monkeypatch):
-    """The driver hides it then: it cannot leave its pipeline."""
-    leave = psycopg.AsyncPipeline._exit
-
-    def leave_late(pipeline, error):
-        refused = sys.exc_info()[1]
-        leave(pipeline, error)
-        if isinstance(refused, psycopg.errors.LockNotAvailable) and error is None:
-            late.append(refused)
-            raise psycopg.OperationalError("cannot exit pipeline mode while busy")
-
-    late = []
-    monkeypatch.setattr(psycopg.AsyncPipeline, "_exit", leave_late)
-    async with place.mailbox() as mailbox, await place.connect() as connection:
-        first = await mailbox.send("x", dedup_key="k", connection=connection)
-        ids = []
-
-        async def send_again():
-            ids.extend(await mailbox._put([Envelope("y", b'"y"', dedup_key="k"), Envelope("z", b'"z"')]))
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(send_again)
-            with anyio.fail_after(60):
-                while not late:
-                    await anyio.sleep(0.01)
-            await connection.commit()
-        assert ids == [first, "z"]
 
 
 @pytest.mark.parametrize("capacity", [None, 9])

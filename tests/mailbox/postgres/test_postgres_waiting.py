@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import asynccontextmanager
 
 import anyio
 import pytest
 
 from mainspring import Context, MainLoop
-from mainspring.mailbox.postgres import batches as postgres_batches
-from mainspring.mailbox.postgres import pool as postgres_pool
-from postgres_support import PgBouncer, pooler, until
+from postgres_support import PgBouncer, pooler, quiet, receiving, until
 
 pytestmark = pytest.mark.anyio
 
@@ -21,50 +20,35 @@ def anyio_backend():
 
 
 @asynccontextmanager
-async def receiving(mailbox):
-    """Somebody receives, for long; the list of what came."""
-    got = []
-
-    async def receive():
-        got.extend(await mailbox.receive(wait_time_seconds=60))
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(receive)
-        await until(lambda: mailbox._lanes.waiters.parked)
-        yield got
-        await until(lambda: got)
+async def two_processes(place):
+    """A mailbox in each of two processes, as far as the server can see. They do not ask the store while a test waits."""
+    async with place.mailbox(poll_interval=30) as one, place.mailbox(poll_interval=30, application_name="two") as two:
+        await until(lambda: one.statistics().listening and two.statistics().listening)
+        assert len(place.listeners()) == 2
+        yield one, two
 
 
-async def test_another_process_is_notified(place, monkeypatch):
-    monkeypatch.setattr(postgres_pool, "LOOK_AGAIN", 1_000.0)
-    monkeypatch.setattr(postgres_batches, "QUICK_LOOKS", (1_000.0,))
-    async with place.mailbox() as receiver, place.mailbox(application_name="another hub") as sender:
-        assert receiver._here is not sender._here
-        await until(lambda: receiver._here.listening)
-        async with receiving(receiver):
-            await sender.send("x")
+async def test_another_process_is_notified(place):
+    async with two_processes(place) as (receiver, sender), receiving(receiver):
+        await quiet(receiver)
+        await sender.send("x")
 
 
-async def test_a_delay_that_another_process_sets_is_waited_for(place, monkeypatch):
-    monkeypatch.setattr(postgres_pool, "LOOK_AGAIN", 1_000.0)
-    monkeypatch.setattr(postgres_batches, "QUICK_LOOKS", (1_000.0,))
-    async with place.mailbox() as receiver, place.mailbox(application_name="another hub") as sender:
-        await until(lambda: receiver._here.listening)
-        async with receiving(receiver):
-            await sender.send("x", delay=0.2)
+async def test_a_delay_that_another_process_sets_is_waited_for(place):
+    async with two_processes(place) as (receiver, sender), receiving(receiver):
+        await quiet(receiver)
+        await sender.send("x", delay=0.2)
 
 
 @pytest.mark.parametrize("how", ["nack", "release", "delayed nack", "expiry", "replay"])
-async def test_what_is_given_back_wakes_another_process(place, monkeypatch, how):
-    monkeypatch.setattr(postgres_pool, "LOOK_AGAIN", 1_000.0)
-    monkeypatch.setattr(postgres_batches, "QUICK_LOOKS", (1_000.0,))
-    async with place.mailbox() as receiver, place.mailbox(application_name="another hub") as worker:
-        await until(lambda: receiver._here.listening)
+async def test_what_is_given_back_wakes_another_process(place, how):
+    async with two_processes(place) as (receiver, worker):
         await worker.send("x")
-        (held,) = await worker.receive(visibility_timeout=0.2 if how == "expiry" else 600)
+        (held,) = await worker.receive(visibility_timeout=1 if how == "expiry" else 600)
         if how == "replay":
             await held.dead_letter("no")
         async with receiving(receiver):
+            await quiet(receiver)
             if how == "nack":
                 await held.nack()
             elif how == "delayed nack":
@@ -75,12 +59,9 @@ async def test_what_is_given_back_wakes_another_process(place, monkeypatch, how)
                 await worker.replay_dead_letters()
 
 
-async def test_one_of_two_processes_that_leaves_has_kept_nothing_from_the_other(place, monkeypatch):
+async def test_one_of_two_processes_that_leaves_has_kept_nothing_from_the_other(place):
     """Both are told of a message; the receive of one ends, at any point from then on."""
-    monkeypatch.setattr(postgres_pool, "LOOK_AGAIN", 1_000.0)
-    monkeypatch.setattr(postgres_batches, "QUICK_LOOKS", (1_000.0,))
-    async with place.mailbox() as receiver, place.mailbox(application_name="another hub") as other:
-        await until(lambda: receiver._here.listening and other._here.listening)
+    async with two_processes(place) as (receiver, other):
         for steps in range(0, 40, 5):
             taken: list[object] = []
             scope = anyio.CancelScope()
@@ -91,8 +72,11 @@ async def test_one_of_two_processes_that_leaves_has_kept_nothing_from_the_other(
 
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(leave)
-                await until(lambda: other._lanes.waiters.parked)
+                await until(lambda: other.statistics().waiting_receives)
                 async with receiving(receiver) as got:
+                    if not steps:
+                        await quiet(receiver)
+                        await quiet(other)
                     await other.send("x")
                     for _ in range(steps):
                         await anyio.lowlevel.checkpoint()
@@ -112,50 +96,60 @@ async def test_nobody_waiting_costs_senders_no_notification(place):
 
 
 async def test_the_next_mailbox_listens_on_when_the_first_closes(place):
-    async with place.mailbox("second") as second:
+    leave = anyio.Event()
+
+    async def be_first(*, task_status):
         async with place.mailbox("first") as first:
-            assert first._here is second._here
-            await until(lambda: second._here.listening)
-        await until(lambda: second._here.listening)
+            await until(lambda: first.statistics().listening)
+            task_status.started()
+            await leave.wait()
+
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(be_first)
+        async with place.mailbox("second") as second:
+            assert second.statistics().listening
+            before = place.listeners()
+            assert len(before) == 1
+            leave.set()
+            await until(lambda: place.listeners() not in ([], before))
+            await until(lambda: second.statistics().listening)
 
 
 async def test_a_mailbox_that_has_been_closed_leaves_nothing_in_its_process(place):
     """Each requester has one of its own for the replies, and comes and goes."""
-    async with place.mailbox("stays") as stays:
-        async with place.mailbox("goes") as goes, place.mailbox("goes"):
-            assert set(stays._here._waiters) == {stays._number, goes._number}
-        assert set(stays._here._waiters) == set(stays._here._views) == {stays._number}
+
+    async def come_and_go(names):
+        for name in names:
+            async with place.mailbox(name) as goes:
+                await goes.send("x")
+                await goes.receive()
+        gc.collect()
+        return len(gc.get_objects())
+
+    async with place.mailbox("stays"):
+        before = await come_and_go("abcde")
+        assert await come_and_go("fghijklmnopqrstuvwxyz") < before + 10
 
 
 async def test_a_lost_listening_connection_comes_back(place):
     async with place.mailbox() as mailbox:
-        await until(lambda: mailbox._here.listening)
-        who = "pid FROM pg_stat_activity WHERE query = %s AND pid <> pg_backend_pid()"
-        before = place.execute(f"SELECT {who}", f"LISTEN {place.schema}")
-        assert place.execute(f"SELECT pg_terminate_backend(pid), {who}", f"LISTEN {place.schema}")
-        await until(lambda: place.execute(f"SELECT {who}", f"LISTEN {place.schema}") not in ([], before))
-        await until(lambda: mailbox._here.listening)
+        await until(lambda: mailbox.statistics().listening)
+        (before,) = place.listeners()
+        place.execute("SELECT pg_terminate_backend(%s)", before)
+        await until(lambda: place.listeners() not in ([], [before]))
+        await until(lambda: mailbox.statistics().listening)
+        assert mailbox.statistics().reconnects == 1
         async with receiving(mailbox):
-            place.execute("SELECT SCHEMA.put(%s, ARRAY['by hand'], ARRAY['1'::bytea])", mailbox._number)
+            place.execute("SELECT SCHEMA.put(%s, ARRAY['by hand'], ARRAY['1'::bytea])", place.number())
 
 
-@pytest.mark.parametrize("told_by", ["_is_shared", "_arrives"])
-async def test_behind_a_pooler_in_transaction_mode(place, monkeypatch, told_by):
-    monkeypatch.setattr(postgres_pool, "PROBE_TIMEOUT", 0.3)
-    monkeypatch.setattr(postgres_batches, "QUICK_LOOKS", (1_000.0,))
-    probed = []
-    question = getattr(postgres_pool.Hub, told_by)
-
-    async def probe(self, connection):
-        probed.append(await question(self, connection))
-        return probed[-1]
-
-    async def cannot_tell(self, connection):
-        return False
-
-    monkeypatch.setattr(postgres_pool.Hub, "_is_shared", cannot_tell)
-    monkeypatch.setattr(postgres_pool.Hub, told_by, probe)
-    async with pooler(place.url) as (url, before), place.mailbox(url=url) as mailbox:
+@pytest.mark.parametrize("servers_numbers", [False, True])
+async def test_behind_a_pooler_in_transaction_mode(place, servers_numbers):
+    """One that numbers its connections itself is found out without LISTEN, which would stay with the server's process."""
+    async with (
+        pooler(place.url, servers_numbers=servers_numbers) as (url, before),
+        place.mailbox(url=url) as mailbox,
+    ):
         async with anyio.create_task_group() as tasks:
             for number in range(40):
                 tasks.start_soon(lambda n: mailbox.send(n, dedup_key=str(n % 20)), number)
@@ -167,16 +161,19 @@ async def test_behind_a_pooler_in_transaction_mode(place, monkeypatch, told_by):
                     tasks.start_soon(message.acknowledge)
         assert len(seen) == 20
         assert before.opened >= 1
-        await until(lambda: probed == [told_by == "_is_shared"])
+        last = f"UNLISTEN {place.schema}" if servers_numbers else "SELECT pg_backend_pid()"
+        await until(lambda: last in before.statements)
         async with place.mailbox() as direct, receiving(mailbox) as got:
-            await direct.send("x")  # it looks ten times a second
+            asked = mailbox.statistics().batches
+            await until(lambda: mailbox.statistics().batches > asked + 6)  # it goes on asking
+            await direct.send("x")
         await got[0].acknowledge()
-        assert not mailbox._here.listening
+        assert not mailbox.statistics().listening
         assert (await mailbox.counts()).settled == 21
+    assert servers_numbers == any("LISTEN" in statement for statement in before.statements)
 
 
-async def test_behind_pgbouncer(place, monkeypatch):
-    monkeypatch.setattr(postgres_batches, "QUICK_LOOKS", (1_000.0,))
+async def test_behind_pgbouncer(place):
     with PgBouncer(place.url) as before:
         async with place.mailbox(url=before.url) as mailbox, place.mailbox() as direct:
             place.execute("CREATE TABLE SCHEMA.effects (what text)")
@@ -198,7 +195,9 @@ async def test_behind_pgbouncer(place, monkeypatch):
                 assert await mailbox.request(1_000, timeout=10) == 1_001
             assert place.execute("SELECT count(*), count(DISTINCT what) FROM SCHEMA.effects") == [(41, 41)]
             async with receiving(mailbox) as got:
-                await direct.send(1)  # it looks ten times a second
+                asked = mailbox.statistics().batches
+                await until(lambda: mailbox.statistics().batches > asked + 6)  # it goes on asking
+                await direct.send(1)
             await got[0].acknowledge()
             async with await place.connect() as connection:
                 await mailbox.send(1, dedup_key="k", connection=connection)
@@ -206,7 +205,7 @@ async def test_behind_pgbouncer(place, monkeypatch):
                     tasks.start_soon(lambda: mailbox.send(2, dedup_key="k"))
                     await anyio.sleep(0.05)
                     await connection.commit()
-            assert not mailbox._here.listening
+            assert not mailbox.statistics().listening
             counts = await mailbox.counts()
             assert (counts.settled, counts.pending) == (42, 1)
             place.execute("SELECT pg_notify(%s, '0 nothing')", place.schema)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import psycopg
 
 from mainspring.core.clock import loop_clock
 from mainspring.errors import MainspringError
+from mainspring.mailbox.backend import MailboxStatistics
 from mainspring.mailbox.batcher import Batcher, Command
 from mainspring.mailbox.postgres import commands as do
 from mainspring.mailbox.postgres.calls import HASTE, Calls
 from mainspring.mailbox.postgres.connection import faulty
 from mainspring.mailbox.postgres.dedup import KeyedSends
-from mainspring.mailbox.postgres.pool import Waiters
+from mainspring.mailbox.postgres.pool import POLL_INTERVAL, POLL_WITHOUT_LISTENING, Waiters
 from mainspring.mailbox.postgres.values import UNREADABLE, lease_of
 from mainspring.runtime.interval import Periodic
 
@@ -46,6 +47,7 @@ class Lanes:
         hub: Hub,
         number: int,
         name: str,
+        poll_interval: float | None,
         announce: Callable[[list[str]], None],
         silent: Callable[[MailboxConnectionError], None],
     ) -> None:
@@ -57,8 +59,11 @@ class Lanes:
         self.sends: Batcher[Command] = Batcher(self._execute, name=name)
         self.within = anyio.Semaphore(WITHIN)
         self.keyed = KeyedSends(hub, self._transact, name)
+        self._batchers: tuple[Batcher[Any], ...] = (*self.keyed.batchers, self.sends, self.work)
         self.waiters = Waiters(self._look_now, self.due_in, announce, silent)
         self._name = name
+        self._poll_interval = poll_interval
+        self._reconnects = hub.pool.reconnects
         self._looker = Periodic(self._look)
         self._quick_looks: list[float] = []
 
@@ -67,7 +72,7 @@ class Lanes:
         self.hub.add_waiters(self.number, self.waiters)
         scope.start_soon(self.hub.host, name=f"{self._name} notifications")
         scope.start_soon(self._looker.run, name=f"{self._name} due times")
-        for batcher in (*self.keyed.batchers, self.sends, self.work):
+        for batcher in self._batchers:
             scope.start_soon(batcher.run, name=f"{self._name} batches", stop=batcher.stop)
 
     async def close(self) -> None:
@@ -75,10 +80,31 @@ class Lanes:
         self.hub.pool.hasten()
         try:
             async with anyio.create_task_group() as tasks:
-                for batcher in (*self.keyed.batchers, self.sends, self.work):
+                for batcher in self._batchers:
                     tasks.start_soon(batcher.close)
         finally:
             self.hub.remove_waiters(self.number, self.waiters)
+
+    @property
+    def poll_interval(self) -> float:
+        """Seconds after which waiting receives ask the store again."""
+        if self._poll_interval is not None:
+            return self._poll_interval
+        return POLL_INTERVAL if self.hub.listening else POLL_WITHOUT_LISTENING
+
+    def statistics(self) -> MailboxStatistics:
+        """See :meth:`Mailbox.statistics`."""
+        pool = self.hub.pool
+        within = self.within.statistics().tasks_waiting
+        return MailboxStatistics(
+            waiting_receives=self.waiters.parked,
+            queued=within + sum(batcher.queued for batcher in self._batchers),
+            in_flight=WITHIN - self.within.value + sum(batcher.in_flight for batcher in self._batchers),
+            batches=sum(batcher.batches for batcher in self._batchers),
+            reconnects=pool.reconnects - self._reconnects,
+            connected=pool.connected,
+            listening=self.hub.listening,
+        )
 
     def calls(self, patience: float | None = None) -> Calls:
         """For calls outside of the batches."""
@@ -140,7 +166,7 @@ class Lanes:
         """See, for the receives that wait, what has come and what is due."""
         if not self.waiters.parked:
             return math.inf
-        again = self.hub.look_again
+        again = self.poll_interval
         if self._quick_looks:
             again = self._quick_looks.pop(0)
         try:

@@ -185,8 +185,10 @@ class Pool:
         self._on_silence = on_silence
         self._out: set[_Out] = set()
         self.leave_off = min(LEAVE_OFF, timeout / 4)
-        self.opened = 0
         self.batches = 0
+        self.connected = False
+        self.reconnects = 0
+        self._lost = False  # a connection, which has not been made anew yet
         self._keeps = False
         self._welcome = False
         self._idle: list[psycopg.AsyncConnection[Any]] = []
@@ -203,8 +205,10 @@ class Pool:
                 # Nothing is prepared: behind a connection pooler the next transaction may meet another server process.
                 connection = await Connection.connect(self.conninfo, autocommit=True, prepare_threshold=None)
         except TimeoutError:
+            self.connected = False
             raise MailboxConnectionError(f"PostgreSQL did not answer within {self.timeout:g} s") from None
         except (psycopg.Error, OSError) as error:
+            self.connected = False
             remedy = None if self._welcome else _remedy(str(error)) or await self._remedy_by_code(error, until)
             if remedy is not None:
                 raise ConfigError(f"PostgreSQL refuses the connection: {one_line(error)}; {remedy}") from error
@@ -214,8 +218,9 @@ class Pool:
             raise
         connection.leave_off = self.leave_off
         register(connection.adapters)
-        self.opened += 1
-        self._welcome = True
+        self.reconnects += self._lost
+        self._lost = False
+        self.connected = self._welcome = True
         return connection
 
     async def _remedy_by_code(self, error: Exception, until: float) -> str | None:
@@ -241,7 +246,7 @@ class Pool:
         except BaseException as error:
             await self.drop(connection)
             if type(error) is MailboxConnectionError:
-                await self.drop_idle()
+                await self.lose()
             raise
         await self._give_back(connection)
 
@@ -280,12 +285,13 @@ class Pool:
             finally:
                 self._out.discard(out)
             if scope.cancelled_caught:
-                await self.drop_idle()
+                await self.lose()
                 if out.lost:
                     raise _silent()
                 raise MailboxConnectionError(f"PostgreSQL did not answer within {patience:g} s")
             break
         self.batches += 1
+        self.connected = True
         for call, rows in zip(calls, results, strict=True):
             call.finish(rows)
 
@@ -311,6 +317,7 @@ class Pool:
         """Return whether the server answers; if not, tell ``on_silence``."""
         answers = await self._answers()
         if not answers:
+            self.connected = False
             self._on_silence(_silent())
         return answers
 
@@ -331,8 +338,8 @@ class Pool:
 
     async def close(self) -> None:
         """Close what idles, and from now on what comes back; see :meth:`keep_open`."""
-        self._keeps = self._welcome = False
-        await self.drop_idle()
+        self._keeps = self._welcome = self._lost = self.connected = False
+        await self._drop_idle()
 
     def hasten(self) -> None:
         """A mailbox closes: what is out and cancelled from now on has the server's answer within :data:`COURTESY` seconds, or
@@ -345,8 +352,12 @@ class Pool:
         """Keep connections that come back, for the next who needs one."""
         self._keeps = True
 
-    async def drop_idle(self) -> None:
-        """Close what idles: where one connection was lost, the others were too."""
+    async def lose(self) -> None:
+        """Take note that a connection was lost, and close those that idle: they are lost too."""
+        self._lost, self.connected = True, False
+        await self._drop_idle()
+
+    async def _drop_idle(self) -> None:
         idle, self._idle = self._idle, []
         for connection in idle:
             await self.drop(connection)
@@ -361,6 +372,7 @@ class Pool:
             poll.register(connection.pgconn.socket, select.POLLIN)
             if not poll.poll(0):
                 return connection
+            self._lost = True
             connection.pgconn.finish()
         return None
 

@@ -45,11 +45,14 @@ if TYPE_CHECKING:
 
     import psycopg
 
+    from mainspring.mailbox.backend import MailboxStatistics
     from mainspring.mailbox.message import Counts, Delivery, Envelope, Message, Settlement
     from mainspring.runtime.scope import DaemonScope
 
 T = TypeVar("T")
 R = TypeVar("R")
+MAX_POLL_INTERVAL = 30.0
+"""Seconds: each time that a waiting receive asks, it has senders notify for a minute."""
 
 
 class PostgresMailbox(Mailbox[T, R]):
@@ -72,7 +75,9 @@ class PostgresMailbox(Mailbox[T, R]):
     :param schema: the name of the schema.
     :param migrate: whether opening may make or upgrade the schema; else ``mainspring migrate`` does so.
     :param listen: whether to try to be notified. Without it, or where no notification arrives (behind a connection pooler in
-        transaction mode), a waiting receive looks ten times a second.
+        transaction mode), waiting receives ask the store at intervals.
+    :param poll_interval: seconds after which a waiting receive asks the store again, up to 30; None: 1 s, or 0.1 s while no
+        notification arrives. Notified receives do not wait for it.
     :param timeout: seconds that one call of the server may take, connecting included, before :class:`MailboxConnectionError`;
         of them, the last quarter (at most 3 s) is for telling the server to leave off.
     :param silence: seconds within which connections on which the server answers nothing, while it takes no new one either, are
@@ -103,6 +108,7 @@ class PostgresMailbox(Mailbox[T, R]):
         schema: str = SCHEMA,
         migrate: bool = True,
         listen: bool = True,
+        poll_interval: float | None = None,
         timeout: float = 30.0,
         silence: float = SILENCE,
         **parameters: Any,
@@ -113,13 +119,25 @@ class PostgresMailbox(Mailbox[T, R]):
             raise ConfigError(f"mailbox {name!r}: capacity must be a whole number from 1, or None, not {capacity!r}")
         if not (is_number(timeout, 0) and timeout):
             raise ConfigError(f"mailbox {name!r}: timeout must be above 0 seconds, not {timeout!r}")
+        if poll_interval is not None and not (is_number(poll_interval, 0, MAX_POLL_INTERVAL) and poll_interval):
+            raise ConfigError(
+                f"mailbox {name!r}: poll_interval must be above 0 and up to {MAX_POLL_INTERVAL:g} seconds, or None, not"
+                f" {poll_interval!r}"
+            )
         check_parameters(url, parameters)
         self.url = url
         silence = check_silence(name, silence)
         self._conninfo = conninfo_of(url, parameters, timeout, silence)
         self._schema = check_schema(schema)
-        own = {"schema": schema, "migrate": migrate, "listen": listen, "timeout": timeout, "silence": silence}
-        self._settings: dict[str, Any] = {**own, **parameters}
+        self._settings: dict[str, Any] = {
+            "schema": schema,
+            "migrate": migrate,
+            "listen": listen,
+            "poll_interval": poll_interval,
+            "timeout": timeout,
+            "silence": silence,
+            **parameters,
+        }
         self._capacity = capacity
         self._migrate = migrate
         self._hub: Hub | None = None
@@ -175,7 +193,9 @@ class PostgresMailbox(Mailbox[T, R]):
         self._hub = hub
         self._ranks = {0}  # it may have been dropped since it was open last
         name = f"mailbox {self.name!r}"
-        self._lanes = Lanes(hub, self._number, name, self._announce_cancelled, self._announce_silence)
+        self._lanes = Lanes(
+            hub, self._number, name, settings["poll_interval"], self._announce_cancelled, self._announce_silence
+        )
         self._lanes.start(scope)
         self._letters = DeadLetters(hub, self._number, self._capacity)
 
@@ -189,6 +209,9 @@ class PostgresMailbox(Mailbox[T, R]):
             hub, self._hub = self._hub, None
             if hub is not None:
                 await hub.release()
+
+    def _statistics(self) -> MailboxStatistics:
+        return self._lanes.statistics()
 
     def _wake_all(self) -> None:
         if self._hub is not None:
@@ -270,7 +293,7 @@ class PostgresMailbox(Mailbox[T, R]):
             self._lanes.undo(command)
             return []
         if waits and not found:
-            self._lanes.due_in(self._here.look_again)
+            self._lanes.due_in(self._lanes.poll_interval)
         return found
 
     # ------------------------------------------------------------------------------------------------------- settling

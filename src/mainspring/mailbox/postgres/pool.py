@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 KIND = "postgres hub"
-LOOK_AGAIN = 1.0
-"""Seconds after which those who wait look again, should a notification have been lost."""
-LOOK_WITHOUT_LISTENING = 0.1
-"""The same, while no notifications arrive."""
+POLL_INTERVAL = 1.0
+"""Seconds after which waiting receives ask the store again, in case a notification was lost."""
+POLL_WITHOUT_LISTENING = 0.1
+"""The same while no notifications arrive."""
 PROBE_TIMEOUT = 2.0
 """Seconds in which a notification to oneself must arrive."""
 PROBE_AGAIN = 60.0
@@ -98,11 +98,6 @@ class Hub:
         """The hub of the running event loop for that database, schema and settings."""
         key = f"{id(process.event_loop())} {conninfo} {schema} {timeout} {silence} {listens}"
         return process.shared(KIND, key, lambda: cls(conninfo, schema, timeout, silence, listens))
-
-    @property
-    def look_again(self) -> float:
-        """Seconds between two looks of those who wait."""
-        return LOOK_AGAIN if self.listening else LOOK_WITHOUT_LISTENING
 
     def acquire(self) -> None:
         """Use it; to be undone by :meth:`release`."""
@@ -218,8 +213,10 @@ class Hub:
                 await self._listen()
                 failures, pause = 0, PROBE_AGAIN
             except (MailboxError, psycopg.Error, OSError, TimeoutError) as error:
-                if self.listening and isinstance(error, TimeoutError):
-                    await self.pool.ask()
+                if self.listening:
+                    await self.pool.lose()
+                    if isinstance(error, TimeoutError):
+                        await self.pool.ask()
                 failures = 1 if self.listening else failures + 1
                 pause = backoff(failures, initial=0.1, maximum=10.0, factor=2.0, jitter="full", rng=random.rng())
             self.listening = False

@@ -64,7 +64,7 @@ def options_of(url: str, options: dict[str, Any]) -> dict[str, Any]:
         try:
             values[key] = _OPTIONS[key](value) if key in _OPTIONS and isinstance(value, str) else value
         except ValueError:
-            kind = "a number" if key in ("capacity", "timeout", "silence") else "true or false"
+            kind = "a number" if _OPTIONS[key] in (int, float) else "true or false"
             raise ConfigError(f"{shown(url)!r}: the option {key} must be {kind}, not {value!r}") from None
     return values
 
@@ -201,5 +201,6 @@ def _truth(text: str) -> bool:
 
 
 _OPTIONS: dict[str, Any] = {
-    "name": str, "capacity": int, "schema": str, "migrate": _truth, "listen": _truth, "timeout": float, "silence": float,
+    "name": str, "capacity": int, "schema": str, "migrate": _truth, "listen": _truth, "poll_interval": float,
+    "timeout": float, "silence": float,
 }  # fmt: skip
