@@ -25,8 +25,8 @@ from mainspring import (
 )
 from mainspring.core.process import in_signal_handler
 from mainspring.threads import entry
-from mainspring.worker import admission as intake
 from mainspring.worker import main_loop, worker
+from mainspring.worker import slots as intake
 
 
 class Work:

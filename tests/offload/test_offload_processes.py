@@ -360,7 +360,7 @@ async def test_a_call_is_killed_while_no_more_files_can_be_opened(monkeypatch):
     async with OffloadPool("process", workers=1) as pool:
         await pool.run(len, "warm")
         with monkeypatch.context() as patch, anyio.move_on_after(0.2):
-            patch.setattr("mainspring.offload.descendants.os.listdir", refuse)
+            patch.setattr("mainspring.offload.processes.os.listdir", refuse)
             await pool.run(time.sleep, 60)
         with anyio.fail_after(30):
             await pool.wait_for_late()

@@ -38,7 +38,7 @@ from mainspring.core.process import async_library, in_event_loop
 from mainspring.core.state_machine import LoopThreadState
 from mainspring.threads import loop_thread as portal
 from mainspring.threads import loop_thread_core as portal_core
-from mainspring.threads import loop_thread_state as portal_state
+from mainspring.threads import loop_thread_core as portal_state
 
 PATIENCE = 60
 MANY = 500

@@ -10,7 +10,7 @@ from loop_support import DOWN
 
 from mainspring import InMemoryMailbox, MainLoop
 from mainspring.events import ReceiveFailed, ReceiveRecovered
-from mainspring.worker.capacity import TURN, Capacity
+from mainspring.worker.slots import TURN, Capacity
 from support import FaultyMailbox, fail, record, settled, work
 
 pytestmark = pytest.mark.anyio

@@ -14,7 +14,7 @@ from mainspring import InMemoryMailbox, MainLoop
 from mainspring.events import MessageFinished, MessageNotAcknowledged, SettlementFailed
 from mainspring.mailbox.backend import Capabilities
 from mainspring.worker import worker
-from mainspring.worker.ends import Ends
+from mainspring.worker.settlement import Ends
 from support import FaultyMailbox, background, fail, hang, lose_answer, record, settled, slow, work
 
 pytestmark = pytest.mark.anyio

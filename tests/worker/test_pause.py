@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from mainspring import InMemoryMailbox, MailboxConnectionError, MainLoop
-from mainspring.worker.capacity import Capacity
+from mainspring.worker.slots import Capacity
 from support import FaultyMailbox, background, fail, hang, settled, slow
 
 pytestmark = pytest.mark.anyio

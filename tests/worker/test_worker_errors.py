@@ -11,7 +11,7 @@ from anyio import from_thread
 from loop_support import EXACT
 
 from mainspring import DeadLetterPolicy, Deadline, InMemoryMailbox, MainLoop, RetryPolicy
-from mainspring.worker import attempt
+from mainspring.worker import delivery as attempt
 from support import FaultyMailbox, background, record, settled
 
 pytestmark = pytest.mark.anyio

@@ -14,9 +14,9 @@ from mainspring.core import process
 from mainspring.core.state_machine import GroupState
 from mainspring.errors import ConfigError, LoopNotRunningError
 from mainspring.events import Dispatcher
-from mainspring.group.actors import actors_of
 from mainspring.group.calibration import all_rules
 from mainspring.group.lifetime import Lifetime
+from mainspring.group.managed_loop import actors_of
 from mainspring.group.settings import GroupSettings, OnCrash
 from mainspring.group.status import picture, picture_at_rest
 from mainspring.runtime.scope import DaemonScope

@@ -39,9 +39,9 @@ from mainspring.watchdog.block_watch import BlockWatch
 from mainspring.watchdog.watchdog import Watchdog
 from mainspring.worker.actor import ask_all
 from mainspring.worker.adapter import ForeignLoop
-from mainspring.worker.capacity import Capacity
 from mainspring.worker.control import PauseRequest, ResumeRequest
 from mainspring.worker.main_loop import MainLoop
+from mainspring.worker.slots import Capacity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -1,12 +1,4 @@
-"""Work in processes: what is offloaded to one, and the workers, each of which does one job at a time.
-
-Everything here but :meth:`ProcessJob.give_up` blocks, and is called in threads.
-
-Neither of the libraries at hand was sound enough to stand here. A worker of ``anyio.to_process`` whose start is cancelled is
-left behind, one that dies idle fails the next call, and none can be ended before the event loop; and one dead worker breaks
-the whole of a ``concurrent.futures.ProcessPoolExecutor``. How a fresh interpreter comes to see the same modules and
-``__main__`` is :mod:`multiprocessing`'s.
-"""
+"""Work in processes: the jobs, the workers, each of which does one job at a time, and the end of all that they started."""
 
 from __future__ import annotations
 
@@ -21,17 +13,122 @@ from multiprocessing import Pipe, spawn
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
+from mainspring.core import process
 from mainspring.core.clock import monotonic
 from mainspring.core.introspection import name_of
 from mainspring.core.loggers import Logger
 from mainspring.errors import OffloadClosedError, OffloadPickleError, OffloadWorkerDiedError, TaskExitError, describe
 from mainspring.offload import worker_main
-from mainspring.offload.descendants import descendants, hold, kill_family, kill_held
-from mainspring.offload.parent_death_pipe import Lifeline
 from mainspring.offload.worker_main import BEGUN, LEAVE, READY, TAG_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+class Lifeline:
+    """One worker's pipe. ``theirs`` is the descriptor that the worker gets."""
+
+    def __init__(self) -> None:
+        self.theirs, self._ours = os.pipe()
+        process.on_fork(self, Lifeline._forget)
+
+    def given(self) -> None:
+        """The worker has its end, or never will."""
+        os.close(self.theirs)
+
+    def close(self) -> None:
+        """Let go of the worker, which dies of it where it has not ended."""
+        process.off_fork(self)  # first: a child forked in between would close what has the number next
+        self._forget()
+
+    def _forget(self) -> None:
+        os.close(self._ours)
+
+
+STOP_WITHIN = 1.0
+"""Seconds that finding and stopping may take; it takes milliseconds."""
+
+
+def descendants(root: int) -> dict[int, int]:
+    """The process ids of the children of ``root``, of their children, and so on, each with that of its parent.
+
+    None are found while this process can open no more files.
+    """
+    children: dict[int, list[int]] = {}
+    try:
+        entries = os.listdir("/proc")
+    except OSError:
+        return {}
+    for entry in entries:
+        if entry.isdigit():
+            children.setdefault(_parent(int(entry)), []).append(int(entry))
+    found: dict[int, int] = {}
+    reached = [root]
+    while reached:
+        parent = reached.pop()
+        new = [child for child in children.get(parent, ()) if child not in found]
+        found.update(dict.fromkeys(new, parent))
+        reached += new
+    return found
+
+
+def hold(family: dict[int, int]) -> list[int]:
+    """File descriptors of these processes: a signal by one reaches no other process that has got the number meanwhile."""
+    held = []
+    for pid, parent in family.items():
+        with suppress(OSError):
+            descriptor = os.pidfd_open(pid)
+            if _parent(pid) == parent:
+                held.append(descriptor)
+            else:  # it has ended, or its parent has, and the next look finds it
+                os.close(descriptor)
+    return held
+
+
+def kill_held(held: list[int]) -> None:
+    """Kill the processes of these descriptors, and close them."""
+    for descriptor in held:
+        _send(descriptor, signal.SIGKILL)
+        os.close(descriptor)
+
+
+def kill_family(root: int) -> None:
+    """Kill the process ``root``, which must be a child of this one that has not been waited for, and its descendants.
+
+    Returns once the signals are sent; it does not wait for their ends.
+    """
+    held: list[int] = []
+    known: dict[int, int] = {}
+    with suppress(ProcessLookupError):
+        os.kill(root, signal.SIGSTOP)
+    quiet, until = 0, monotonic() + STOP_WITHIN
+    # What is forked while it looks is found the next time; twice, since a process that ends meanwhile takes one look.
+    while quiet < 2 and monotonic() < until:
+        new = dict(descendants(root).items() - known.items())
+        known |= new
+        stopped = hold(new)
+        for descriptor in stopped:
+            _send(descriptor, signal.SIGSTOP)
+        held += stopped
+        quiet = 0 if new else quiet + 1
+    kill_held(held)
+    with suppress(ProcessLookupError):
+        os.kill(root, signal.SIGKILL)
+
+
+def _parent(pid: int) -> int:
+    """Its parent's process id; 0 where it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return int(stat.read().rpartition(b")")[2].split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def _send(descriptor: int, signum: int) -> None:
+    with suppress(OSError):
+        signal.pidfd_send_signal(descriptor, signum)
+
 
 START_WITHIN = 60.0
 """Seconds a worker has to start: far above what it takes, as importing the user's ``__main__`` may be slow."""

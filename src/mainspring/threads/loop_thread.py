@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, TypeVarTuple, Unpac
 
 from mainspring.core.introspection import check_plain, gives_coroutine, instead_of, is_async, is_generator, name_of
 from mainspring.errors import ConfigError, InvalidParameterError
-from mainspring.threads.loop_thread_core import LoopCore
-from mainspring.threads.submission import Submission
+from mainspring.threads.loop_thread_core import LoopCore, Submission
 from mainspring.validation import is_number, shown
 
 if TYPE_CHECKING:

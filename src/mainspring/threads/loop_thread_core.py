@@ -1,32 +1,211 @@
-"""What runs in the thread of a ``LoopThread``: the queue of callbacks, the submitted tasks, and the end of both."""
+"""What runs in the thread of a ``LoopThread``: its states, its queue of callbacks, the submitted tasks, and the end of both."""
 
 from __future__ import annotations
 
 import atexit
+import inspect
 import os
 import sys
 import threading
 from collections import deque
+from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import anyio
 import anyio.lowlevel
 
 from mainspring.core import clock
-from mainspring.core.introspection import unrun
+from mainspring.core.introspection import innermost, unrun
 from mainspring.core.loggers import Logger
-from mainspring.core.process import call_soon, event_loop, in_event_loop
-from mainspring.core.tracebacks import where_thread
-from mainspring.errors import ConfigError, LoopNotRunningError
-from mainspring.threads.loop_thread_state import IDLE, JOIN_WITHIN, RUNNING, STARTING, Gate, Life
-from mainspring.threads.submission import Submission
+from mainspring.core.process import call_soon, carried_context, event_loop, in_event_loop
+from mainspring.core.state_machine import LOOP_THREAD, LoopThreadState
+from mainspring.core.tracebacks import beneath, where, where_thread
+from mainspring.errors import (
+    ConfigError,
+    InvalidParameterError,
+    LoopNotRunningError,
+    MainspringError,
+    TaskExitError,
+    TicketAbandonedError,
+)
+from mainspring.threads.ticket import Ticket
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from anyio.abc import TaskGroup
+
+
+IDLE, STARTING, RUNNING = LoopThreadState.IDLE, LoopThreadState.STARTING, LoopThreadState.RUNNING
+STOPPING, STOPPED = LoopThreadState.STOPPING, LoopThreadState.STOPPED
+
+JOIN_WITHIN: Final = 1.0
+"""Seconds that are waited for a thread whose work is over to be gone: it has a few instructions left."""
+
+
+class Life:
+    """The state, which any thread moves on. The first thread to leave a state decides where to, in one atomic step."""
+
+    def __init__(self) -> None:
+        self.left: Final[dict[LoopThreadState, LoopThreadState]] = {}
+        """Where each state that has been left went to. To be read; :meth:`leave` writes it."""
+
+    @property
+    def state(self) -> LoopThreadState:
+        """The present one."""
+        state = IDLE
+        while state in self.left:
+            state = self.left[state]
+        return state
+
+    @property
+    def was_started(self) -> bool:
+        """Whether it has had, or will have, a thread."""
+        return self.left.get(IDLE) is STARTING
+
+    def leave(self, old: LoopThreadState, new: LoopThreadState) -> None:
+        """Go from ``old`` to ``new``, unless ``old`` was left before."""
+        assert new in LOOP_THREAD[old]
+        self.left.setdefault(old, new)
+
+    def end(self) -> None:
+        """Go on to the last state, from wherever it is."""
+        self.leave(STARTING, STOPPED)
+        if self.left[STARTING] is RUNNING:
+            self.leave(RUNNING, STOPPING)
+        if STOPPING in self.left.values():
+            self.leave(STOPPING, STOPPED)
+
+    def ask_to_stop(self) -> None:
+        """Go on to where it takes nothing more, unless it is there, or beyond that."""
+        self.leave(IDLE, STOPPED)
+        if self.was_started:
+            self.leave(STARTING, STOPPING)
+            if self.left[STARTING] is RUNNING:
+                self.leave(RUNNING, STOPPING)
+
+
+class Gate:
+    """What threads wait for, and one opens: a :class:`threading.Event` whose waiters hold nothing that is needed to open it."""
+
+    def __init__(self) -> None:
+        self._shut = threading.Lock()
+        self._shut.acquire()
+        self.is_open = False
+
+    def open(self) -> None:
+        """Let all through, now and later; idempotent."""
+        self.is_open = True
+        self._let_through()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until it is open, at most ``seconds``. True if it is."""
+        # Each lets the next one through. One that comes in between those two steps finds it open.
+        if not self.is_open and self._shut.acquire(
+            timeout=-1 if seconds is None else min(seconds, threading.TIMEOUT_MAX)
+        ):
+            self._let_through()
+        return self.is_open
+
+    def _let_through(self) -> None:
+        with suppress(RuntimeError):  # two have opened it at once
+            self._shut.release()
+
+
+T = TypeVar("T")
+
+
+class Submission(Generic[T]):
+    """One submitted function: called in the event loop, it starts the task that completes its ticket."""
+
+    def __init__(
+        self,
+        core: LoopCore,
+        fn: Callable[..., Awaitable[T]],
+        args: tuple[Any, ...],
+        stop: Callable[[], object] | None,
+        stop_timeout: float | None,
+    ) -> None:
+        self.name: str = getattr(innermost(fn), "__qualname__", None) or repr(fn)
+        self.ticket: Ticket[T] = Ticket(self.name)
+        self.stop_timeout = core.stop_timeout if stop_timeout is None else stop_timeout
+        self._core = core
+        self._fn = fn
+        self._args = args
+        self._stop = stop
+        self.context = carried_context(core.backend)
+        self._scope: anyio.CancelScope | None = None
+        self._awaitable: Awaitable[T] | None = None
+
+    @property
+    def where(self) -> str:
+        """The line it waits on."""
+        return where(self._awaitable)
+
+    def __call__(self) -> None:
+        self._scope = anyio.CancelScope()
+        self._core.begin(self)
+
+    def end_within(self, timeout: float | None) -> None:
+        """Ask it to end by itself, and cancel it after ``timeout`` seconds; None: after its own ``stop_timeout``."""
+        assert self._scope is not None
+        if self._stop is not None:
+            stop, self._stop = self._stop, None
+            self._core.call(stop)
+        deadline = anyio.current_time() + (self.stop_timeout if timeout is None else timeout)
+        self._scope.deadline = min(self._scope.deadline, deadline)
+
+    async def run(self) -> None:
+        """Run it, and answer the ticket."""
+        assert self._scope is not None
+        try:
+            with self._scope:
+                value = await self._begun()
+        except Exception as error:
+            self.fail(error)
+        except BaseException as error:
+            # Goes no further: it would end an event loop that others share, and a CancelledError of its own would cancel them.
+            self.fail(self._of_an_exit(error))
+        else:
+            if self._scope.cancelled_caught:
+                # The caller of stop() knows it, so that an unread ticket need not be logged.
+                self.ticket.offer_error(LoopNotRunningError(f"{self._core} has stopped and cancelled {self.name}"))
+            else:
+                self.ticket.offer(value)  # code that holds the ticket may have answered it
+        finally:
+            if self._scope.cancel_called:  # whatever it has made of that
+                self._core.clean = False
+            self._awaitable = None
+            self._core.has_ended(self)
+
+    def _of_an_exit(self, error: BaseException) -> MainspringError:
+        if _is_cancellation(error):
+            return TicketAbandonedError(f"{self.name} was cancelled in {self._core} ({type(error).__name__})")
+        what = TaskExitError(f"{self.name} raised {error!r} in {self._core}; to end that, call its stop()")
+        what.__cause__ = error
+        return what
+
+    def _begun(self) -> Awaitable[T]:
+        self._awaitable = self._fn(*self._args)
+        if not inspect.isawaitable(self._awaitable):
+            raise InvalidParameterError(f"submit() takes an async function, and {self.name} is none; post() takes such")
+        return self._awaitable
+
+    def fail(self, error: BaseException) -> None:
+        """Let the ticket have an error, where it has no answer yet."""
+        for raised in filter(None, (error, error.__cause__)):  # the frames here refer to the ticket: no cycle is made
+            raised.__traceback__ = beneath(raised.__traceback__, __name__)
+        self.ticket._offer_sole_error(error, f"{self.name}, submitted to {self._core},")  # noqa: SLF001 - this package's own
+
+
+def _is_cancellation(error: BaseException) -> bool:
+    try:
+        return isinstance(error, anyio.get_cancelled_exc_class())
+    except anyio.NoEventLoopError:  # the event loop is gone, and the coroutine is closed with it
+        return True
+
 
 _log = Logger("mainspring")
 

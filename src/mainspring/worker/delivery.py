@@ -1,25 +1,58 @@
-"""``Run``: one delivery in the hands of a worker, from its claim to its settlement."""
+"""One delivery in the hands of a worker, from its claim to its settlement, and the handler run on it."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
 
+from mainspring.core import random
 from mainspring.core.clock import thread_clock, utc_clock
+from mainspring.core.contexts import resumed
+from mainspring.core.introspection import close_unbegun, name_of, ran
+from mainspring.core.process import end_returned_child, identity
 from mainspring.core.tracebacks import where, where_thread
-from mainspring.errors import DeadlineExceededError, HandlerStalledError, HandlerTimeoutError
-from mainspring.worker.outcome import CANCELLED, LOST, Cause
+from mainspring.errors import (
+    DeadlineExceededError,
+    HandlerStalledError,
+    HandlerTimeoutError,
+    Retry,
+    SerializationError,
+    TaskExitError,
+)
+from mainspring.events import MessageStarted
+from mainspring.mailbox.message import Ack, Dead, Return
+from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
+from mainspring.runtime.deadline import deadline_of, enter
+from mainspring.runtime.scope import lone_error, nobody_asked
+from mainspring.worker.context import Context
+from mainspring.worker.outcome import (
+    CANCELLED,
+    DONE,
+    LOST,
+    RELEASED,
+    Cause,
+    Decision,
+    Outcome,
+    after_deadline,
+    after_failure,
+    before_start,
+    is_unanswered,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+    from contextvars import Context as CallContext
 
+    from mainspring.events import Dispatcher
+    from mainspring.mailbox.mailbox import Mailbox
     from mainspring.mailbox.message import Message
     from mainspring.runtime.deadline import Deadline
     from mainspring.runtime.heartbeat import Heartbeat
-    from mainspring.worker.outcome import Decision
 
 
 class Clocks:
@@ -228,3 +261,257 @@ class Run:
     def timed_out(self, seconds: float) -> HandlerTimeoutError:
         """The error of a handler that ``handler_timeout`` has cancelled."""
         return HandlerTimeoutError(f"the handler ran longer than its handler_timeout of {seconds:g} s")
+
+
+Wrapper: TypeAlias = "Callable[[Message[Any, Any], Callable[[], Awaitable[Any]]], Awaitable[Any]]"
+"""What :meth:`MainLoop.wrap` takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """How a worker handles messages; see :class:`~mainspring.worker.main_loop.MainLoop` for the meaning of each."""
+
+    handler: str = ""
+    concurrency: int = 1
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    dead_letter: DeadLetterPolicy = field(default_factory=DeadLetterPolicy)
+    lease: LeasePolicy = field(default_factory=LeasePolicy)
+    handler_timeout: float | None = None
+    wants_context: bool = False
+    in_thread: bool = False
+
+
+class Attempts:
+    """A worker's handler calls."""
+
+    def __init__(
+        self,
+        name: str,
+        mailbox: Mailbox[Any, Any],
+        call: Callable[..., Coroutine[Any, Any, Any]],
+        settings: WorkerSettings,
+        dispatcher: Dispatcher,
+        heartbeat: Heartbeat,
+        clock: Callable[[], float],
+        context: CallContext,
+        wrappers: Sequence[Wrapper] = (),
+    ) -> None:
+        self.wrappers = wrappers
+        self.cancelled = False
+        """True once the loop itself is being cancelled, and its handlers with it."""
+        self._context = context
+        self._name = name
+        self._mailbox = mailbox
+        self._call = call
+        self._settings = settings
+        self._called = f"the handler {settings.handler}".rstrip()
+        self._timeout = settings.handler_timeout
+        self._wants_context = settings.wants_context
+        self._in_thread = settings.in_thread
+        self._is_direct = not (settings.wants_context or settings.in_thread or wrappers)
+        self._misfits = DeadLetterPolicy(settings.dead_letter.max_attempts)
+        self._dispatcher = dispatcher
+        self._heartbeat = heartbeat
+        self._clock = clock
+        self._clocks = Clocks()
+        self._process = identity()
+
+    async def make(self, run: Run, scope: anyio.CancelScope) -> Decision:
+        """Run the handler once and decide what its end means.
+
+        Raises nothing but a cancellation, with ``run.decision`` saying what it means. The traceback of an error refers to this
+        frame, which hence keeps no error: its reference cycle would hold all that the handler had made.
+        """
+        now = self._clock()
+        run.started = run.last_beat = now
+        self._heartbeat.beat()
+        try:
+            prepared = self._prepare(run, now)
+        except Exception as error:  # whatever is wrong with one message, its neighbours are handled
+            run.phase = Phase.ENDED
+            misfit = isinstance(error, SerializationError)
+            return self._after(run, error, self._misfits) if misfit else self.judge(run, error)
+        if isinstance(prepared, Decision):
+            run.phase = Phase.ENDED
+            return prepared
+        body, due = prepared
+        run.phase = Phase.HANDLING
+        try:
+            context = self._context.copy()
+            if due is not None or self._timeout is not None:
+                self._limit(run, context, due)
+            run.coroutine = coroutine = self._call(body) if self._is_direct else self._begin(run, body)
+            try:
+                yielded = context.run(coroutine.send, None)
+            except StopIteration as ended:  # it has waited for nothing, and is spared the cost of what is below
+                result = ended.value
+            else:
+                steps = resumed(coroutine, context, yielded, partial(self._is_cancelled, scope))
+                del yielded  # see `resumed`
+                result = await steps
+            return self._succeeded(run, result)
+        except anyio.get_cancelled_exc_class() as error:
+            decision = await self._cancelled(run, scope, error)
+            if decision is None:
+                raise
+            return decision
+        except Exception as error:
+            return self._failed(run, scope, error)
+        except BaseException as error:
+            return self._failed(
+                run,
+                scope,
+                _as_failure(error, f"the handler raised {error!r}; raise Reject, or call shutdown() of the group"),
+            )
+        finally:
+            if not self._process.here:
+                end_returned_child()
+            run.phase = Phase.ENDED
+            run.coroutine = None
+            if run.deadline is not None:
+                scope.deadline = math.inf
+
+    def _limit(self, run: Run, context: CallContext, due: Deadline | None) -> None:
+        """Begin the time that the handler has: ``handler_timeout`` seconds, or until its message's deadline."""
+        if due is not None:
+            context.run(enter, due)
+        run.end_within(self._timeout, due)
+
+    def _begin(self, run: Run, body: Any) -> Coroutine[Any, Any, Any]:
+        """What runs the handler, with its context, in a thread, and inside of the wrappers."""
+        args: tuple[Any, ...] = (body,)
+        if self._wants_context:
+            run.clocks = self._clocks
+            args = (body, Context(run))
+        if self._in_thread:
+            args = (run, *args)
+        return self._wrapped(run.message, args) if self.wrappers else self._call(*args)
+
+    def _is_cancelled(self, scope: anyio.CancelScope) -> bool:
+        """True if the handler in ``scope`` has been cancelled, by itself or with its loop."""
+        return self.cancelled or scope.cancel_called
+
+    def _prepare(self, run: Run, now: float) -> tuple[Any, Deadline | None] | Decision:
+        """What the handler is to be called with, and its message's deadline; or what the message's end is without a call."""
+        message = run.message
+        if run.lost or now >= run.trusted_until:  # this process stood still meanwhile (SIGSTOP, a suspended machine)
+            return run.fate
+        given_up = before_start(message.attempt, self._settings.dead_letter, message._history_until)  # noqa: SLF001 - this package's own
+        if given_up is not None:
+            return given_up
+        if self._dispatcher.wants(MessageStarted):
+            self._dispatcher.dispatch(
+                MessageStarted(self._name, message.id, message.receipt_handle, message.delivery_count, message.attempt)
+            )
+        body = message.body
+        due = deadline_of(message.headers) if message.headers else None
+        return after_deadline(run.too_late(due)) if due is not None and due.passed else (body, due)
+
+    async def _wrapped(self, message: Message[Any, Any], args: tuple[Any, ...]) -> Any:
+        """The handler's call inside of the wrappers, of which the last one is the outermost."""
+        begun: list[Coroutine[Any, Any, Any]] = []
+
+        def checked(call: Callable[[], Awaitable[Any]], name: str) -> Callable[[], Awaitable[Any]]:
+            async def run() -> Any:
+                return ran(await call(), name, TaskExitError)
+
+            def begin() -> Coroutine[Any, Any, Any]:
+                begun.append(coroutine := run())
+                return coroutine
+
+            return begin
+
+        call = checked(partial(self._call, *args), self._called)
+        for wrapper in self.wrappers:
+            call = checked(partial(wrapper, message, call), name_of(wrapper))
+        try:
+            result = await call()
+        finally:
+            unbegun = [coroutine for coroutine in begun if close_unbegun(coroutine)]
+        if unbegun:
+            raise TaskExitError(
+                "a wrapper has called call() without `await`, so the handler has not run; write `return await call()`"
+            )
+        return result
+
+    def _succeeded(self, run: Run, result: Any) -> Decision:
+        if run.lost:
+            return run.fate
+        if result is not None:
+            ran(result, self._called, TaskExitError)
+        message = run.message
+        if message.reply_to is None or (message.is_settled and not is_unanswered(message.settlement)):
+            return DONE
+        return Decision(Outcome.ACKNOWLEDGED, Ack(self._mailbox.reply_to(message, result)))
+
+    def _failed(self, run: Run, scope: anyio.CancelScope, error: BaseException) -> Decision:
+        """What an error means; one that came because the engine cancelled the handler means what the engine meant."""
+        cause = run.cause
+        if cause is None and scope.cancel_called:
+            cause = Cause.TIMEOUT
+        if run.lost:
+            return run.fate
+        if cause is Cause.SHUTDOWN or _makes_way(run, error) or (cause is Cause.STALLED and run.waits):
+            return RELEASED  # the last one has waited for a worker all the time: it is no attempt
+        verdict = error
+        if cause is Cause.TIMEOUT and run.due is not None:
+            late = run.too_late(run.due)
+            late.__cause__ = error
+            return after_deadline(late)
+        if cause is Cause.TIMEOUT:
+            verdict = run.timed_out(self._timeout or 0.0)
+        elif cause is Cause.STALLED and run.error is not None:
+            verdict = run.error
+        if verdict is not error:
+            verdict.__cause__ = error  # its traceback says where the handler was
+        return self.judge(run, verdict)
+
+    def judge(self, run: Run, error: BaseException) -> Decision:
+        """What a failure of the handler, or of its reply, means for the message."""
+        return self._after(run, error, self._settings.dead_letter)
+
+    def _after(self, run: Run, error: BaseException, dead_letter: DeadLetterPolicy) -> Decision:
+        message = run.message
+        decision = after_failure(
+            error,
+            attempt=message.attempt,
+            delivery_count=message.delivery_count,
+            retry=self._settings.retry,
+            dead_letter=dead_letter,
+            rng=random.rng(),
+        )
+        settlement = decision.settlement
+        if isinstance(settlement, Ack):  # a ReplyError
+            reply = None if message.reply_to is None else self._mailbox._failure_reply(message, decision.error or error)  # noqa: SLF001 - this package's own
+            return replace(decision, settlement=Ack(reply))
+        if isinstance(settlement, Return) and settlement.charge:
+            return _with_history(decision, message._history_with(lone_error(error)))  # noqa: SLF001 - this package's own
+        return decision
+
+    async def _cancelled(self, run: Run, scope: anyio.CancelScope, error: BaseException) -> Decision | None:
+        """What a cancellation means; None where it goes on its way, with ``run.decision`` saying that."""
+        if not scope.cancel_called and await nobody_asked():
+            # The handler raised it by itself (a cancelled future, say), or somebody cancelled its task.
+            why = "the handler raised a cancellation that nobody asked for; catch it where it arises"
+            return self._failed(run, scope, _as_failure(error, why))
+        run.decision = self._failed(run, scope, error) if scope.cancel_called else RELEASED
+        return None
+
+
+def _as_failure(error: BaseException, why: str) -> TaskExitError:
+    """The failure that stands for what is none by its kind."""
+    failure = TaskExitError(why)
+    failure.__cause__ = error
+    return failure
+
+
+def _with_history(decision: Decision, history: str | None) -> Decision:
+    """The decision with what the message's history is from now on."""
+    if history is None or not isinstance(decision.settlement, Return | Dead):
+        return decision
+    return replace(decision, settlement=replace(decision.settlement, history=history))
+
+
+def _makes_way(run: Run, error: BaseException) -> bool:
+    """Whether a handler gives its message back for a shutdown: to the front then, as if it had been cancelled for it."""
+    return isinstance(error, Retry) and not error.charge and not error.delay and run.shutting_down.is_set()

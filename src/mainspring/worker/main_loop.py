@@ -18,7 +18,7 @@ from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
 from mainspring.runtime.heartbeat import Heartbeat
 from mainspring.runtime.scope import DaemonScope
 from mainspring.validation import MAX_VISIBILITY, is_number, is_whole
-from mainspring.worker.attempt import WorkerSettings
+from mainspring.worker.delivery import WorkerSettings
 from mainspring.worker.handler import check_wrapper, inspect_handler
 from mainspring.worker.runnable import stop_in_time
 from mainspring.worker.worker import Worker, is_inside
@@ -30,10 +30,9 @@ if TYPE_CHECKING:
     from anyio.abc import TaskStatus
 
     from mainspring.offload.pool import OffloadPool
-    from mainspring.worker.attempt import Wrapper
-    from mainspring.worker.capacity import Capacity
-    from mainspring.worker.delivery import Run
+    from mainspring.worker.delivery import Run, Wrapper
     from mainspring.worker.handler import HandlerOf
+    from mainspring.worker.slots import Capacity
     from mainspring.worker.store_health import Claim
 
 T = TypeVar("T")

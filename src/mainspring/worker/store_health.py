@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from mainspring.errors import HandlerStalledError
     from mainspring.events import Dispatcher
-    from mainspring.worker.admission import Intake
+    from mainspring.worker.slots import Intake
 
 T = TypeVar("T")
 

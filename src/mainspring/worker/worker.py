@@ -21,14 +21,11 @@ from mainspring.errors import MainspringError, TaskExitError
 from mainspring.policies import backoff
 from mainspring.runtime.scope import DaemonScope, first_error, native_cancels, nobody_asked
 from mainspring.threads.entry import AnywhereEvent, Entry
-from mainspring.worker.admission import Intake
-from mainspring.worker.attempt import Attempts, WorkerSettings
-from mainspring.worker.delivery import Run
-from mainspring.worker.ends import Ends
+from mainspring.worker.delivery import Attempts, Run, WorkerSettings
 from mainspring.worker.leases import LeaseKeeper
 from mainspring.worker.outcome import DONE, RELEASED, Cause
-from mainspring.worker.settlement import Settler, bounded
-from mainspring.worker.slots import Places
+from mainspring.worker.settlement import Ends, Settler, bounded
+from mainspring.worker.slots import Intake, Places
 from mainspring.worker.store_health import SILENCE, Claim, Contact
 
 if TYPE_CHECKING:
@@ -41,8 +38,8 @@ if TYPE_CHECKING:
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.mailbox.message import Message
     from mainspring.runtime.heartbeat import Heartbeat
-    from mainspring.worker.attempt import Wrapper
-    from mainspring.worker.capacity import Capacity
+    from mainspring.worker.delivery import Wrapper
+    from mainspring.worker.slots import Capacity
 
 RECONNECT_INITIAL = 0.1
 RECONNECT_MAXIMUM = 30.0

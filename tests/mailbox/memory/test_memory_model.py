@@ -12,8 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from mailbox_model import Model, Record
 from mainspring.errors import MailboxFullError, ReceiptHandleExpiredError
-from mainspring.mailbox.memory.entry import Entry
-from mainspring.mailbox.memory.queue import MemoryQueue
+from mainspring.mailbox.memory.queue import Entry, MemoryQueue
 from mainspring.mailbox.message import Dead, Delivery, Return
 
 if TYPE_CHECKING:

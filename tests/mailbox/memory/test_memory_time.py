@@ -9,8 +9,8 @@ import anyio
 import pytest
 
 from mainspring.errors import MailboxClosedError, ReceiptHandleExpiredError
-from mainspring.mailbox.memory.entry import Entry
 from mainspring.mailbox.memory.mailbox import InMemoryMailbox
+from mainspring.mailbox.memory.queue import Entry
 from mainspring.testing import run_virtual
 
 pytestmark = pytest.mark.parametrize("entered", [False, True], ids=["unentered", "entered"])

@@ -21,7 +21,7 @@ from session_state import Added, Bounded, Broken, MemoryJournal, Mood, Said, Sta
 from mainspring import ConfigError, Dispatcher, InvalidParameterError, ReducerError, Session, SessionError
 from mainspring.events import DispatchResult
 from mainspring.state.session import append, on, replace_latest, upsert_by
-from mainspring.state.session.changes import Ignored
+from mainspring.state.session.writer import Ignored
 
 pytestmark = pytest.mark.anyio
 

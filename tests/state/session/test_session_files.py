@@ -15,7 +15,7 @@ from session_state import Added, State
 from mainspring import JournalError, JournalLockedError, Session
 from mainspring.state.session.journal_file import FileJournal
 from mainspring.state.session.journal_sqlite import SQLiteJournal
-from mainspring.state.session.record import entry_of_events
+from mainspring.state.session.records import entry_of_events
 
 A, B, C, D = (entry_of_events(number, []) for number in range(4))
 

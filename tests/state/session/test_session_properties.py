@@ -13,7 +13,7 @@ from session_state import FULL, Added, MemoryJournal, Mood, Said, State, folded
 
 from mainspring import JournalDamagedError, JournalError, Session
 from mainspring.state.session.journal_file import FileJournal
-from mainspring.state.session.record import entry_of_events
+from mainspring.state.session.records import entry_of_events
 from mainspring.testing import run_virtual
 
 EVENT = st.one_of(

@@ -1,26 +1,306 @@
-"""The queue of the in-memory mailbox: plain data and synchronous decisions. Nothing in it waits or reads a clock.
-
-Instants are the caller's (anyio's clock) and come in with each call; ``wall`` gives POSIX seconds for what people read.
-"""
+"""The queue of the in-memory mailbox: plain data and synchronous decisions. Nothing in it waits or reads a clock."""
 
 from __future__ import annotations
 
 import math
 from bisect import insort
-from heapq import heappush
+from collections import deque
+from heapq import heapify, heappop, heappush
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.mailbox.limits import full
-from mainspring.mailbox.memory.entry import DELAYED, GONE, IN_FLIGHT, PENDING, Entry, Lane
-from mainspring.mailbox.memory.scheduler import Agenda
-from mainspring.mailbox.message import EXPIRED, UNKNOWN, Cancelled, CancelOutcome, Counts
+from mainspring.mailbox.message import EXPIRED, UNKNOWN, Cancelled, CancelOutcome, Counts, Delivery
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from mainspring.mailbox.message import Dead, Delivery, Return
+    from mainspring.mailbox.message import Dead, Return
+
+
+DELAYED: Final = 0
+PENDING: Final = 1
+IN_FLIGHT: Final = 2
+GONE: Final = 3
+
+JSON: Final = object()
+"""The ``kind`` of a body that is kept as JSON bytes."""
+
+LANE_SWEEP_FROM = 64
+
+
+class Entry(Delivery):
+    """One stay of a message in the queue: from when it begins to wait until its delivery ends.
+
+    A claim hands out the entry itself as the delivery; whoever comes back does so as a new entry, so that the old one
+    stays what its holder knew. ``kind`` is the type under which the body was checked, or :data:`JSON`. ``attempt`` counts
+    the attempt to come.
+    """
+
+    __slots__ = ("dedup_key", "expires_at", "kind", "lease_until", "order", "place", "priority", "timer")
+
+    def __init__(
+        self,
+        message_id: str,
+        body: Any,
+        kind: Any,
+        enqueued_at: float,
+        reply_to: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        dedup_key: str | None = None,
+        expires_at: float = math.inf,
+    ) -> None:
+        self.message_id = message_id
+        self.body = body
+        self.receipt_handle = ""
+        self.delivery_count = 0
+        self.attempt = 1
+        self.enqueued_at = enqueued_at
+        self.first_received_at = 0.0
+        self.reply_to = reply_to
+        self.headers = {} if headers is None else headers
+        self.checkpoint = None
+        self.leased_at = None
+        self.history = None
+        self.kind = kind
+        self.priority = priority
+        self.dedup_key = dedup_key
+        self.expires_at = expires_at
+        self.lease_until = 0.0
+        self.order = 0
+        self.place: int = GONE
+        self.timer = 0
+
+    def again(self, *, charge: bool) -> Entry:
+        """Its next stay, after this delivery came to nothing."""
+        entry = self._copy(self.expires_at)
+        entry.delivery_count = self.delivery_count
+        entry.attempt = self.attempt + 1 if charge else self.attempt
+        entry.first_received_at = self.first_received_at
+        entry.history = self.history
+        entry.order = self.order
+        return entry
+
+    def anew(self) -> Entry:
+        """Its next stay as a dead letter that is tried again: fresh counts, no history, no time by which it must be done."""
+        return self._copy(math.inf)
+
+    def _copy(self, expires_at: float) -> Entry:
+        entry = Entry(
+            self.message_id,
+            self.body,
+            self.kind,
+            self.enqueued_at,
+            self.reply_to,
+            self.headers,
+            self.priority,
+            self.dedup_key,
+            expires_at,
+        )
+        entry.checkpoint = self.checkpoint
+        return entry
+
+
+class Lane:
+    """Those of one priority that wait: returned ones (a heap, in their old order) before the others.
+
+    One that leaves from the middle stays behind as a dead item until it comes to the head or the dead outnumber the rest.
+    """
+
+    __slots__ = ("front", "gone", "tail")
+
+    def __init__(self) -> None:
+        self.front: list[tuple[int, Entry]] = []
+        self.tail: deque[Entry] = deque()
+        self.gone = 0
+
+    def take(self, most: int, into: list[Entry]) -> bool:
+        """Move the first into ``into`` until that holds ``most``; whether the lane is empty now."""
+        room = most - len(into)
+        front = self.front
+        while front and room:
+            room -= self._keep(heappop(front)[1], into)
+        tail = self.tail
+        while tail and room:
+            room -= self._keep(tail.popleft(), into)
+        return not front and not tail
+
+    def _keep(self, entry: Entry, into: list[Entry]) -> int:
+        if entry.place != PENDING:
+            self.gone -= 1
+            return 0
+        into.append(entry)
+        return 1
+
+    def first(self) -> Entry | None:
+        """Return the entry that is next in turn, and drop the dead items before it."""
+        front, tail = self.front, self.tail
+        while front and front[0][1].place != PENDING:
+            heappop(front)
+            self.gone -= 1
+        if front:
+            return front[0][1]
+        while tail and tail[0].place != PENDING:
+            tail.popleft()
+            self.gone -= 1
+        return tail[0] if tail else None
+
+    def lose_one(self, entry: Entry) -> None:
+        """``entry`` has left from the middle."""
+        entry.place = GONE
+        self.gone += 1
+        if self.gone > LANE_SWEEP_FROM and self.gone * 2 > len(self.front) + len(self.tail):
+            self.front = [item for item in self.front if item[1].place == PENDING]
+            heapify(self.front)
+            self.tail = deque(entry for entry in self.tail if entry.place == PENDING)
+            self.gone = 0
+
+    def __iter__(self) -> Iterator[Entry]:
+        for _, entry in sorted(self.front):
+            if entry.place == PENDING:
+                yield entry
+        for entry in self.tail:
+            if entry.place == PENDING:
+                yield entry
+
+
+HEAP_SWEEP_FROM = 1_024
+"""Dead keys in the heap below which it is never swept."""
+
+
+class Agenda:
+    """Instants and whose they are.
+
+    An item holds keys, not messages: the serial number of one that waits (``waiting`` says whose), or the receipt handles
+    of one claim (``in_flight`` says whose). A key whose message has moved on is dead; it stays until its item comes to the
+    top or the dead outnumber the living, so that each message pays a constant for it and memory stays flat.
+    """
+
+    __slots__ = ("_heap", "_serial", "_stale", "_sweep_at", "_weight", "in_flight", "waiting")
+
+    def __init__(self) -> None:
+        self.in_flight: dict[str, Entry] = {}
+        self.waiting: dict[int, Entry] = {}
+        self._heap: list[tuple[float, int, list[str] | None]] = []
+        self._serial = 0
+        self._weight = 0  # keys in the heap
+        self._stale = 0  # dead ones among them
+        self._sweep_at = HEAP_SWEEP_FROM
+
+    @property
+    def earliest(self) -> float:
+        """No instant is due before this one (at which, maybe, nothing is any more)."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def next_due(self) -> float:
+        """The earliest instant at which something may be due, or infinity."""
+        heap = self._heap
+        while heap:
+            when, serial, receipts = heap[0]
+            if serial in self.waiting if receipts is None else any(receipt in self.in_flight for receipt in receipts):
+                return when
+            heappop(heap)
+            dead = 1 if receipts is None else len(receipts)
+            self._weight -= dead
+            self._stale -= dead
+        return math.inf
+
+    def set_timer(self, entry: Entry, when: float) -> None:
+        """``entry``, which waits, has something due at ``when``."""
+        self._serial += 1
+        entry.timer = self._serial
+        self.waiting[self._serial] = entry
+        heappush(self._heap, (when, self._serial, None))
+        self._weight += 1
+
+    def drop_timer(self, entry: Entry) -> None:
+        """``entry`` waits no more."""
+        del self.waiting[entry.timer]
+        entry.timer = 0
+        self._die()
+
+    def set_leases(self, receipts: list[str], until: float) -> None:
+        """The leases under ``receipts`` last until ``until``; one that is extended needs no new item."""
+        self._serial += 1
+        heappush(self._heap, (until, self._serial, receipts))
+        self._weight += len(receipts)
+
+    def end_lease(self, receipt: str) -> None:
+        """The delivery under ``receipt`` has ended."""
+        del self.in_flight[receipt]
+        self._die()
+
+    def due(self, now: float) -> Iterator[Entry]:
+        """Take out, in order, the entries for which something is due at ``now``; each goes before the next comes."""
+        heap = self._heap
+        while heap and heap[0][0] <= now:
+            _, serial, receipts = heappop(heap)
+            if receipts is None:
+                self._weight -= 1
+                entry = self.waiting.pop(serial, None)
+                if entry is None:
+                    self._stale -= 1
+                else:
+                    entry.timer = 0
+                    yield entry
+                continue
+            self._weight -= len(receipts)
+            for receipt in receipts:
+                entry = self.in_flight.get(receipt)
+                if entry is None:
+                    self._stale -= 1
+                elif entry.lease_until > now:  # it was extended
+                    self.set_leases([receipt], entry.lease_until)
+                else:
+                    del self.in_flight[receipt]
+                    yield entry
+
+    def _die(self) -> None:
+        self._stale += 1
+        if self._stale >= self._sweep_at:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        if self._stale * 2 >= self._weight:
+            living: list[tuple[float, int, list[str] | None]] = []
+            weight = 0
+            for when, serial, receipts in self._heap:
+                if receipts is None:
+                    if serial in self.waiting:
+                        living.append((when, serial, None))
+                        weight += 1
+                elif held := [receipt for receipt in receipts if receipt in self.in_flight]:
+                    living.append((when, serial, held))
+                    weight += len(held)
+            heapify(living)
+            self._heap[:] = living
+            self._weight = weight
+            self._stale = 0
+        self._sweep_at = max(HEAP_SWEEP_FROM, self._weight - self._stale)
+
+    def shift(self, delta: float) -> list[Entry]:
+        """Put all instants ``delta`` seconds later and end all leases; the entries whose leases those were."""
+        lost = list(self.in_flight.values())
+        self.in_flight.clear()
+        for entry in (*self.waiting.values(), *lost):
+            entry.expires_at += delta
+        self._heap[:] = [(when + delta, serial, None) for when, serial, _ in self._heap if serial in self.waiting]
+        heapify(self._heap)
+        self._weight, self._stale = len(self._heap), 0
+        return lost
+
+    def timers(self) -> list[tuple[float, Entry]]:
+        """Those that wait and have something due, soonest first."""
+        return [(when, self.waiting[serial]) for when, serial, _ in sorted(self._heap) if serial in self.waiting]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.in_flight.clear()
+        self.waiting.clear()
+        self._heap.clear()
+        self._weight = self._stale = 0
 
 
 class MemoryQueue:

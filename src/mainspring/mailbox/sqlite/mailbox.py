@@ -22,8 +22,7 @@ from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import Ack, Dead
 from mainspring.mailbox.sqlite import commands as do
 from mainspring.mailbox.sqlite.connection import DatabaseFile
-from mainspring.mailbox.sqlite.notifier import Waiters
-from mainspring.mailbox.sqlite.writer import LOOK_AGAIN, Job, Writer
+from mainspring.mailbox.sqlite.writer import LOOK_AGAIN, Job, Waiters, Writer
 from mainspring.runtime.interval import Periodic
 from mainspring.validation import is_number, is_whole
 

@@ -1,8 +1,4 @@
-"""What one transaction does to the tables. Synchronous, and only ever run by the writer thread of the file.
-
-A command decides before it writes: one that fails (a lease that is over, a mailbox that is full) has written nothing, and
-so does not disturb the others of its transaction.
-"""
+"""What one transaction does to the tables. Synchronous, and only ever run by the writer thread of the file."""
 
 from __future__ import annotations
 
@@ -15,14 +11,10 @@ from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.limits import full
-from mainspring.mailbox.message import Counts, Dead, Delivery
+from mainspring.mailbox.message import UNKNOWN, Cancelled, CancelOutcome, Counts, Dead, Delivery
 from mainspring.mailbox.sqlite import commands as do
-from mainspring.mailbox.sqlite import dead_letters
 from mainspring.mailbox.sqlite import schema as sql
-from mainspring.mailbox.sqlite.cancel import cancel, drop, forget_mailbox
-from mainspring.mailbox.sqlite.inserts import Inserts
-from mainspring.mailbox.sqlite.scheduler import do_what_is_due, enqueue, expire_ready
-from mainspring.mailbox.sqlite.unit_of_work import Work
+from mainspring.mailbox.sqlite.unit_of_work import Inserts, Work, do_what_is_due, enqueue, expire_ready
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,6 +23,132 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.message import Envelope
     from mainspring.mailbox.sqlite.commands import StoreCommand
+
+
+def cancel(work: Work, commands: list[do.Cancel]) -> None:
+    """End messages wherever they are; who has one in hand will be told."""
+    for command in commands:
+        command.result = UNKNOWN
+        for row in work.rows(sql.BY_ID, (command.message_id, command.mailbox)):
+            command.result = _end(work, command, *row)
+            break
+
+
+def _end(
+    work: Work,
+    command: do.Cancel,
+    seq: int,
+    rank: int,
+    reply_to: str | None,
+    headers: str | None,
+    expires: float | None,
+) -> Cancelled:
+    mailbox = command.mailbox
+    outcome = CancelOutcome.REMOVED
+    tally = work.tally(mailbox)
+    leases = work.rows(sql.LEASE_OF, (mailbox, seq))
+    if leases:
+        outcome = CancelOutcome.CANCELLED
+        work.execute(sql.DROP_LEASE, leases[0])
+        tally.in_flight -= 1
+        work.cancelled.append((mailbox, command.message_id))
+    else:
+        if expires is not None:
+            work.execute(sql.NOT_EXPIRING, (expires, seq))
+        work.execute(sql.FORGET_DELAYED_SEQ, (seq,))
+        if work.changes():
+            tally.delayed -= 1
+        else:
+            _leave_ready(work, mailbox, rank, seq)
+            tally.pending -= 1
+    work.execute(sql.DROP_MESSAGE, (seq,))
+    tally.settled += 1
+    return Cancelled(outcome, reply_to, {} if headers is None else headers_of(headers) or {})
+
+
+def _leave_ready(work: Work, mailbox: int, rank: int, seq: int) -> None:
+    """Its place has its own number, unless it came back once: then it is behind that."""
+    for statement in (sql.FORGET_READY, sql.FORGET_READY_FROM):
+        place = (mailbox, rank, seq) if statement == sql.FORGET_READY else (mailbox, rank, seq, seq)
+        work.execute(statement, place)
+        if work.changes():
+            return
+
+
+def drop(work: Work, commands: list[do.Drop]) -> None:
+    """Forget mailboxes."""
+    for command in commands:
+        forget_mailbox(work, command.mailbox)
+
+
+def forget_mailbox(work: Work, mailbox: int) -> None:
+    """Drop a mailbox and everything in it, its counts too."""
+    for statement in (*sql.PURGE, sql.DROP_DEAD, sql.DROP_MAILBOX):
+        work.execute(statement, (mailbox,))
+
+
+def list_dead(work: Work, commands: list[do.ListDead]) -> None:
+    """A page of them, oldest first."""
+    for command in commands:
+        values = (command.mailbox, command.mailbox, command.after, command.limit)
+        command.result = [_dead_row(row) for row in work.rows(sql.DEAD_PAGE, values)]
+
+
+def find(work: Work, commands: list[do.FindDead]) -> None:
+    """Those of some ids."""
+    for command in commands:
+        values = (command.mailbox, json.dumps(command.ids))
+        command.result = [_dead_row(row) for row in work.rows(sql.DEAD_BY_ID, values)]
+
+
+def _dead_row(row: tuple[Any, ...]) -> tuple[Delivery, Dead, float]:
+    name, body, deliveries, attempts, enqueued_at, first, reply_to, headers, checkpoint, history, *why, dead_at = row
+    known = {} if headers is None else headers_of(headers) or {}
+    first = first or 0.0
+    delivery = Delivery(
+        name, body, "", deliveries, attempts, enqueued_at, first, reply_to, known, checkpoint, None, history
+    )
+    return delivery, Dead(*why), dead_at
+
+
+def revive(work: Work, commands: list[do.Revive]) -> None:
+    """Back into the queue, with fresh counts."""
+    for command in commands:
+        first = work.tick
+        which = (command.mailbox,) if command.ids is None else (command.mailbox, json.dumps(command.ids))
+        if command.capacity is not None:
+            waiting = work.waiting(command.mailbox)
+            more = work.value(sql.COUNT_ALL_DEAD if command.ids is None else sql.COUNT_SOME_DEAD, which)
+            if more and waiting + more > command.capacity:
+                command.error = full(waiting, command.capacity, more)
+                continue
+        work.execute(sql.REVIVE_ALL if command.ids is None else sql.REVIVE_SOME, (first, *which))
+        revived = work.changes()
+        work.tick += revived
+        work.execute(sql.READY_RANGE, (first + 1, work.tick))
+        _drop_dead(work, command)
+        tally = work.tally(command.mailbox)
+        tally.dead -= revived
+        tally.gain(revived)
+        command.result = revived
+
+
+def forget(work: Work, commands: list[do.Forget]) -> None:
+    """Away for good."""
+    for command in commands:
+        command.result = dropped = _drop_dead(work, command)
+        tally = work.tally(command.mailbox)
+        tally.dead -= dropped
+        tally.settled += dropped
+
+
+def _drop_dead(work: Work, command: do.Revive | do.Forget) -> int:
+    if command.ids is None:
+        work.execute(sql.DROP_ALL_DEAD, (command.mailbox,))
+    else:
+        work.execute(sql.DROP_SOME_DEAD, (command.mailbox, json.dumps(command.ids)))
+    return work.changes()
+
 
 ALL = 1_000_000
 """More receives than wait for one mailbox."""
@@ -341,14 +459,14 @@ _IN_ORDER: tuple[tuple[type, Callable[[Work, Any], None]], ...] = (
     (do.Cancel, cancel),
     (do.PurgeAll, _purge),
     (do.Put, _put),
-    (do.Revive, dead_letters.revive),
-    (do.Forget, dead_letters.forget),
+    (do.Revive, revive),
+    (do.Forget, forget),
     (do.Claim, _claim),
     (do.Sweep, _sweep),
     (do.CountAll, _count),
     (do.Drop, drop),
-    (do.FindDead, dead_letters.find),
-    (do.ListDead, dead_letters.list_dead),
+    (do.FindDead, find),
+    (do.ListDead, list_dead),
 )
 _EXACT = frozenset({do.CountAll, do.PurgeAll, do.ListDead, do.FindDead, do.Cancel})
 """Commands whose result says what is where: before them, all that is due is done."""

@@ -1,13 +1,15 @@
-"""One transaction under way: its instants, the counter, and how the counts of the mailboxes change in it."""
+"""One transaction under way: its instants, the count deltas, what has come due, and the messages it inserts."""
 
 from __future__ import annotations
 
+import json
 import math
 from typing import TYPE_CHECKING, Any
 
 from mainspring.errors import MailboxError
 from mainspring.mailbox.backend import TRANSIENT
 from mainspring.mailbox.limits import dropped
+from mainspring.mailbox.message import EXPIRED
 from mainspring.mailbox.sqlite import schema as sql
 
 if TYPE_CHECKING:
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
     from apsw import Connection
 
-    from mainspring.mailbox.message import Dead
+    from mainspring.mailbox.message import Dead, Envelope
 
 
 class Tally:
@@ -180,3 +182,184 @@ class Work:
         self.cancelled += other.cancelled
         self.soonest = min(self.soonest, other.soonest)
         self.dated = self.dated or other.dated
+
+
+AT_ONCE = 1_000
+"""How many of each kind one transaction does, unless somebody counts: the callers in it should not wait for thousands."""
+
+
+def do_what_is_due(work: Work, exact: bool) -> None:
+    """Do what is due by now: all of it where ``exact``, else at most :data:`AT_ONCE` of each kind."""
+    limit = -1 if exact else AT_ONCE
+    wall = work.wall
+    if work.ends is not None and work.ends <= work.boot:
+        _end_leases(work, limit)
+    if work.due is not None and work.due <= wall:
+        _end_delays(work, limit)
+    if work.expires is not None and work.expires <= wall:
+        expire(work, limit)
+
+
+def enqueue(work: Work, mailbox: int, seq: int, rank: int, pos: int, delay: float, expires_at: float | None) -> None:
+    """Let a message that is nobody's wait: at ``pos`` of the queue, or ``delay`` seconds first."""
+    tally = work.tally(mailbox)
+    if expires_at is not None and expires_at <= work.wall:
+        work.bury(mailbox, seq, EXPIRED, 0, None)
+        return
+    due = work.wall + delay if delay else None
+    if due is None:
+        work.execute(sql.ADD_READY, (mailbox, rank, pos, seq))
+        tally.gain(1)
+    else:
+        work.execute(sql.ADD_DELAYED, (due, seq, mailbox))
+        tally.delayed += 1
+        work.due_at(due)
+    if expires_at is not None:
+        work.execute(sql.ADD_EXPIRING, (expires_at, seq, pos if due is None else None, due))
+        work.due_at(expires_at)
+
+
+def _end_leases(work: Work, limit: int) -> None:
+    """Whoever held it may have died of it: the attempt is charged, and the message goes to the tail."""
+    ended = work.rows(sql.ENDED_LEASES, (work.boot, limit))
+    if not ended:  # what is due is of no message: left there, it would be due for ever
+        work.execute(sql.LEASES_OF_NONE, (work.boot,))
+    for lease, mailbox, seq, claimed_at, rank, expires_at in ended:
+        work.execute(sql.DROP_LEASE, (lease,))
+        work.execute(sql.CAME_BACK, (1, claimed_at, seq))
+        work.tally(mailbox).in_flight -= 1
+        work.tick += 1
+        enqueue(work, mailbox, seq, rank, work.tick, 0.0, expires_at)
+
+
+def _end_delays(work: Work, limit: int) -> None:
+    over = work.rows(sql.DUE, (work.wall, limit))
+    if not over:
+        work.execute(sql.DELAYS_OF_NONE, (work.wall,))
+    for due, seq, mailbox, rank, expires_at in over:
+        work.execute(sql.FORGET_DELAYED, (due, seq))
+        work.tally(mailbox).delayed -= 1
+        if expires_at is not None:
+            work.execute(sql.NOT_EXPIRING, (expires_at, seq))
+        work.tick += 1
+        enqueue(work, mailbox, seq, rank, work.tick, 0.0, expires_at)
+
+
+def expire(work: Work, limit: int) -> None:
+    """Move to the dead letters what waited too long, the earliest first."""
+    expired = work.rows(sql.EXPIRED, (work.wall, limit))
+    if not expired:
+        work.execute(sql.EXPIRIES_OF_NONE, (work.wall,))
+    for expires_at, seq, pos, due, mailbox, rank in expired:
+        if due is None:
+            expire_ready(work, mailbox, rank, pos, seq, expires_at)
+        else:
+            work.execute(sql.NOT_EXPIRING, (expires_at, seq))
+            work.execute(sql.FORGET_DELAYED, (due, seq))
+            work.tally(mailbox).delayed -= 1
+            work.bury(mailbox, seq, EXPIRED, 0, None, expires_at)
+
+
+def expire_ready(work: Work, mailbox: int, rank: int, pos: int, seq: int, expires_at: float) -> None:
+    """Move a message that has expired at its place in the queue to the dead letters."""
+    work.execute(sql.NOT_EXPIRING, (expires_at, seq))
+    work.execute(sql.FORGET_READY, (mailbox, rank, pos))
+    work.tally(mailbox).pending -= 1
+    work.bury(mailbox, seq, EXPIRED, 0, None, expires_at)
+
+
+class Inserts:
+    """New messages of one transaction, written together. ``_values`` holds their columns, row after row."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._first = work.tick + 1
+        self._values: list[Any] = []
+        self._keys: dict[tuple[int, str], str] = {}
+        self._ready: list[tuple[int, int, int, int]] | None = None
+        self._delayed: list[tuple[float, int, int]] = []
+        self._expiring: list[tuple[float, int, int | None, float | None]] = []
+
+    def add(self, mailbox: int, envelopes: list[Envelope]) -> list[str]:
+        """Take messages, to be written by :meth:`write`; their ids, or those of unfinished ones with the same keys."""
+        work = self._work
+        wall = work.wall
+        values = self._values
+        ids = []
+        seq = work.tick
+        for e in envelopes:
+            key = e.dedup_key
+            if key is not None:
+                known = self._known(mailbox, key)
+                if known is not None:
+                    ids.append(known)
+                    continue
+                self._keys[mailbox, key] = e.message_id
+            seq += 1
+            expires_at = None
+            if e.delay or e.expires_in is not None or self._ready is not None:
+                expires_at = self._place(mailbox, seq, e)
+            headers = json.dumps(e.headers) if e.headers else None
+            values += (seq, mailbox, -e.priority, e.message_id, e.body, wall, e.reply_to, headers, key, expires_at)
+            ids.append(e.message_id)
+        tally = work.tally(mailbox)
+        tally.gain(seq - work.tick)
+        work.tick = seq
+        return ids
+
+    def how_many_new(self, mailbox: int, envelopes: list[Envelope]) -> int:
+        """How many of them are no repetition of an unfinished message, or of one another."""
+        keys = {e.dedup_key for e in envelopes if e.dedup_key is not None}
+        unkeyed = sum(e.dedup_key is None for e in envelopes)
+        return unkeyed + sum(self._known(mailbox, key) is None for key in keys)
+
+    def write(self) -> None:
+        """Write what was taken."""
+        values = self._values
+        if not values:
+            return
+        work = self._work
+        several = sql.COLUMNS * sql.ROWS_AT_ONCE
+        whole = len(values) - len(values) % several
+        for start in range(0, whole, several):
+            work.execute(sql.ADD_MESSAGES, values[start : start + several])
+        for start in range(whole, len(values), sql.COLUMNS):
+            work.execute(sql.ADD_MESSAGE, values[start : start + sql.COLUMNS])
+        if self._ready is None:
+            work.execute(sql.READY_RANGE, (self._first, values[-sql.COLUMNS]))
+        else:
+            work.many(sql.ADD_READY, self._ready)
+        if self._delayed:
+            work.many(sql.ADD_DELAYED, self._delayed)
+        if self._expiring:
+            work.many(sql.ADD_EXPIRING, self._expiring)
+
+    def _known(self, mailbox: int, key: str) -> str | None:
+        found = self._keys.get((mailbox, key))
+        if found is None:
+            for (found,) in self._work.rows(sql.SAME_KEY, (mailbox, key)):
+                return str(found)
+        return found
+
+    def _place(self, mailbox: int, seq: int, envelope: Envelope) -> float | None:
+        """Note where a message begins to wait, once they are not all simply ready; its expiry."""
+        work = self._work
+        due = None
+        if envelope.delay:
+            if self._ready is None:  # up to here all rows were ready ones
+                rows = range(0, len(self._values), sql.COLUMNS)
+                self._ready = [(*self._values[at + 1 : at + 3], self._values[at], self._values[at]) for at in rows]
+            due = work.wall + envelope.delay
+            self._delayed.append((due, seq, mailbox))
+            tally = work.tally(mailbox)
+            tally.delayed += 1
+            tally.gain(-1)  # it is counted as pending with its neighbours
+            work.due_at(due)
+        elif self._ready is not None:
+            self._ready.append((mailbox, -envelope.priority, seq, seq))
+        if envelope.expires_in is None:
+            return None
+        expires_at = work.wall + envelope.expires_in
+        self._expiring.append((expires_at, seq, None if envelope.delay else seq, due))
+        work.due_at(expires_at)
+        return expires_at

@@ -4,7 +4,7 @@ What state classes are written with is here: :data:`append`, :data:`replace_late
 :func:`versioned`.
 """
 
-from mainspring.state.session.reducers import append, on, replace_latest, upsert_by
-from mainspring.state.session.versions import versioned
+from mainspring.state.session.records import versioned
+from mainspring.state.session.slices import append, on, replace_latest, upsert_by
 
 __all__ = ["append", "on", "replace_latest", "upsert_by", "versioned"]

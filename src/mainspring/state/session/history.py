@@ -9,7 +9,7 @@ from mainspring.core.loggers import Logger
 from mainspring.errors import ConfigError, JournalDamagedError, JournalLockedError, ReducerError, SessionError
 from mainspring.runtime.scope import DaemonScope
 from mainspring.state.session.journal import JournalCalls
-from mainspring.state.session.record import REMEDY, Entry, EventCodecs, Stored, entry_of_snapshot, read_entry
+from mainspring.state.session.records import REMEDY, Entry, EventCodecs, Stored, entry_of_snapshot, read_entry
 from mainspring.state.session.snapshot import Picture, Snapshot
 from mainspring.state.session.writer import CLOSE_TIMEOUT
 
@@ -18,11 +18,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from mainspring.events import DispatchResult
-    from mainspring.state.session.changes import Cell
     from mainspring.state.session.journal import Journal
     from mainspring.state.session.slices import Values
     from mainspring.state.session.transaction import Transaction
-    from mainspring.state.session.writer import Writer
+    from mainspring.state.session.writer import Cell, Writer
 
 _log = Logger("mainspring")
 

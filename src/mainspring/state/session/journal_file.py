@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mainspring.core.loggers import Logger
 from mainspring.errors import ConfigError, JournalDamagedError, JournalError, JournalLockedError
 from mainspring.state.session.journal import Journal, free_name
-from mainspring.state.session.record import REMEDY, SEAL_LENGTH, is_journal, is_sealed
+from mainspring.state.session.records import REMEDY, SEAL_LENGTH, is_journal, is_sealed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -12,7 +12,7 @@ from mainspring.core import process
 from mainspring.errors import ConfigError, JournalDamagedError, JournalError, JournalLockedError
 from mainspring.mailbox.sqlite.connection import check_sqlite
 from mainspring.state.session.journal import Journal, free_name
-from mainspring.state.session.record import REMEDY
+from mainspring.state.session.records import REMEDY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

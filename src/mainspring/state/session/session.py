@@ -9,12 +9,11 @@ from typing_extensions import TypeVar
 
 from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.events import Dispatcher
-from mainspring.state.session.changes import Cell, work
 from mainspring.state.session.history import History
 from mainspring.state.session.slices import NOT_GIVEN, Slices
 from mainspring.state.session.snapshot import Snapshot, is_child_name
 from mainspring.state.session.transaction import Transaction
-from mainspring.state.session.writer import Writer
+from mainspring.state.session.writer import Cell, Writer, work
 from mainspring.threads.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
     from mainspring.events import DispatchResult
     from mainspring.state.session.journal import Journal
-    from mainspring.state.session.reducers import Reducer
+    from mainspring.state.session.slices import Reducer
 
     Where: TypeAlias = str | os.PathLike[str] | Journal
 

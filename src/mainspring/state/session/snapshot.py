@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
 from mainspring.errors import InvalidParameterError, ReducerError, SerializationError, UnknownVersionError
 from mainspring.mailbox.codec import Codec, why_unreadable
-from mainspring.state.session.record import EventCodecs, Stored
-from mainspring.state.session.versions import Version, version_of
+from mainspring.state.session.records import EventCodecs, Stored, Version, version_of
 from mainspring.validation import is_whole
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ FORMAT = 1
 class Snapshot:
     """The slices of a session and of its children. Plain JSON data: ``ctx.checkpoint(session.snapshot())`` works.
 
-    ``version`` is that of the state class (see :func:`~mainspring.state.session.versions.versioned`), ``seq`` the number of the
+    ``version`` is that of the state class (see :func:`~mainspring.state.session.records.versioned`), ``seq`` the number of the
     last event in it.
     """
 

@@ -9,17 +9,16 @@ import anyio
 
 from mainspring.errors import ConfigError, ReducerError, SessionClosedError
 from mainspring.events import DispatchResult
-from mainspring.state.session.changes import Change, Ignored, Step, refused
-from mainspring.state.session.record import entry_of_events
+from mainspring.state.session.records import entry_of_events
+from mainspring.state.session.writer import Change, Ignored, Step, refused
 from mainspring.threads.ticket import Ticket
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
-    from mainspring.state.session.changes import Cell
     from mainspring.state.session.slices import Values
-    from mainspring.state.session.writer import Writer
+    from mainspring.state.session.writer import Cell, Writer
 
 
 class Transaction:

@@ -1,25 +1,24 @@
-"""The single writer of a session and its children: who changes the slices when, and in which order.
-
-Without a journal an event is applied and told in one step. With one, it is reduced when its turn comes, on the *tip* (the
-slices after all that was accepted), and waits in the queue of the journal's task; once it is durable, its slices become the
-ones that everybody sees, and its subscribers are told. Where the journal fails, all that waits for it fails, and the tip goes
-back.
-"""
+"""The single writer of a session and its children: who changes the slices when, and in which order."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
 from collections import deque
+from contextvars import copy_context
+from dataclasses import dataclass
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 
 from mainspring.core.loggers import Logger
+from mainspring.core.process import call_soon, event_loop, identity
 from mainspring.errors import (
     ConfigError,
+    InvalidParameterError,
     JournalError,
     ReducerError,
     SessionClosedError,
@@ -30,20 +29,210 @@ from mainspring.errors import (
 )
 from mainspring.events import DispatchResult, log_error
 from mainspring.redaction import one_line
-from mainspring.state.session.changes import Change, Held, Ignored, Step, each, refused, work
-from mainspring.state.session.inbox import Inbox
-from mainspring.state.session.record import entry_of_events
+from mainspring.state.session.records import entry_of_events
+from mainspring.state.session.slices import check_event_type
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
+    from contextvars import Context
 
-    from mainspring.state.session.changes import Cell
+    from mainspring.events import Dispatcher
     from mainspring.state.session.journal import Journal, JournalCalls
-    from mainspring.state.session.slices import Values
+    from mainspring.state.session.records import EventCodecs
+    from mainspring.state.session.slices import Slices, Values
     from mainspring.state.session.transaction import Transaction
     from mainspring.threads.ticket import Ticket
 
+
+class Inbox:
+    """Hands events to ``take``, which is called in the thread of the event loop, each in the context that it was put in."""
+
+    def __init__(self, name: str, take: Callable[[Held], object]) -> None:
+        self._name = name
+        self._take = take
+        self._waiting: deque[tuple[Context, Held]] = deque()
+        self._loop: object | None = None
+        self._process: object = None
+        self._users = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_new(self) -> bool:
+        """True if the session was never entered."""
+        return self._process is None
+
+    def open(self) -> None:
+        """The session is entered, on the running event loop."""
+        self._loop, self._process = event_loop(), identity()
+        self._users += 1
+
+    def close(self) -> None:
+        """The session is left: hand over what has come, and take no more."""
+        self._users -= 1
+        if self._users <= 0:
+            self._users, self._loop = 0, None
+            self._hand_over()
+
+    def put(self, held: Held) -> None:
+        """Have it taken. Callable from any thread.
+
+        :raises SessionClosedError: the session is not entered, or its event loop has ended.
+        :raises ConfigError: it was entered before this process was forked.
+        """
+        loop = self._loop
+        closed = SessionClosedError(
+            f"session {self._name!r} is not open: other threads dispatch to it inside its `async with`"
+        )
+        if loop is None:
+            raise closed
+        if self._process is not identity():
+            raise ConfigError(
+                f"session {self._name!r} was opened before this process was forked: its event loop is the parent's"
+            )
+        item = copy_context(), held
+        self._waiting.append(item)
+        if (self._loop is None or not call_soon(loop, self._hand_over)) and self._withdraw(item):
+            raise closed
+
+    def _withdraw(self, item: tuple[Context, Held]) -> bool:
+        """True if it was not taken."""
+        with contextlib.suppress(ValueError):
+            self._waiting.remove(item)
+            return True
+        return False
+
+    def _hand_over(self) -> None:
+        for _ in range(len(self._waiting)):  # what comes meanwhile has a call of its own
+            try:
+                context, held = self._waiting.popleft()
+            except IndexError:  # withdrawn
+                return
+            context.run(self._take, held)
+
+
 _log = Logger("mainspring")
+
+
+class Ignored(DispatchResult):
+    """The result of an event without a reducer or subscriber. A class of its own: a field would cost each other result."""
+
+    __slots__ = ()
+
+    @property
+    def ignored(self) -> bool:
+        """True."""
+        return True
+
+
+class Cell:
+    """What the writer changes: the slices of one session. ``values`` are those that are seen."""
+
+    __slots__ = ("codecs", "dispatcher", "ignored", "name", "path", "slices", "tip", "values")
+
+    def __init__(self, name: str, path: str, slices: Slices, dispatcher: Dispatcher) -> None:
+        self.name = name
+        self.path = path
+        self.slices = slices
+        self.dispatcher = dispatcher
+        self.codecs: EventCodecs | None = None
+        self.values: Values = dict(slices.initial)
+        self.tip: Values = self.values
+        self.ignored: set[type[Any]] = set()
+
+    def note_ignored(self, event: Any) -> None:
+        """Warn that an event has neither a reducer nor a subscriber, once for each type.
+
+        It is no error, as the event may be meant for subscribers that have gone.
+
+        :raises InvalidParameterError: no reducer could take an event of that type.
+        """
+        kind = type(event)
+        if kind in self.ignored:
+            return
+        try:
+            check_event_type(kind)
+        except ConfigError:
+            advice = "dispatch an instance of it" if isinstance(event, type) else "dispatch a @dataclass(frozen=True)"
+            raise InvalidParameterError(
+                f"session {self.name!r}: {event!r} is no event: nobody takes a {kind.__qualname__}; {advice}"
+            ) from None
+        self.ignored.add(kind)
+        _log.warning(
+            "session %r: nobody takes events of type %s: no reducer is for them, and no subscriber hears them",
+            self.name,
+            kind.__qualname__,
+        )
+
+
+class Step(NamedTuple):
+    """One event in its place. ``told`` is False for what is no event to anybody: a restored snapshot."""
+
+    cell: Cell
+    event: Any
+    values: Values
+    changed: tuple[str, ...]
+    seq: int | None
+    told: bool = True
+
+
+def refused(event: Any, error: ReducerError) -> DispatchResult:
+    """What to say of an event that a reducer failed on."""
+    log_error("a reducer of %s raised", type(event).__name__, error)
+    return DispatchResult(errors=(error,))
+
+
+def work(session: str, event: Any) -> str:
+    """What an error of a dispatch came from, for the log."""
+    return f"the dispatch of {type(event).__name__} to session {session!r}"
+
+
+def each(tell: Callable[[Step], DispatchResult], steps: Iterable[Step]) -> list[DispatchResult]:
+    """Tell of all steps; an interrupt, which comes out of a subscriber, is raised afterwards: they have happened."""
+    results: list[DispatchResult] = []
+    interrupt: BaseException | None = None
+    for step in steps:
+        try:
+            results.append(tell(step))
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+    return results
+
+
+class Change:
+    """What becomes durable at once: one event, or a transaction. ``entry`` is None where nothing is to be written.
+
+    One that ``rewrites`` has an entry that the journal shall hold instead of all others.
+    """
+
+    __slots__ = ("after", "entry", "rewrites", "steps", "ticket")
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        entry: bytes | None,
+        ticket: Ticket[Any],
+        after: Callable[[], object] | None = None,
+        rewrites: bool = False,
+    ) -> None:
+        self.steps = steps
+        self.entry = entry
+        self.ticket = ticket
+        self.after = after
+        self.rewrites = rewrites
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """An event that waits for its turn."""
+
+    cell: Cell
+    event: Any
+    ticket: Ticket[DispatchResult]
+
 
 AT_ONCE = 10_000
 """The most entries of one write."""
