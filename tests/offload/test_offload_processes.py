@@ -113,7 +113,7 @@ async def test_an_exception_comes_with_where_it_was_raised():
             await pool.run(offload_work.raise_it, KeyError, "key")
         (note,) = caught.value.__notes__
         assert "raise kind(*args)" in note
-        assert "offload_worker.py" not in note
+        assert "worker_main.py" not in note
         with pytest.raises(TaskExitError, match=r"leave raised SystemExit\(3\)"):
             await pool.run(offload_work.leave, 3)
         with pytest.raises(Retry) as retried:
@@ -498,7 +498,7 @@ def children():
             continue
         for pid in pids:
             with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-                if b"offload_worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if b"offload/worker_main.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     yield int(pid)
 
 

@@ -138,7 +138,7 @@ REAP_WITHIN = 2.0
 """Seconds that the end of a worker that was killed is waited for. It takes longer where the kernel holds it in a call."""
 
 Answer = tuple[str, Any, str]
-"""``(how, what, text)``, as :func:`offload_worker.perform` has it."""
+"""``(how, what, text)``, as :func:`worker_main.perform` has it."""
 
 _log = Logger("mainspring.offload")
 
@@ -473,7 +473,7 @@ def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def opened(answer: bytes) -> Answer:
-    """An answer of :func:`offload_worker.perform`. Raises anything where it is none."""
+    """An answer of :func:`worker_main.perform`. Raises anything where it is none."""
     how, what, text = pickle.loads(answer)  # noqa: S301 - from a child of this process
     return how, what, text
 

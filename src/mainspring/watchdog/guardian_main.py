@@ -1,6 +1,6 @@
 """The guardian: a tiny process that ends the one it guards when that can no longer end itself.
 
-It runs by path, on the standard library alone (``python -I -S guardian_child.py …``), so that it stays small, starts in
+It runs by path, on the standard library alone (``python -I -S guardian_main.py …``), so that it stays small, starts in
 milliseconds, and shares no lock, no interpreter and no fate with its ward. Both look at one page of shared memory:
 
 - ``BEAT``: the instant (CLOCK_MONOTONIC, seconds) of the event loop's last beat; 0 while no loop is to be judged.
