@@ -898,7 +898,7 @@ def test_a_callback_that_blocks_is_named_and_no_wait_for_ever(make, caplog):
     with caplog.at_level(logging.ERROR, "mainspring"):
         assert thread.stop() is False
     assert "has not ended within 0.1 s" in caplog.text
-    assert "test_portal.py" in caplog.text
+    assert "test_loop_thread.py" in caplog.text
     assert thread.state is LoopThreadState.STOPPING
     release.set()  # what was accepted is done all the same
     assert thread.stop(timeout=PATIENCE) is False  # as the first one has said

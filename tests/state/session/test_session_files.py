@@ -109,7 +109,8 @@ async def test_one_journal_object_in_two_sessions(anyio_backend, tmp_path, make)
 FORKS = """
 import anyio, gc, os, signal, sys, threading, time
 from session_state import Added, State
-from mainspring import Session, process
+from mainspring import Session
+from mainspring.core import process
 
 how, journal = sys.argv[1:]
 signal.alarm(60)
