@@ -88,8 +88,8 @@ class MailboxStatistics:
     """Connections made anew since the mailbox was opened, after one was lost."""
     connected: bool = False
     """True if the mailbox is open and its store can be reached, as far as is known."""
-    listening: bool = False
-    """True if this process is notified of messages that others send. If not, waiting receives ask the store at intervals."""
+    polling: bool = False
+    """True if waiting receives ask the store again and again, as no notification of new messages arrives."""
 
 
 class MailboxHooks(ABC):

@@ -621,7 +621,7 @@ async def test_statistics_tell_what_waits_and_what_is_out(place, capacity):
         await mailbox.send("x")
         assert repr(mailbox) == "<PostgresMailbox 'jobs' open>"
         before = mailbox.statistics()
-        assert before == MailboxStatistics(connected=True, batches=before.batches)
+        assert before == MailboxStatistics(connected=True, polling=True, batches=before.batches)
         await blocker.execute(f"LOCK TABLE {place.schema}.tallies, {place.schema}.messages")
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(mailbox.send, "y")

@@ -75,7 +75,7 @@ async def test_a_message_exists_if_and_when_the_senders_transaction_commits(plac
 
 async def test_the_commit_wakes_receivers(place):
     async with place.mailbox(poll_interval=30) as mailbox, await place.connect() as connection:
-        await until(lambda: mailbox.statistics().listening)
+        await until(lambda: not mailbox.statistics().polling)
         await mailbox.send("x", connection=connection)  # before a receive waits
         async with receiving(mailbox) as got:
             await quiet(mailbox)

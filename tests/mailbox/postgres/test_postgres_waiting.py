@@ -23,7 +23,7 @@ def anyio_backend():
 async def two_processes(place):
     """A mailbox in each of two processes, as far as the server can see. They do not ask the store while a test waits."""
     async with place.mailbox(poll_interval=30) as one, place.mailbox(poll_interval=30, application_name="two") as two:
-        await until(lambda: one.statistics().listening and two.statistics().listening)
+        await until(lambda: not (one.statistics().polling or two.statistics().polling))
         assert len(place.listeners()) == 2
         yield one, two
 
@@ -100,19 +100,19 @@ async def test_the_next_mailbox_listens_on_when_the_first_closes(place):
 
     async def be_first(*, task_status):
         async with place.mailbox("first") as first:
-            await until(lambda: first.statistics().listening)
+            await until(lambda: not first.statistics().polling)
             task_status.started()
             await leave.wait()
 
     async with anyio.create_task_group() as tasks:
         await tasks.start(be_first)
         async with place.mailbox("second") as second:
-            assert second.statistics().listening
+            assert not second.statistics().polling
             before = place.listeners()
             assert len(before) == 1
             leave.set()
             await until(lambda: place.listeners() not in ([], before))
-            await until(lambda: second.statistics().listening)
+            await until(lambda: not second.statistics().polling)
 
 
 async def test_a_mailbox_that_has_been_closed_leaves_nothing_in_its_process(place):
@@ -133,11 +133,11 @@ async def test_a_mailbox_that_has_been_closed_leaves_nothing_in_its_process(plac
 
 async def test_a_lost_listening_connection_comes_back(place):
     async with place.mailbox() as mailbox:
-        await until(lambda: mailbox.statistics().listening)
+        await until(lambda: not mailbox.statistics().polling)
         (before,) = place.listeners()
         place.execute("SELECT pg_terminate_backend(%s)", before)
         await until(lambda: place.listeners() not in ([], [before]))
-        await until(lambda: mailbox.statistics().listening)
+        await until(lambda: not mailbox.statistics().polling)
         assert mailbox.statistics().reconnects == 1
         async with receiving(mailbox):
             place.execute("SELECT SCHEMA.put(%s, ARRAY['by hand'], ARRAY['1'::bytea])", place.number())
@@ -168,7 +168,7 @@ async def test_behind_a_pooler_in_transaction_mode(place, servers_numbers):
             await until(lambda: mailbox.statistics().batches > asked + 6)  # it goes on asking
             await direct.send("x")
         await got[0].acknowledge()
-        assert not mailbox.statistics().listening
+        assert mailbox.statistics().polling
         assert (await mailbox.counts()).settled == 21
     assert servers_numbers == any("LISTEN" in statement for statement in before.statements)
 
@@ -205,7 +205,7 @@ async def test_behind_pgbouncer(place):
                     tasks.start_soon(lambda: mailbox.send(2, dedup_key="k"))
                     await anyio.sleep(0.05)
                     await connection.commit()
-            assert not mailbox.statistics().listening
+            assert mailbox.statistics().polling
             counts = await mailbox.counts()
             assert (counts.settled, counts.pending) == (42, 1)
             place.execute("SELECT pg_notify(%s, '0 nothing')", place.schema)

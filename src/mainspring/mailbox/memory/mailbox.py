@@ -391,7 +391,7 @@ class InMemoryMailbox(Mailbox[T, R]):
         scope.start_soon(reaper.run, name=f"reaper of mailbox {self.name}")
 
     def _statistics(self) -> MailboxStatistics:
-        return MailboxStatistics(waiting_receives=self._store.bell.waiting, connected=True, listening=True)
+        return MailboxStatistics(waiting_receives=self._store.bell.waiting, connected=True)
 
     async def _close(self) -> None:
         reaper, self._reaper = self._reaper, None

@@ -103,7 +103,7 @@ class Lanes:
             batches=sum(batcher.batches for batcher in self._batchers),
             reconnects=pool.reconnects - self._reconnects,
             connected=pool.connected,
-            listening=self.hub.listening,
+            polling=not self.hub.listening,
         )
 
     def calls(self, patience: float | None = None) -> Calls:

@@ -164,7 +164,6 @@ class SQLiteMailbox(Mailbox[T, R]):
             in_flight=batcher.in_flight,
             batches=batcher.batches,
             connected=True,
-            listening=True,
         )
 
     async def _close(self) -> None:
