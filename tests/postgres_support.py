@@ -87,6 +87,27 @@ class Place:
         return psycopg.AsyncConnection.connect(self.url, **options)
 
 
+@asynccontextmanager
+async def worker_role(place):
+    """A role with the rights that the how-to names for workers, and no others; its URL."""
+    role = place.schema
+    place.execute(f"CREATE ROLE {role} LOGIN PASSWORD 'secret'")
+    for right in (
+        "USAGE ON SCHEMA {schema}", "EXECUTE ON ALL FUNCTIONS IN SCHEMA {schema}",
+        "SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {schema}", "USAGE ON ALL SEQUENCES IN SCHEMA {schema}",
+    ):  # fmt: skip
+        place.execute(f"GRANT {right.format(schema=place.schema)} TO {role}")
+    try:
+        yield (
+            urlsplit(place.url)
+            ._replace(netloc=f"{role}:secret@{place.url.rpartition('@')[2].partition('/')[0]}")
+            .geturl()
+        )
+    finally:
+        place.execute(f"DROP OWNED BY {role}")
+        place.execute(f"DROP ROLE {role}")
+
+
 class Pooler:
     """What pgbouncer does in transaction mode: a client has a server connection from its first message to the end of that
     transaction, then the next client may get it; what a server connection says while nobody has it is dropped.

@@ -8,7 +8,8 @@ import psycopg
 import pytest
 
 from mainspring import open_mailbox
-from mainspring.mailbox.postgres.url import conninfo_of, where_of
+from mainspring.mailbox.open import divided
+from mainspring.mailbox.postgres.url import SCHEMA, conninfo_of, is_parameter, local_name, where_of
 
 WHERE = ("PGHOST", "PGHOSTADDR", "PGPORT", "PGDATABASE", "PGUSER", "PGSERVICE", "PGSSLMODE", "PGSSLROOTCERT")
 TRUST = "channel_binding=require&sslmode=verify-full&sslrootcert=/etc/ca.pem&target_session_attrs=read-write"
@@ -18,6 +19,17 @@ TRUST = "channel_binding=require&sslmode=verify-full&sslrootcert=/etc/ca.pem&tar
 def _no_settings(monkeypatch):
     for name in WHERE:
         monkeypatch.delenv(name, raising=False)
+
+
+def conninfo(url):
+    """What libpq is told for a mailbox URL."""
+    bare, options = divided(url)
+    return conninfo_of(bare, {key: value for key, value in options if is_parameter(key)})
+
+
+def name_on(url, address, schema=SCHEMA):
+    """The name that an address means in the database of a mailbox URL; None where it leads elsewhere."""
+    return local_name(address, conninfo(url), schema)
 
 
 @pytest.mark.parametrize(
@@ -43,10 +55,10 @@ def _no_settings(monkeypatch):
 def test_an_address_leads_to_the_same_mailbox_by_the_same_way(url, address):
     mailbox = open_mailbox(url)
     assert mailbox.address == address
-    assert mailbox._local_name(address) == "x"
+    assert name_on(url, address) == "x"
     again = open_mailbox(address)
     assert (again.address, again.name) == (address, "x")
-    assert where_of(again._conninfo) == where_of(mailbox._conninfo)
+    assert where_of(conninfo(address)) == where_of(conninfo(url))
 
 
 def test_what_the_environment_says_is_in_the_address(monkeypatch):
@@ -57,11 +69,12 @@ def test_what_the_environment_says_is_in_the_address(monkeypatch):
     mailbox = open_mailbox("postgresql://?name=x")
     address = "postgresql://ann@%2Fvar%2Frun%2Fpg:6000/app?name=x&sslmode=require"
     assert mailbox.address == address
-    assert mailbox._local_name("postgresql:///app?name=y") == "y"
+    assert name_on("postgresql://?name=x", "postgresql:///app?name=y") == "y"
+    known = conninfo("postgresql://?name=x")
     for name in WHERE:
         monkeypatch.delenv(name, raising=False)
     assert open_mailbox(address).address == address
-    assert mailbox._local_name("postgresql:///app?name=y") != "y"
+    assert local_name("postgresql:///app?name=y", known, SCHEMA) is None
 
 
 def test_a_service_of_the_environment_is_in_the_address_too(monkeypatch, tmp_path):
@@ -80,10 +93,25 @@ def test_the_environment_goes_before_the_defaults_of_a_mailbox(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "other", ["postgresql://db:6000/other", "postgresql://b,a/app", "postgresql://h/d?host=%", "x://h"]
+    "other",
+    [
+        "postgresql://db:6000/other",
+        "postgresql://b,a/app",
+        "postgresql://a,b/app2",
+        "postgresql://a,b/app?schema=x",
+        "postgresql://h/d?host=%",
+        "redis://a/0",
+        "x://h",
+    ],
 )
 def test_another_place_is_another(other):
-    assert open_mailbox("postgresql://a,b/app")._local_name(other) is None
+    assert name_on("postgresql://a,b/app", other) is None
+
+
+def test_a_name_or_another_users_url_is_of_this_place():
+    assert name_on("postgresql://ann:secret@db.example:6000/app", "other") == "other"
+    assert name_on("postgresql://ann:secret@db:6000/app", "postgres://bob@db:6000/app?name=there") == "there"
+    assert name_on("postgresql://db/app", "postgresql://db/app?name=there&schema=mine", schema="mine") == "there"
 
 
 @pytest.mark.anyio

@@ -11,8 +11,9 @@ import pytest
 
 from mainspring.cli.app import call
 from mainspring.errors import ConfigError, InvalidParameterError, MailboxConnectionError
-from mainspring.mailbox.postgres.connection import Pool, refusal_code
+from mainspring.mailbox.postgres.connection import refusal_code
 from mainspring.mailbox.postgres.mailbox import PostgresMailbox
+from postgres_support import until, worker_role
 
 pytestmark = pytest.mark.anyio
 
@@ -118,20 +119,23 @@ async def test_the_code_of_a_real_servers_refusal(place, anyio_backend):
     ],
 )
 async def test_what_no_later_try_would_escape_is_a_mistake_of_the_url(place, changed, says, anyio_backend):
-    pool = Pool(psycopg.conninfo.make_conninfo(place.url, **changed), 5)
     with pytest.raises(ConfigError, match=says):
-        await pool.connect()
+        await place.mailbox(timeout=5, **changed).__aenter__()
 
 
 async def test_once_there_was_a_connection_a_refusal_may_pass(place, anyio_backend):
-    pool = Pool(place.url, 5)
-    await pool.drop(await pool.connect())
-    pool.conninfo = psycopg.conninfo.make_conninfo(place.url, dbname="no_such_database")
-    with pytest.raises(MailboxConnectionError, match="does not exist"):
-        await pool.connect()
-    await pool.close()
-    with pytest.raises(ConfigError):
-        await pool.connect()
+    await place.mailbox().migrate_schema()
+    ours = "FROM pg_stat_activity WHERE usename = %s"
+    async with worker_role(place) as url:
+        mailbox = place.mailbox(url=url, migrate=False, listen=False)
+        async with mailbox:
+            place.execute(f"ALTER ROLE {place.schema} NOLOGIN")
+            place.execute(f"SELECT pg_terminate_backend(pid) {ours}", place.schema)
+            await until(lambda: not place.execute(f"SELECT {ours}", place.schema))
+            with pytest.raises(MailboxConnectionError, match="is not permitted to log in"):
+                await mailbox.send("x")
+        with pytest.raises(ConfigError, match="is not permitted to log in"):
+            await mailbox.__aenter__()
 
 
 def test_the_command_line_calls_it_a_wrong_use(place, capsys):

@@ -9,9 +9,9 @@ import anyio
 import pytest
 
 from mainspring import MailboxConnectionError
-from mainspring.mailbox.limits import CLOSE_TIMEOUT
-from mainspring.mailbox.postgres.connection import Pool
+from mainspring.mailbox.open import divided
 from mainspring.mailbox.postgres.mailbox import PostgresMailbox
+from mainspring.mailbox.postgres.url import conninfo_of
 from postgres_support import gate, until
 from stopwatch import Stopwatch
 
@@ -48,36 +48,37 @@ async def test_opening_ends_in_time(mute):
 
 
 @pytest.mark.parametrize("table", ["store", "mailboxes"])
-async def test_opening_has_one_end_however_many_steps_it_takes(place, table, monkeypatch):
+async def test_opening_has_one_end_however_many_steps_it_takes(place, table):
     """Connecting that has taken long leaves so much less for what comes after it."""
     timeout = 4.0
-    connect = Pool.connect
 
-    async def slowly(pool):
+    async def answer_late():
         await anyio.sleep(0.7 * timeout)
-        return await connect(pool)
+        way.silent = False
 
     async with place.mailbox():
         pass
-    monkeypatch.setattr(Pool, "connect", slowly)
-    mailbox = place.mailbox(timeout=timeout)
-    async with await place.connect() as other:
+    async with gate(place.url) as (url, way), await place.connect() as other:
+        mailbox = place.mailbox(url=url, timeout=timeout)
         await other.execute(f"LOCK TABLE {place.schema}.{table}")
         for call in (mailbox.__aenter__, mailbox.exists):
-            with (
-                Stopwatch() as watch,
-                pytest.raises(MailboxConnectionError, match=f"did not answer within {timeout:g} s"),
-            ):
-                await call()
+            way.silent = True
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(answer_late)
+                with (
+                    Stopwatch() as watch,
+                    pytest.raises(MailboxConnectionError, match=f"did not answer within {timeout:g} s"),
+                ):
+                    await call()
+            assert not way.silent
             assert watch.seconds < timeout + SLACK
         await other.rollback()
 
 
-async def test_a_call_ends_in_time_whose_cancellation_is_not_heard_either(place, mute):
+async def test_a_call_ends_in_time_whose_cancellation_is_not_heard_either(place):
     async with gate(place.url) as (url, way), place.mailbox(url=url, timeout=3, listen=False) as mailbox:
         await mailbox.send("x")
-        way.freeze()
-        way._server = ("127.0.0.1", mute)
+        way.silent = True
         for _ in range(2):  # on the connection of before, and on a new one
             await _is_told_within(3, lambda: mailbox.send("y"))
 
@@ -85,11 +86,11 @@ async def test_a_call_ends_in_time_whose_cancellation_is_not_heard_either(place,
 async def test_a_close_does_not_wait_for_a_listening_connection_that_stands_still(place):
     async with gate(place.url) as (url, way):
         async with place.mailbox(url=url, timeout=60, silence=0.5) as mailbox:
-            await until(lambda: mailbox._here.listening)
+            await until(lambda: not mailbox.statistics().polling)
             way.freeze()
             await anyio.sleep(0.3)  # by now it has been asked whether it is alive
             begun = time.monotonic()
-        assert time.monotonic() - begun < CLOSE_TIMEOUT
+        assert time.monotonic() - begun < SLACK
 
 
 @pytest.mark.parametrize(
@@ -104,4 +105,5 @@ async def test_a_close_does_not_wait_for_a_listening_connection_that_stands_stil
     ],
 )
 def test_each_of_several_hosts_gets_its_share(url, timeout, each):
-    assert f"connect_timeout={each}" in PostgresMailbox(url, timeout=timeout)._conninfo.split()
+    bare, options = divided(url)
+    assert f"connect_timeout={each}" in conninfo_of(bare, dict(options), timeout).split()
