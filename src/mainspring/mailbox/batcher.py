@@ -95,7 +95,7 @@ class Batcher(Generic[C]):
         self._cut_off: list[C] | None = None  # what a cancelled caller was executing
         self._size = 0  # of the last batch
         self._closing = False
-        self.batches = 0
+        self.batches = 0  # each counts once, also where the runner goes on with it
 
     def __repr__(self) -> str:
         return f"<Batcher {self._name!r} queued={self.queued} in_flight={self.in_flight} callers={self._callers}>"
@@ -149,6 +149,7 @@ class Batcher(Generic[C]):
         await anyio.lowlevel.checkpoint_if_cancelled()
         self._running = True
         self._callers += 1
+        self.batches += 1
         try:
             await self._perform(commands, self._execute)
         except BaseException:
@@ -232,6 +233,7 @@ class Batcher(Generic[C]):
                     batch.commands = [command for command in batch.commands if not command.forsaken]
                 try:
                     if batch.commands:
+                        self.batches += 1
                         await self._send(batch.commands, self._execute)
                 finally:
                     self._end(batch)
@@ -276,7 +278,6 @@ class Batcher(Generic[C]):
         return True
 
     async def _perform(self, commands: list[C], execute: Callable[[list[C]], Awaitable[None]]) -> None:
-        self.batches += 1
         self._size = len(commands)
         self._out = commands
         try:

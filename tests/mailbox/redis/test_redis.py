@@ -6,18 +6,22 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 
 import anyio
 import pytest
-from anyio.abc import SocketAttribute
 
-from mainspring import MailboxConnectionError, MailboxFullError, open_mailbox
+from mainspring import MailboxConnectionError, MailboxFullError, MailboxStatistics, open_mailbox
 from mainspring.errors import ConfigError
-from mainspring.mailbox.message import Counts, Envelope
+from mainspring.mailbox.message import Counts
 from mainspring.mailbox.redis.mailbox import RedisMailbox
-from redis_support import place
+from ports import free_port
+from redis_support import CALLS, LISTENER, line_to, place, soon
+from scripted_redis import Sentinel
 from stopwatch import Stopwatch
+from support import outcomes
 
 pytestmark = pytest.mark.anyio
 
@@ -42,8 +46,12 @@ async def park(group, mailbox, got, count=1):
 
     for _ in range(count):
         group.start_soon(wait)
-    while mailbox._waiters.parked < count:
-        await anyio.sleep(0.001)
+    await soon(lambda: mailbox.statistics().waiting_receives == count)
+
+
+def batches(*mailboxes):
+    """How many all of them have given to the server."""
+    return sum(mailbox.statistics().batches for mailbox in mailboxes)
 
 
 # ------------------------------------------------------------------------------------------------------- who is called
@@ -57,12 +65,12 @@ async def test_a_message_is_handed_to_one_of_those_that_wait(here, never_by_itse
             async with anyio.create_task_group() as group:
                 for mailbox in (one, two, three):
                     await park(group, mailbox, got)
-                batches = sum(mailbox._batcher.batches for mailbox in (one, two, three))
+                before = batches(one, two, three)
                 await sender.send("x")
                 while not got:
                     await anyio.sleep(0.001)
                 await anyio.sleep(0.05)  # time in which others would look
-                assert sum(mailbox._batcher.batches for mailbox in (one, two, three)) == batches
+                assert batches(one, two, three) == before
                 assert got[0][0] is one, "the one that has waited longest"
                 await sender.send_many(["y", "z"])
                 while len(got) < 3:
@@ -84,33 +92,29 @@ async def test_a_process_that_waits_no_more_passes_the_call_on(here, never_by_it
         assert [mailbox for mailbox, _ in got] == [second]
 
 
-async def test_a_call_that_comes_behind_a_claim_is_passed_on(here, never_by_itself, anyio_backend):
+async def test_a_call_that_comes_behind_a_claim_is_passed_on(here, line, never_by_itself, anyio_backend):
     """The claim's answer, with a message, is on its way already: the call was for another message, and another process."""
     got: list = []
-    async with here.mailbox() as busy, here.mailbox() as idle, here.mailbox() as sender:
-        call, out, go_on = busy._link.call, anyio.Event(), anyio.Event()
-
-        async def slow(*arguments):
-            result = await call(*arguments)
-            out.set()
-            await go_on.wait()
-            return result
-
-        with anyio.fail_after(10):
-            async with anyio.create_task_group() as group:
-                await sender.send("first")
-                busy._link.call = slow
-                group.start_soon(lambda: busy.receive(wait_time_seconds=600))
-                await out.wait()
-                await park(group, idle, got)
-                waiters = here.call("ZRANGE", here.key("waiters"), 0, -1)
-                here.call("DEL", here.key("waiters"))  # so that this calls nobody
-                await sender.send("second")
-                here.call("ZADD", here.key("waiters"), 1, *waiters)
-                busy._waiters.wake(1)  # as the server does, had it been on the list
-                busy._link.call = call
-                go_on.set()
-        assert got[0][1][0].body == "second"
+    async with line.mailbox() as busy:
+        (channel,) = here.channels()
+        async with here.mailbox() as idle, here.mailbox() as sender:
+            with anyio.fail_after(10):
+                async with anyio.create_task_group() as group:
+                    await sender.send("first")
+                    line.answers.hold()
+                    group.start_soon(lambda: busy.receive(wait_time_seconds=600))
+                    await line.answers.arrived()
+                    await park(group, idle, got)
+                    waiters = here.waiters()
+                    here.call("DEL", here.key("waiters"))  # so that this calls nobody
+                    await sender.send("second")
+                    here.call("ZADD", here.key("waiters"), 1, *waiters)
+                    heard = line.news.passed
+                    here.call("SPUBLISH", here.key(channel), "w1")  # as if it had been on the list
+                    await soon(lambda: line.news.passed > heard)
+                    await anyio.sleep(0.02)  # by then it has heard it
+                    line.answers.let_go()
+            assert got[0][1][0].body == "second"
 
 
 async def test_a_process_that_closed_is_not_called(here, never_by_itself, anyio_backend):
@@ -139,7 +143,7 @@ async def test_a_process_that_died_is_passed_over(here, never_by_itself, anyio_b
         assert here.call("ZCARD", here.key("waiters")) == 0
 
 
-async def test_a_message_whose_call_was_lost_is_found(here, monkeypatch, anyio_backend):
+async def test_a_message_whose_call_was_lost_is_found(here, anyio_backend):
     """A process took the call and died of it: those that wait look for themselves after a while."""
     here.options["fallback_interval"] = 0.2
     got: list = []
@@ -147,7 +151,7 @@ async def test_a_message_whose_call_was_lost_is_found(here, monkeypatch, anyio_b
         with anyio.fail_after(10):
             async with anyio.create_task_group() as group:
                 await park(group, waiting, got)
-                waiters = here.call("ZRANGE", here.key("waiters"), 0, -1)
+                waiters = here.waiters()
                 here.call("DEL", here.key("waiters"))  # the call goes nowhere
                 await sender.send("x")
                 here.call("ZADD", here.key("waiters"), 1, *waiters)
@@ -175,26 +179,29 @@ async def test_an_earlier_due_time_reaches_those_that_wait(here, never_by_itself
 
 
 async def test_a_process_is_not_called_for_what_its_own_claim_tells_it(here, never_by_itself, anyio_backend):
-    """When a lease ends that it has just taken: another call would reach it ahead of the answer, and cost it a look."""
+    """When a lease ends that it has just taken: another call would reach it ahead of the answer, and cost it a look.
+
+    The messages are too large to be sent along: it is called, and claims them.
+    """
     got: list = []
-    told: list[float] = []
-    async with here.mailbox() as waiting, here.mailbox() as sender:
+    with here.subscribed("all") as heard:
+        async with here.mailbox() as waiting, here.mailbox() as sender:
 
-        async def receive() -> None:
-            got.extend(await waiting.receive(max_messages=10, wait_time_seconds=30))
+            async def receive() -> None:
+                got.extend(await waiting.receive(max_messages=10, wait_time_seconds=30))
 
-        waiting._receiving.listener._told = waiting._receiving.listener._told._replace(due=told.append)
-        with anyio.fail_after(10):
-            async with anyio.create_task_group() as group:
-                for number in range(2):
-                    group.start_soon(receive)
-                    while waiting._waiters.parked <= number:
-                        await anyio.sleep(0.01)
-                for body in ("one", "two"):  # the second call comes behind whatever the first has brought about
-                    await sender.send(body)
-                    while not got or got[-1].body != body:
-                        await anyio.sleep(0.01)
-        assert not told
+            with anyio.fail_after(10):
+                async with anyio.create_task_group() as group:
+                    for number in range(2):
+                        group.start_soon(receive)
+                        await soon(lambda number=number: waiting.statistics().waiting_receives > number)
+                    for body in (
+                        "1" * 70_000,
+                        "2" * 70_000,
+                    ):  # the second one comes behind what the first has brought about
+                        await sender.send(body)
+                        await soon(lambda body=body: got and got[-1].body == body)
+    assert not [word for word in heard if word.startswith(b"d")]
 
 
 PROGRAM = """
@@ -319,12 +326,69 @@ async def test_what_is_sent_to_a_transient_mailbox_that_is_gone_is_dropped(here,
         assert here.found() == []
 
 
+# ------------------------------------------------------------------------------------------------------ what it tells
+
+
+async def test_statistics_tell_what_a_mailbox_does(here, line, anyio_backend):
+    async with line.mailbox() as mailbox, here.mailbox() as sender:
+        assert mailbox.statistics() == MailboxStatistics(connected=True)
+        async with anyio.create_task_group() as group:
+            group.start_soon(partial(mailbox.receive, wait_time_seconds=600))
+            await soon(lambda: mailbox.statistics().waiting_receives)
+            assert mailbox.statistics() == MailboxStatistics(waiting_receives=1, batches=1, connected=True)
+            line.answers.hold()
+            for _ in range(3):
+                group.start_soon(mailbox.counts)
+            await line.answers.arrived()
+            await soon(lambda: mailbox.statistics().queued)
+            now = mailbox.statistics()
+            assert (now.queued, now.in_flight, now.batches) == (2, 1, 2)
+            assert repr(mailbox) == f"<RedisMailbox {mailbox.name!r} open, 1 waiting, 2 queued, 1 in flight>"
+            line.answers.let_go()
+            await sender.send("x")
+        now = mailbox.statistics()
+        assert (now.waiting_receives, now.queued, now.in_flight) == (0, 0, 0)
+        assert mailbox.statistics().batches == now.batches
+    assert mailbox.statistics() == MailboxStatistics()
+
+
+async def test_statistics_tell_of_a_server_that_is_away(here, line, anyio_backend):
+    """It is back as soon as one of both connections is, whether or not calls are made."""
+    async with line.mailbox() as mailbox:
+        line.lead_to(f"redis://127.0.0.1:{free_port()}")
+        line.cut()
+        with pytest.raises(MailboxConnectionError):
+            await mailbox.receive(wait_time_seconds=60)
+        assert not mailbox.statistics().connected
+        await soon(lambda: mailbox.statistics().polling)
+        await soon(lambda: mailbox.statistics().unconfirmed)  # the receive may be on the list
+        assert not mailbox.statistics().connected
+        assert repr(mailbox).startswith(f"<RedisMailbox {mailbox.name!r} open, not connected")
+        line.lead_to(here.url)
+        await soon(lambda: mailbox.statistics().connected)
+        await mailbox.counts()
+        now = mailbox.statistics()
+        assert (now.unconfirmed, now.reconnects, now.polling) == (0, 2, False)
+
+
+async def test_statistics_tell_of_a_call_that_was_not_answered(line, anyio_backend):
+    async with line.mailbox(timeout=0.1) as mailbox:
+        line.answers.hold()
+        with pytest.raises(MailboxConnectionError, match=r"did not answer within 0\.1 s"):
+            await mailbox.counts()
+        assert not mailbox.statistics().connected
+        line.answers.let_go()
+        await mailbox.counts()
+        assert mailbox.statistics().connected
+        assert mailbox.statistics().reconnects == 1
+
+
 # ------------------------------------------------------------------------------------------------- batches and capacity
 
 
 async def test_concurrent_operations_leave_as_one_call(here, anyio_backend):
     async with here.mailbox() as mailbox:
-        before = mailbox._batcher.batches
+        before = batches(mailbox)
 
         async def send(number):
             await mailbox.send(number, priority=number % 3, dedup_key=f"k{number % 50}" if number < 100 else None)
@@ -332,14 +396,14 @@ async def test_concurrent_operations_leave_as_one_call(here, anyio_backend):
         async with anyio.create_task_group() as group:
             for number in range(300):
                 group.start_soon(send, number)
-        assert mailbox._batcher.batches - before <= 3
+        assert batches(mailbox) - before <= 3
         assert (await mailbox.counts()).pending == 250
         messages = await mailbox.receive(max_messages=1_000)
-        before = mailbox._batcher.batches
+        before = batches(mailbox)
         async with anyio.create_task_group() as group:
             for message in messages:
                 group.start_soon(message.acknowledge)
-        assert mailbox._batcher.batches - before <= 3
+        assert batches(mailbox) - before <= 3
         assert await mailbox.counts() == Counts(settled=250)
 
 
@@ -363,28 +427,36 @@ async def test_one_full_mailbox_error_is_its_callers_alone(here, anyio_backend):
         assert (await bounded.counts()).pending == 4
 
 
-async def test_more_than_fits_one_call_leaves_in_several(here, monkeypatch, anyio_backend):
-    from mainspring.mailbox.redis import calls as redis_calls
-
-    monkeypatch.setattr(redis_calls, "MOST_ARGUMENTS", 20)
-    async with here.mailbox() as mailbox:
+async def test_a_send_many_is_whole_and_leaves_before_what_fits_no_more(here, line, anyio_backend):
+    """A call has at most 50,000 arguments, unless a single operation has more."""
+    calls: list = []
+    line.on_command = lambda passage, command: calls.append(command[0]) if passage.name == CALLS else None
+    async with line.mailbox(timeout=60) as mailbox:
+        line.answers.hold()
+        calls.clear()
         async with anyio.create_task_group() as group:
-            for number in range(40):
-                group.start_soon(lambda n: mailbox.send(n, dedup_key=str(n)), number)
-        messages = await mailbox.receive(max_messages=1_000)
-        assert sorted(message.body for message in messages) == list(range(40))
-        async with anyio.create_task_group() as group:
-            for message in messages:
-                group.start_soon(message.nack)
-        assert (await mailbox.counts()).pending == 40
+            group.start_soon(mailbox.counts)
+            await line.answers.arrived()
+            sent = []
 
+            async def send() -> None:
+                sent.extend(
+                    await outcomes(
+                        lambda: mailbox.send_many(["x"] * 30_000),
+                        lambda: mailbox.send("behind", dedup_key="k"),
+                        lambda: mailbox.receive(max_messages=9),
+                    )
+                )
 
-async def test_a_big_send_many_is_whole(here, anyio_backend):
-    async with here.mailbox() as mailbox:
-        ids = await mailbox.send_many(["x"] * 30_000)
+            group.start_soon(send)
+            await soon(lambda: mailbox.statistics().queued == 3)
+            line.answers.let_go()
+        assert calls == [b"FCALL"] * 3
+        ids, _, got = sent
         assert len(set(ids)) == 30_000
-        assert (await mailbox.counts()).pending == 30_000
-        assert await mailbox.purge() == 30_000
+        assert len(got) == 9
+        assert await mailbox.counts() == Counts(pending=29_992, in_flight=9)
+        assert await mailbox.purge() == 30_001
 
 
 async def test_functions_that_the_server_forgot_are_loaded_again(here, anyio_backend):
@@ -394,34 +466,37 @@ async def test_functions_that_the_server_forgot_are_loaded_again(here, anyio_bac
         assert (await mailbox.counts()).pending == 1
 
 
-async def test_a_connection_that_was_cut_while_idle_is_made_anew(here, monkeypatch, anyio_backend):
-    """A call that went out on it would be an error; it is tried first, once it has idled for a while."""
-    monkeypatch.setattr("mainspring.mailbox.redis.client.IDLE", 0.0)
-    async with here.mailbox() as mailbox:
-        host, port = mailbox._link._wire._connection.wire._stream.extra(SocketAttribute.local_address)[:2]
-        here.call("CLIENT", "KILL", "ADDR", f"{host}:{port}")
+async def test_a_connection_that_was_cut_while_idle_is_made_anew(line, anyio_backend):
+    """A call that went out on it would be an error; it is tried first, once it has idled for as long as ``silence``."""
+    async with line.mailbox(silence=0.5) as mailbox:
+        line.cut(CALLS)
+        with pytest.raises(MailboxConnectionError):
+            await mailbox.send("lost")
+        await mailbox.counts()
+        await anyio.sleep(0.55)
+        line.cut(CALLS)
         await mailbox.send("x")
         assert (await mailbox.counts()).pending == 1
 
 
-async def test_a_claim_whose_answer_was_lost_goes_back(here, anyio_backend):
+async def test_a_claim_whose_answer_was_lost_goes_back(here, line, anyio_backend):
     """The connection breaks behind it: with the next call its messages are back, uncharged, and those in hand stay so."""
-    async with here.mailbox() as mailbox, here.mailbox() as other:
+    async with line.mailbox() as mailbox, here.mailbox() as other:
         await mailbox.send_many(["mine", "others", "lost"])
         (mine,) = await mailbox.receive()
         (others,) = await other.receive()
-        wire = mailbox._link._wire
-        read = type(wire).read
 
-        class Cut(type(wire)):
-            async def read(self):
-                await read(self)
-                raise anyio.EndOfStream
+        async def lose() -> None:
+            await line.answers.arrived()
+            line.cut(CALLS)
+            line.answers.let_go()
 
-        mailbox._link._wire = Cut(wire._connection)
-        await wire.close()
-        with pytest.raises(MailboxConnectionError):
-            await mailbox.receive(visibility_timeout=600)
+        line.answers.hold()
+        async with anyio.create_task_group() as group:
+            group.start_soon(lose)
+            with pytest.raises(MailboxConnectionError):
+                await mailbox.receive(visibility_timeout=600)
+        assert mailbox.statistics().unconfirmed == 1
         (message,) = await mailbox.receive()
         assert (message.body, message.delivery_count, message.attempt) == ("lost", 1, 1)
         for held in (mine, others, message):
@@ -432,47 +507,38 @@ async def test_a_claim_whose_answer_was_lost_goes_back(here, anyio_backend):
 async def test_the_listener_follows_the_calls_to_another_server(here, never_by_itself, anyio_backend):
     """A primary that was demoted, and cut nobody off, calls nobody; so it subscribes where the calls go."""
     got: list = []
-    async with here.mailbox() as mailbox:
-        listen = mailbox._directory.listen
-        connections = 0
-
-        async def counted():
-            nonlocal connections
-            connections += 1
-            return await listen()
-
-        mailbox._directory.listen = counted
-        mailbox._link.on_connect(("elsewhere", 6379))
-        with anyio.fail_after(60):
-            while not (connections and mailbox._receiving.listener.live):
-                await anyio.sleep(0.005)
+    async with (
+        line_to(here) as old,
+        line_to(here) as new,
+        Sentinel(old.port) as sentinel,
+        sentinel.mailbox(here) as mailbox,
+    ):
+        assert old.names() == [CALLS, LISTENER]
+        sentinel.primary = new.port
+        old.cut(CALLS)
+        with suppress(MailboxConnectionError):
+            await mailbox.counts()
+        await mailbox.counts()
+        await soon(lambda: new.names() == [CALLS, LISTENER] and mailbox.statistics().connected)
+        assert old.names() == []
+        with anyio.fail_after(10):
             async with anyio.create_task_group() as group:
                 await park(group, mailbox, got)
                 await mailbox.send("x")
-        assert connections == 1
+        assert (old.opened, new.opened) == (2, 2)
         assert got[0][1][0].body == "x"
 
 
-async def test_a_claim_whose_receiver_was_cancelled_goes_back(here, anyio_backend):
+async def test_a_claim_whose_receiver_was_cancelled_goes_back(line, anyio_backend):
     """As if it had not been made: not charged, not counted, at its old place."""
-    async with here.mailbox() as mailbox:
+    async with line.mailbox() as mailbox:
         await mailbox.send_many(["first", "second"])
-        call = mailbox._link.call
-        out, go_on = anyio.Event(), anyio.Event()
-
-        async def slow(*arguments):
-            result = await call(*arguments)
-            out.set()
-            await go_on.wait()
-            return result
-
-        mailbox._link.call = slow
+        line.answers.hold()
         async with anyio.create_task_group() as group:
             group.start_soon(mailbox.receive)
-            await out.wait()
+            await line.answers.arrived()
             group.cancel_scope.cancel()
-        mailbox._link.call = call
-        go_on.set()
+        line.answers.let_go()
         (message,) = await mailbox.receive()
         assert (message.body, message.delivery_count, message.attempt) == ("first", 1, 1)
 
@@ -485,9 +551,9 @@ async def test_replies_know_their_own_server(here, anyio_backend):
         await requests.send("x", reply_to=replies)
         (message,) = await requests.receive()
         assert message.reply_to == replies.address
-        before = requests._batcher.batches
+        before = batches(requests)
         await message.reply("y")
-        assert requests._batcher.batches == before + 1, "reply and acknowledgement were not one step"
+        assert batches(requests) == before + 1, "reply and acknowledgement were not one step"
         (reply,) = await replies.receive()
         assert (reply.body, reply.headers["request_id"]) == ("y", message.id)
 
@@ -507,9 +573,16 @@ async def test_a_missing_driver_is_a_config_error(redis_url, monkeypatch, anyio_
         open_mailbox(f"{redis_url}?name=jobs")
 
 
-async def test_envelopes_of_one_put_keep_what_is_their_own(here, anyio_backend):
+async def test_sends_that_leave_together_keep_what_is_their_own(here, anyio_backend):
     async with here.mailbox() as mailbox:
-        made = [Envelope(mailbox.new_id(), b"1", headers={"n": str(n)}, dedup_key=f"k{n % 2}") for n in range(4)]
-        ids = await mailbox._put(made)
-        assert ids == [made[0].message_id, made[1].message_id, made[0].message_id, made[1].message_id]
-        assert [message.headers for message in await mailbox.receive(max_messages=9)] == [{"n": "0"}, {"n": "1"}]
+        ids = await outcomes(
+            *[
+                lambda n=n: mailbox.send(n, headers={"n": str(n)}, dedup_key=f"k{n % 2}" if n < 4 else None)
+                for n in range(6)
+            ]
+        )
+        assert (ids[0], ids[1]) == (ids[2], ids[3])
+        assert len(set(ids)) == 4
+        got = await mailbox.receive(max_messages=9)
+        assert [message.headers for message in got] == [{"n": str(message.body)} for message in got]
+        assert {message.id for message in got} == set(ids)

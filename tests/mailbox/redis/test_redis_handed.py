@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import anyio
 import pytest
 
-from mainspring import MailboxConnectionError
 from mainspring.mailbox.message import Counts
-from redis_support import place
+from redis_support import CALLS, LISTENER, counts, place, soon
 from stopwatch import Stopwatch
 from support import outcomes
 
@@ -18,46 +19,6 @@ pytestmark = pytest.mark.anyio
 def here(redis_url):
     with place(redis_url, fallback_interval=3_600) as made:  # only what is sent to it wakes a process
         yield made
-
-
-class Waiting:
-    """Receives that wait in mailboxes of their own tasks; what each got, in the order of the ends."""
-
-    def __init__(self, group) -> None:
-        self._group = group
-        self.got: list = []
-
-    async def start(self, mailbox, visibility=30.0, scope=None):
-        parked = mailbox._waiters.parked
-
-        async def receive() -> None:
-            with scope or anyio.CancelScope():
-                found = await mailbox.receive(visibility_timeout=visibility, wait_time_seconds=600, max_messages=5)
-                self.got.append((mailbox, found))
-
-        self._group.start_soon(receive)
-        while mailbox._waiters.parked == parked:
-            await anyio.sleep(0.001)
-
-    async def until(self, count: int) -> None:
-        while len(self.got) < count:
-            await anyio.sleep(0.001)
-
-
-@pytest.fixture
-async def waiting(anyio_backend):
-    with anyio.fail_after(20):
-        async with anyio.create_task_group() as group:
-            yield Waiting(group)
-            group.cancel_scope.cancel()
-
-
-async def counts(mailbox, expected: Counts) -> None:
-    """They are soon; what a process gives back, it gives back once it has heard of it."""
-    with Stopwatch() as watch:
-        while await mailbox.counts() != expected and watch.seconds < 5:
-            await anyio.sleep(0.005)
-    assert await mailbox.counts() == expected
 
 
 async def test_it_has_all_that_a_claimed_one_has(here, waiting):
@@ -81,20 +42,18 @@ async def test_it_has_all_that_a_claimed_one_has(here, waiting):
         assert await mailbox.counts() == Counts(settled=1)
 
 
-async def test_its_lease_is_as_old_as_its_claim_however_late_it_is_heard_of(here, waiting):
+async def test_its_lease_is_as_old_as_its_claim_however_late_it_is_heard_of(here, line, waiting):
     """Whoever trusted it from then on would hold it longer than the server does."""
-    async with here.mailbox() as mailbox, here.mailbox() as sender:
-        listener, late = mailbox._receiving.listener, []
-        hear, listener._hear = listener._hear, late.append
+    async with line.mailbox() as mailbox, here.mailbox() as sender:
         await waiting.start(mailbox)
+        line.news.hold()
         await sender.send("x")
         leased = anyio.current_time()
-        while not late:
-            await anyio.sleep(0.001)
+        await line.news.arrived()
         await anyio.sleep(0.05)
-        hear(late[0])
+        line.news.let_go()
         await waiting.until(1)
-        (message,) = waiting.got[0][1]
+        (message,) = waiting.messages
         assert message.leased_at <= leased + 0.001
 
 
@@ -123,29 +82,20 @@ async def test_every_receive_of_a_process_is_called(here, waiting):
         assert [found[0].body for _, found in waiting.got] == [0, 1, 2, 3]
 
 
-async def test_a_receive_on_its_way_to_wait_is_called_too(here, waiting):
+async def test_a_receive_on_its_way_to_wait_is_called_too(here, line, waiting):
     """The message comes before it has heard that there is nothing: it goes back, and the receive looks again."""
-    async with here.mailbox() as mailbox, here.mailbox() as sender:
-        call, asked, go_on = mailbox._link.call, anyio.Event(), anyio.Event()
-
-        async def slow(*arguments):
-            result = await call(*arguments)
-            asked.set()
-            await go_on.wait()
-            return result
-
-        async def let_go() -> None:
-            await asked.wait()
-            mailbox._link.call = call
-            await sender.send("x")
-            await anyio.sleep(0.05)  # by then it has come
-            go_on.set()
-
-        mailbox._link.call = slow
-        waiting._group.start_soon(let_go)
-        found = await mailbox.receive(wait_time_seconds=600)
-        assert [message.body for message in found] == ["x"]
-        assert (found[0].delivery_count, found[0].attempt) == (1, 1)
+    async with line.mailbox() as mailbox, here.mailbox() as sender:
+        line.answers.hold()
+        waiting.begin(mailbox, visibility=600)
+        await line.answers.arrived()
+        heard = line.news.passed
+        await sender.send("x")
+        await soon(lambda: line.news.passed > heard)
+        await anyio.sleep(0.02)  # by then it has come
+        line.answers.let_go()
+        await waiting.until(1)
+        (message,) = waiting.messages
+        assert (message.body, message.delivery_count, message.attempt) == ("x", 1, 1)
 
 
 async def test_what_comes_for_a_receive_that_has_gone_is_another_processs(here, waiting):
@@ -153,7 +103,7 @@ async def test_what_comes_for_a_receive_that_has_gone_is_another_processs(here, 
     async with here.mailbox() as gone, here.mailbox() as other, here.mailbox() as sender:
         scope = anyio.CancelScope()
         await waiting.start(gone, scope=scope)
-        waiters = here.call("ZRANGE", here.key("waiters"), 0, -1)
+        waiters = here.waiters()
         scope.cancel()
         while here.call("ZCARD", here.key("waiters")):
             await anyio.sleep(0.001)
@@ -175,46 +125,39 @@ async def test_a_receive_that_ends_takes_its_process_off_the_list(here, anyio_ba
         assert await sender.counts() == Counts(pending=1)
 
 
-async def test_what_was_sent_over_a_connection_that_broke_goes_back(here, waiting):
+async def test_what_was_sent_over_a_connection_that_broke_goes_back(here, line, waiting):
     """Nobody here has heard of it; it need not wait for the end of its lease, and is not charged."""
-    async with here.mailbox() as mailbox, here.mailbox() as sender:
-        hear = mailbox._receiving.listener._hear
-
-        def broken(said: bytes) -> None:
-            mailbox._receiving.listener._hear = hear
-            raise MailboxConnectionError("the connection was lost")
-
-        mailbox._receiving.listener._hear = broken
+    async with line.mailbox() as mailbox, here.mailbox() as sender:
         await waiting.start(mailbox, visibility=600)
+        line.news.hold()
         await sender.send("x")
+        await line.news.arrived()
+        line.cut(LISTENER)
+        line.news.let_go()
         await waiting.until(1)
-        (message,) = waiting.got[0][1]
+        (message,) = waiting.messages
         assert (message.delivery_count, message.attempt) == (1, 1)
 
 
-async def test_what_was_taken_back_and_comes_late_is_not_taken(here, waiting):
+async def test_what_was_taken_back_and_comes_late_is_not_taken(here, line, waiting):
     """Its receive is gone and so is its lease, when it is heard of; a receive that waits by then does not get it."""
-    async with here.mailbox() as mailbox, here.mailbox() as sender:
-        listener = mailbox._receiving.listener
-        hear, late = listener._hear, []
-        listener._hear = late.append
+    async with line.mailbox() as mailbox, here.mailbox() as sender:
         scope = anyio.CancelScope()
         await waiting.start(mailbox, scope=scope)
+        line.news.hold()
         await sender.send("x")
-        while not late:
-            await anyio.sleep(0.001)
+        await line.news.arrived()
         scope.cancel()
         await counts(mailbox, Counts(pending=1))
         (held,) = await sender.receive()
-        listener._hear = hear
         await waiting.start(mailbox)
-        hear(late[0])
+        line.news.let_go()
         await anyio.sleep(0.05)
-        assert waiting.got == []
+        assert waiting.messages == []
         await held.acknowledge()
         await sender.send("y")
-        await waiting.until(1)
-        assert waiting.got[0][1][0].body == "y"
+        await soon(lambda: waiting.messages)
+        assert waiting.messages[0].body == "y"
         assert await sender.counts() == Counts(in_flight=1, settled=1)
 
 
@@ -222,12 +165,12 @@ async def test_a_large_one_is_asked_for(here, waiting):
     """A server cuts listeners off that it owes too much."""
     async with here.mailbox() as mailbox, here.mailbox() as sender:
         await waiting.start(mailbox)
-        batches = mailbox._batcher.batches
+        batches = mailbox.statistics().batches
         await sender.send("x" * 70_000)
         await waiting.until(1)
         (message,) = waiting.got[0][1]
         assert (len(message.body), message.delivery_count) == (70_000, 1)
-        assert mailbox._batcher.batches > batches
+        assert mailbox.statistics().batches > batches
 
 
 async def test_one_that_nobody_can_read_is_dead_and_the_receive_waits_on(here, waiting):
@@ -248,7 +191,7 @@ async def test_a_mailbox_that_closes_keeps_nothing(here, waiting):
         for _ in range(10):
             async with here.mailbox() as closing:
                 await waiting.start(closing)
-                waiting._group.start_soon(sender.send, "x")
+                waiting.group.start_soon(sender.send, "x")
                 await anyio.lowlevel.checkpoint()
             found = waiting.got.pop()[1] or await other.receive(wait_time_seconds=5)
             assert (found[0].delivery_count, found[0].attempt) == (1, 1)
@@ -268,42 +211,35 @@ async def test_where_nothing_is_due_any_more_a_call_is_whole(here, waiting):
         assert not [error for error in found if isinstance(error, Exception)]
 
 
-async def test_a_process_that_is_on_the_list_again_gives_back_what_it_has_not_heard(here, waiting):
+async def test_a_process_that_is_on_the_list_again_gives_back_what_it_has_not_heard(here, line, waiting):
     """By then its name is on the list, as if nothing had been sent to it."""
-    async with here.mailbox() as mailbox, here.mailbox() as sender:
-        listener = mailbox._receiving.listener
-        hear, late = listener._hear, []
-        listener._hear = late.append
+    async with line.mailbox() as mailbox, here.mailbox() as sender:
         first, second = anyio.CancelScope(), anyio.CancelScope()
         await waiting.start(mailbox, scope=first)
+        line.news.hold()
         await sender.send("x")
-        while not late:
-            await anyio.sleep(0.001)
+        await line.news.arrived()
         await waiting.start(mailbox, scope=second)
-        assert here.call("ZCARD", here.key("waiters")) == 1
+        assert len(here.waiters()) == 1
         first.cancel()
         second.cancel()
         await counts(mailbox, Counts(pending=1))
-        listener._hear = hear
-        hear(late[0])
+        line.news.let_go()
         (message,) = await mailbox.receive(wait_time_seconds=5)
         assert (message.delivery_count, message.attempt) == (1, 1)
 
 
-async def test_a_process_on_the_list_again_whose_connection_breaks_gives_back_too(here, waiting):
-    async with here.mailbox() as mailbox, here.mailbox() as sender:
-        listener = mailbox._receiving.listener
-        late: list[bytes] = []
-        hear, listener._hear = listener._hear, late.append
+async def test_a_process_on_the_list_again_whose_connection_breaks_gives_back_too(here, line, waiting):
+    async with line.mailbox() as mailbox, here.mailbox() as sender:
         await waiting.start(mailbox)
+        line.news.hold()
         await sender.send("x")
-        while not late:
-            await anyio.sleep(0.001)
+        await line.news.arrived()
         await waiting.start(mailbox)
-        listener._hear = hear
-        await listener._wire.close()
+        line.cut(LISTENER)
+        line.news.let_go()
         await waiting.until(1)
-        (message,) = waiting.got[0][1]
+        (message,) = waiting.messages
         assert (message.body, message.delivery_count, message.attempt) == ("x", 1, 1)
         assert await sender.counts() == Counts(in_flight=1)
 
@@ -318,21 +254,18 @@ async def test_a_process_whose_receives_all_had_something_is_on_no_list(here, wa
         assert here.call("ZCARD", here.key("waiters")) == 0
 
 
-async def test_what_has_expired_is_not_handed_over(here, waiting):
+async def test_what_has_expired_is_not_handed_over(here, line, waiting):
     """It was in somebody's hands when its time came, and is given back."""
-    async with here.mailbox() as mailbox, here.mailbox() as sender:
+    async with line.mailbox() as mailbox, here.mailbox() as sender:
         await sender.send("x", expires_in=0.2)
         (held,) = await sender.receive()
         await waiting.start(mailbox)
-        mailbox._receiving.sweeper._step = held_up  # it would see to that by itself
+        line.calls.hold()  # it would see to that by itself
         await anyio.sleep(0.25)
         await held.release()
         await counts(sender, Counts(dead=1))
-        assert waiting.got == []
-
-
-async def held_up(overslept: float) -> float:
-    return float("inf")
+        line.calls.let_go()
+        assert waiting.messages == []
 
 
 async def test_waits_have_an_end_where_all_around_is_cancelled(here, anyio_backend):
@@ -344,48 +277,50 @@ async def test_waits_have_an_end_where_all_around_is_cancelled(here, anyio_backe
                 assert await mailbox.receive(wait_time_seconds=0.1) == []
 
 
-async def test_an_answer_that_is_owed_is_not_that_to_a_ping(here, monkeypatch, anyio_backend):
+async def test_an_answer_that_is_owed_is_not_that_to_a_ping(line, anyio_backend):
     """A connection that has idled is tried before a call, but not while the answer to one is awaited."""
-    async with here.mailbox() as mailbox:
+    pings: list = []
+    line.on_command = lambda passage, command: pings.append(passage.name) if command == [b"PING"] else None
+    async with line.mailbox(silence=0.5) as mailbox:
         await mailbox.send("x")
-        link = mailbox._link
-        wire = link._wire
-        read, asked = type(wire).read, anyio.Event()
-
-        async def slow(self):
-            asked.set()
-            await anyio.sleep(0.05)
-            return await read(self)
-
-        monkeypatch.setattr(type(wire), "read", slow)
         async with anyio.create_task_group() as group:
+            line.answers.hold()
             group.start_soon(mailbox.receive)
-            await asked.wait()
-            monkeypatch.setattr("mainspring.mailbox.redis.client.IDLE", -1.0)
+            await line.answers.arrived()
+            pings.clear()
+            await anyio.sleep(0.55)
             group.cancel_scope.cancel()
         with anyio.CancelScope(shield=True):
-            monkeypatch.setattr(type(wire), "read", read)
+            await anyio.sleep(0.02)  # in which it would be tried
+            assert CALLS not in pings
+            line.answers.let_go()
             (message,) = await mailbox.receive()
             assert (message.body, message.delivery_count) == ("x", 1)
             assert await mailbox.counts() == Counts(in_flight=1)
 
 
-async def test_a_call_that_is_given_up_before_it_is_gone_on_with_ends_at_once(here, anyio_backend):
-    async with here.mailbox() as mailbox:
-        mailbox._link._awaiting = True
-        await mailbox._link.abandon()
-        with Stopwatch() as watch, pytest.raises(MailboxConnectionError):
-            await mailbox._link.resume()
-        assert watch.seconds < 1
-        await mailbox.send("y")
-        assert await mailbox.counts() == Counts(pending=1)
+async def test_a_call_that_is_given_up_before_it_is_gone_on_with_ends_at_once(line, anyio_backend):
+    """Its caller is cancelled in the very turn of the event loop in which its answer has taken too long."""
+    async with line.mailbox(timeout=0.1) as mailbox:
+        for _ in range(3):
+            line.answers.hold()
+            async with anyio.create_task_group() as group:
+                group.start_soon(outcomes, mailbox.counts)
+                await line.answers.arrived()
+                time.sleep(0.11)  # so that both are due at once
+                line.answers.let_go()
+                group.cancel_scope.cancel()
+            with Stopwatch() as watch:
+                await mailbox.send("y")
+            assert watch.seconds < 1
+        assert await mailbox.counts() == Counts(pending=3)
 
 
 async def test_a_new_one_is_not_handed_over_before_those_that_wait(here, waiting):
     """Some may be pending for which the process on the list was just called, or that nobody could be called for."""
     async with here.mailbox() as mailbox, here.mailbox() as sender:
         await waiting.start(mailbox)
-        (who,) = here.call("ZRANGE", here.key("waiters"), 0, -1)
+        (who,) = here.waiters()
         here.call("DEL", here.key("waiters"))  # so that nobody is called for the first
         await sender.send("first")
         here.call("ZADD", here.key("waiters"), 1, who)

@@ -10,7 +10,6 @@ from functools import partial
 
 import anyio
 import pytest
-from test_redis_handed import Waiting, counts
 
 from mainspring import MailboxConnectionError
 from mainspring.mailbox import batcher as batching
@@ -20,7 +19,7 @@ from mainspring.mailbox.redis.client import Link
 from mainspring.mailbox.redis.connection import ServerError
 from mainspring.mailbox.redis.topology import Directory
 from mainspring.mailbox.redis.url import parse_server
-from redis_support import place
+from redis_support import counts, place, soon
 from servers import RedisServer
 
 pytestmark = pytest.mark.anyio
@@ -30,21 +29,6 @@ pytestmark = pytest.mark.anyio
 def here(redis_url):
     with place(redis_url, fallback_interval=3_600) as made:  # only what is sent to it wakes a process
         yield made
-
-
-@pytest.fixture
-async def waiting(anyio_backend):
-    with anyio.fail_after(20):
-        async with anyio.create_task_group() as group:
-            yield Waiting(group)
-            group.cancel_scope.cancel()
-
-
-async def soon(holds, seconds=5):
-    """Wait until ``holds()``."""
-    with anyio.fail_after(seconds):
-        while not holds():
-            await anyio.sleep(0.002)
 
 
 # ------------------------------------------------------------------------------------------ what is sent and not heard
@@ -126,7 +110,7 @@ async def test_what_is_sent_to_a_name_that_a_claim_wrote_on_the_list_as_its_conn
         mailbox._link.call, mailbox._directory.listen = slow, held_up
         wire = listener._wire._connection.wire
         stream, wire._stream = wire._stream, Kept(wire._stream)
-        waiting._group.start_soon(waiting.start, mailbox)
+        waiting.group.start_soon(waiting.start, mailbox)
         await asked.wait()
         listener._scope.cancel()
         await soon(lambda: not listener.live)
@@ -155,7 +139,7 @@ async def test_a_process_that_is_on_the_list_by_a_claim_it_has_not_heard_of_leav
         mailbox._link.call, name, wire = slow, listener._name, listener._wire._connection.wire
         stream, wire._stream = wire._stream, Kept(wire._stream)
         scope = anyio.CancelScope()
-        waiting._group.start_soon(waiting.start, mailbox, 600, scope)
+        waiting.group.start_soon(waiting.start, mailbox, 600, scope)
         await asked.wait()
         listener._scope.cancel()
         await soon(lambda: listener._name != name and listener.live)

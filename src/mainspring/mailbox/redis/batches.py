@@ -62,9 +62,9 @@ class Batches:
         self._ahead = 0.0  # by how much this process's clock is ahead of the server's, at least
 
     @property
-    def owes(self) -> bool:
-        """Whether something is to be done all the same that was in a call that has failed."""
-        return bool(self._owed)
+    def unconfirmed(self) -> int:
+        """How many operations of calls that failed are done with the next call."""
+        return len(self._owed)
 
     async def execute(self, commands: list[Operation]) -> None:
         """Have commands executed; those whose call fails, or was not made, get its error from the batcher."""

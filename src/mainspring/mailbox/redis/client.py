@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from contextlib import suppress
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
@@ -11,6 +12,7 @@ import anyio
 
 from mainspring.core.clock import loop_clock
 from mainspring.errors import ConfigError, MailboxConnectionError
+from mainspring.mailbox.limits import SILENCE
 from mainspring.mailbox.redis.connection import LOST, ServerError, refused, trouble
 from mainspring.mailbox.redis.connections import RECONNECT_INITIAL
 
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from mainspring.mailbox.redis.topology import Directory
     from mainspring.mailbox.redis.url import Host
 
-IDLE: Final = 10.0
-"""Seconds after which a connection is tried before it is trusted with a call: something between may have dropped it."""
 TRIES: Final = 4
 _ELSEWHERE: Final = frozenset({"MOVED", "ASK", "READONLY", "CLUSTERDOWN", "MASTERDOWN"})
 
@@ -45,12 +45,14 @@ class Link:
     """Calls the functions. What of it is lost with the connection raises; only what the server refused is tried again.
 
     One call of it is out at a time; those of other mailboxes travel beside it. To connect, it has the timeout; how long an
-    answer may take is its caller's to say: see :meth:`abandon`.
+    answer may take is its caller's to say: see :meth:`abandon`. A connection on which the server has said nothing for
+    ``silence`` seconds is tried before it is trusted with a call: something between may have dropped it.
     """
 
-    def __init__(self, directory: Directory, timeout: float) -> None:
+    def __init__(self, directory: Directory, timeout: float, silence: float = SILENCE) -> None:
         self._directory = directory
         self._timeout = timeout
+        self._silence = silence
         self._library, self._function = library()
         self._now = loop_clock()
         self._wire: Channel | None = None
@@ -61,6 +63,10 @@ class Link:
         self._ended = False
         self._connecting = anyio.CancelScope()
         self._welcome = False
+        self.reconnects = 0
+        """Connections made since the first one."""
+        self.failed_at = -math.inf
+        """When a call last found the server away, if no connection was made since."""
         self.on_connect: Callable[[Host], None] | None = None
         self.on_silence: Callable[[MailboxConnectionError], None] | None = None
         """Told why, when a call has not been answered in time."""
@@ -98,6 +104,7 @@ class Link:
             return await self._call()
         except LOST as error:
             late = self._abandoned or isinstance(error, TimeoutError)
+            self.failed_at = self._now()
             await self._mistrust()
             if late:
                 silent = MailboxConnectionError(
@@ -127,7 +134,7 @@ class Link:
             if self._awaiting:
                 if wire is None:  # hung up on meanwhile
                     raise anyio.ClosedResourceError
-            elif wire is None or not wire.heard_since(began - IDLE):
+            elif wire is None or not wire.heard_since(began - self._silence):
                 wire = await self._connect_by(began + self._timeout)
             try:
                 if not self._awaiting:
@@ -189,7 +196,7 @@ class Link:
             wire = self._wire
             if wire is None or not wire.current:
                 wire = await self._join()
-            if wire.heard_since(self._now() - IDLE):
+            if wire.heard_since(self._now() - self._silence):
                 return wire
             try:
                 await wire.call("PING")
@@ -216,7 +223,10 @@ class Link:
                 raise MailboxConnectionError(str(error)) from error
             else:
                 break
+        if self._welcome:
+            self.reconnects += 1
         self._welcome = True  # from now on a refusal may be somebody's passing mistake
+        self.failed_at = -math.inf
         self._wire = wire
         if self._ended:  # just then
             await self._hang_up()

@@ -179,10 +179,11 @@ class Listener:
         silence: float,
     ) -> None:
         self.live = False
+        self.live_since = -math.inf
+        self.reconnects = 0
         self.watch = Periodic(self._watch)
         self._now = loop_clock()
         self._wire: Channel | None = None
-        self._live_since = 0.0
         self._silent = False  # whether the connection was left for that
         self._directory = directory
         self._base = base
@@ -215,9 +216,11 @@ class Listener:
                     wire = await self._directory.listen()
                     await self._subscribe(wire)
                 self._wire, self._silent = wire, False
-                self.live, self._host, self._live_since = True, wire.host, self._now()
+                self.live, self._host, self.live_since = True, wire.host, self._now()
                 await self._meet()
-                if not started:
+                if started:
+                    self.reconnects += 1
+                else:
                     started = True
                     task_status.started()
                 self._waiters.wake_all()  # what came meanwhile has called nobody here
@@ -306,7 +309,7 @@ class Listener:
 
     def _failed(self) -> None:
         """Connections that break as soon as they are made become rarer."""
-        if self.live and self._now() - self._live_since >= RECONNECT_MAXIMUM:
+        if self.live and self._now() - self.live_since >= RECONNECT_MAXIMUM:
             self._gate.succeeded()
         self._gate.failed()
 

@@ -7,7 +7,7 @@ from urllib.parse import parse_qsl, quote, urlsplit
 
 from mainspring.core.clock import virtual_clock
 from mainspring.errors import ConfigError, InvalidParameterError, ReceiptHandleExpiredError
-from mainspring.mailbox.backend import Capabilities
+from mainspring.mailbox.backend import Capabilities, MailboxStatistics
 from mainspring.mailbox.limits import SILENCE, check_silence
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import Ack, Dead
@@ -53,7 +53,8 @@ class RedisMailbox(Mailbox[T, R]):
     :param capacity: how many messages may wait (delayed, pending, in flight) before a send through this object raises
         :class:`MailboxFullError`; None: as many as the server's memory holds.
     :param timeout: seconds that a call may take, connecting included, before :class:`MailboxConnectionError`.
-    :param silence: seconds after which a connection on which the server answers nothing is given up for a new one.
+    :param silence: seconds after which a connection on which the server answers nothing is given up for a new one, and one
+        that has idled is tried before it is trusted with a call.
     :param fallback_interval: seconds after which a receive that waits looks for itself, in case that a call was lost.
     :param recovery_interval: seconds between two looks, of all processes together, for messages that no index has any more,
         as after the deletion of a key. They are pending again, with a warning in the log.
@@ -139,7 +140,7 @@ class RedisMailbox(Mailbox[T, R]):
                 f"mailbox {self.name!r}: a Redis server's time is real, and this event loop's is virtual; use memory:// here"
             )
         self._directory = Directory(self._server, base_of(self.name))
-        self._link = link = Link(self._directory, self._timeout)
+        self._link = link = Link(self._directory, self._timeout, self._silence)
         self._receiving = receiving = Receiving(
             self.name,
             self._directory,
@@ -165,6 +166,21 @@ class RedisMailbox(Mailbox[T, R]):
             raise
         scope.start_soon(receiving.sweeper.run, name=f"mailbox {self.name} due times")
         scope.start_soon(self._batcher.run, name=f"mailbox {self.name} batches", stop=self._batcher.stop)
+
+    def _statistics(self) -> MailboxStatistics:
+        link, receiving, batcher = self._link, self._receiving, self._batcher
+        assert link is not None
+        listener = receiving.listener
+        return MailboxStatistics(
+            waiting_receives=self._waiters.parked,
+            queued=batcher.queued,
+            in_flight=batcher.in_flight,
+            batches=batcher.batches,
+            unconfirmed=receiving.batches.unconfirmed,
+            reconnects=link.reconnects + listener.reconnects,
+            connected=listener.live and link.failed_at <= listener.live_since,
+            polling=not listener.live,
+        )
 
     async def _exists(self) -> bool:
         from mainspring.mailbox.redis.topology import has_mailbox

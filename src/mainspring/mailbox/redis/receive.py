@@ -205,7 +205,7 @@ class Receiving:
 
         What is owed goes along, also where nobody waits, or calls any more.
         """
-        if not (self.waiters.active or self.batches.owes or self._probes):
+        if not (self.waiters.active or self.batches.unconfirmed or self._probes):
             return float("inf")
         self._probes = False
         again = self._now() + self._fallback
