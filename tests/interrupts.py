@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class Interruption:
     """Calls ``handler()`` once, as this thread comes to the ``at``-th line of ``modules`` inside the block (from 0).
 
-    With ``threads=True`` it is a thread that starts inside the block, and not this one; of several the first to come there.
-    ``functions`` are the names of those whose lines count; None: all.
+    With ``thread`` it is a thread of that name that starts inside the block, and not this one; of several the first to come
+    there. Its lines count once ``begin()`` is called.
     """
 
     def __init__(
@@ -24,14 +24,13 @@ class Interruption:
         at: int,
         handler: Callable[[], object],
         *,
-        functions: tuple[str, ...] | None = None,
-        threads: bool = False,
+        thread: str | None = None,
     ) -> None:
         self._files = {module.__file__ for module in modules}
         self._left = at
         self._handler = handler
-        self._functions = functions
-        self._threads = threads
+        self._thread = thread
+        self._begun = thread is None
         # Held for as long as this object: a garbage collection as Python 3.11 is about to call it runs code that is traced as
         # well. Where that is the one to let go of it, Python would call what is no more: a segmentation fault, or worse.
         self._tracer = self._trace
@@ -40,9 +39,9 @@ class Interruption:
     def _trace(self, frame: Any, event: str, argument: Any) -> Any:
         if frame.f_code.co_filename not in self._files:
             return None
-        if self._functions is not None and frame.f_code.co_name not in self._functions:
+        if self._thread is not None and threading.current_thread().name != self._thread:
             return None
-        if event == "line" and not self.happened:
+        if event == "line" and self._begun and not self.happened:
             if self._left:
                 self._left -= 1
             else:
@@ -51,8 +50,12 @@ class Interruption:
                 self._handler()
         return self._tracer
 
+    def begin(self) -> None:
+        """Count the lines from now on."""
+        self._begun = True
+
     def __enter__(self) -> Interruption:
-        if self._threads:
+        if self._thread is not None:
             threading.settrace(self._tracer)
         else:
             self._before = sys.gettrace()
@@ -60,7 +63,7 @@ class Interruption:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._threads:
+        if self._thread is not None:
             threading.settrace(None)  # type: ignore[arg-type]
         else:
             sys.settrace(self._before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import apsw
 import pytest
 
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
@@ -10,6 +11,15 @@ from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 @pytest.fixture
 def path(tmp_path):
     return str(tmp_path / "mail.db")
+
+
+@pytest.fixture
+def connections():
+    """The connections to SQLite that are opened."""
+    opened = []
+    apsw.connection_hooks.append(opened.append)
+    yield opened
+    apsw.connection_hooks.remove(opened.append)
 
 
 @pytest.fixture

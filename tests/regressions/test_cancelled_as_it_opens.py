@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
+from pathlib import Path
 
 import anyio
 import pytest
@@ -10,16 +12,19 @@ import pytest
 from mainspring.core.state_machine import MailboxState
 from mainspring.mailbox.ownership import kept_open
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
+from wrapped_backend import WrappedBackend, wrap
 
 BACKENDS = [("asyncio", {"use_uvloop": False}), ("asyncio", {"use_uvloop": True}), ("trio", {})]
 
 
-class CancelsWhoOpens(SQLiteMailbox):
-    outer = None
-    late = False
+class CancelsWhoOpens(WrappedBackend):
+    def __init__(self, inner, outer, late):
+        super().__init__(inner)
+        self.outer = outer
+        self.late = late
 
-    async def _open(self, scope):
-        await super()._open(scope)
+    async def open(self, scope):
+        await self.inner.open(scope)
         if self.late:
             await anyio.lowlevel.checkpoint()
         self.outer.cancel()
@@ -38,12 +43,12 @@ def ends(fn, backend):
 @pytest.mark.parametrize("backend", BACKENDS, ids=["asyncio", "uvloop", "trio"])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_cancellation_at_the_end_of_opening_closes_the_mailbox(tmp_path, backend, late):
-    mailbox = CancelsWhoOpens(tmp_path / "mail.db")
-    mailbox.late = late
+    path = tmp_path / "mail.db"
+    mailbox = SQLiteMailbox(path)
 
     async def start():
-        with anyio.CancelScope() as mailbox.outer:
-            async with kept_open([mailbox], "this test"):
+        with anyio.CancelScope() as outer:
+            async with kept_open([wrap(mailbox, partial(CancelsWhoOpens, outer=outer, late=late))], "this test"):
                 await anyio.sleep_forever()
 
     assert ends(start, backend)
@@ -51,4 +56,4 @@ def test_a_cancellation_at_the_end_of_opening_closes_the_mailbox(tmp_path, backe
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and thread.name == "mainspring sqlite writer":
             thread.join(20)  # where the release itself was cut short, the file is closed a moment later
-    assert mailbox._writer is None or not mailbox._writer.in_use
+    assert not Path(f"{path}-wal").exists()  # nobody has it open

@@ -32,7 +32,7 @@ def test_a_delayed_message_wakes_the_receive_that_waits_for_it(run, tmp_path):
             with anyio.fail_after(10):
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(receive)
-                    while not mailbox._waiters.parked:
+                    while not mailbox.statistics().waiting_receives:
                         await anyio.sleep(0.001)
                     await mailbox.send("later", delay=0.2)
             assert [message.body for message in received] == ["later"]

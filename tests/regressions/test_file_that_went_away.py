@@ -53,7 +53,7 @@ async def test_a_service_that_waits_hears_of_it_and_ends_with_the_error(path):
     group = LoopGroup([MainLoop(mailbox, handle, wait_time_seconds=300)])
 
     async def hurt():
-        while not group.running or mailbox.state.value != "open" or not mailbox._waiters.parked:
+        while not mailbox.statistics().waiting_receives:
             await anyio.sleep(0.001)
         delete(path)
 

@@ -4,95 +4,74 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from types import SimpleNamespace
 
 import anyio
+import pytest
 
 from interrupts import Interruption
 from mainspring import open_mailbox
 from mainspring.mailbox.sqlite import writer as sqlite_writer
-from mainspring.mailbox.sqlite.writer import Job, Writer
-
-HERE = SimpleNamespace(call_soon_threadsafe=lambda call: call())
 
 
-def job(done):
-    return Job((), lambda: 0.0, 0.0, HERE, done.set)
+class User(threading.Thread):
+    """Opens the file in an event loop of its own, sends, and leaves once it may."""
 
+    def __init__(self, url, *, may_leave=False):
+        super().__init__(daemon=True)
+        self.url = url
+        self.sent, self.may_leave = threading.Event(), threading.Event()
+        if may_leave:
+            self.may_leave.set()
+        self.start()
 
-def test_a_release_while_the_one_before_is_done_is_done_too(tmp_path, monkeypatch):
-    """Two mailboxes of one file close at the same time: the second's job arrives while the thread has the first's."""
-    writer = Writer(str(tmp_path / "mail.db"))
-    for _ in range(2):
-        writer.acquire("full", 1.0)
-    first, second = threading.Event(), threading.Event()
-    transact, released = writer._transact, threading.Event()
-
-    def overtaken(jobs):
-        transact(jobs)
-        if not released.is_set():
-            released.set()
-            writer.release(job(second))
-
-    monkeypatch.setattr(writer, "_transact", overtaken)
-    writer.release(job(first))
-    assert first.wait(10)
-    assert second.wait(10)
-
-
-def test_a_user_who_comes_and_goes_while_the_thread_ends_is_served(tmp_path, monkeypatch):
-    writer = Writer(str(tmp_path / "mail.db"))
-    writer.acquire("full", 1.0)
-    first, second = threading.Event(), threading.Event()
-    leave, visited = writer.file.leave, threading.Event()
-
-    def visited_meanwhile():
-        leave()
-        if not visited.is_set():
-            visited.set()
-            writer.acquire("full", 1.0)
-            writer.release(job(second))
-
-    monkeypatch.setattr(writer.file, "leave", visited_meanwhile)
-    writer.release(job(first))
-    assert first.wait(10)
-    assert second.wait(10)
-
-
-def test_a_user_who_comes_at_any_line_of_the_end_of_the_thread_is_served(tmp_path):
-    """Each time another event loop opens the file as the thread that closes it comes to one line more."""
-    url, visitors = f"sqlite:///{tmp_path / 'mail.db'}", []
-
-    def use():
-        async def send():
-            async with open_mailbox(url) as mailbox:
+    def run(self):
+        async def use():
+            async with open_mailbox(self.url) as mailbox:
                 await mailbox.send("x")
+                self.sent.set()
+                self.may_leave.wait(20)
+                await mailbox.close()  # which has no time limit, as the end of the block has
 
-        anyio.run(send)
+        anyio.run(use)
 
-    def visit():
-        visitors.append(threading.Thread(target=use, daemon=True))
-        visitors[-1].start()
-        visitors[-1].join(0.01)  # it comes as far as it can while the thread stands still
 
-    def visited(line):
+@pytest.mark.parametrize("other", ["comes", "leaves"])
+def test_whatever_the_thread_that_closes_the_file_does_just_then_another_user_is_served(tmp_path, other):
+    """Each time the other one comes, or leaves, as the thread comes to one line more."""
+    url = f"sqlite:///{tmp_path / 'mail.db'}"
+    users = []
+
+    def act():
+        if other == "comes":
+            users.append(User(url, may_leave=True))
+        users[-1].may_leave.set()
+        users[-1].join(0.01)  # it comes as far as it can while the thread stands still
+
+    def closed(line):
         before = set(threading.enumerate())
-        with Interruption((sqlite_writer,), line, visit, functions=("_ended",), threads=True) as between:
-            threading.Thread(target=use, daemon=True).start()
+        with Interruption((sqlite_writer,), line, act, thread="mainspring sqlite writer") as between:
+            users[:] = [User(url)]
+            if other == "leaves":
+                users.append(User(url))
+            assert all(user.sent.wait(20) for user in users)
+            between.begin()
+            users[0].may_leave.set()
+            users[0].join(20)
+            users[-1].may_leave.set()
             while begun := set(threading.enumerate()) - before:
                 for thread in begun:
                     with suppress(RuntimeError):  # it is just being started
                         thread.join(20)
-                        assert not thread.is_alive(), f"{thread.name} hangs, visited at line {line}"
+                        assert not thread.is_alive(), f"{thread.name} hangs, as another one {other} at line {line}"
         return between.happened
 
     lines = 0
-    while visited(lines):
+    while closed(lines):
         lines += 1
-    assert lines > 5
+    assert lines > 20
 
     async def count():
         async with open_mailbox(url) as mailbox:
             return (await mailbox.counts()).pending
 
-    assert anyio.run(count) == 2 * lines + 1
+    assert anyio.run(count) == (2 * lines + 1 if other == "comes" else 2 * lines + 2)

@@ -74,15 +74,6 @@ async def test_the_last_one_to_close_leaves_one_whole_file(path, anyio_backend):
     assert rows(path, "PRAGMA integrity_check") == [("ok",)]
 
 
-@pytest.fixture
-def connections():
-    """The connections to SQLite that are opened."""
-    opened = []
-    apsw.connection_hooks.append(opened.append)
-    yield opened
-    apsw.connection_hooks.remove(opened.append)
-
-
 async def test_the_file_is_marked_as_ours_and_in_the_safe_mode(connections, mailbox, path):
     (connection,) = connections
     assert connection.pragma("journal_mode") == "wal"

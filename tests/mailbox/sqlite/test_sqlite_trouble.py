@@ -15,11 +15,12 @@ import apsw
 import pytest
 
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, SerializationError
-from mainspring.mailbox import limits
-from mainspring.mailbox.message import Counts
+from mainspring.mailbox.message import Ack, Counts, Envelope
 from mainspring.mailbox.sqlite import schema as sql
 from mainspring.mailbox.sqlite.connection import check_sqlite
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
+from support import outcomes
+from wrapped_backend import backend_of
 
 pytestmark = pytest.mark.anyio
 
@@ -194,9 +195,9 @@ async def test_a_long_poll_hears_of_trouble(mailbox, path):
         await mailbox.receive(wait_time_seconds=30)
 
 
-async def test_a_full_disk(mailbox):
+async def test_a_full_disk(connections, mailbox):
     kept = await mailbox.send("kept")
-    connection = mailbox._writer.file._connection
+    (connection,) = connections
     connection.pragma("max_page_count", connection.pragma("page_count") + 1)
     with pytest.raises(MailboxConnectionError, match="the disk is full; free some space"):
         await mailbox.send_many(["x" * 1_000] * 100)
@@ -260,37 +261,41 @@ async def test_bytes_that_are_no_json_in_the_file_go_to_the_dead_letters(mailbox
     assert (dead.raw, dead.body, dead.error_type) == (b"\xff\x00\xfe", None, "NotJsonError")
 
 
-async def test_what_is_larger_than_a_row_can_be_is_its_senders_mistake_alone(mailbox, monkeypatch):
+class Long(bytes):
+    """Bytes that say that they are more than they are."""
+
+    def __new__(cls, size):
+        made = super().__new__(cls, b'"x"')
+        made.size = size
+        return made
+
+    def __len__(self):
+        return self.size
+
+
+async def test_what_is_larger_than_a_row_can_be_is_its_senders_mistake_alone(mailbox):
     """SQLite would refuse what is above 1 GB, and the file be left with what can be stored and never be buried."""
-    monkeypatch.setattr(limits, "LONGEST", 1_000)
+    most, backend = 400_000_000, backend_of(mailbox)
     await mailbox.send_many(["held", "asked"], reply_to="replies")
-    held, asked = await mailbox.receive(max_messages=2)
-    found = []
-
-    async def one(call, *arguments, **keywords):
-        try:
-            await call(*arguments, **keywords)
-        except SerializationError as error:
-            found.append(str(error))
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(one, mailbox.send, "before")
-        group.start_soon(one, mailbox.send, "x" * 999)
-        group.start_soon(partial(one, mailbox.send, "x", headers={"h": "x" * 997}))
-        group.start_soon(one, mailbox.send_many, ["y", "x" * 999])
-        group.start_soon(one, held.save_checkpoint, b"x" * 1_001)
-        group.start_soon(one, asked.reply, "x" * 999)
-        group.start_soon(one, mailbox.send, "x" * 998)
-    sizes = [
-        "a checkpoint of 1,001",
-        *["a message of 1,001"] * 3,
-        "a reply of 1,035",
-    ]  # it has the request's id with it
-    says = "bytes is larger than the 1,000 that a mailbox in a SQL database takes"
-    assert sorted(found) == [f"{size} {says}" for size in sizes]
-    await held.save_checkpoint(b"x" * 1_000)
-    await asked.reply("y")
-    assert sorted(len(message.body) for message in await mailbox.receive(max_messages=9)) == [6, 998]
+    (held,) = await mailbox.receive()
+    (asked,) = await backend.claim(1, 60.0, 0.0)
+    reply = Envelope("reply", Long(most), reply_to="replies", headers={"request_id": "id"})
+    calls = (
+        partial(mailbox.send, "before"),
+        partial(backend.send, [Envelope("long", Long(most + 1))]),
+        partial(backend.send, [Envelope("long with its headers", Long(most - 3), headers={"h": "123"})]),
+        partial(backend.send, [Envelope("short", b'"y"'), Envelope("long, too", Long(most + 1))]),
+        partial(held.save_checkpoint, Long(most + 1)),
+        partial(backend.settle, asked, Ack(reply)),
+        partial(backend.send, [Envelope("longest", Long(most))]),
+    )
+    found = await outcomes(*calls)
+    sizes = [*["a message of 400,000,001"] * 3, "a checkpoint of 400,000,001", "a reply of 400,000,012"]
+    says = "bytes is larger than the 400,000,000 that a mailbox in a SQL database takes"
+    assert [str(error) for error in found if isinstance(error, SerializationError)] == [f"{n} {says}" for n in sizes]
+    await held.save_checkpoint(Long(most))
+    await backend.settle(asked, Ack())
+    assert [message.body for message in await mailbox.receive(max_messages=9)] == ["before", "x"]
     assert await mailbox.counts() == Counts(in_flight=3, settled=1)
 
 
