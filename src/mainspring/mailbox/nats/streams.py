@@ -36,6 +36,9 @@ _NO_MESSAGE = (10037, 10043, 10057)
 _NOT_NOW = 10008
 _FULL = (10023, 10047, 10077, 10122)
 _Read = TypeVar("_Read")
+BEING_REMOVED = 0.25
+"""Seconds until a stream is made anew that was found gone: a server that is removing it still (seen in 2.9.10) would remove the
+files of the new one as well."""
 WINDOW = 2_000
 """How many messages of one call may be out without an answer: each has to have it in time."""
 
@@ -150,6 +153,7 @@ class Store:
         mended = self._mended
         async with self._mending:
             if mended == self._mended:
+                await anyio.sleep(BEING_REMOVED)
                 await self.ensure(self.names)
                 self._mended += 1
                 self.wire.end_pulls()  # they wait for consumers that are not there any more
