@@ -188,10 +188,3 @@ async def several(box, count, lease=60.0):
         while len(found) < count:
             found += await box.receive(max_messages=count - len(found), visibility_timeout=lease, wait_time_seconds=10)
     return found
-
-
-async def limit(box, stream, **settings):
-    """Change settings of a stream, as its owner may."""
-    wire = box._store.wire
-    config = (await wire.api(f"STREAM.INFO.{stream}"))["config"]
-    await wire.api(f"STREAM.UPDATE.{stream}", config | settings)

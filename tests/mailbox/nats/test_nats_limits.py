@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager, suppress
 
 import anyio
@@ -10,31 +11,22 @@ import pytest
 
 from mainspring.errors import (
     ConfigError,
-    MailboxConnectionError,
     MailboxFullError,
     MainspringError,
     ReceiptHandleExpiredError,
     SerializationError,
 )
 from mainspring.mailbox.message import Counts
-from mainspring.mailbox.nats import claims as nats_claims
-from mainspring.mailbox.nats import settlements as nats_settlements
-from mainspring.mailbox.nats.connection import Wire
-from mainspring.mailbox.nats.errors import ApiError
 from mainspring.mailbox.nats.mailbox import NatsMailbox
 from mainspring.mailbox.nats.names import Names, check_stream
-from nats_support import ON_ASYNCIO, limit, several
+from nats_line import NatsLine
+from nats_support import ACK, ON_ASYNCIO, one, place, several, until_it_works
 from servers import NatsServer
 
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.parametrize("anyio_backend", ON_ASYNCIO, ids=("asyncio", "uvloop")),
 ]
-
-
-async def one(box, lease=60.0, wait=10.0):
-    (message,) = await box.receive(visibility_timeout=lease, wait_time_seconds=wait)
-    return message
 
 
 @asynccontextmanager
@@ -55,6 +47,14 @@ async def fill(box):
         await box.send("x")
 
 
+def leaping(monkeypatch):
+    """A function that lets seconds pass at once, for what is opened after this."""
+    loop, passed = asyncio.get_running_loop(), [0.0]
+    now = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now() + sum(passed))
+    return passed.append
+
+
 async def next_of(box, body, lease=60.0):
     """The next message with that body; what comes before it is kept in hand."""
     with anyio.fail_after(20):
@@ -66,7 +66,7 @@ async def next_of(box, body, lease=60.0):
 
 async def test_a_full_queue_refuses_and_keeps_what_it_has(here):
     async with here.box() as box:
-        await limit(box, box._names.queue, max_msgs=3)
+        await here.server.limit(here.names().queue, max_msgs=3)
         sent = [await box.send("a"), await box.send("b", dedup_key="k"), await box.send("c")]
         with pytest.raises(MailboxFullError, match="no room: maximum messages"):
             await box.send("d")
@@ -81,13 +81,13 @@ async def test_a_full_queue_refuses_and_keeps_what_it_has(here):
 
 
 async def test_storage_that_forgets_is_warned_of_where_other_was_asked_for(here, caplog):
-    async with here.box(storage="memory") as box:
+    async with here.box(storage="memory"):
         async with here.box(storage="memory"):
             assert caplog.messages == []
         async with here.box():
             pass
     assert [said.partition(": it forgets")[0] for said in caplog.messages] == [
-        f"the stream {stream!r} was made with storage=memory" for stream in box._names.streams
+        f"the stream {stream!r} was made with storage=memory" for stream in here.names().streams
     ]
 
 
@@ -104,11 +104,11 @@ def test_fewer_replicas_than_asked_for_are_warned_of(caplog, anyio_backend):
 async def test_a_limit_that_is_kept_by_dropping_is_warned_of_when_a_mailbox_is_opened(here, caplog):
     async with here.box() as box:
         assert caplog.messages == []
-        await limit(box, box._names.queue, max_msgs=3)
+        await here.server.limit(here.names().queue, max_msgs=3)
         async with here.box() as other:
             assert other.name == box.name
     (said,) = caplog.messages
-    assert f"the stream {box._names.queue!r} has max_msgs" in said
+    assert f"the stream {here.names().queue!r} has max_msgs" in said
 
 
 async def test_what_there_is_no_room_to_give_back_comes_again_where_it_is(anyio_backend, tmp_path):
@@ -163,19 +163,22 @@ async def test_an_ended_lease_with_a_full_server_is_another_ones_delivery(anyio_
 
 
 async def test_a_cancelled_receive_with_a_full_server_leaves_what_came_to_the_next(anyio_backend, tmp_path):
-    async with small_server(tmp_path) as server, NatsMailbox(server.url) as box:
-        await fill(box)
-        pulled = await box._claims._pull(1, 10.0)
-        await box._claims._put_back(pulled, young=0.0)
-        messages = await several(box, (await box.counts()).waiting)
-        assert "1" in {message.receipt_handle.partition(".")[0] for message in messages}
+    async with small_server(tmp_path) as server, place(server.url) as here:
+        line = await here.line()
+        async with here.box(over=line) as box:
+            await fill(box)
+            end = line.hold_all(lambda frame: frame.text.startswith("NATS/1.0 40"), count=1)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(lambda: box.receive(max_messages=100, wait_time_seconds=10))
+                await end.full()
+                tasks.cancel_scope.cancel()
+            messages = await several(box, (await box.counts()).waiting)
+            assert min(message.delivery_count for message in messages) == 2
 
 
-async def test_a_death_without_room_leaves_the_message_and_then_its_holder(here, monkeypatch):
-    monkeypatch.setattr(nats_claims, "NO_ROOM", 0.2)
-    monkeypatch.setattr(nats_settlements, "NO_ROOM", 0.2)
+async def test_a_death_without_room_leaves_the_message(here):
     async with here.box() as box:
-        await limit(box, box._names.dead, max_msgs=1)
+        await here.server.limit(here.names().dead, max_msgs=1)
         await box.send_many(["a", "b"])
         first, second = await several(box, 2)
         await first.dead_letter("first")
@@ -184,11 +187,27 @@ async def test_a_death_without_room_leaves_the_message_and_then_its_holder(here,
         assert [letter.error for letter in await box.dead_letters()] == ["first"]
         assert await box.counts() == Counts(in_flight=1, dead=1)
         await second.extend_visibility(60)
-        monkeypatch.setattr(nats_settlements, "PATIENCE", 0.0)
-        with pytest.raises(MailboxFullError):
-            await second.dead_letter("second")
+        await box.purge_dead_letters()
+        await second.dead_letter("second")
+        assert [letter.error for letter in await box.dead_letters()] == ["second"]
+
+
+async def test_a_death_without_room_leaves_its_holder_after_ten_seconds(here, monkeypatch):
+    leap = leaping(monkeypatch)
+    naks = await here.server.connection.subscribe(f"{ACK}{here.names().queue}.>")
+    async with here.box() as box:
+        await here.server.limit(here.names().dead, max_msgs=1)
+        await box.send_many(["a", "b"])
+        first, second = await several(box, 2)
+        await first.dead_letter("first")
+        for passed in (9, 1, 0):
+            with pytest.raises(MailboxFullError):
+                await second.dead_letter("second")
+            leap(passed)
         with pytest.raises(ReceiptHandleExpiredError):
             await second.dead_letter("second")
+        assert (await naks.next_msg(10)).data == b'-NAK {"delay":5000000000}'
+        await here.server.deliver_again(here.names().queue, 2)
         again = await one(box)
         assert (again.body, again.attempt) == ("b", 2)
         await box.purge_dead_letters()
@@ -196,25 +215,27 @@ async def test_a_death_without_room_leaves_the_message_and_then_its_holder(here,
         assert [letter.error for letter in await box.dead_letters()] == ["second"]
 
 
-async def test_what_is_past_its_time_waits_for_room_among_the_dead(here, monkeypatch):
-    monkeypatch.setattr(nats_claims, "NO_ROOM", 0.2)
+async def test_what_is_past_its_time_waits_for_room_among_the_dead(here):
+    names = here.names()
+    naks = await here.server.connection.subscribe(f"{ACK}{names.queue}.>")
     async with here.box() as box:
         await box.send("a")
         await (await one(box)).dead_letter("first")
-        await limit(box, box._names.dead, max_msgs=1)
+        await here.server.limit(names.dead, max_msgs=1)
         await box.send("b", expires_in=0.1)
         await box.send("c")
         await anyio.sleep(0.3)
         assert [message.body for message in await several(box, 1)] == ["c"]
+        assert (await naks.next_msg(10)).data == b'-NAK {"delay":5000000000}'
         await box.purge_dead_letters()
-        with anyio.fail_after(20):
-            while not await box.dead_letters():
-                await box.receive(wait_time_seconds=0.1)
+        await here.server.deliver_again(names.queue, 2)
+        assert await box.receive(wait_time_seconds=0.3) == []
+        assert [letter.body for letter in await box.dead_letters()] == ["b"]
 
 
 async def test_a_due_message_waits_for_room_in_the_queue(here):
     async with here.box() as box:
-        await limit(box, box._names.queue, max_msgs=1)
+        await here.server.limit(here.names().queue, max_msgs=1)
         await box.send("first")
         await box.send("late", delay=0.1)
         await anyio.sleep(0.5)
@@ -225,7 +246,7 @@ async def test_a_due_message_waits_for_room_in_the_queue(here):
 
 async def test_a_checkpoint_without_room_is_refused_and_none_is_lost(here):
     async with here.box() as box:
-        await limit(box, box._names.checkpoints, max_msgs=1)
+        await here.server.limit(here.names().checkpoints, max_msgs=1)
         await box.send_many(["a", "b"])
         first, second = await several(box, 2)
         await first.save_checkpoint(b'"kept"')
@@ -238,15 +259,16 @@ async def test_a_checkpoint_without_room_is_refused_and_none_is_lost(here):
 async def test_streams_of_an_older_version_are_brought_up(here):
     async with here.box() as box:
         await box.send("x")
-        for stream in box._names.streams:
-            await limit(box, stream, discard="old")
+        names = here.names()
+        for stream in names.streams:
+            await here.server.limit(stream, discard="old")
         async with here.box() as other:
             found = {
-                stream: (await other._store.wire.api(f"STREAM.INFO.{stream}"))["config"]["discard"]
-                for stream in box._names.streams
+                stream: (await here.server.api(f"STREAM.INFO.{stream}"))["config"]["discard"]
+                for stream in names.streams
             }
-            reminders = {box._names.expiries, box._names.moves}
-            assert found == {stream: "old" if stream in reminders else "new" for stream in box._names.streams}
+            reminders = {names.expiries, names.moves}
+            assert found == {stream: "old" if stream in reminders else "new" for stream in names.streams}
             assert (await one(other)).body == "x"
 
 
@@ -255,55 +277,52 @@ async def test_streams_of_an_older_version_are_brought_up(here):
 )
 async def test_settings_under_which_messages_would_be_lost_are_refused(here, setting):
     """A stream that is full by its bytes drops its oldest message at times, whatever its discard is."""
-    async with here.box() as box:
-        await limit(box, box._names.queue, **setting)
-        with pytest.raises(ConfigError, match=f"{box._names.queue}' is there with {next(iter(setting))}"):
+    queue = here.names().queue
+    async with here.box():
+        await here.server.limit(queue, **setting)
+        with pytest.raises(ConfigError, match=f"{queue}' is there with {next(iter(setting))}"):
             async with here.box():
                 pass
 
 
-async def test_streams_that_cannot_be_brought_up_are_named(here, monkeypatch):
-    async with here.box() as box:
-        await limit(box, box._names.dead, discard="old")
-        api = Wire.api
+async def test_streams_that_cannot_be_brought_up_are_named(here):
+    line, dead = await here.line(), here.names().dead
+    async with here.box():
+        await here.server.limit(dead, discard="old")
+        update = line.hold(f"$JS.API.STREAM.UPDATE.{dead}")
 
-        async def refuse(wire, subject, request=None):
-            if subject.startswith("STREAM.UPDATE"):
-                raise ApiError(10052, "not yours")
-            return await api(wire, subject, request)
+        async def refuse():
+            await update.full()
+            update.answer(b'{"error":{"code":500,"err_code":10052,"description":"not yours"}}')
 
-        monkeypatch.setattr(Wire, "api", refuse)
-        with pytest.raises(ConfigError, match=f"{box._names.dead}' would drop accepted .*not yours"):
-            async with here.box():
-                pass
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(refuse)
+            with pytest.raises(ConfigError, match=f"{dead}' would drop accepted .*not yours"):
+                async with here.box(over=line):
+                    pass
 
 
 @pytest.mark.parametrize("late", [False, True])
-async def test_the_largest_message_is_what_the_server_says_that_is_connected_now(
-    tmp_path, anyio_backend, monkeypatch, late
-):
+async def test_the_largest_message_is_what_the_server_says_that_is_connected_now(tmp_path, anyio_backend, late):
     """Also where the driver, which connects and sends again before it says so, has yet to say so."""
-
-    async def not_yet(wire):
-        await anyio.sleep_forever()
-
-    if late:
-        monkeypatch.setattr(Wire, "_on_reconnected", not_yet)
     settings = tmp_path / "server.conf"
     settings.write_text("max_payload: 100000")
     with NatsServer("-c", str(settings)) as server:
-        async with NatsMailbox(server.url, timeout=2.0) as box:
+        line = NatsLine(server.url)
+        await line.open()
+        async with NatsMailbox(line.url, timeout=2.0) as box:
             for most in (60_000, 200_000):
+                pongs = line.hold_all(lambda frame: frame.verb == b"PONG", skip=1) if late else None
                 settings.write_text(f"max_payload: {most}")
                 await anyio.to_thread.run_sync(server.stop)
                 await anyio.to_thread.run_sync(server.start)
-                with anyio.fail_after(20):
-                    while True:
-                        try:
-                            await box.send("x" * (most - 20_000))
-                        except (MailboxConnectionError, SerializationError):
-                            await anyio.sleep(0.02)
-                        else:
-                            break
-                with pytest.raises(SerializationError, match="max_payload leaves for one"):
+                await until_it_works(lambda: box.send("x" * 40_000))
+                await box.send("x" * (most - 20_000))
+                with pytest.raises(
+                    SerializationError, match=f"{most - 16_384:,} that this NATS server's max_payload leaves"
+                ):
                     await box.send("x" * (most - 10_000))
+                if pongs is not None:
+                    assert pongs.caught
+                    pongs.open()
+        await line.close()

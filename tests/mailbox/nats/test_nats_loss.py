@@ -8,12 +8,11 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError
+from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.mailbox.dead_letter_queue import DeadLetterView
 from mainspring.mailbox.message import Counts
-from mainspring.mailbox.nats.connection import Ask
 from mainspring.mailbox.nats.mailbox import NatsMailbox
-from nats_support import ON_ASYNCIO, several
+from nats_support import ON_ASYNCIO, one, place, several, until_it_works
 from servers import NatsServer
 
 pytestmark = [
@@ -22,22 +21,9 @@ pytestmark = [
 ]
 
 
-async def delete(box, *streams):
-    await box._store.wire.ask_all([Ask(f"$JS.API.STREAM.DELETE.{stream}") for stream in streams or box._names.streams])
-
-
 async def restart(server):
     await anyio.to_thread.run_sync(server.stop, signal.SIGKILL)
     await anyio.to_thread.run_sync(server.start)
-
-
-async def until_it_works(call):
-    with anyio.fail_after(20):
-        while True:
-            try:
-                return await call()
-            except MailboxConnectionError:
-                await anyio.sleep(0.05)
 
 
 async def test_requests_go_on_with_a_server_that_has_lost_its_data(anyio_backend):
@@ -60,40 +46,49 @@ async def test_requests_go_on_with_a_server_that_has_lost_its_data(anyio_backend
 
 
 async def test_a_number_of_the_lost_queue_means_no_message_of_the_new_one(anyio_backend):
-    """The holder comes back with a number that another message has by now."""
+    """The holder comes back with a number that another message has by now, and nothing of it has yet seen what has become."""
     with NatsServer() as server:
-        options = {"name": "jobs", "storage": "memory", "timeout": 2.0}
-        async with NatsMailbox(server.url, **options) as holder:
-            await holder.send("lost")
-            (held,) = await several(holder, 1, lease=600)
-            looks, holder._tidier.look = holder._tidier.look, None
-            holder._wire.reconnected = lambda: None  # it has not looked yet
-            await anyio.to_thread.run_sync(server.stop, signal.SIGKILL)
-            await anyio.to_thread.run_sync(server.start)
-            async with NatsMailbox(server.url, **options) as other:
-                await other.send("new")
-                with pytest.raises(ReceiptHandleExpiredError):
-                    await until_it_works(held.acknowledge)
-                assert await other.counts() == Counts(pending=1)
-            holder._tidier.look = looks
+        options = {"storage": "memory", "timeout": 5.0}
+        async with place(server.url) as here:
+            line = await here.line()
+            async with here.box(over=line, **options) as holder:
+                await holder.send("lost")
+                held = await one(holder, lease=600)
+                line.refuses = True
+                await restart(server)
+                async with here.box(**options) as other:
+                    await until_it_works(lambda: other.send("new"))
+                    looks = line.hold(f"$JS.API.STREAM.INFO.{here.names().queue}", count=2)
+                    line.refuses = False
+                    async with anyio.create_task_group() as tasks:
+
+                        async def acknowledge():
+                            with pytest.raises(ReceiptHandleExpiredError):
+                                await until_it_works(held.acknowledge)
+
+                        tasks.start_soon(acknowledge)
+                        await looks.full()  # that of the acknowledgement, and that of the mailbox itself
+                        looks.open()
+                    assert await other.counts() == Counts(pending=1)
 
 
 @pytest.mark.parametrize("waits", [0.0, 20.0], ids=["at once", "waiting"])
 async def test_deleted_streams_are_made_anew(here, waits):
     async with here.box(timeout=3.0) as box:
-        await delete(box)
+        names = here.names()
+        await here.server.delete(*names.streams)
         await box.send("x")
         message = None
         with anyio.fail_after(20):
             while message is None:
                 for message in await until_it_works(lambda: box.receive(wait_time_seconds=waits)):
                     assert message.body == "x"
-        await delete(box, box._names.checkpoints)
+        await here.server.delete(names.checkpoints)
         await message.save_checkpoint(b'"kept"')
-        await delete(box, box._names.delayed)
+        await here.server.delete(names.delayed)
         await message.nack(delay=0.1)
         (again,) = await until_it_works(lambda: box.receive(wait_time_seconds=10))
-        await delete(box, box._names.dead)
+        await here.server.delete(names.dead)
         await again.dead_letter("no")
         assert [letter.error for letter in await box.dead_letters()] == ["no"]
 
@@ -112,13 +107,13 @@ CALLS = {
 async def test_each_call_finds_deleted_streams_again(here, call):
     does, result = CALLS[call]
     async with here.box() as box:
-        await delete(box)
+        await here.server.delete(*here.names().streams)
         assert await does(box) == result
 
 
 async def test_a_batch_into_deleted_streams_is_stored(here):
     async with here.box() as box:
-        await delete(box)
+        await here.server.delete(*here.names().streams)
         await box.send_many(range(50))
         assert await box.counts() == Counts(pending=50)
 
@@ -135,20 +130,9 @@ async def test_a_waiting_receiver_has_what_comes_after_a_deletion(here):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(wait)
                 await anyio.sleep(0.1)
-                await delete(sender)
+                await here.server.delete(*here.names().streams)
                 await sender.send("x")
         assert [message.body for message in got] == ["x"]
-
-
-async def test_a_dropped_mailbox_is_not_made_again(here):
-    async with here.box("other") as other:
-        async with here.box() as box:
-            await box._drop()
-            with pytest.raises(MailboxConnectionError):
-                await box.send("x")
-            await anyio.sleep(0.5)  # those of its tasks that look after due messages have noticed
-        listed = (await other._store.wire.api("STREAM.NAMES", {"subject": f"{box._names.to_queue}*"})).get("streams")
-        assert not listed
 
 
 # --------------------------------------------------------------------------------------- dead letters in two hands
