@@ -240,6 +240,34 @@ class PgBouncer(Program):
         return [*_without_root(), self.binary, str(config)]
 
 
+class Meter(Line):
+    """A line that knows the size of the ``largest`` message that a client has sent. It is for unencrypted connections."""
+
+    def __init__(self, url):
+        super().__init__(url)
+        self.largest = 0
+        self._begun = {}
+
+    async def pass_on(self, said, target, *, is_answer):
+        if not is_answer:
+            self._begun[target] = self._after_messages(self._begun.get(target, (b" ", 0)), said)
+        await target.send(said)
+
+    def _after_messages(self, begun, said):
+        """The beginning of a message, and how many of its bytes are still to come, after more was said."""
+        head, left = begun
+        while len(said) > left:
+            said, left = said[left:], 0
+            taken = 5 - len(head)
+            head, said = head + said[:taken], said[taken:]
+            if len(head) < 5:
+                return head, 0
+            size = struct.unpack("!i", head[1:])[0]
+            self.largest = max(self.largest, size)
+            head, left = b"", size - 4
+        return head, left - len(said)
+
+
 class _Frames:
     """The messages of a stream, one by one; a cancelled read loses nothing."""
 

@@ -14,8 +14,13 @@ from mainspring.errors import MailboxError
 
 
 @pytest.fixture
-def mailbox(place):
-    with place.mailbox().sync as opened:
+def jobs(place):
+    return place.mailbox()
+
+
+@pytest.fixture
+def mailbox(place, jobs):
+    with jobs.sync as opened:
         place.execute("CREATE TABLE SCHEMA.effects (what text)")
         yield opened
 
@@ -102,7 +107,7 @@ def test_with_sqlalchemy(place, mailbox, engine):
     assert effects(place) == ["1", "4"]
 
 
-def test_what_is_no_transaction_of_its_own_is_refused(place, mailbox):
+def test_what_is_no_transaction_of_its_own_is_refused(place, jobs, mailbox):
     with psycopg.connect(place.url, autocommit=True) as connection:
         with pytest.raises(InvalidParameterError, match="in autocommit and in no transaction"):
             mailbox.send("x", connection=connection)
@@ -112,7 +117,7 @@ def test_what_is_no_transaction_of_its_own_is_refused(place, mailbox):
         mailbox.send("x", connection=object())
     with psycopg.connect(place.url) as connection:
         with pytest.raises(InvalidParameterError, match=r"not async are for mailbox\.sync\.send"):
-            mailbox.call(mailbox._mailbox.send, "x", connection=connection)
+            mailbox.call(jobs.send, "x", connection=connection)
         connection.execute(f"UPDATE {place.schema}.store SET id = 'another'")
         with pytest.raises(InvalidParameterError, match="not to the database of the mailbox"):
             mailbox.send("x", connection=connection)

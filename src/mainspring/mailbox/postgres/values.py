@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.postgres import commands as do
 
 C = TypeVar("C")
-PORTION = 50_000_000
+PORTION = 5_000_000
 """Bytes from which the messages, replies or checkpoints of a batch go in several calls: on one of 1 GiB the server hangs up."""
 UNREADABLE = Dead("the stored headers are no JSON object of strings", "NotJsonError")
 
