@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from mainspring import Capabilities, Mailbox
+from mainspring import Capabilities, Mailbox, MailboxStatistics
 from mainspring.core.clock import wall_clock
 from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.mailbox.message import Ack, Counts, Dead, Delivery, Envelope, Return, Settlement
@@ -73,6 +73,7 @@ class ListMailbox(Mailbox[Any, Any]):
     def __init__(self, store: dict[str, Queue], name: str, *, body: Any = None, reply: Any = None) -> None:
         super().__init__(name, body=body, reply=reply)
         self._store = store
+        self._waiting = 0
 
     async def _open(self, scope: DaemonScope) -> None:
         self._queue = self._store.setdefault(self.name, Queue())
@@ -83,6 +84,9 @@ class ListMailbox(Mailbox[Any, Any]):
 
     def _wake_all(self) -> None:
         self._queue.rouse()
+
+    def _statistics(self) -> MailboxStatistics:
+        return MailboxStatistics(waiting_receives=self._waiting, connected=True)
 
     async def _put(self, envelopes: list[Envelope]) -> list[str]:
         await anyio.lowlevel.checkpoint()
@@ -106,8 +110,12 @@ class ListMailbox(Mailbox[Any, Any]):
                 return [self._lease(row, now, visibility_timeout) for row in free]
             changed = queue.changed
             next_due = min((row.due for row in queue.rows), default=math.inf)
-            with anyio.move_on_at(min(deadline, next_due)):
-                await changed.wait()
+            self._waiting += 1
+            try:
+                with anyio.move_on_at(min(deadline, next_due)):
+                    await changed.wait()
+            finally:
+                self._waiting -= 1
         return []
 
     def _lease(self, row: Row, now: float, seconds: float) -> Delivery:

@@ -19,6 +19,7 @@ from wrapped_backend import WrappedBackend, backend_of, wrap
 if TYPE_CHECKING:
     from typing import Self
 
+    from mainspring.mailbox.backend import MailboxStatistics
     from mainspring.mailbox.message import Counts, Delivery, Envelope, Settlement
 
 Kind: TypeAlias = type[WrappedBackend] | type[InMemoryMailbox[Any, Any]]
@@ -153,6 +154,20 @@ class DoesNotChargeExpiry(WrappedBackend):
         for delivery in claimed:
             delivery.attempt = 1 + self.charged.get(delivery.message_id, 0)
         return claimed
+
+
+class TellsOfNoWaiting(WrappedBackend):
+    def statistics(self) -> MailboxStatistics:
+        return replace(self.inner.statistics(), waiting_receives=0)
+
+
+class TellsOfAllThatHaveWaited(WrappedBackend):
+    most = 0
+
+    def statistics(self) -> MailboxStatistics:
+        found = self.inner.statistics()
+        self.most = max(self.most, found.waiting_receives)
+        return replace(found, waiting_receives=self.most)
 
 
 class CountsFlightAsPending(WrappedBackend):
@@ -465,6 +480,8 @@ KINDS: list[tuple[Kind, list[str]]] = [
     (AgesFromPending, ["the_queue_age_includes_the_delay", "the_queue_age_sees_a_lease_that_has_ended"]),
     (ForgetsTheSettled, ["counts_add_up_under_concurrency", "an_acknowledged_message_is_gone"]),
     (FillsTheBatch, ["receive_never_waits_to_fill_the_batch"]),
+    (TellsOfNoWaiting, ["the_statistics_count_the_receives_that_wait"]),
+    (TellsOfAllThatHaveWaited, ["the_statistics_count_the_receives_that_wait"]),
     (Polls, ["send_wakes_a_waiting_receive", "nack_wakes_a_waiting_receive", "a_replay_wakes_a_waiting_receive"]),
     (GivesOutTwice, ["concurrent_receivers_get_each_message_once", "a_leased_message_is_hidden_from_others"]),
     (LastInFirstOut, ["send_many_keeps_the_order", "a_batch_has_the_order_too"]),

@@ -342,6 +342,7 @@ class InMemoryMailbox(Mailbox[T, R]):
         self.serializes = serialize
         self._sends = 0
         self._closings = 0
+        self._waiting = 0
         self._reaper: Periodic | None = None
         self._settle_in(f"{self.name}@{random.token(64)}", capacity)
 
@@ -391,7 +392,7 @@ class InMemoryMailbox(Mailbox[T, R]):
         scope.start_soon(reaper.run, name=f"reaper of mailbox {self.name}")
 
     def _statistics(self) -> MailboxStatistics:
-        return MailboxStatistics(waiting_receives=self._store.bell.waiting, connected=True)
+        return MailboxStatistics(waiting_receives=self._waiting, connected=True)
 
     async def _close(self) -> None:
         reaper, self._reaper = self._reaper, None
@@ -508,7 +509,11 @@ class InMemoryMailbox(Mailbox[T, R]):
                 return claimed
             if now >= deadline:
                 break
-            await store.wait(deadline)
+            self._waiting += 1
+            try:
+                await store.wait(deadline)
+            finally:
+                self._waiting -= 1
         if store.queue.pending:  # woken, maybe, and yet took nothing: it is closed
             store.bell.ring()
         return []

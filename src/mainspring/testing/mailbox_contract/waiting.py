@@ -189,6 +189,36 @@ async def a_replay_wakes_a_waiting_receive(h: Harness) -> None:
 
 
 @behaviour()
+async def the_statistics_count_the_receives_that_wait(h: Harness) -> None:
+    """statistics() counts the waiting receives of this mailbox object, and none once they have ended, in whatever way."""
+    async with h.open() as box, h.open() as other, anyio.create_task_group() as group:
+        check(box.statistics().connected, "an open mailbox is not connected")
+        scopes = [anyio.CancelScope(), anyio.CancelScope(), anyio.CancelScope()]
+
+        async def wait(scope: anyio.CancelScope) -> None:
+            with scope:
+                await box.receive(visibility_timeout=600, wait_time_seconds=h.wait * 10)
+
+        async def expect(waiting: int) -> None:
+            async def holds() -> bool:
+                return box.statistics().waiting_receives == waiting
+
+            await h.until(holds, f"{waiting} receives wait: {box!r}")
+
+        await expect(0)
+        for number, scope in enumerate(scopes, 1):
+            group.start_soon(wait, scope)
+            await expect(number)
+        equal(other.statistics().waiting_receives, 0, "waiting receives of another object")
+        scopes[0].cancel()
+        await expect(2)
+        await box.send("x")
+        await expect(1)
+        group.cancel_scope.cancel()
+    equal(box.statistics().waiting_receives, 0, "waiting receives of a closed mailbox")
+
+
+@behaviour()
 async def settling_wakes_nobody(h: Harness) -> None:
     """Acknowledging, dead-lettering or purging gives a waiting receive nothing."""
     async with h.open() as box:
