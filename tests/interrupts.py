@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class Interruption:
     """Calls ``handler()`` once, as this thread comes to the ``at``-th line of ``modules`` inside the block (from 0).
 
-    With ``thread`` it is a thread of that name that starts inside the block, and not this one; of several the first to come
-    there. Its lines count once ``begin()`` is called.
+    A package stands for all the modules in it. With ``thread`` it is a thread of that name that starts inside the block, and
+    not this one; of several the first to come there. Its lines count once ``begin()`` is called.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class Interruption:
         *,
         thread: str | None = None,
     ) -> None:
-        self._files = {module.__file__ for module in modules}
+        self._files = tuple((module.__file__ or "").removesuffix("__init__.py") for module in modules)
         self._left = at
         self._handler = handler
         self._thread = thread
@@ -37,7 +37,7 @@ class Interruption:
         self.happened = False
 
     def _trace(self, frame: Any, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename not in self._files:
+        if not frame.f_code.co_filename.startswith(self._files):
             return None
         if self._thread is not None and threading.current_thread().name != self._thread:
             return None

@@ -6,7 +6,7 @@ import json
 from collections import defaultdict, deque
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 import trio.testing
@@ -17,6 +17,7 @@ from wrapped_backend import WrappedBackend, wrap
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from mainspring import MailboxConnectionError
     from mainspring.worker.main_loop import MainLoop
 
     Hook = Callable[[], Awaitable[Any]]
@@ -52,6 +53,25 @@ def slow(seconds: float) -> Action:
     return act
 
 
+def shielded(action: Action) -> Action:
+    """Once it has begun, a cancellation does not reach it, as a claim that a server is answering."""
+
+    async def act(hook: Hook) -> Any:
+        with anyio.CancelScope(shield=True):
+            return await action(hook)
+
+    return act
+
+
+def until(instant: float, action: Action) -> Action:
+    """It does this before that instant, and what it should from then on."""
+
+    async def act(hook: Hook) -> Any:
+        return await (action if anyio.current_time() < instant else work)(hook)
+
+    return act
+
+
 async def hang(hook: Hook) -> Any:
     """The store never answers, and does nothing."""
     await anyio.sleep_forever()
@@ -65,11 +85,12 @@ async def work(hook: Hook) -> Any:
 class FaultyMailbox(InMemoryMailbox[Any, Any]):
     """A memory mailbox of whose calls chosen ones fail, hang, or are slow.
 
-    The calls are ``"claim"``, ``"settle"``, ``"extend"``, ``"save_checkpoint"`` and, where ``joins``, ``"join"``: such a
-    mailbox takes acknowledgements that are made together in one call, any other takes them one by one.
+    The calls are ``"claim"``, ``"settle"``, ``"extend"``, ``"save_checkpoint"``, ``"counts"``, ``"find_dead"`` (by a view of
+    its dead letters) and, where ``joins``, ``"join"``: such a mailbox takes acknowledgements that are made together in one
+    call, any other takes them one by one.
 
-    ``calls`` records all of them as (instant, call, argument); ``most_leased`` is how many messages were ever in flight;
-    ``joined`` has the bodies of each joint acknowledgement.
+    ``calls`` records them, except ``"counts"`` and ``"find_dead"``, as (instant, call, argument); ``most_leased`` is how
+    many messages were ever in flight; ``joined`` has the bodies of each joint acknowledgement.
     """
 
     def __init__(self, name: str | None = None, *, joins: bool = False, **options: Any) -> None:
@@ -81,6 +102,11 @@ class FaultyMailbox(InMemoryMailbox[Any, Any]):
         self._always: dict[str, Action] = {}
         wrap(self, partial(_JoiningBackend if joins else _FaultyBackend, mailbox=self))
 
+    @classmethod
+    def named(cls, name: str) -> Self:
+        """One object of many on the queue of that name, as ``open_mailbox("memory://name")`` gives them."""
+        return cls.from_url(f"memory://{name}", host=name, path="", options={})
+
     def next(self, call: str, *actions: Action) -> None:
         """The next calls of that kind do this, one after the other; the ones after them as usual."""
         self._next[call].extend(actions)
@@ -88,6 +114,10 @@ class FaultyMailbox(InMemoryMailbox[Any, Any]):
     def always(self, call: str, action: Action) -> None:
         """From now on all calls of that kind do this (``work`` ends it)."""
         self._always[call] = action
+
+    def fall_silent(self, error: MailboxConnectionError) -> None:
+        """Find out, as a backend does, that the server does not answer."""
+        self._announce_silence(error)
 
     def times(self, call: str) -> list[float]:
         """When calls of that kind were made."""
@@ -100,6 +130,10 @@ class FaultyMailbox(InMemoryMailbox[Any, Any]):
     async def through(self, call: str, argument: Any, hook: Hook) -> Any:
         """Make a call: record it, and do what the test has said."""
         self.calls.append((anyio.current_time(), call, argument))
+        return await self.act(call, hook)
+
+    async def act(self, call: str, hook: Hook) -> Any:
+        """Do what the test has said of such a call."""
         queued = self._next[call]
         action = queued.popleft() if queued else self._always.get(call, work)
         return await action(hook)
@@ -124,6 +158,12 @@ class _FaultyBackend(WrappedBackend):
 
     async def checkpoint(self, delivery: Any, state: bytes) -> None:
         await self.mailbox.through("save_checkpoint", state, partial(self.inner.checkpoint, delivery, state))
+
+    async def counts(self) -> Any:
+        return await self.mailbox.act("counts", self.inner.counts)
+
+    async def find_dead(self, message_ids: list[str]) -> Any:
+        return await self.mailbox.act("find_dead", partial(self.inner.find_dead, message_ids))
 
 
 class _JoiningBackend(_FaultyBackend):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from contextlib import asynccontextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -19,6 +17,8 @@ import anyio
 import pytest
 from loop_support import quick
 
+import mainspring
+from interrupts import Interruption, in_thread
 from mainspring import (
     ConfigError,
     ControlMessage,
@@ -44,7 +44,7 @@ from mainspring import (
     TicketTimeoutError,
     check_health,
 )
-from support import FaultyMailbox, fail, hang, settled
+from support import FaultyMailbox, fail, hang, settled, shielded
 
 pytestmark = pytest.mark.anyio
 
@@ -242,16 +242,12 @@ async def test_pause_and_resume_while_every_handler_is_busy():
 
 
 async def test_a_pause_that_waits_for_its_store_holds_up_no_other_message(virtual_clock):
+    async def nothing_for_long(claim):
+        await anyio.sleep(20)
+        return []
+
     store = FaultyMailbox()
-    claims = []
-
-    async def slow_shielded_claim(*args):
-        claims.append(args)
-        with anyio.CancelScope(shield=True):
-            await anyio.sleep(20)
-            return []
-
-    store._claim = slow_shielded_claim
+    store.always("claim", shielded(nothing_for_long))
     actor, _ = one(mailbox=store)
     async with acting(actor):
         await anyio.sleep(1)
@@ -614,35 +610,35 @@ async def test_a_message_that_comes_in_the_last_moment_is_refused(anyio_backend)
 
 
 def test_a_signal_handler_may_tell_an_actor_of_another_thread(anyio_backend):
-    """Also one that comes in between while the main thread tells it something, and has its lock."""
+    """Also one that comes in between while the main thread tells it something, wherever it is with that."""
     backend, options = anyio_backend
     actor = LoopActor(Poller())
-    late, early = PingRequest(), PingRequest()
 
-    class Interrupted(deque):
-        def append(self, entry) -> None:
-            if not told:
-                told.append(True)
-                signal.raise_signal(signal.SIGUSR1)
-            super().append(entry)
+    def interrupted(line: int) -> bool:
+        early, late = PingRequest(), PingRequest()
+        with Interruption((mainspring,), line, lambda: actor.tell(late)) as between:
+            actor.tell(early)
+        assert early.ticket.wait_sync(30) >= 0
+        if between.happened:
+            assert late.ticket.wait_sync(30) >= 0
+        return between.happened
 
-    told = []
+    def every_line() -> None:
+        lines = 0
+        while interrupted(lines):
+            lines += 1
+        assert lines > 10
+
     thread = LoopThread(backend=backend, backend_options=options)
-    before = signal.signal(signal.SIGUSR1, lambda *_: actor.tell(late))
     thread.start()
     try:
         ticket = thread.submit(actor.run)
         while not actor.running:
             time.sleep(0.001)
-        actor._inbox = Interrupted()
-        actor.tell(early)
-        assert early.ticket.wait_sync(30) >= 0
-        assert late.ticket.wait_sync(30) >= 0
-        assert told
+        in_thread(every_line)
         actor.tell(ShutdownRequest())
         ticket.wait_sync(30)
     finally:
-        signal.signal(signal.SIGUSR1, before)
         thread.stop(timeout=0)
 
 

@@ -17,6 +17,7 @@ from mainspring.policies import DeadLetterPolicy, RetryPolicy
 from mainspring.testing import run_virtual
 from mainspring.worker.dead_letter_consumer import DLQConsumer, Verdict
 from stores import KINDS, on
+from support import FaultyMailbox
 
 pytestmark = pytest.mark.anyio
 
@@ -32,20 +33,6 @@ async def bury(mailbox, *bodies):
     for message in await mailbox.receive(max_messages=len(bodies)):
         await message.dead_letter(LookupError(f"no {message.body}"))
     return ids
-
-
-def watched(view):
-    """A list that grows with each look of a view of dead letters."""
-    looks = []
-    feed = view._feed_page
-
-    async def feed_page():
-        more = await feed()
-        looks.append(more)
-        return more
-
-    view._feed_page = feed_page
-    return looks
 
 
 async def until(condition, *, seconds=10):
@@ -162,9 +149,12 @@ async def test_two_consumers_do_not_handle_one_dead_letter_twice(store):
 async def test_one_that_was_replayed_while_in_hand_and_died_again_comes_again(store, verdict):
     """What its handler says is said of the first death, not of the second."""
     seen = []
-    began, go_on = anyio.Event(), anyio.Event()
+    began, looked, go_on = anyio.Event(), anyio.Event(), anyio.Event()
 
     async def handle(letter: DeadLetter) -> Verdict | None:
+        if letter.body == "later":
+            looked.set()
+            return Verdict.KEEP
         seen.append(letter.error)
         if len(seen) > 1:
             return None
@@ -174,16 +164,17 @@ async def test_one_that_was_replayed_while_in_hand_and_died_again_comes_again(st
 
     async with store.box() as mailbox, store.box() as other:
         await bury(mailbox, "job")
-        async with DLQConsumer(mailbox, handle, look_every=0.02) as loop:
+        async with DLQConsumer(mailbox, handle, concurrency=2, look_every=0.02):
             await began.wait()
             assert await other.replay_dead_letters() == 1
             (message,) = await other.receive(wait_time_seconds=5)
             await message.dead_letter("once more")
-            looks = watched(loop.mailbox)
-            await until(lambda: len(looks) >= 2)  # it has been found while the first one was in hand
+            await bury(other, "later")
+            with anyio.fail_after(60):
+                await looked.wait()  # the second death has been found while the first one was in hand
             go_on.set()
             with anyio.fail_after(60):
-                while (await other.counts()).dead:
+                while (await other.counts()).dead > 1:
                     await anyio.sleep(0.01)
         assert seen == ["no job", "once more"]
         assert (await other.counts()).waiting == 0
@@ -191,24 +182,27 @@ async def test_one_that_was_replayed_while_in_hand_and_died_again_comes_again(st
 
 @HERE
 async def test_one_that_somebody_else_purges_meanwhile_is_no_trouble(store):
+    seen = []
     began, go_on = anyio.Event(), anyio.Event()
 
     async def handle(letter: DeadLetter) -> Verdict:
+        seen.append(letter.body)
         began.set()
         await go_on.wait()
-        return Verdict.REPLAY
+        return Verdict.KEEP if letter.body == "c" else Verdict.REPLAY
 
     async with store.box() as mailbox:
         await bury(mailbox, "a", "b")
         async with DLQConsumer(mailbox, handle) as loop:
             await began.wait()
             assert await mailbox.purge_dead_letters() == 2
+            await bury(mailbox, "c")
             go_on.set()
-            await until(lambda: loop.outcomes["acknowledged"] == 1)
-            with anyio.fail_after(60):
-                while (await loop.mailbox.counts()).in_flight or (await loop.mailbox._tickets.counts()).waiting:
-                    await anyio.sleep(0.001)
-        assert (await mailbox.counts()).waiting == 0
+            await until(lambda: sum(loop.outcomes.values()) == 2)
+            assert (await loop.mailbox.counts()).in_flight == 0
+        assert seen == ["a", "c"]
+        counts = await mailbox.counts()
+        assert (counts.waiting, counts.dead) == (0, 1)
 
 
 @HERE
@@ -413,30 +407,25 @@ def test_a_worker_that_dies_leaves_its_dead_letter_to_another():
 
 
 def test_a_store_that_is_away_for_a_while_loses_no_dead_letter():
-    class Flaky(InMemoryMailbox):
-        away = 0
-
-        async def _find_dead(self, message_ids):
-            if self.away:
-                self.away -= 1
-                raise MailboxConnectionError("the store is away")
-            return await super()._find_dead(message_ids)
-
     async def main():
-        seen = []
+        seen, refused = [], []
+
+        async def refuse(look_up):
+            refused.append(anyio.current_time())
+            raise MailboxConnectionError("the store is away")
 
         async def handle(letter: DeadLetter) -> None:
             seen.append(letter.body)
 
-        mailbox = Flaky()
+        mailbox = FaultyMailbox()
         async with mailbox:
             await bury(mailbox, "a", "b")
-            mailbox.away = 3
+            mailbox.next("find_dead", *[refuse] * 3)
             loop = DLQConsumer(mailbox, handle, visibility_timeout=3_600)
             began = anyio.current_time()
             await LoopGroup([loop]).run(install_signals=False, until_empty=True)
             assert sorted(seen) == ["a", "b"]
-            assert not mailbox.away
+            assert len(refused) == 3
             assert anyio.current_time() - began < 60, "what could not be looked up stayed leased"
             assert (await mailbox.counts()).dead == 0
 

@@ -325,9 +325,7 @@ async def test_two_workers_never_run_one_message_at_once(virtual_clock):
         return handle
 
     async with anyio.create_task_group() as tasks:
-        cut_off, well = FaultyMailbox("shared"), FaultyMailbox("shared")
-        cut_off._settle_in("shared-leases", None)
-        well._settle_in("shared-leases", None)
+        cut_off, well = FaultyMailbox.named("shared-leases"), FaultyMailbox.named("shared-leases")
         cut_off.always("extend", fail(DOWN))
         await well.send_many(range(20))
         loops = [

@@ -212,18 +212,18 @@ async def test_a_block_whose_shutdown_is_cancelled_still_ends_in_order():
             assert loop.mailbox is mailbox
 
 
-async def test_what_the_shutdown_of_a_block_raises_comes_out_of_it(monkeypatch):
+async def test_what_the_shutdown_of_a_block_raises_comes_out_of_it():
     """Whatever it is, a cancellation too: it is not swallowed where nothing else is left to raise."""
 
-    async def shutdown(*, timeout: float) -> bool:
-        loop.request_shutdown()
-        while loop.running:
-            await anyio.sleep(0.001)
-        raise LookupError("shutdown")
+    class Failing(MainLoop):
+        async def shutdown(self, *, timeout: float = 30.0) -> bool:
+            self.request_shutdown()
+            while self.running:
+                await anyio.sleep(0.001)
+            raise LookupError("shutdown")
 
     async with InMemoryMailbox() as mailbox:
-        loop = MainLoop(mailbox, quick)
-        monkeypatch.setattr(loop, "shutdown", shutdown)
+        loop = Failing(mailbox, quick)
         with pytest.raises(LookupError, match="shutdown"), anyio.fail_after(10):
             async with loop:
                 pass

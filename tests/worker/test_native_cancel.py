@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -22,7 +23,6 @@ from mainspring.events import (
     ReceiveFailed,
     SettlementFailed,
 )
-from mainspring.mailbox.backend import Capabilities
 from support import FaultyMailbox, background, hang, record, settled, slow, work
 
 pytestmark = pytest.mark.anyio
@@ -38,8 +38,6 @@ def anyio_backend(request):
 class Waiting(FaultyMailbox):
     """Its settlements give others a turn, as those of a server do."""
 
-    capabilities = Capabilities(joined_acks=True)
-
     def __init__(self) -> None:
         super().__init__(joins=True)
 
@@ -50,7 +48,7 @@ class Waiting(FaultyMailbox):
 
 
 class Single(Waiting):
-    capabilities = Capabilities()
+    capabilities = replace(Waiting.capabilities, joined_acks=False)
 
 
 @pytest.fixture(params=[Waiting, Single])
@@ -223,7 +221,7 @@ async def test_a_receiver_that_is_cancelled_receives_again(mailbox):
     async with background(loop):
         for job in range(3):
             await anyio.sleep(0.01)
-            for task in tasks_of("_receiver"):
+            for task in tasks_of("receiver"):
                 task.cancel()
             await mailbox.send(job)
             await settled(mailbox)
@@ -314,7 +312,7 @@ def has_begun(task: asyncio.Task[Any]) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("part", ["slot 1", "_receiver", "leases"])
+@pytest.mark.parametrize("part", ["slot 1", "receiver", "leases"])
 async def test_one_that_is_cancelled_before_it_began_ends_the_loop_with_an_error(part, mailbox):
     await mailbox.send(1)
     running = asyncio.ensure_future(MainLoop(mailbox, quick).run())

@@ -5,9 +5,9 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from mainspring import InMemoryMailbox, MailboxConnectionError, MainLoop
-from mainspring.worker.slots import Capacity
-from support import FaultyMailbox, background, fail, hang, settled, slow
+from mainspring import InMemoryMailbox, LoopGroup, MailboxConnectionError, MainLoop
+from support import FaultyMailbox, background, fail, hang, settled, shielded, slow
+from support import work as as_usual
 
 pytestmark = pytest.mark.anyio
 
@@ -75,15 +75,9 @@ async def test_what_was_claimed_and_not_begun_is_given_back_at_once_and_uncharge
     mailbox = FaultyMailbox()
     work = Work()
     work.go.set()
-    mailbox.next("claim", slow(5))
+    mailbox.next("claim", shielded(slow(5)))
     await mailbox.send_many(range(3))
     loop = MainLoop(mailbox, work, body=int, concurrency=3)
-
-    async def claim_in_a_shield(*args):
-        with anyio.CancelScope(shield=True):
-            return await claim(*args)
-
-    claim, mailbox._claim = mailbox._claim, claim_in_a_shield
     async with background(loop):
         await anyio.sleep(1)
         loop.pause()
@@ -104,15 +98,10 @@ async def test_a_pause_that_is_over_before_it_came_to_anything_loses_nothing(vir
     mailbox = FaultyMailbox()
     work = Work()
     work.go.set()
-    mailbox.next("claim", slow(5))
+    mailbox.next("claim", shielded(slow(5)))
+    mailbox.always("claim", shielded(as_usual))
     await mailbox.send_many(range(3))
     loop = MainLoop(mailbox, work, body=int, concurrency=3, wait_time_seconds=1000)
-
-    async def claim_in_a_shield(*args):
-        with anyio.CancelScope(shield=True):
-            return await claim(*args)
-
-    claim, mailbox._claim = mailbox._claim, claim_in_a_shield
     async with background(loop):
         await anyio.sleep(1)
         loop.pause()
@@ -132,14 +121,13 @@ async def test_a_pause_that_is_over_before_it_came_to_anything_loses_nothing(vir
 
 async def test_a_pause_that_is_over_between_a_claim_and_its_return_leaves_nobody_waiting():
     """What was claimed while it was paused is handed back, or begun: in whatever turn the resumption comes."""
-    mailbox = InMemoryMailbox()
+    mailbox = FaultyMailbox()
     work = Work()
     work.go.set()
     loop = MainLoop(mailbox, work, body=int, concurrency=3, wait_time_seconds=1000)
-    claim = mailbox._claim
 
-    async def claim_and_resume(*args):
-        claimed = await claim(*args)
+    async def claim_and_resume(claim):
+        claimed = await claim()
         loop.pause()
         for turns in range(4):
             tasks.start_soon(resume_after, turns)
@@ -152,7 +140,7 @@ async def test_a_pause_that_is_over_between_a_claim_and_its_return_leaves_nobody
 
     async with anyio.create_task_group() as tasks, background(loop):
         await anyio.wait_all_tasks_blocked()
-        mailbox._claim = claim_and_resume
+        mailbox.always("claim", claim_and_resume)
         for job in range(0, 60, 3):
             await mailbox.send_many([job, job + 1, job + 2])
             await settled(mailbox)
@@ -162,15 +150,9 @@ async def test_a_pause_that_is_over_between_a_claim_and_its_return_leaves_nobody
 async def test_a_store_that_does_not_answer_does_not_hold_up_the_pause_for_ever(virtual_clock):
     mailbox = FaultyMailbox()
     mailbox.always("settle", hang)
-    mailbox.next("claim", slow(1))
+    mailbox.next("claim", shielded(slow(1)))
     await mailbox.send_many(range(2))
     loop = MainLoop(mailbox, Work(), body=int, concurrency=2)
-
-    async def claim_in_a_shield(*args):
-        with anyio.CancelScope(shield=True):
-            return await claim(*args)
-
-    claim, mailbox._claim = mailbox._claim, claim_in_a_shield
     async with background(loop):
         await anyio.sleep(0.5)
         loop.pause()
@@ -227,14 +209,11 @@ async def test_counted_receives_are_counted_through_a_pause(virtual_clock):
 
 
 async def test_a_paused_loop_leaves_the_places_of_its_group_to_others(virtual_clock):
-    capacity = Capacity(1)
     boxes = [InMemoryMailbox(str(n)) for n in range(2)]
     work = Work()
     work.go.set()
     loops = [MainLoop(box, work, body=int, name=box.name) for box in boxes]
-    for loop in loops:
-        loop._capacity = capacity
-    async with background(loops[0]), background(loops[1]):
+    async with LoopGroup(loops, max_concurrency=1):
         await anyio.sleep(1)
         loops[0].pause()
         await loops[0].wait_paused()
@@ -252,19 +231,13 @@ async def test_after_a_stop_a_pause_or_a_resume_begins_nothing(virtual_clock, pa
     work = Work()
     await mailbox.send_many(range(4))
     loop = MainLoop(mailbox, work, body=int, concurrency=3, wait_time_seconds=1000)
-
-    async def claim_in_a_shield(*args):
-        with anyio.CancelScope(shield=True):
-            await anyio.sleep(5)
-            return await claim(*args)
-
     with anyio.fail_after(100):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(loop.run)
             await anyio.sleep(1)
             assert len(work.begun) == 3
             await mailbox.send_many([7, 8])
-            claim, mailbox._claim = mailbox._claim, claim_in_a_shield
+            mailbox.always("claim", shielded(slow(5)))
             work.go.set()  # three are done, and the next claim is on its way
             await anyio.sleep(1)
             work.go = anyio.Event()

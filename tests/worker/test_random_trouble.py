@@ -68,9 +68,9 @@ class Troubled(InMemoryMailbox[int, Any]):
             for run in self.loop.runs:
                 run.give_up_settling()
 
-    async def _settle(self, delivery: Any, settlement: Any) -> None:
+    async def settle(self, delivery: Any, settlement: Any) -> None:
         await self.gap()
-        await super()._settle(delivery, settlement)
+        await super().settle(delivery, settlement)
         await self.answer()
 
     async def _acknowledge_many(self, deliveries: list[Any]) -> dict[int, Exception]:
@@ -80,19 +80,19 @@ class Troubled(InMemoryMailbox[int, Any]):
             try:
                 if self.rng.random() < 0.05:
                     raise MailboxConnectionError("not this one")
-                await super()._settle(delivery, ACK)
+                await super().settle(delivery, ACK)
             except Exception as error:
                 refused[number] = error
         await self.answer()
         return refused
 
-    async def _claim(self, *asked: Any) -> list[Any]:
+    async def receive(self, **asked: Any) -> list[Any]:
         await self.gap()
-        return await super()._claim(*asked)
+        return await super().receive(**asked)
 
-    async def _extend(self, delivery: Any, timeout: float) -> None:
+    async def extend(self, delivery: Any, timeout: float) -> None:
         await self.gap()
-        await super()._extend(delivery, timeout)
+        await super().extend(delivery, timeout)
 
 
 class Trial:
@@ -191,15 +191,15 @@ class Trial:
                 await anyio.sleep(self.rng.choice([0, 0.01, 1]))
 
     async def watch(self) -> None:
-        """Ends a pause after a moment; fails where a slot sleeps though there is work, second after second."""
-        asleep = 0
+        """Ends a pause after a moment; fails where messages wait though a slot is free, second after second."""
+        seconds = 0
         while True:
             await anyio.sleep(1)
             if self.loop.paused:
                 self.loop.resume()
-            worker = self.loop.worker
-            asleep = asleep + 1 if worker is not None and worker.intake.open and worker._backlog and worker._idle else 0
-            assert asleep < 5, (worker._roused, len(worker._idle), len(worker._backlog))
+            begun = len(self.began.keys() - self.ended.keys())
+            seconds = seconds + 1 if begun < min(self.loop.in_flight, self.loop.concurrency) else 0
+            assert seconds < 10, (self.loop, begun)
 
 
 @pytest.mark.anyio

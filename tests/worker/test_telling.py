@@ -6,6 +6,7 @@ import pytest
 
 from mainspring import Context, InMemoryMailbox, LoopGroup, MainLoop, Reject, RetryPolicy
 from mainspring.events import MessageNotAcknowledged
+from support import FaultyMailbox
 
 SOON = RetryPolicy(initial_delay=3, jitter="none")
 
@@ -73,16 +74,16 @@ async def test_a_huge_error_is_cut(virtual_clock):
 async def test_a_run_until_empty_ends_with_the_last_message_and_waits_days_without_effort(virtual_clock):
     looks = 0
 
-    class Counting(InMemoryMailbox):
-        async def _counts(self):
-            nonlocal looks
-            looks += 1
-            return await super()._counts()
+    async def look(counts):
+        nonlocal looks
+        looks += 1
+        return await counts()
 
     async def handle(job: int) -> None:
         """Nothing to do."""
 
-    box = Counting(body=int)
+    box = FaultyMailbox(body=int)
+    box.always("counts", look)
     await box.send(1, delay=86_400)
     began = virtual_clock.now
     await LoopGroup([MainLoop(box, handle)]).run(install_signals=False, until_empty=True)

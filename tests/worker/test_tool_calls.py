@@ -27,7 +27,7 @@ from mainspring import (
 )
 from mainspring.core import clock
 from mainspring.testing import Faults, Simulation
-from support import FaultyMailbox, background, fail, hang, lose_answer, settled, slow
+from support import FaultyMailbox, background, fail, hang, lose_answer, settled, slow, work
 
 pytestmark = pytest.mark.anyio
 
@@ -99,29 +99,28 @@ async def test_a_block_left_by_an_exception_is_not_known_to_have_ended(leave):
 
 async def test_a_worker_that_dies_inside_of_a_call_leaves_it_to_the_next(virtual_clock):
     """The lease runs out, and nobody had a chance to write anything more."""
-    mailbox = InMemoryMailbox()
+    mailbox = FaultyMailbox()
     seen = []
+    writes = ("settle", "extend", "save_checkpoint")
 
     async def dies(job: int, ctx: Context) -> None:
         await anyio.sleep(3)
         async with ctx.tool_call("ship", info=[1, 2]):
-            mailbox._settle = mailbox._extend = mailbox._save_checkpoint = hang_for_ever  # the process is gone
+            for call in writes:
+                mailbox.always(call, hang)  # the process is gone
             await anyio.sleep_forever()
-
-    async def hang_for_ever(*args):
-        await anyio.sleep_forever()
 
     async def lives(job: int, ctx: Context) -> None:
         seen.append((ctx.attempt, ctx.unfinished_calls))
 
-    hooks = {name: getattr(mailbox, name) for name in ("_settle", "_extend", "_save_checkpoint")}
     await mailbox.send(1)
     with anyio.CancelScope() as process:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(MainLoop(mailbox, dies, visibility_timeout=30).run)
             await anyio.sleep(10)
             process.cancel()
-    vars(mailbox).update(hooks)
+    for call in writes:
+        mailbox.always(call, work)
     await deliver(mailbox, lives, send=False)
     began = clock.VIRTUAL_EPOCH + timedelta(seconds=3)
     assert seen == [(2, (ToolCall("ship", None, [1, 2], began, 1, 1),))]
@@ -156,21 +155,22 @@ async def test_several_calls_at_once_end_one_by_one():
         seen.append(sorted(call.info for call in ctx.unfinished_calls))
         if len(seen) > 1:
             return
-        inside = 0
+        inside = ended = 0
 
         async def call(number: int) -> None:
-            nonlocal inside
+            nonlocal inside, ended
             async with ctx.tool_call("fetch", info=number):
                 inside += 1
                 while inside < 8:
                     await anyio.lowlevel.checkpoint()
                 if number % 2:
                     await anyio.sleep_forever()
+            ended += 1
 
         async with anyio.create_task_group() as tasks:
             for number in range(8):
                 tasks.start_soon(call, number)
-            while len(ctx._kept()._calls) > 4 or inside < 8:
+            while ended < 4:
                 await anyio.sleep(0.001)
             await ctx.checkpoint("halfway")
             tasks.cancel_scope.cancel()

@@ -10,8 +10,7 @@ import pytest
 from anyio import from_thread
 from loop_support import EXACT
 
-from mainspring import DeadLetterPolicy, Deadline, InMemoryMailbox, MainLoop, RetryPolicy
-from mainspring.worker import delivery as attempt
+from mainspring import DeadLetterPolicy, InMemoryMailbox, MainLoop, RetryPolicy
 from support import FaultyMailbox, background, record, settled
 
 pytestmark = pytest.mark.anyio
@@ -285,29 +284,32 @@ async def test_a_thread_that_looks_for_cancellation_ends_by_its_timeout():
         assert dead.error_type == "HandlerTimeoutError"
 
 
-@pytest.mark.parametrize("name", ["deadline_of", "before_start", "enter"])
-async def test_what_goes_wrong_before_the_handler_is_its_messages_failure(name, virtual_clock, monkeypatch):
+async def test_what_goes_wrong_before_the_handler_is_its_messages_failure(virtual_clock):
+    """As with a backend that raises what none should."""
+
+    class Unreadable(dict):
+        def __bool__(self) -> bool:
+            raise OverflowError("out of the calendar")
+
     ran = []
 
     async def handle(job: int) -> None:
         ran.append(job)
 
-    genuine = getattr(attempt, name)
-    calls = []
+    async def unreadable(claim):
+        deliveries = await claim()
+        for delivery in deliveries:
+            delivery.headers = Unreadable()
+        return deliveries
 
-    def broken_at_first(*args):
-        calls.append(args)
-        if len(calls) <= 2:
-            raise OverflowError("out of the calendar")
-        return genuine(*args)
-
-    monkeypatch.setattr(attempt, name, broken_at_first)
-    mailbox = InMemoryMailbox()
+    mailbox = FaultyMailbox()
+    mailbox.next("claim", unreadable, unreadable)
     policy = DeadLetterPolicy(max_attempts=2)
-    async with background(MainLoop(mailbox, handle, dead_letter=policy, retry=RetryPolicy(initial_delay=0))):
-        await mailbox.send(1, deadline=Deadline.after(3600))
+    loop = MainLoop(mailbox, handle, dead_letter=policy, retry=RetryPolicy(initial_delay=0), wait_time_seconds=600)
+    await mailbox.send(1)
+    async with background(loop):
         await settled(mailbox)
-        await mailbox.send(2, deadline=Deadline.after(3600))
+        await mailbox.send(2)
         await settled(mailbox)
     (dead,) = await mailbox.dead_letters()
     assert (dead.error_type, dead.attempt, dead.error) == ("OverflowError", 2, "out of the calendar")

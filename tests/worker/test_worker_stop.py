@@ -10,7 +10,7 @@ from loop_support import quick, sleeping
 from mainspring import Context, InMemoryMailbox, MainLoop, Retry
 from mainspring.errors import MailboxConnectionError
 from mainspring.events import MessageStarted, SettlementFailed
-from support import FaultyMailbox, background, fail, hang, record
+from support import FaultyMailbox, background, fail, hang, record, shielded, slow
 
 pytestmark = pytest.mark.anyio
 
@@ -181,14 +181,8 @@ async def test_all_messages_of_a_claimed_batch_are_handed_back(virtual_clock, fi
 
 async def test_what_was_claimed_during_the_shutdown_is_handed_back_unrun(virtual_clock):
     """The claim was under way when the shutdown came: shielded, it brings messages that nobody may begin."""
-
-    class Late(FaultyMailbox):
-        async def _claim(self, *args):
-            with anyio.CancelScope(shield=True):
-                await anyio.sleep(2)
-                return await super()._claim(*args)
-
-    mailbox = Late()
+    mailbox = FaultyMailbox()
+    mailbox.always("claim", shielded(slow(2)))
     loop = MainLoop(mailbox, sleeping, concurrency=5)
     started = record(loop, MessageStarted)
     await mailbox.send_many(range(5))
@@ -203,13 +197,8 @@ async def test_what_was_claimed_during_the_shutdown_is_handed_back_unrun(virtual
 
 
 async def test_a_store_that_hangs_when_messages_are_handed_back_delays_the_end_only_for_a_while(virtual_clock):
-    class Late(FaultyMailbox):
-        async def _claim(self, *args):
-            with anyio.CancelScope(shield=True):
-                await anyio.sleep(2)
-                return await super()._claim(*args)
-
-    mailbox = Late()
+    mailbox = FaultyMailbox()
+    mailbox.always("claim", shielded(slow(2)))
     mailbox.always("settle", hang)
     loop = MainLoop(mailbox, sleeping, concurrency=5)
     failed = record(loop, SettlementFailed)

@@ -21,7 +21,7 @@ from mainspring.events import (
     SettlementRecovered,
 )
 from mainspring.mailbox.backend import Capabilities
-from support import FaultyMailbox, background, fail, hang, lose_answer, record, settled, slow, work
+from support import FaultyMailbox, background, fail, hang, lose_answer, record, settled, slow, until, work
 
 pytestmark = pytest.mark.anyio
 
@@ -33,7 +33,7 @@ async def quick(job: int) -> None: ...
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 10])
-async def test_no_more_is_leased_than_there_are_handlers_to_run_it(concurrency):
+async def test_no_more_is_leased_than_there_are_handlers_to_run_it(concurrency, virtual_clock):
     running = most = 0
 
     async def handle(job: int) -> None:
@@ -147,28 +147,28 @@ async def test_a_busy_loop_tells_of_a_silent_server_and_of_its_return(virtual_cl
     """It has nothing to ask until the next renewal, a minute later: the mailbox knows, and says so."""
     asked = []
 
-    class Silent(InMemoryMailbox):
-        async def approximate_count(self):
-            asked.append(anyio.current_time())
-            if len(asked) < 3:
-                raise DOWN
-            return await super().approximate_count()
+    async def silent(counts):
+        asked.append(anyio.current_time())
+        if len(asked) < 3:
+            raise DOWN
+        return await counts()
 
-    mailbox = Silent()
+    mailbox = FaultyMailbox()
+    mailbox.always("counts", silent)
     loop = MainLoop(mailbox, sleeping, concurrency=1, visibility_timeout=3_600)
     events = record(loop, ReceiveFailed, ReceiveRecovered)
     async with background(loop):
         await mailbox.send(1)
         await anyio.sleep(5)
         for _ in range(2):  # of each call that is not answered
-            mailbox._announce_silence(DOWN)
+            mailbox.fall_silent(DOWN)
         assert events == [ReceiveFailed(loop.name, describe(DOWN), 10.0, first=True)]
         assert loop.trouble == describe(DOWN)
         await anyio.sleep(40)
         assert asked == [15, 25, 35]
         assert events[1:] == [ReceiveRecovered(loop.name, 1)]
         assert loop.trouble is None
-        mailbox._announce_silence(DOWN)
+        mailbox.fall_silent(DOWN)
         assert events[2:] == [ReceiveFailed(loop.name, describe(DOWN), 10.0, first=True)]
         loop.cancel_work()
 
@@ -179,7 +179,7 @@ async def test_an_idle_loop_tells_of_a_silent_server_once(virtual_clock):
 
     async def fall_silent(hook):
         await anyio.sleep(5)
-        mailbox._announce_silence(DOWN)
+        mailbox.fall_silent(DOWN)
         raise DOWN
 
     mailbox.next("claim", fall_silent, fail(DOWN))
@@ -298,10 +298,13 @@ async def test_a_settlement_is_tried_again_while_the_lease_is_trusted(virtual_cl
 
 
 @pytest.mark.parametrize("joined", [True, False], ids=["joined", "each by itself"])
-async def test_a_full_loop_hears_by_its_settlements_that_the_store_is_away(virtual_clock, monkeypatch, joined):
+async def test_a_full_loop_hears_by_its_settlements_that_the_store_is_away(virtual_clock, joined):
     """No place is free, so it does not receive. It is said once when it begins, and once when it is over."""
-    monkeypatch.setattr(FaultyMailbox, "capabilities", replace(FaultyMailbox.capabilities, joined_acks=joined))
-    mailbox = FaultyMailbox()
+
+    class Store(FaultyMailbox):
+        capabilities = replace(FaultyMailbox.capabilities, joined_acks=joined)
+
+    mailbox = Store()
     await mailbox.send_many(range(4))
     loop = MainLoop(mailbox, sleeper(1), concurrency=2)
     events = record(loop, SettlementDelayed, SettlementRecovered, SettlementFailed)
@@ -364,19 +367,12 @@ async def test_where_nothing_else_asks_the_store_it_is_asked_whether_it_is_back(
         with anyio.CancelScope(shield=afterwards == "the handler goes on"):
             await anyio.sleep(3_600)
 
-    class Reachable(FaultyMailbox):
-        async def _counts(self):
-            if anyio.current_time() < back_at:
-                raise DOWN
-            return await super()._counts()
-
-    back_at = 0.0
-    mailbox = Reachable()
+    mailbox = FaultyMailbox()
     loop = MainLoop(mailbox, handle, visibility_timeout=30)
     async with background(loop):
         await mailbox.send(1)
         await anyio.sleep(1)
-        back_at = 100.0
+        mailbox.always("counts", until(100, fail(DOWN)))
         mailbox.always("extend", fail(DOWN))
         await anyio.sleep(28)
         if afterwards == "pause":

@@ -198,8 +198,8 @@ class Worker:
         receivers = 2 if self._places.ordered and max_iterations is None else 1
         try:
             async with anyio.create_task_group() as tasks:
-                for _ in range(receivers):
-                    tasks.start_soon(self._receiver, max_iterations)
+                for number in range(receivers):
+                    tasks.start_soon(self._receiver, max_iterations, name=f"{self.name} receiver {number + 1}")
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
         if tasks.cancel_scope.cancel_called:  # which one of the two has done by ending so

@@ -7,7 +7,7 @@ import math
 import threading
 from contextlib import suppress
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, ClassVar, Never, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Never, Self, overload
 from urllib.parse import quote, unquote, urlsplit
 from weakref import WeakSet, finalize
 
@@ -349,7 +349,7 @@ class InMemoryMailbox(Mailbox[T, R]):
     @classmethod
     def from_url(
         cls, url: str, *, host: str, path: str, options: Mapping[str, Any], body: Any = None, reply: Any = None
-    ) -> InMemoryMailbox[Any, Any]:
+    ) -> Self:
         """The mailbox for ``memory://host``: the one queue of that name on the event loop it is used on."""
         if not host or path not in ("", "/"):
             raise ConfigError(f"{url!r}: a memory mailbox is named memory://NAME, as in memory://jobs")
@@ -360,7 +360,7 @@ class InMemoryMailbox(Mailbox[T, R]):
             capacity = int(capacity) if capacity.isascii() and capacity.isdigit() else capacity
         if isinstance(serialize, str):
             serialize = {"true": True, "1": True, "false": False, "0": False}.get(serialize.lower(), serialize)
-        mailbox: InMemoryMailbox[Any, Any] = cls(host, capacity=capacity, serialize=serialize, body=body, reply=reply)
+        mailbox = cls(host, capacity=capacity, serialize=serialize, body=body, reply=reply)
         mailbox._settle_in(host, capacity)
         return mailbox
 
