@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import socket
 
 import pytest
 
-from mainspring import ConfigError, open_mailbox
+from mainspring import ConfigError, MailboxConnectionError, MailboxError, MailboxFullError, open_mailbox
 from mainspring.mailbox.memory.mailbox import InMemoryMailbox
 from mainspring.mailbox.nats.mailbox import NatsMailbox
 from mainspring.mailbox.postgres.mailbox import PostgresMailbox
 from mainspring.mailbox.redis.mailbox import RedisMailbox
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
+from nats_support import place as nats_place
+from postgres_support import Place, drop_schema, new_schema, until
+from redis_support import place as redis_place
+from wrapped_backend import backend_of
 
 SERVERS = [
     (PostgresMailbox, "postgresql://ann@db:6000/app"),
@@ -26,23 +31,74 @@ def test_a_constructor_reads_the_query_as_open_mailbox_does(kind, url):
         assert kind(url + query).address == open_mailbox(url + query).address
     assert kind(f"{url}?name=zzz").name == "zzz"
     assert kind(f"{url}?timeout=3", name="given").name == "given"
-    sibling = kind(f"{url}?name=zzz")._sibling("other")
+    sibling = backend_of(kind(f"{url}?name=zzz")).sibling("other")
     assert (sibling.name, sibling.address) == ("other", open_mailbox(f"{url}?name=other").address)
 
 
-def test_options_in_the_url_of_a_constructor_count():
-    postgres = PostgresMailbox(
-        "postgresql://db/app?sslmode=require&application_name=me&schema=mine&capacity=3&listen=no&migrate=no"
-    )
-    assert "sslmode=require" in postgres._conninfo
-    assert "application_name=me" in postgres._conninfo
-    assert (postgres._schema, postgres._capacity, postgres._migrate) == ("mine", 3, False)
-    assert postgres._settings["listen"] is False
-    redis = RedisMailbox("redis://db?capacity=3&timeout=2&username=ann&password=s3cret")
-    assert (redis._capacity, redis._timeout, redis._server.username) == (3, 2.0, "ann")
-    nats = NatsMailbox("nats://db?ack_wait=3&replicas=3&storage=memory")
-    assert (nats._settings["ack_wait"], nats._settings["replicas"], nats._settings["storage"]) == (3.0, 3, "memory")
+def test_the_first_parameter_may_be_named():
     assert NatsMailbox(server="nats://db?name=zzz").name == RedisMailbox(url="redis://db?name=zzz").name == "zzz"
+
+
+ON_ASYNCIO = pytest.mark.parametrize("anyio_backend", ["asyncio"])
+
+
+@pytest.mark.anyio
+@ON_ASYNCIO
+async def test_options_in_the_url_of_a_constructor_count_on_postgresql(postgres_url, anyio_backend):
+    schema = new_schema()
+    here = Place(postgres_url, schema)
+    url = f"{postgres_url}{'&' if '?' in postgres_url else '?'}schema={schema}&application_name=me-{schema}&capacity=3"
+    with pytest.raises(ConfigError, match="migrate"):
+        async with PostgresMailbox(f"{url}&migrate=no"):
+            pass
+    try:
+        async with PostgresMailbox(f"{url}&listen=no&name=jobs") as mailbox:
+            with pytest.raises(MailboxFullError, match="at most 3 messages"):
+                await mailbox.send_many(range(4))
+            assert here.execute("SELECT name FROM SCHEMA.mailboxes") == [("jobs",)]
+            async with PostgresMailbox(f"{url}&name=listens") as listens:
+                await until(lambda: not listens.statistics().polling)
+                assert mailbox.statistics().polling
+            await mailbox.counts()
+            assert here.execute(f"SELECT count(*) FROM pg_stat_activity WHERE application_name = 'me-{schema}'") >= [
+                (1,)
+            ]
+    finally:
+        drop_schema(postgres_url, schema)
+    assert "sslmode=require" in PostgresMailbox("postgresql://db/app?sslmode=require").address
+
+
+@pytest.mark.anyio
+@ON_ASYNCIO
+async def test_options_in_the_url_of_a_constructor_count_on_redis(redis_url, anyio_backend):
+    with redis_place(redis_url) as here:
+        user = here.prefix + "ann"
+        here.call("ACL", "SETUSER", user, "on", ">s3cret", "~*", "&*", "+@all")
+        try:
+            url = f"{redis_url}?name={here.prefix}jobs&capacity=3&username={user}&password=s3cret"
+            async with RedisMailbox(url) as mailbox:
+                with pytest.raises(MailboxFullError, match="at most 3 messages"):
+                    await mailbox.send_many(range(4))
+                assert f"user={user}".encode() in here.call("CLIENT", "LIST")
+        finally:
+            here.call("ACL", "DELUSER", user)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(MailboxConnectionError, match=r"0\.2 s"):
+        async with RedisMailbox(f"redis://127.0.0.1:{silent.getsockname()[1]}?timeout=0.2"):
+            pass
+
+
+@pytest.mark.anyio
+@ON_ASYNCIO
+async def test_options_in_the_url_of_a_constructor_count_on_nats(nats_url, anyio_backend):
+    async with nats_place(nats_url) as here:
+        url = f"{nats_url}?name={here.prefix}-jobs&ack_wait=3&storage=memory"
+        with pytest.raises(MailboxError, match="replicas"):
+            async with NatsMailbox(f"{url}&replicas=3"):
+                pass
+        async with NatsMailbox(url):
+            queue = here.names().queue
+            assert (await here.server.api(f"STREAM.INFO.{queue}"))["config"]["storage"] == "memory"
+            assert (await here.server.consumer(queue))["config"]["ack_wait"] == 3e9
 
 
 @pytest.mark.parametrize(("kind", "url"), SERVERS)
@@ -111,8 +167,8 @@ def test_what_takes_no_url_says_so():
 )
 def test_a_postgresql_url_may_leave_the_host_to_libpq(url):
     assert open_mailbox(url).name == PostgresMailbox(url).name == "jobs"
-    assert open_mailbox(url)._conninfo == PostgresMailbox(url)._conninfo
-    assert ("dbname=app" in open_mailbox(url)._conninfo) == ("/app" in url)
+    assert open_mailbox(url).address == PostgresMailbox(url).address
+    assert ("/app?" in open_mailbox(url).address) == ("/app" in url)
 
 
 # ----------------------------------------------------------------------------------------------------------- passwords
