@@ -273,6 +273,20 @@ async def test_a_batch_that_is_too_large_for_one_call_goes_in_several_of_one_tra
         assert (await mailbox.counts()).pending == 0, "all or none"
 
 
+async def test_an_acknowledgement_reads_the_row_of_its_message_and_not_all_that_are_in_flight(place):
+    ours = "SELECT count(*) FROM pg_stat_activity WHERE application_name = %s"
+    reads = "SELECT sum(idx_tup_read) FROM pg_stat_all_indexes WHERE schemaname = %s AND relname = 'messages'"
+    async with place.mailbox(application_name=place.schema) as mailbox:
+        await mailbox.send_many(range(1_000))
+        messages = await mailbox.receive(max_messages=1_000)
+        for message in messages[:100]:
+            await message.acknowledge()
+    await until(
+        lambda: place.execute(ours, place.schema) == [(0,)]
+    )  # its connections tell what they read when they end
+    assert 1_000 < place.execute(reads, place.schema)[0][0] < 10_000
+
+
 async def test_a_stale_acknowledgement_beside_the_valid_one_is_refused(place):
     async with place.mailbox() as mailbox:
         await mailbox.send("x")

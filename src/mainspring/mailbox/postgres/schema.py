@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.postgres.connection import Pool
 
-_TABLES = ("0001_tables.sql", None, None, None, None)
+_TABLES = ("0001_tables.sql", None, None, None, None, None)
 """What brings the tables from each version to the next: the first makes version 1. None: only functions are others."""
 _FUNCTIONS = ("sends.sql", "claims.sql", "settlements.sql", "upkeep.sql")
 SCHEMA_VERSION = len(_TABLES)

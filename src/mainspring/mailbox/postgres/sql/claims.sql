@@ -201,7 +201,7 @@ BEGIN
         UPDATE mainspring.messages m SET state = 0, due = NULL, deliveries = m.deliveries - 1,
             first_received_at = CASE WHEN m.deliveries > 1 THEN m.first_received_at END
         FROM unnest(ids, leases) AS g (id, lease)
-        WHERE m.id = g.id AND m.lease = g.lease AND m.mailbox = box AND m.state = 2 RETURNING m.rank, m.pos;
+        WHERE m.id = g.id AND m.lease = g.lease AND m.mailbox = box AND m.state + 0 = 2 RETURNING m.rank, m.pos;
     GET DIAGNOSTICS back = ROW_COUNT;
     INSERT INTO mainspring.tallies (mailbox, pending, in_flight) VALUES (box, back, -back);
     PERFORM mainspring.tell(box, back);
