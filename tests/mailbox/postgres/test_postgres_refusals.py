@@ -11,7 +11,6 @@ import pytest
 
 from mainspring.cli.app import call
 from mainspring.errors import ConfigError, InvalidParameterError, MailboxConnectionError
-from mainspring.mailbox.postgres.connection import refusal_code
 from mainspring.mailbox.postgres.mailbox import PostgresMailbox
 from postgres_support import until, worker_role
 
@@ -24,9 +23,9 @@ def anyio_backend():
 
 
 @asynccontextmanager
-async def refusing(text, code=None):
-    """The port of a server that refuses everybody with those words, and that SQLSTATE."""
-    said = [(b"S", b"FATAL"), (b"V", b"FATAL")] + ([(b"C", code.encode())] if code else []) + [(b"M", text.encode())]
+async def refusing(text):
+    """The port of a server that refuses everybody with those words."""
+    said = (b"S", b"FATAL"), (b"V", b"FATAL"), (b"M", text.encode())
 
     async def serve(stream):
         async with stream:
@@ -80,30 +79,6 @@ async def test_where_its_lines_end_is_seen_in_one_line_too(text, line, anyio_bac
         with pytest.raises(MailboxConnectionError) as told:
             await PostgresMailbox(f"postgresql://app@127.0.0.1:{port}/app?sslmode=disable").__aenter__()
         assert str(told.value).endswith(f"FATAL: {line}")
-
-
-@pytest.mark.parametrize(
-    ("code", "text", "lasting"),
-    [
-        ("28P01", "Passwort-Authentifizierung für Benutzer »app« fehlgeschlagen", "check the user, the password"),
-        ("28000", 'le rôle « app » n\'existe pas, C "53300"', "check the user, the password"),
-        ("3D000", 'データベース"app"は存在しません', "check the user, the password"),
-        ("42704", "unbekannter Konfigurationsparameter »x«", "correct the parameters of the URL"),
-        ("53300", "tut mir leid, schon zu viele Verbindungen", None),
-        ("57P03", "das Datenbanksystem startet", None),
-    ],
-)
-async def test_a_refusal_in_any_language_is_told_by_its_code(code, text, lasting, anyio_backend):
-    async with refusing(text, code) as port:
-        with pytest.raises(ConfigError if lasting else MailboxConnectionError, match=lasting) as told:
-            await PostgresMailbox(f"postgresql://app:secret@127.0.0.1:{port}/app?sslmode=disable").__aenter__()
-        assert text in str(told.value)
-        assert "secret" not in str(told.value)
-
-
-async def test_the_code_of_a_real_servers_refusal(place, anyio_backend):
-    for changed, code in (({"dbname": "no_such_database"}, "3D000"), ({"user": "no_such_role"}, "28000"), ({}, None)):
-        assert await refusal_code(psycopg.conninfo.make_conninfo(place.url, **changed)) == code
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import os
 import re
 import select
 import sys
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, nullcontext
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,7 @@ import anyio
 import psycopg
 from anyio import CapacityLimiter
 from psycopg import capabilities
-from psycopg.conninfo import make_conninfo
-from psycopg.pq import PGconn, PollingStatus, TransactionStatus
+from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 from psycopg.waiting import wait_async
 
@@ -66,14 +65,8 @@ _LASTING = (
         _LOGIN,
     ),
 )
-"""What to do about a connection that fails for good, by the words of libpq, poolers and servers that speak English."""
-_LASTING_CODES = {
-    **dict.fromkeys(("28000", "28P01", "3D000", "42501"), _LOGIN),
-    **dict.fromkeys(("22023", "42704"), _PARAMETERS),
-}
-"""The same by the code of a server's refusal, in whatever language it speaks. Any other may pass."""
-
-
+"""What to do about a connection that fails for good, by the words of libpq, poolers and servers that speak English: the driver
+keeps no code of a server's refusal."""
 _QUESTION = re.compile(r";? *Is the server running [^?]*\?")
 """What libpq asks where it finds no server; the advice at the end of the error says it."""
 
@@ -199,7 +192,6 @@ class Pool:
         Raises :class:`MailboxConnectionError`; :class:`ConfigError` for a refusal that no later try would escape, as of a
         wrong password, unless there was a connection before: from then on it may be somebody's passing mistake.
         """
-        until = anyio.current_time() + self.timeout
         try:
             with anyio.fail_after(self.timeout):
                 # Nothing is prepared: behind a connection pooler the next transaction may meet another server process.
@@ -209,7 +201,7 @@ class Pool:
             raise MailboxConnectionError(f"PostgreSQL did not answer within {self.timeout:g} s") from None
         except (psycopg.Error, OSError) as error:
             self.connected = False
-            remedy = None if self._welcome else _remedy(str(error)) or await self._remedy_by_code(error, until)
+            remedy = None if self._welcome else _remedy(str(error))
             if remedy is not None:
                 raise ConfigError(f"PostgreSQL refuses the connection: {one_line(error)}; {remedy}") from error
             raise _unreached(error) from error
@@ -222,17 +214,6 @@ class Pool:
         self._lost = False
         self.connected = self._welcome = True
         return connection
-
-    async def _remedy_by_code(self, error: Exception, until: float) -> str | None:
-        """What a server's refusal of unknown words calls for; None where it may pass, or cannot be told in time."""
-        refused = getattr(error, "pgconn", None)
-        if refused is None:
-            return None
-        where = {key: text.decode() for key in ("host", "hostaddr", "port") if (text := getattr(refused, key))}
-        code = None
-        with suppress(psycopg.Error, OSError), anyio.CancelScope(deadline=until):
-            code = await refusal_code(make_conninfo(self.conninfo, **where))
-        return _LASTING_CODES.get(code or "")
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
@@ -395,30 +376,6 @@ class _ConflictError(MailboxConnectionError):
 
 class HeldUpError(MailboxConnectionError):
     """Another transaction was in the way for longer than the lock_timeout; nothing was done."""
-
-
-async def refusal_code(conninfo: str) -> str | None:
-    """The SQLSTATE with which a server refuses a connection; None where it does not, or this libpq does not tell.
-
-    The driver keeps only the words. So this knocks once more, and reads libpq's trace of what is said then.
-    """
-    if not hasattr(os, "memfd_create"):
-        return None
-    with os.fdopen(os.memfd_create("trace"), "rb") as trace:
-        knocking = PGconn.connect_start(conninfo.encode())
-        try:
-            knocking.trace(trace.fileno())
-            while (wait := _WAITS.get(PollingStatus(knocking.connect_poll()))) is not None:
-                await wait(knocking.socket)
-        finally:  # also where this is cancelled: libpq may write as long as it traces, and the number be another file's
-            knocking.untrace()
-            knocking.finish()
-        trace.seek(0)
-        told = re.search(rb"\tErrorResponse\t.*? C \"(\w{5})\"", trace.read())
-    return told[1].decode() if told else None
-
-
-_WAITS = {PollingStatus.READING: anyio.wait_readable, PollingStatus.WRITING: anyio.wait_writable}
 
 
 def _remedy(text: str) -> str | None:
