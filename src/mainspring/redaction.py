@@ -15,6 +15,7 @@ _NAME = r"(?:pass|password|passwd|passphrase|pwd|token|secret)"
 _OPTION = re.compile(rf"({_NAME}\s{{0,3}}=\s{{0,3}})(?:'[^']*'|\"[^\"]*\"|[^&#\s]*[^&#\s'\",:;.)])", re.IGNORECASE)
 _QUERY = re.compile(rf"({_NAME}=)[^&]*", re.IGNORECASE)
 _HEAD = re.compile(rf"\s*(?:[a-z][a-z0-9+.-]*(?:%20)?:?//+|(?:{_SERVER}):[/\\]*)", re.IGNORECASE)
+_LINE_END = re.compile(r"([^\s.,:;?!])\s*\n\s*")
 _NO_PORT = re.compile(r"(//[^/?#\[\]@]*?:)(?!\d*(?:[,/?#]|$)).+")
 
 
@@ -48,5 +49,9 @@ def shown(url: str) -> str:
 
 
 def one_line(text: object) -> str:
-    """``text`` without line breaks and control characters: what an error says must not forge a second log line."""
-    return "".join(char if char.isprintable() else " " for char in " ".join(str(text).split()))
+    """``text`` without line breaks and control characters: what an error says must not forge a second log line.
+
+    A semicolon stands where a line ended without a mark.
+    """
+    line = " ".join(_LINE_END.sub(r"\1; ", str(text).strip()).split())
+    return "".join(char if char.isprintable() else " " for char in line)

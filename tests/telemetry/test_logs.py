@@ -44,11 +44,11 @@ CASES = [
     (events.LoopStateChanged("indexer", RUNNING, DEGRADED, 0.5), "WARNING", "degraded"),
     (events.LoopStateChanged("indexer", RUNNING, ServiceState.STOPPING, 0.5), "INFO", "stopping"),
     (events.LoopStateChanged("indexer", ServiceState.STOPPING, STOPPED, 0.5), "INFO", "stopped"),
-    (events.LoopCrashed("indexer", crash(), 1.25), "ERROR", "crashed, restart in 1.2 s: ValueError: no way, at "),
+    (events.LoopCrashed("indexer", crash(), 1.25), "ERROR", "crashed, restart in 1.2 s: ValueError: no; way, at "),
     (events.LoopCrashed("indexer", ValueError("x"), None), "ERROR", "crashed, it stays down: ValueError: x"),
     (events.MessageStarted("indexer", "m1", "r1", 3, 2), "DEBUG", "message m1 started (delivery 3, attempt 2)"),
     (finished("acknowledged"), "DEBUG", "message m1 done (ran 0.250 s)"),
-    (finished("retried", error="E: a\nb", retry_in=1.44), "WARNING", "to be tried again in 1.4 s (ran 0.250 s): E: a b"),
+    (finished("retried", error="E: a\nb", retry_in=1.44), "WARNING", "to be tried again in 1.4 s (ran 0.250 s): E: a; b"),
     (finished("postponed", charged=False, retry_in=5.0), "DEBUG", "message m1 postponed, to come again in 5.0 s (ran 0.250 s)"),
     (finished("acknowledged", error="ReplyError: no"), "DEBUG", "message m1 done (ran 0.250 s): ReplyError: no"),
     (finished("retried", charged=False), "INFO", "message m1 to be tried again, not counted (ran 0.250 s)"),
@@ -137,7 +137,7 @@ def test_a_crash_that_is_restarted_shows_its_traceback_one_that_surfaces_does_no
 
 
 def test_text_of_others_cannot_forge_a_line() -> None:
-    assert logs.one_line("a\r\n2026-01-01 ERROR forged\x1b[2J\u2028b") == "a 2026-01-01 ERROR forged [2J b"
+    assert logs.one_line("a\r\n2026-01-01 ERROR forged\x1b[2J\u2028b") == "a; 2026-01-01 ERROR forged [2J b"
 
 
 # ----------------------------------------------------------------------------------------------------------- configure

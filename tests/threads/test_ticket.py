@@ -449,7 +449,7 @@ def test_an_error_that_nobody_asks_for_is_logged(caplog):
     assert unread(caplog) == []
     del ticket
     (line,) = unread(caplog)
-    assert line.startswith("the import failed, and nobody asked its ticket: LookupError: no such row, at ")
+    assert line.startswith("the import failed, and nobody asked its ticket: LookupError: no such; row, at ")
     assert f"{__file__}:" in line
     assert "in a_raised_error" in line
 

@@ -21,6 +21,7 @@ from psycopg.waiting import wait_async
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, MainspringError, remedy
 from mainspring.mailbox.limits import COURTESY, SILENCE, dropped
 from mainspring.mailbox.postgres.arrays import register
+from mainspring.redaction import one_line
 from mainspring.runtime.resolver import resolve
 
 if TYPE_CHECKING:
@@ -462,9 +463,3 @@ def told(error: psycopg.Error) -> Exception:
 def faulty(error: psycopg.Error) -> MainspringError:
     """The error of a command whose values the server does not take."""
     return MailboxError(f"PostgreSQL refused the operation: {one_line(error)}")
-
-
-def one_line(error: BaseException) -> str:
-    """What the server or the driver said, as one line, in which a semicolon is where a line ended without a mark."""
-    text = re.sub(r"([^\s.,:;?!])\s*\n\s*", r"\1; ", str(error).strip())
-    return " ".join(text.split()) or type(error).__name__

@@ -13,8 +13,9 @@ from psycopg.rows import tuple_row
 from mainspring.errors import InvalidParameterError
 from mainspring.mailbox.postgres.arrays import register
 from mainspring.mailbox.postgres.calls import Call, Calls, call, make
-from mainspring.mailbox.postgres.connection import one_line, told
+from mainspring.mailbox.postgres.connection import told
 from mainspring.mailbox.postgres.dedup import not_ended
+from mainspring.redaction import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,10 +16,11 @@ from mainspring.core import process, random
 from mainspring.errors import MailboxConnectionError, MailboxError
 from mainspring.mailbox import waiting
 from mainspring.mailbox.postgres.calls import Call
-from mainspring.mailbox.postgres.connection import Pool, one_line
+from mainspring.mailbox.postgres.connection import Pool
 from mainspring.mailbox.postgres.maintenance import Upkeep
 from mainspring.mailbox.postgres.watermark import View
 from mainspring.policies import backoff
+from mainspring.redaction import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,8 +17,9 @@ import psycopg
 from mainspring.core import random
 from mainspring.errors import ConfigError, MailboxConnectionError
 from mainspring.mailbox.postgres.calls import ask
-from mainspring.mailbox.postgres.connection import explained, one_line
+from mainspring.mailbox.postgres.connection import explained
 from mainspring.mailbox.postgres.url import SCHEMA
+from mainspring.redaction import one_line
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -13,8 +13,9 @@ from mainspring.errors import MailboxConnectionError, MessageSettledError, Trans
 from mainspring.mailbox.limits import full
 from mainspring.mailbox.postgres.arrays import texts
 from mainspring.mailbox.postgres.calls import Calls, ask, make
-from mainspring.mailbox.postgres.connection import Connection, HeldUpError, one_line, told
+from mainspring.mailbox.postgres.connection import Connection, HeldUpError, told
 from mainspring.mailbox.postgres.values import stored_key
+from mainspring.redaction import one_line
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

@@ -14,8 +14,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from mainspring.errors import ConfigError
 from mainspring.mailbox.limits import SILENCE
 from mainspring.mailbox.open import divided
-from mainspring.mailbox.postgres.connection import one_line
-from mainspring.redaction import shown
+from mainspring.redaction import one_line, shown
 
 SCHEMA = "mainspring"
 LONGEST_NAME = 1_000
