@@ -22,7 +22,7 @@ pytestmark = [
 async def test_what_is_put_off_while_its_sender_still_looks_is_not_taken_for_another(here):
     """The sender finds its own message among the delayed, just while the receiver has it in both places."""
     names, of_sender, of_receiver = here.names(), await here.line(), await here.line()
-    look = of_sender.hold(GET + names.delayed, skip=1)
+    look = of_sender.hold(GET + names.delayed, '{"last_by_subj"*', skip=1)
     removal = of_receiver.hold(REMOVE + names.queue)
 
     async def nack():
@@ -51,8 +51,8 @@ class Senders:
             self.later: self.later.hold(names.to_delayed + "*"),
         }
         self.looks = {
-            self.soon: self.soon.hold(GET + names.delayed, skip=1),
-            self.later: self.later.hold(GET + names.queue, skip=1),
+            self.soon: self.soon.hold(GET + names.delayed, '{"last_by_subj"*', skip=1),
+            self.later: self.later.hold(GET + names.queue, '{"last_by_subj"*', skip=1),
         }
 
     async def store(self, *lines):
