@@ -25,9 +25,9 @@ from mainspring.events import (
     ShutdownRequested,
 )
 from mainspring.group.checks import Checks
-from mainspring.group.managed_loop import Member
+from mainspring.group.managed_loop import ManagedLoop
 from mainspring.group.shutdown import Shutdown
-from mainspring.group.thread_leaks import Leftovers
+from mainspring.group.thread_leaks import ThreadLeaks
 from mainspring.group.until_empty import UntilEmpty
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.ownership import open_in
@@ -38,7 +38,7 @@ from mainspring.threads.entry import AnywhereEvent, Entry
 from mainspring.watchdog.block_watch import BlockWatch
 from mainspring.watchdog.watchdog import Watchdog
 from mainspring.worker.actor import ask_all
-from mainspring.worker.adapter import ForeignLoop
+from mainspring.worker.adapter import LoopAdapter
 from mainspring.worker.control import PauseRequest, ResumeRequest
 from mainspring.worker.main_loop import MainLoop
 from mainspring.worker.slots import Capacity
@@ -90,18 +90,18 @@ class Lifetime:
         self._warnings = warnings
         self._dispatcher = dispatcher
         self._serve = serve
-        self._leftovers = Leftovers()
+        self._leftovers = ThreadLeaks()
         self._exit_at = math.inf
         self._starting = anyio.CancelScope()
         self._watch: BlockWatch | None = None
         self._scopes: list[DaemonScope] = []
         self._loops = [actor.loop for actor in actors]
-        self.members = [
-            Member(actor, dispatcher=dispatcher, restart=settings.restart, changed=self._member_changed)
+        self.managed_loops = [
+            ManagedLoop(actor, dispatcher=dispatcher, restart=settings.restart, changed=self._member_changed)
             for actor in actors
         ]
         self.shutdown = Shutdown(
-            self.members,
+            self.managed_loops,
             drain_delay=settings.drain_delay,
             cancel_grace=settings.cancel_grace,
             enter=self._enter,
@@ -161,8 +161,8 @@ class Lifetime:
                 await open_in(mailboxes, self.mailboxes(), f"group {self.name!r}")
                 if not self.shutdown.requested.is_set():  # opening may have met no point at which it could be cancelled
                     self._start(scope)
-                    for member in self.members:
-                        await member.begun.wait()
+                    for managed in self.managed_loops:
+                        await managed.begun.wait()
                     self._enter(GroupState.RUNNING)
                     ready()
             await self.shutdown.requested.wait()
@@ -186,11 +186,11 @@ class Lifetime:
             )
             scope.start_soon(watchdog.run, name="watchdog")
         capacity = Capacity(self.settings.max_concurrency) if self.settings.max_concurrency is not None else None
-        for member in self.members:
-            run: Callable[..., Any] = member.run
-            if capacity is not None and isinstance(member.loop, MainLoop):
-                run = partial(_run_within, capacity, member, member.loop)
-            scope.start_soon(run, self._keywords, name=f"loop {member.name}")
+        for managed in self.managed_loops:
+            run: Callable[..., Any] = managed.run
+            if capacity is not None and isinstance(managed.loop, MainLoop):
+                run = partial(_run_within, capacity, managed, managed.loop)
+            scope.start_soon(run, self._keywords, name=f"loop {managed.name}")
         if self._until_empty:
             burst = UntilEmpty(self._loops, self.mailboxes(), self._dispatcher, self._found_empty)
             scope.start_soon(burst.run, name="until empty")
@@ -202,14 +202,14 @@ class Lifetime:
     async def _after_the_loops(self) -> None:
         """Take down what the report needs; wait for what is stuck, which only an embedded group does."""
         self._note_report()
-        stuck = [member for member in self.members if not member.ended.is_set()]
+        stuck = [managed for managed in self.managed_loops if not managed.ended.is_set()]
         if not stuck:
             return
         assert self.report is not None
         self._dispatcher.dispatch(GroupStopped(self.name, self.report.exit_status, str(self.report)))
-        for member in stuck:
+        for managed in stuck:
             # The one wait without an end: a process that owns itself is ended from outside of this loop meanwhile.
-            await member.ended.wait()
+            await managed.ended.wait()
 
     # ------------------------------------------------------------------------------------------------------ requests
 
@@ -245,9 +245,9 @@ class Lifetime:
         """Have every loop that runs take no new work; see :meth:`LoopGroup.pause`."""
         await self._ask(await self.entry.ask(partial(self._begin_pause, reason)), PauseRequest, timeout)
 
-    def _begin_pause(self, reason: str) -> list[Member]:
+    def _begin_pause(self, reason: str) -> list[ManagedLoop]:
         running = self._steered("pause")
-        stubborn = [repr(member.name) for member in running if not member.loop.pausable]
+        stubborn = [repr(managed.name) for managed in running if not managed.loop.pausable]
         if stubborn:
             raise ControlRefusedError(
                 f"group {self.name!r} cannot be paused: {', '.join(stubborn)} has no plain methods pause() and resume()"
@@ -259,20 +259,20 @@ class Lifetime:
         """Have every loop that is paused take new work again; see :meth:`LoopGroup.resume`."""
         await self._ask(await self.entry.ask(partial(self._begin_resume, reason)), ResumeRequest, timeout)
 
-    def _begin_resume(self, reason: str) -> list[Member]:
-        paused = [member for member in self._steered("resume") if member.loop.paused]
+    def _begin_resume(self, reason: str) -> list[ManagedLoop]:
+        paused = [managed for managed in self._steered("resume") if managed.loop.paused]
         if paused:
             self._dispatcher.dispatch(GroupResumed(self.name, reason))
         return paused
 
-    def _steered(self, what: str) -> list[Member]:
+    def _steered(self, what: str) -> list[ManagedLoop]:
         why = "it is shutting down" if self.shutdown.requested.is_set() else None if self.started else "it is starting"
         if why is not None:
             raise LoopNotRunningError(f"group {self.name!r} cannot {what}: {why}")
-        return [member for member in self.members if member.begun.is_set() and not member.ended.is_set()]
+        return [managed for managed in self.managed_loops if managed.begun.is_set() and not managed.ended.is_set()]
 
-    async def _ask(self, members: Sequence[Member], make: Callable[[], Any], timeout: float | None) -> None:
-        for answer in await ask_all([member.actor for member in members], make, timeout):
+    async def _ask(self, managed_loops: Sequence[ManagedLoop], make: Callable[[], Any], timeout: float | None) -> None:
+        for answer in await ask_all([managed.actor for managed in managed_loops], make, timeout):
             if isinstance(answer, Exception) and not isinstance(answer, LoopNotRunningError):  # it has ended meanwhile
                 raise answer
 
@@ -297,7 +297,7 @@ class Lifetime:
         self.shutdown.changed()
         if self.shutdown.requested.is_set():
             return
-        crashed = next((m for m in self.members if m.error is not None), None)
+        crashed = next((m for m in self.managed_loops if m.error is not None), None)
         if crashed is not None:
             self.crash = crashed.error
             self.request(f"loop {crashed.name!r} crashed", delay=False)
@@ -305,13 +305,13 @@ class Lifetime:
             handled = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
             if not self._owner and self.settings.on_crash == "terminate" and handled:
                 os.kill(os.getpid(), signal.SIGTERM)
-        elif all(member.ended.is_set() for member in self.members):
+        elif all(managed.ended.is_set() for managed in self.managed_loops):
             self.request("all loops ended", delay=False)
 
     def _note_report(self) -> None:
-        for member in self.members:
-            if self.crash is None and member.error is not None:
-                self.crash = member.error
+        for managed in self.managed_loops:
+            if self.crash is None and managed.error is not None:
+                self.crash = managed.error
         stopped = self.machine.state is GroupState.STOPPED
         self.report = self._make_report(self.machine.since if stopped else anyio.current_time())
 
@@ -320,7 +320,7 @@ class Lifetime:
         phases = dict(self.phases)
         if self.machine.state not in BEFORE_SHUTDOWN and self.machine.state is not GroupState.STOPPED:
             phases[str(self.machine.state)] = now - self.machine.since  # the one that is not over
-        loops = tuple(member.report(now) for member in self.members) if self.started else ()
+        loops = tuple(managed.report(now) for managed in self.managed_loops) if self.started else ()
         daemons = [part for scope in self._scopes for part in scope.reports if part.ending is not Ending.FINISHED]
         if by_force and all(part.ending is not Ending.STUCK for part in loops):
             left = [daemon for scope in self._scopes for daemon in scope.daemons if not daemon.done]
@@ -361,12 +361,12 @@ class Lifetime:
         return None if self._watch is None else self._watch.lag
 
     def _subjects(self) -> Iterable[Any]:
-        for member in self.members:
-            if member.stopping and isinstance(member.loop, ForeignLoop):
+        for managed in self.managed_loops:
+            if managed.stopping and isinstance(managed.loop, LoopAdapter):
                 continue  # told to stop, it has no reason to beat; its end is the shutdown's to see to
-            if not member.ended.is_set():
-                yield from member.loop.runs
-                yield from member.loop.claims
+            if not managed.ended.is_set():
+                yield from managed.loop.runs
+                yield from managed.loop.claims
 
     def _enter(self, state: GroupState) -> None:
         if self.machine.state is not state:
@@ -378,10 +378,10 @@ class Lifetime:
         self._dispatcher.dispatch(GroupStateChanged(self.name, transition.old, transition.new, transition.seconds))
 
 
-async def _run_within(capacity: Capacity, member: Member, loop: MainLoop, keywords: dict[str, Any]) -> None:
+async def _run_within(capacity: Capacity, managed: ManagedLoop, loop: MainLoop, keywords: dict[str, Any]) -> None:
     """Run a loop within the places of its group, for as long as it belongs to that: its next run may be on its own."""
     loop._capacity = capacity  # noqa: SLF001 - this package's own
     try:
-        await member.run(keywords)
+        await managed.run(keywords)
     finally:
         loop._capacity = None  # noqa: SLF001 - this package's own

@@ -16,7 +16,7 @@ from mainspring.events import Dispatcher, LoopCrashed, LoopStateChanged, Receive
 from mainspring.runtime.report import Ending, PartReport
 from mainspring.runtime.scope import lone_error
 from mainspring.worker.actor import LoopActor
-from mainspring.worker.adapter import ForeignLoop
+from mainspring.worker.adapter import LoopAdapter
 from mainspring.worker.control import DrainRequest, ShutdownRequest
 from mainspring.worker.runnable import AnyRunnable, Runnable
 
@@ -54,10 +54,10 @@ def actors_of(loops: Iterable[AnyRunnable]) -> list[LoopActor]:
 
 def _own(actor: LoopActor) -> AnyRunnable:
     """What the user made."""
-    return actor.loop.loop if isinstance(actor.loop, ForeignLoop) else actor.loop
+    return actor.loop.loop if isinstance(actor.loop, LoopAdapter) else actor.loop
 
 
-class Member:
+class ManagedLoop:
     """Runs a loop, restarts it after a crash as the policy says, and keeps its state machine. It steers it by messages to its
     actor, which serves them from the first run to the end of the last."""
 
@@ -211,7 +211,7 @@ class Member:
         if not self.ended.is_set():
             # The remembered lines first: this may be called on another thread, for which a task that spins has no line.
             return PartReport(self.name, Ending.STUCK, seconds, cancelled_at or self.actor.where())
-        if isinstance(self.loop, ForeignLoop) and (left := self.loop.left_behind) is not None:
+        if isinstance(self.loop, LoopAdapter) and (left := self.loop.left_behind) is not None:
             return PartReport(self.name, Ending.STUCK, seconds, (left,))
         if self.error is not None:
             return PartReport(self.name, Ending.CRASHED, seconds)

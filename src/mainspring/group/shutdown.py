@@ -13,7 +13,7 @@ from mainspring.core.state_machine import GroupState
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mainspring.group.managed_loop import Member
+    from mainspring.group.managed_loop import ManagedLoop
 
 ABORT_GRACE = 0.5
 """Seconds that a cancelled run, settlements that hang included, gets to come out before it counts as stuck."""
@@ -32,7 +32,7 @@ class Shutdown:
 
     def __init__(
         self,
-        members: Sequence[Member],
+        managed_loops: Sequence[ManagedLoop],
         *,
         drain_delay: float,
         cancel_grace: float,
@@ -43,7 +43,7 @@ class Shutdown:
         self.requested = anyio.Event()
         self.reason = ""
         self.began = 0.0
-        self._members = members
+        self._managed_loops = managed_loops
         self._drain_delay = drain_delay
         self._cancel_grace = cancel_grace
         self._enter = enter
@@ -96,13 +96,13 @@ class Shutdown:
 
     async def _stop_intake(self) -> None:
         self._enter(GroupState.STOP_INTAKE)
-        for member in self._members:
-            member.loop.announce_shutdown()
+        for managed in self._managed_loops:
+            managed.loop.announce_shutdown()
         levels = self._levels()
         for index, level in enumerate(levels):
             now = anyio.current_time()
-            for member in level:
-                member.stop_intake(now, self._left(member, now))
+            for managed in level:
+                managed.stop_intake(now, self._left(managed, now))
             left = len(levels) - index
             if left > 1:
                 await self._wait(lambda level=level: _ended(level), lambda now=now, left=left: self._share(now, left))  # type: ignore[misc]
@@ -111,9 +111,9 @@ class Shutdown:
         """Until when those of higher priority wait for a level that stopped its intake at ``began``."""
         return began + (self._deadline - began) / levels_left
 
-    def _levels(self) -> list[list[Member]]:
+    def _levels(self) -> list[list[ManagedLoop]]:
         """The loops by priority, the lowest first."""
-        return [list(level) for _, level in groupby(sorted(self._members, key=_priority), key=_priority)]
+        return [list(level) for _, level in groupby(sorted(self._managed_loops, key=_priority), key=_priority)]
 
     async def _cancel(self) -> None:
         if self._all_ended():
@@ -123,17 +123,17 @@ class Shutdown:
         with anyio.move_on_after(self._cancel_grace):
             for level in levels:
                 now = anyio.current_time()
-                for member in level:
-                    member.stop_intake(now, self._left(member, now))
-                    member.cancel_work()
+                for managed in level:
+                    managed.stop_intake(now, self._left(managed, now))
+                    managed.cancel_work()
                 if level is not levels[-1]:
                     with anyio.move_on_after(self._cancel_grace * IN_ORDER / (len(levels) - 1)):
                         await _until_ended(level)
-            await _until_ended(self._members)
-        for member in self._members:
-            member.abort()
+            await _until_ended(self._managed_loops)
+        for managed in self._managed_loops:
+            managed.abort()
         with anyio.move_on_after(ABORT_GRACE):
-            await _until_ended(self._members)
+            await _until_ended(self._managed_loops)
 
     async def _wait(self, over: Callable[[], bool], until: Callable[[], float]) -> None:
         """Wait for ``over()``, at most until ``until()`` and the deadline; cancels loops whose own time is up meanwhile."""
@@ -143,26 +143,26 @@ class Shutdown:
             end = min(until(), self._deadline)
             if now >= end:
                 return
-            for member in self._members:
-                own = self._own_deadline(member)
+            for managed in self._managed_loops:
+                own = self._own_deadline(managed)
                 if own <= now:
-                    member.cancel_work()
-                elif not member.ended.is_set():
+                    managed.cancel_work()
+                elif not managed.ended.is_set():
                     end = min(end, own)
             with anyio.move_on_after(end - now):
                 await self._change.wait()
 
-    def _left(self, member: Member, now: float) -> float:
+    def _left(self, managed: ManagedLoop, now: float) -> float:
         """The seconds that a member has from now on before its work is cancelled."""
-        own = member.loop.shutdown_timeout
+        own = managed.loop.shutdown_timeout
         limit = self._deadline if own is None or self._deadline == math.inf else min(self._deadline, now + own)
         return max(0.0, limit - now)
 
-    def _own_deadline(self, member: Member) -> float:
-        own = member.loop.shutdown_timeout
-        if own is None or member.stop_began is None or self._deadline == math.inf:
+    def _own_deadline(self, managed: ManagedLoop) -> float:
+        own = managed.loop.shutdown_timeout
+        if own is None or managed.stop_began is None or self._deadline == math.inf:
             return math.inf
-        return max(member.stop_began, self._limited_at) + own
+        return max(managed.stop_began, self._limited_at) + own
 
     def _set_deadline(self, deadline: float) -> None:
         if self._deadline == math.inf:
@@ -172,17 +172,17 @@ class Shutdown:
             self._deadline_set(deadline)
 
     def _all_ended(self) -> bool:
-        return _ended(self._members)
+        return _ended(self._managed_loops)
 
 
-def _ended(members: Sequence[Member]) -> bool:
-    return all(member.ended.is_set() for member in members)
+def _ended(managed_loops: Sequence[ManagedLoop]) -> bool:
+    return all(managed.ended.is_set() for managed in managed_loops)
 
 
-async def _until_ended(members: Sequence[Member]) -> None:
-    for member in members:
-        await member.ended.wait()
+async def _until_ended(managed_loops: Sequence[ManagedLoop]) -> None:
+    for managed in managed_loops:
+        await managed.ended.wait()
 
 
-def _priority(member: Member) -> int:
-    return member.loop.shutdown_priority
+def _priority(managed: ManagedLoop) -> int:
+    return managed.loop.shutdown_priority

@@ -12,7 +12,7 @@ from mainspring.telemetry.status import GroupStatus, LoopStatus
 
 if TYPE_CHECKING:
     from mainspring.group.lifetime import Lifetime
-    from mainspring.group.managed_loop import Member
+    from mainspring.group.managed_loop import ManagedLoop
 
 
 def picture_at_rest(name: str, crash: BaseException | None) -> GroupStatus:
@@ -28,7 +28,7 @@ def picture(lifetime: Lifetime) -> GroupStatus:
     """A group that runs."""
     now = anyio.current_time()
     threshold = lifetime.settings.watchdog_threshold
-    loops = tuple(_loop(member, threshold, now) for member in lifetime.members)
+    loops = tuple(_loop(managed, threshold, now) for managed in lifetime.managed_loops)
     reasons = [f"loop {loop.name!r}: {loop.reason}" for loop in loops if loop.reason is not None]
     reasons += [f"check {name!r}: {error}" for name, error in lifetime.checks.results.items() if error is not None]
     if lifetime.shutdown.requested.is_set():
@@ -56,31 +56,31 @@ def picture(lifetime: Lifetime) -> GroupStatus:
     )
 
 
-def _loop(member: Member, threshold: float | None, now: float) -> LoopStatus:
-    loop, health = member.loop, member.actor.health()
+def _loop(managed: ManagedLoop, threshold: float | None, now: float) -> LoopStatus:
+    loop, health = managed.loop, managed.actor.health()
     oldest = health.oldest_beat_age
     overdue = max((claim.beat_age() for claim in loop.claims if not claim.done), default=0.0)
     reason = health.reason
-    if member.state is not ServiceState.RUNNING:
-        reason = loop.trouble or str(member.state)
+    if managed.state is not ServiceState.RUNNING:
+        reason = loop.trouble or str(managed.state)
     elif reason is None and threshold is not None and oldest > threshold / 2:
         reason = f"no sign of life for {oldest:.0f} s (stalled at {threshold:g} s)"
     elif reason is None and threshold is not None and overdue > threshold / 2:
         reason = f"its mailbox has not answered a receive, overdue by {overdue:.0f} s (cancelled at {threshold:g} s)"
     return LoopStatus(
-        name=member.name,
-        state=member.state,
+        name=managed.name,
+        state=managed.state,
         ready=reason is None,
         reason=reason,
         heartbeat_age=health.heartbeat_age,
         in_flight=health.in_flight,
         concurrency=getattr(loop, "concurrency", 1),
         mailbox=getattr(getattr(loop, "mailbox", None), "name", None),
-        restarts=member.restarts,
+        restarts=managed.restarts,
         oldest_beat_age=oldest,
         outcomes=dict(getattr(loop, "outcomes", {})),
         progress={run.message_id: made for run in loop.runs if (made := getattr(run, "progress_made", None))},
         paused=health.paused,
-        state_seconds=now - member.state_since,
-        uptime=member.uptime(now),
+        state_seconds=now - managed.state_since,
+        uptime=managed.uptime(now),
     )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mainspring.runtime.report import ShutdownReport
 
 
-class Leftovers:
+class ThreadLeaks:
     """Ends the process although threads of a run do not end.
 
     Made when a run begins: threads that are alive by then are not the run's. ``limit`` is an instant of the system's monotonic

@@ -27,7 +27,7 @@ from mainspring.errors import (
 )
 from mainspring.runtime.scope import DaemonScope, nobody_asked
 from mainspring.validation import is_number
-from mainspring.worker.adapter import ForeignLoop
+from mainspring.worker.adapter import LoopAdapter
 from mainspring.worker.control import (
     ControlMessage,
     DrainRequest,
@@ -86,7 +86,7 @@ class LoopActor:
             check_runs(on_message, "on_message")
         self._on_message = on_message
         self._context = copy_context()
-        self.loop: Steerable = loop if isinstance(loop, Steerable) else ForeignLoop(loop)
+        self.loop: Steerable = loop if isinstance(loop, Steerable) else LoopAdapter(loop)
         self._stop_began: float | None = None
         """When it was told to stop (anyio's clock), or None."""
         self.stopped = anyio.Event()
@@ -259,7 +259,7 @@ class LoopActor:
             if self.on_stop is not None:
                 self.on_stop()
             if self._at_work:  # else the loop would remember it, and its next run would end before it began
-                if isinstance(self.loop, ForeignLoop):
+                if isinstance(self.loop, LoopAdapter):
                     self.loop.stop_within = within
                 self.loop.stop_intake()
 

@@ -93,7 +93,7 @@ LEAVE_AFTER = 5.0
 """Seconds for which the thread of a plain ``run`` is waited for after its cancellation, unless a shutdown aborts it earlier."""
 
 
-class ForeignLoop:
+class LoopAdapter:
     """Adapts a ``Runnable`` to what an actor steers by: intake stops by its ``shutdown``, work is cancelled with its run, and
     it is paused by plain methods ``pause`` and ``resume``, where it has them.
 
@@ -128,7 +128,7 @@ class ForeignLoop:
         self._scope: anyio.CancelScope | None = None
         self._entry: Entry | None = None
         self._stop = anyio.Event()
-        self._subject: _ForeignRun | None = None
+        self._subject: _AdapterRun | None = None
         self._thread: OwnThread[Any] | None = None
         self._waits: anyio.CancelScope | None = None
 
@@ -152,7 +152,7 @@ class ForeignLoop:
         self.stop_within = math.inf
         self._entry = Entry(f"loop {self.name!r}")
         self._scope = anyio.CancelScope()
-        self._subject = subject = _ForeignRun(self, self._scope)
+        self._subject = subject = _AdapterRun(self, self._scope)
         self.heartbeat.beat()  # from here on: how long ago an earlier run gave its last sign of life says nothing
         try:
             async with anyio.create_task_group() as tasks:
@@ -167,14 +167,14 @@ class ForeignLoop:
         if subject.error is not None:
             raise subject.error
 
-    async def _run_once(self, subject: _ForeignRun, run: Callable[[], Any]) -> None:
+    async def _run_once(self, subject: _AdapterRun, run: Callable[[], Any]) -> None:
         result = run() if self._run_form.is_async else await self._run_in_thread(subject, run)
         if inspect.isawaitable(result):
             subject.coroutine = result
             result = await self._awaited(result, "run")
         ran(result, f"run() of loop {self.name!r}")
 
-    async def _run_in_thread(self, subject: _ForeignRun, run: Callable[[], Any]) -> Any:
+    async def _run_in_thread(self, subject: _AdapterRun, run: Callable[[], Any]) -> Any:
         self._thread = subject.thread = thread = OwnThread(run, self.name)
         try:
             return await thread.wait()
@@ -284,7 +284,7 @@ class ForeignLoop:
             entry.call(fn)
 
     @property
-    def runs(self) -> Sequence[_ForeignRun]:
+    def runs(self) -> Sequence[_AdapterRun]:
         """Its run, as the one subject that beats."""
         return (self._subject,) if self._subject is not None else ()
 
@@ -300,12 +300,12 @@ class ForeignLoop:
         return trouble
 
 
-class _ForeignRun:
+class _AdapterRun:
     """One run of a foreign loop, as a subject of the watchdog: a run that follows a stall is another subject."""
 
     message_id: str | None = None
 
-    def __init__(self, loop: ForeignLoop, scope: anyio.CancelScope) -> None:
+    def __init__(self, loop: LoopAdapter, scope: anyio.CancelScope) -> None:
         self.name = loop.name
         self.done = False
         self.error: HandlerStalledError | None = None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from mainspring.mailbox.message import Message
-    from mainspring.worker.delivery import Run
+    from mainspring.worker.delivery import Delivery
 
 
 class Context:
@@ -25,55 +25,55 @@ class Context:
     by ``anyio.from_thread.run(ctx.checkpoint, state)``.
     """
 
-    __slots__ = ("_notes", "_run")
+    __slots__ = ("_delivery", "_notes")
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, delivery: Delivery) -> None:
+        self._delivery = delivery
         self._notes: Notes | None = None
 
     @property
     def message(self) -> Message[Any, Any]:
         """The delivery: id, counts, headers. The worker settles it; a handler that does so itself is not overruled."""
-        return self._run.message
+        return self._delivery.message
 
     @property
     def attempt(self) -> int:
         """Which charged attempt this is, from 1."""
-        return self._run.message.attempt
+        return self._delivery.message.attempt
 
     @property
     def request_id(self) -> str:
         """The message's id: the same for all of its deliveries, so the key to make effects idempotent."""
-        return self._run.message.id
+        return self._delivery.message.id
 
     @property
     def run_id(self) -> str:
         """An id that is new at each delivery."""
-        return self._run.message.receipt_handle
+        return self._delivery.message.receipt_handle
 
     def beat(self) -> None:
         """Give a sign of life: the watchdog's clock for this message starts again. Callable from the handler's thread."""
-        self._run.beat()
+        self._delivery.beat()
 
     @property
     def deadline(self) -> datetime | None:
         """When the handler will be cancelled (aware UTC): after ``handler_timeout``, or at the deadline that the message was
         sent with, whichever is earlier; or None."""
         left = self.remaining()
-        return None if left is None else self._run.clocks.utc_now() + timedelta(seconds=left)
+        return None if left is None else self._delivery.clocks.utc_now() + timedelta(seconds=left)
 
     def remaining(self) -> float | None:
         """Seconds until the deadline (0 when it has passed), or None where there is none."""
-        return self._run.remaining()
+        return self._delivery.remaining()
 
     @property
     def shutting_down(self) -> bool:
         """Whether the loop has been told to stop: a good moment to checkpoint and return or raise ``Retry``."""
-        return self._run.shutting_down.is_set()
+        return self._delivery.shutting_down.is_set()
 
     async def wait_shutting_down(self) -> None:
         """Wait until the loop is told to stop; ends with the handler at the latest, which is cancelled then."""
-        await self._run.shutting_down.wait()
+        await self._delivery.shutting_down.wait()
 
     @property
     def restored(self) -> Any:
@@ -93,7 +93,7 @@ class Context:
 
     def _kept(self) -> Notes:
         if self._notes is None:
-            self._notes = Notes(self._run)
+            self._notes = Notes(self._delivery)
         return self._notes
 
     def tool_call(self, name: str, *, key: str | None = None, info: Any = None) -> ToolCallBlock:
@@ -115,7 +115,7 @@ class Context:
         :raises ReceiptHandleExpiredError: the lease is lost. Raised at the beginning, the effect has not begun; at the end,
             the call stays unfinished. So it is with a store that does not answer (:class:`MailboxConnectionError`).
         """
-        if not self._run.message._mailbox.capabilities.checkpoints:  # noqa: SLF001 - the worker's own message
+        if not self._delivery.message._mailbox.capabilities.checkpoints:  # noqa: SLF001 - the worker's own message
             raise ConfigError("ctx.tool_call: this mailbox keeps no checkpoints (Capabilities.checkpoints)")
         return ToolCallBlock(self._kept(), name, key, info)
 
@@ -144,13 +144,13 @@ class Context:
         after the commit, once, and lost where the process dies in between. The connection is async: a plain ``def`` handler
         has an ``async def`` with the block run by ``anyio.from_thread.run``.
         """
-        message = self._run.message
+        message = self._delivery.message
         return _Transaction(message._mailbox.transaction(message))  # noqa: SLF001 - the worker's own message
 
     async def progress(self, done: float, total: float | None = None) -> None:
         """Say how far the work is: the group's status (``/status``) shows it. Also a beat, and a point where cancellation
         can come."""
-        self._run.progress(done, total)
+        self._delivery.progress(done, total)
         await anyio.lowlevel.checkpoint()
 
 

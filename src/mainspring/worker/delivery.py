@@ -75,7 +75,7 @@ class Phase(IntEnum):
     DONE = 4
 
 
-class Run:
+class Delivery:
     """A delivery with its lease and its signs of life. The watchdog sees it as one of its subjects."""
 
     __slots__ = (
@@ -281,7 +281,7 @@ class WorkerSettings:
     in_thread: bool = False
 
 
-class Attempts:
+class HandlerRuns:
     """A worker's handler calls."""
 
     def __init__(
@@ -316,31 +316,31 @@ class Attempts:
         self._clocks = Clocks()
         self._process = identity()
 
-    async def make(self, run: Run, scope: anyio.CancelScope) -> Decision:
+    async def make(self, delivery: Delivery, scope: anyio.CancelScope) -> Decision:
         """Run the handler once and decide what its end means.
 
         Raises nothing but a cancellation, with ``run.decision`` saying what it means. The traceback of an error refers to this
         frame, which hence keeps no error: its reference cycle would hold all that the handler had made.
         """
         now = self._clock()
-        run.started = run.last_beat = now
+        delivery.started = delivery.last_beat = now
         self._heartbeat.beat()
         try:
-            prepared = self._prepare(run, now)
+            prepared = self._prepare(delivery, now)
         except Exception as error:  # whatever is wrong with one message, its neighbours are handled
-            run.phase = Phase.ENDED
+            delivery.phase = Phase.ENDED
             misfit = isinstance(error, SerializationError)
-            return self._after(run, error, self._misfits) if misfit else self.judge(run, error)
+            return self._after(delivery, error, self._misfits) if misfit else self.judge(delivery, error)
         if isinstance(prepared, Decision):
-            run.phase = Phase.ENDED
+            delivery.phase = Phase.ENDED
             return prepared
         body, due = prepared
-        run.phase = Phase.HANDLING
+        delivery.phase = Phase.HANDLING
         try:
             context = self._context.copy()
             if due is not None or self._timeout is not None:
-                self._limit(run, context, due)
-            run.coroutine = coroutine = self._call(body) if self._is_direct else self._begin(run, body)
+                self._limit(delivery, context, due)
+            delivery.coroutine = coroutine = self._call(body) if self._is_direct else self._begin(delivery, body)
             try:
                 yielded = context.run(coroutine.send, None)
             except StopIteration as ended:  # it has waited for nothing, and is spared the cost of what is below
@@ -349,53 +349,55 @@ class Attempts:
                 steps = resumed(coroutine, context, yielded, partial(self._is_cancelled, scope))
                 del yielded  # see `resumed`
                 result = await steps
-            return self._succeeded(run, result)
+            return self._succeeded(delivery, result)
         except anyio.get_cancelled_exc_class() as error:
-            decision = await self._cancelled(run, scope, error)
+            decision = await self._cancelled(delivery, scope, error)
             if decision is None:
                 raise
             return decision
         except Exception as error:
-            return self._failed(run, scope, error)
+            return self._failed(delivery, scope, error)
         except BaseException as error:
             return self._failed(
-                run,
+                delivery,
                 scope,
                 _as_failure(error, f"the handler raised {error!r}; raise Reject, or call shutdown() of the group"),
             )
         finally:
             if not self._process.here:
                 end_returned_child()
-            run.phase = Phase.ENDED
-            run.coroutine = None
-            if run.deadline is not None:
+            delivery.phase = Phase.ENDED
+            delivery.coroutine = None
+            if delivery.deadline is not None:
                 scope.deadline = math.inf
 
-    def _limit(self, run: Run, context: CallContext, due: Deadline | None) -> None:
+    def _limit(self, delivery: Delivery, context: CallContext, due: Deadline | None) -> None:
         """Begin the time that the handler has: ``handler_timeout`` seconds, or until its message's deadline."""
         if due is not None:
             context.run(enter, due)
-        run.end_within(self._timeout, due)
+        delivery.end_within(self._timeout, due)
 
-    def _begin(self, run: Run, body: Any) -> Coroutine[Any, Any, Any]:
+    def _begin(self, delivery: Delivery, body: Any) -> Coroutine[Any, Any, Any]:
         """What runs the handler, with its context, in a thread, and inside of the wrappers."""
         args: tuple[Any, ...] = (body,)
         if self._wants_context:
-            run.clocks = self._clocks
-            args = (body, Context(run))
+            delivery.clocks = self._clocks
+            args = (body, Context(delivery))
         if self._in_thread:
-            args = (run, *args)
-        return self._wrapped(run.message, args) if self.wrappers else self._call(*args)
+            args = (delivery, *args)
+        return self._wrapped(delivery.message, args) if self.wrappers else self._call(*args)
 
     def _is_cancelled(self, scope: anyio.CancelScope) -> bool:
         """True if the handler in ``scope`` has been cancelled, by itself or with its loop."""
         return self.cancelled or scope.cancel_called
 
-    def _prepare(self, run: Run, now: float) -> tuple[Any, Deadline | None] | Decision:
+    def _prepare(self, delivery: Delivery, now: float) -> tuple[Any, Deadline | None] | Decision:
         """What the handler is to be called with, and its message's deadline; or what the message's end is without a call."""
-        message = run.message
-        if run.lost or now >= run.trusted_until:  # this process stood still meanwhile (SIGSTOP, a suspended machine)
-            return run.fate
+        message = delivery.message
+        if (
+            delivery.lost or now >= delivery.trusted_until
+        ):  # this process stood still meanwhile (SIGSTOP, a suspended machine)
+            return delivery.fate
         given_up = before_start(message.attempt, self._settings.dead_letter, message._history_until)  # noqa: SLF001 - this package's own
         if given_up is not None:
             return given_up
@@ -405,7 +407,7 @@ class Attempts:
             )
         body = message.body
         due = deadline_of(message.headers) if message.headers else None
-        return after_deadline(run.too_late(due)) if due is not None and due.passed else (body, due)
+        return after_deadline(delivery.too_late(due)) if due is not None and due.passed else (body, due)
 
     async def _wrapped(self, message: Message[Any, Any], args: tuple[Any, ...]) -> Any:
         """The handler's call inside of the wrappers, of which the last one is the outermost."""
@@ -434,44 +436,44 @@ class Attempts:
             )
         return result
 
-    def _succeeded(self, run: Run, result: Any) -> Decision:
-        if run.lost:
-            return run.fate
+    def _succeeded(self, delivery: Delivery, result: Any) -> Decision:
+        if delivery.lost:
+            return delivery.fate
         if result is not None:
             ran(result, self._called, TaskExitError)
-        message = run.message
+        message = delivery.message
         if message.reply_to is None or (message.is_settled and not is_unanswered(message.settlement)):
             return DONE
         return Decision(Outcome.ACKNOWLEDGED, Ack(self._mailbox.reply_to(message, result)))
 
-    def _failed(self, run: Run, scope: anyio.CancelScope, error: BaseException) -> Decision:
+    def _failed(self, delivery: Delivery, scope: anyio.CancelScope, error: BaseException) -> Decision:
         """What an error means; one that came because the engine cancelled the handler means what the engine meant."""
-        cause = run.cause
+        cause = delivery.cause
         if cause is None and scope.cancel_called:
             cause = Cause.TIMEOUT
-        if run.lost:
-            return run.fate
-        if cause is Cause.SHUTDOWN or _makes_way(run, error) or (cause is Cause.STALLED and run.waits):
+        if delivery.lost:
+            return delivery.fate
+        if cause is Cause.SHUTDOWN or _makes_way(delivery, error) or (cause is Cause.STALLED and delivery.waits):
             return RELEASED  # the last one has waited for a worker all the time: it is no attempt
         verdict = error
-        if cause is Cause.TIMEOUT and run.due is not None:
-            late = run.too_late(run.due)
+        if cause is Cause.TIMEOUT and delivery.due is not None:
+            late = delivery.too_late(delivery.due)
             late.__cause__ = error
             return after_deadline(late)
         if cause is Cause.TIMEOUT:
-            verdict = run.timed_out(self._timeout or 0.0)
-        elif cause is Cause.STALLED and run.error is not None:
-            verdict = run.error
+            verdict = delivery.timed_out(self._timeout or 0.0)
+        elif cause is Cause.STALLED and delivery.error is not None:
+            verdict = delivery.error
         if verdict is not error:
             verdict.__cause__ = error  # its traceback says where the handler was
-        return self.judge(run, verdict)
+        return self.judge(delivery, verdict)
 
-    def judge(self, run: Run, error: BaseException) -> Decision:
+    def judge(self, delivery: Delivery, error: BaseException) -> Decision:
         """What a failure of the handler, or of its reply, means for the message."""
-        return self._after(run, error, self._settings.dead_letter)
+        return self._after(delivery, error, self._settings.dead_letter)
 
-    def _after(self, run: Run, error: BaseException, dead_letter: DeadLetterPolicy) -> Decision:
-        message = run.message
+    def _after(self, delivery: Delivery, error: BaseException, dead_letter: DeadLetterPolicy) -> Decision:
+        message = delivery.message
         decision = after_failure(
             error,
             attempt=message.attempt,
@@ -488,13 +490,13 @@ class Attempts:
             return _with_history(decision, message._history_with(lone_error(error)))  # noqa: SLF001 - this package's own
         return decision
 
-    async def _cancelled(self, run: Run, scope: anyio.CancelScope, error: BaseException) -> Decision | None:
+    async def _cancelled(self, delivery: Delivery, scope: anyio.CancelScope, error: BaseException) -> Decision | None:
         """What a cancellation means; None where it goes on its way, with ``run.decision`` saying that."""
         if not scope.cancel_called and await nobody_asked():
             # The handler raised it by itself (a cancelled future, say), or somebody cancelled its task.
             why = "the handler raised a cancellation that nobody asked for; catch it where it arises"
-            return self._failed(run, scope, _as_failure(error, why))
-        run.decision = self._failed(run, scope, error) if scope.cancel_called else RELEASED
+            return self._failed(delivery, scope, _as_failure(error, why))
+        delivery.decision = self._failed(delivery, scope, error) if scope.cancel_called else RELEASED
         return None
 
 
@@ -512,6 +514,6 @@ def _with_history(decision: Decision, history: str | None) -> Decision:
     return replace(decision, settlement=replace(decision.settlement, history=history))
 
 
-def _makes_way(run: Run, error: BaseException) -> bool:
+def _makes_way(delivery: Delivery, error: BaseException) -> bool:
     """Whether a handler gives its message back for a shutdown: to the front then, as if it had been cancelled for it."""
-    return isinstance(error, Retry) and not error.charge and not error.delay and run.shutting_down.is_set()
+    return isinstance(error, Retry) and not error.charge and not error.delay and delivery.shutting_down.is_set()

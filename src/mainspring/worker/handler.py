@@ -19,7 +19,7 @@ from mainspring.worker.context import Context
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from mainspring.worker.delivery import Run
+    from mainspring.worker.delivery import Delivery
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -93,22 +93,22 @@ class Handler:
             return _as_coroutine_function(self.fn)
         fn, name, run_to_the_end, process = self.fn, self.name, pool._run_to_the_end, identity()  # noqa: SLF001 - this package's own
 
-        async def run_in_thread(run: Run, *args: Any) -> Any:
+        async def run_in_thread(delivery: Delivery, *args: Any) -> Any:
             def handle() -> Any:
-                run.thread_id = threading.get_ident()
+                delivery.thread_id = threading.get_ident()
                 try:
                     return fn(*args)
                 finally:
                     if identity() is not process:
                         end_returned_child()
-                    run.thread_id = None
+                    delivery.thread_id = None
 
             handle.__qualname__ = name
-            result = await run_to_the_end(handle, waiting=run.wait_for_worker)
+            result = await run_to_the_end(handle, waiting=delivery.wait_for_worker)
             return await result if inspect.isawaitable(result) else result
 
-        async def run_elsewhere(run: Run, *args: Any) -> Any:
-            return await run_to_the_end(fn, *args, waiting=run.wait_for_worker)
+        async def run_elsewhere(delivery: Delivery, *args: Any) -> Any:
+            return await run_to_the_end(fn, *args, waiting=delivery.wait_for_worker)
 
         return run_in_thread if pool.kind == "thread" else run_elsewhere
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from mainspring.events import Dispatcher
     from mainspring.policies import LeasePolicy
-    from mainspring.worker.delivery import Run
-    from mainspring.worker.store_health import Contact
+    from mainspring.worker.delivery import Delivery
+    from mainspring.worker.store_health import StoreHealth
 
 _RETRY_FACTOR = 2.0
 SETTLE_TIMEOUT = 30.0
@@ -42,16 +42,16 @@ class LeaseKeeper:
     def __init__(
         self,
         name: str,
-        runs: Collection[Run],
+        deliveries: Collection[Delivery],
         policy: LeasePolicy,
         visibility: float,
         *,
         dispatcher: Dispatcher,
-        contact: Contact,
+        store_health: StoreHealth,
     ) -> None:
         self._name = name
-        self._contact = contact
-        self._runs = runs
+        self._store_health = store_health
+        self._deliveries = deliveries
         self._policy = policy
         self._visibility = visibility
         self._period = visibility * policy.fraction
@@ -61,7 +61,7 @@ class LeaseKeeper:
         self._tasks: TaskGroup | None = None
         self._failures = 0
         """How many renewals have failed since the mailbox was last known to answer."""
-        self._retrying: set[Run] = set()
+        self._retrying: set[Delivery] = set()
         """Those whose renewals are being tried again."""
 
     async def run(self, hear: Callable[[Callable[[list[str]], object]], Callable[[], None]] | None = None) -> None:
@@ -69,7 +69,7 @@ class LeaseKeeper:
         stop_hearing = None if hear is None else hear(self.revoke)
         try:
             async with anyio.create_task_group() as self._tasks:
-                self._tasks.start_soon(self._contact.run, name=f"{self._name} contact")
+                self._tasks.start_soon(self._store_health.run, name=f"{self._name} contact")
                 await self._timer.run()
             # The timer runs until cancelled: a task of the group was, and has ended it.
             raise TaskExitError("the renewal of leases was cancelled by itself, and not by the loop")
@@ -77,20 +77,20 @@ class LeaseKeeper:
             if stop_hearing is not None:
                 stop_hearing()
 
-    def track(self, runs: Collection[Run]) -> None:
+    def track(self, deliveries: Collection[Delivery]) -> None:
         """Begin to keep the leases of runs that were just claimed."""
         if self._failures:
             self._answers()
         until_due = self._period if self._policy.renew != "never" else self._visibility
-        for run in runs:
-            run.renew_at = run.renewed_at + until_due
-        self._timer.wake_by(min(run.renewed_at for run in runs) + self._first)
+        for delivery in deliveries:
+            delivery.renew_at = delivery.renewed_at + until_due
+        self._timer.wake_by(min(delivery.renewed_at for delivery in deliveries) + self._first)
 
     def revoke(self, message_ids: Collection[str]) -> None:
         """Messages were cancelled by their ids: the handlers of those that are here end, as their leases have."""
-        for run in list(self._runs):
-            if run.message_id in message_ids:
-                run.revoke()
+        for delivery in list(self._deliveries):
+            if delivery.message_id in message_ids:
+                delivery.revoke()
 
     async def _look(self, overslept: float) -> float:
         """Start what is due, and say when to look again: soon enough for a settlement that hangs.
@@ -98,72 +98,76 @@ class LeaseKeeper:
         Having overslept changes nothing here: the store's clock went on meanwhile.
         """
         now = anyio.current_time()
-        due = now + SETTLE_TIMEOUT if self._runs else math.inf
-        for run in list(self._runs):
-            if run.phase is Phase.SETTLING:
-                limit = run.settling_since + SETTLE_TIMEOUT
+        due = now + SETTLE_TIMEOUT if self._deliveries else math.inf
+        for delivery in list(self._deliveries):
+            if delivery.phase is Phase.SETTLING:
+                limit = delivery.settling_since + SETTLE_TIMEOUT
                 if now >= limit:  # the very sum that is waited for: a difference may round to the other side of it
-                    run.give_up_settling()
+                    delivery.give_up_settling()
                     continue
                 due = min(due, limit)
-            if run.renew_at <= now:
-                self._attend(run, now)
-            due = min(due, run.renew_at)
+            if delivery.renew_at <= now:
+                self._attend(delivery, now)
+            due = min(due, delivery.renew_at)
         return due
 
-    def _attend(self, run: Run, now: float) -> None:
-        message = run.message
-        if run.phase <= Phase.HANDLING and message.is_settled and not message._is_settling:  # noqa: SLF001 - this package's own
-            run.renew_at = now + self._period  # the handler has done it itself; if that fails, its lease matters again
-        elif now >= run.trusted_until:
-            self._lose(run)
-        elif self._policy.renew == "on-beat" and run.phase is Phase.HANDLING and not self._has_beaten(run, now):
+    def _attend(self, delivery: Delivery, now: float) -> None:
+        message = delivery.message
+        if delivery.phase <= Phase.HANDLING and message.is_settled and not message._is_settling:  # noqa: SLF001 - this package's own
+            delivery.renew_at = (
+                now + self._period
+            )  # the handler has done it itself; if that fails, its lease matters again
+        elif now >= delivery.trusted_until:
+            self._lose(delivery)
+        elif (
+            self._policy.renew == "on-beat" and delivery.phase is Phase.HANDLING and not self._has_beaten(delivery, now)
+        ):
             # Look again soon, and let the lease run out if it stays so.
-            run.renew_at = min(now + self._period / 4, run.trusted_until)
+            delivery.renew_at = min(now + self._period / 4, delivery.trusted_until)
         else:
-            run.renew_at = math.inf  # under way
+            delivery.renew_at = math.inf  # under way
             assert self._tasks is not None
-            self._tasks.start_soon(self._renew, run)
+            self._tasks.start_soon(self._renew, delivery)
 
-    def _has_beaten(self, run: Run, now: float) -> bool:
+    def _has_beaten(self, delivery: Delivery, now: float) -> bool:
         """Whether the handler has given a sign of life since the last renewal; that it was started is none of its own.
 
         One that still waits for a worker cannot give any, and is not stuck.
         """
-        return run.waits or now - run.beat_age() > max(run.renewed_at, run.started)
+        return delivery.waits or now - delivery.beat_age() > max(delivery.renewed_at, delivery.started)
 
     def _answers(self, *, again: bool = False) -> None:
         """The mailbox has answered; that says nothing of a message whose own renewals fail, unless it was one of those."""
-        self._contact.made()
+        self._store_health.made()
         if self._failures and (again or not self._retrying):
             failures, self._failures = self._failures, 0
             self._dispatcher.dispatch(LeaseRenewalRecovered(self._name, failures))
 
-    async def _renew(self, run: Run) -> None:
+    async def _renew(self, delivery: Delivery) -> None:
         try:
-            await self._renew_or_lose(run)
+            await self._renew_or_lose(delivery)
         finally:
-            self._retrying.discard(run)
+            self._retrying.discard(delivery)
 
-    async def _renew_or_lose(self, run: Run) -> None:
+    async def _renew_or_lose(self, delivery: Delivery) -> None:
         failures = 0
-        while run.phase is not Phase.DONE:
+        while delivery.phase is not Phase.DONE:
             began = anyio.current_time()
-            if began >= run.trusted_until:
-                self._lose(run)
+            if began >= delivery.trusted_until:
+                self._lose(delivery)
                 return
             try:
                 # One try may not use up what is left: a lost packet would lose the lease.
-                with anyio.fail_after(min(self._period, run.trusted_until - began)):
-                    await run.message.renew(self._visibility)
+                with anyio.fail_after(min(self._period, delivery.trusted_until - began)):
+                    await delivery.message.renew(self._visibility)
             except ReceiptHandleExpiredError:
                 if (
-                    run.phase is Phase.HANDLING and run.message._is_settling  # noqa: SLF001 - this package's own
+                    delivery.phase is Phase.HANDLING and delivery.message._is_settling  # noqa: SLF001 - this package's own
                 ):  # which may be what has ended it, and tells soon
-                    run.renew_at = run.trusted_until
-                    self._timer.wake_by(run.renew_at)
+                    delivery.renew_at = delivery.trusted_until
+                    self._timer.wake_by(delivery.renew_at)
                 else:
-                    self._lose(run)
+                    self._lose(delivery)
                 return
             except anyio.get_cancelled_exc_class():
                 if not await nobody_asked():
@@ -172,26 +176,26 @@ class LeaseKeeper:
             except Exception as failed:  # whatever it is, the handlers go on as long as their leases do
                 error = failed
             else:
-                run.renewed_at = began
-                run.trusted_until = max(run.trusted_until, began + self._visibility)
-                run.renew_at = began + self._period
-                self._timer.wake_by(run.renew_at)
+                delivery.renewed_at = began
+                delivery.trusted_until = max(delivery.trusted_until, began + self._visibility)
+                delivery.renew_at = began + self._period
+                self._timer.wake_by(delivery.renew_at)
                 self._answers(again=failures > 0)
                 return
             failures += 1
-            self._retrying.add(run)
+            self._retrying.add(delivery)
             try:
-                await self._back_off(run, error, failures)
+                await self._back_off(delivery, error, failures)
             finally:
                 del error  # its traceback refers to this frame
 
-    async def _back_off(self, run: Run, error: Exception, failures: int) -> None:
+    async def _back_off(self, delivery: Delivery, error: Exception, failures: int) -> None:
         """Wait before the next try, well inside what is left of the lease."""
         now = anyio.current_time()
-        left = max(0.0, run.trusted_until - now)
+        left = max(0.0, delivery.trusted_until - now)
         first, self._failures = not self._failures, self._failures + 1
-        self._contact.failed(error)
-        self._dispatcher.dispatch(LeaseRenewalFailed(self._name, run.message_id, describe(error), left, first))
+        self._store_health.failed(error)
+        self._dispatcher.dispatch(LeaseRenewalFailed(self._name, delivery.message_id, describe(error), left, first))
         wait = backoff(
             failures,
             initial=self._period / 16,
@@ -202,11 +206,11 @@ class LeaseKeeper:
         )
         await anyio.sleep(min(wait, left))
 
-    def _lose(self, run: Run) -> None:
-        run.renew_at = math.inf
-        message = run.message
-        if run.lost or run.phase >= Phase.ENDED or (message.is_settled and not message._is_settling):  # noqa: SLF001 - this package's own
+    def _lose(self, delivery: Delivery) -> None:
+        delivery.renew_at = math.inf
+        message = delivery.message
+        if delivery.lost or delivery.phase >= Phase.ENDED or (message.is_settled and not message._is_settling):  # noqa: SLF001 - this package's own
             return  # its settlement tells
-        run.lost = True
-        run.cancel(Cause.LEASE_LOST)
-        self._dispatcher.dispatch(LeaseLost(self._name, run.message_id))
+        delivery.lost = True
+        delivery.cancel(Cause.LEASE_LOST)
+        self._dispatcher.dispatch(LeaseLost(self._name, delivery.message_id))

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from anyio.abc import TaskStatus
 
     from mainspring.offload.pool import OffloadPool
-    from mainspring.worker.delivery import Run, Wrapper
+    from mainspring.worker.delivery import Delivery, Wrapper
     from mainspring.worker.handler import HandlerOf
     from mainspring.worker.slots import Capacity
-    from mainspring.worker.store_health import Claim
+    from mainspring.worker.store_health import OpenReceive
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -279,7 +279,7 @@ class MainLoop:
     async def wait_paused(self) -> None:
         """Wait until a pause holds: no claim is out, and what nobody had begun is given back. Else it returns at once."""
         worker = self._worker
-        if worker is not None and (at_rest := await worker.entry.ask(worker.intake.at_rest)) is not None:
+        if worker is not None and (at_rest := await worker.entry.ask(worker.admission.at_rest)) is not None:
             await at_rest.wait()
 
     def cancel_work(self) -> None:
@@ -294,9 +294,9 @@ class MainLoop:
 
     def _follow_pause(self, worker: Worker) -> None:
         if self._paused:  # as it is marked now: of requests from several threads the last one counts
-            worker.intake.pause()
+            worker.admission.pause()
         else:
-            worker.intake.resume()
+            worker.admission.resume()
 
     def _tell(self, act: Callable[[Worker], object]) -> None:
         worker = self._worker
@@ -357,14 +357,14 @@ class MainLoop:
     # -------------------------------------------------------------------------------------------------------- status
 
     @property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[Delivery, ...]:
         """The messages in hand, oldest first."""
-        return self._worker.runs if self._worker is not None else ()
+        return self._worker.deliveries if self._worker is not None else ()
 
     @property
-    def claims(self) -> tuple[Claim, ...]:
+    def claims(self) -> tuple[OpenReceive, ...]:
         """What is asked of the mailbox just now."""
-        return self._worker.claims if self._worker is not None else ()
+        return self._worker.open_receives if self._worker is not None else ()
 
     @property
     def in_flight(self) -> int:
@@ -374,7 +374,7 @@ class MainLoop:
     @property
     def trouble(self) -> str | None:
         """Why its store does not answer just now, so that it can claim nothing and settle nothing, or None."""
-        return self._worker.contact.trouble if self._worker is not None else None
+        return self._worker.store_health.trouble if self._worker is not None else None
 
     @property
     def lease(self) -> LeasePolicy:

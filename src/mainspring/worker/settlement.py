@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.mailbox.message import Envelope, Message
     from mainspring.runtime.heartbeat import Heartbeat
-    from mainspring.worker.delivery import Run
-    from mainspring.worker.slots import Places
-    from mainspring.worker.store_health import Contact
+    from mainspring.worker.delivery import Delivery
+    from mainspring.worker.slots import Slots
+    from mainspring.worker.store_health import StoreHealth
 
 
 GRACE = 5.0
@@ -75,11 +75,11 @@ class Settler:
         name: str,
         mailbox: Mailbox[Any, Any],
         dispatcher: Dispatcher,
-        judge: Callable[[Run, BaseException], Decision],
-        contact: Contact,
+        judge: Callable[[Delivery, BaseException], Decision],
+        store_health: StoreHealth,
     ) -> None:
         self._name = name
-        self._contact = contact
+        self._store_health = store_health
         self._mailbox = mailbox
         self._dispatcher = dispatcher
         self._judge = judge
@@ -89,9 +89,9 @@ class Settler:
         self._retrying = 0
         """How many are being tried again."""
 
-    def tell(self, kind: type[MessageFinished], run: Run, decision: Decision, now: float) -> None:
+    def tell(self, kind: type[MessageFinished], delivery: Delivery, decision: Decision, now: float) -> None:
         """Dispatch how a delivery ended."""
-        message, settlement, error = run.message, decision.settlement, decision.error
+        message, settlement, error = delivery.message, decision.settlement, decision.error
         returned = settlement if isinstance(settlement, Return) else None
         fault = None if isinstance(error, (Retry, Reject, ReplyError)) else error  # those are instructions
         self._dispatcher.dispatch(
@@ -100,7 +100,7 @@ class Settler:
                 message.id,
                 message.receipt_handle,
                 decision.outcome,
-                now - run.started,
+                now - delivery.started,
                 message.attempt,
                 error=None if error is None else describe(error),
                 charged=returned is None or returned.charge,
@@ -112,10 +112,10 @@ class Settler:
             )
         )
 
-    def cut_off(self, run: Run, decision: Decision) -> None:
+    def cut_off(self, delivery: Delivery, decision: Decision) -> None:
         """Say that a settlement was given up half-way: it may or may not have been written."""
         error = "the mailbox did not answer in time, or the loop or its task was cancelled"
-        self._dispatcher.dispatch(SettlementFailed(self._name, run.message_id, decision.outcome, error))
+        self._dispatcher.dispatch(SettlementFailed(self._name, delivery.message_id, decision.outcome, error))
 
     async def acknowledge(self, messages: list[Message[Any, Any]]) -> Collection[int]:
         """Acknowledge them together; the numbers of those that are not, and are to be settled each by itself."""
@@ -133,43 +133,45 @@ class Settler:
 
     def written(self, *, again: bool = False) -> None:
         """The mailbox took one; that says nothing of others that it does not take, unless it was one of those."""
-        self._contact.made()
+        self._store_health.made()
         if self._failures and (again or not self._retrying):
             failures, self._failures = self._failures, 0
             self._dispatcher.dispatch(SettlementRecovered(self._name, failures))
 
-    async def settle_again(self, run: Run, decision: Decision, error: Exception) -> Decision:
+    async def settle_again(self, delivery: Delivery, decision: Decision, error: Exception) -> Decision:
         """What becomes of a delivery whose settlement failed with ``error``: it is written yet, as ``decision`` says, or lost.
 
         Where a reply cannot be sent, at all or for ``REPLY_TIMEOUT``, it becomes what a failure of the handler would.
         """
         self._retrying += 1
         try:
-            return await self._until_written(run, decision, error)
+            return await self._until_written(delivery, decision, error)
         finally:
             self._retrying -= 1
 
-    async def _until_written(self, run: Run, decision: Decision, error: Exception) -> Decision:
+    async def _until_written(self, delivery: Delivery, decision: Decision, error: Exception) -> Decision:
         failures = 0
         try:
             while True:
                 if isinstance(error, ReceiptHandleExpiredError):
                     return LOST
-                if isinstance(error, MessageSettledError) and run.message.settlement is not None:  # while this waited
-                    return await self.as_settled(run, decision)
-                if _is_hopeless(run, decision, error):
-                    decision = self._judge(run, error)
-                elif not _retryable(error) or anyio.current_time() >= run.trusted_until:
+                if (
+                    isinstance(error, MessageSettledError) and delivery.message.settlement is not None
+                ):  # while this waited
+                    return await self.as_settled(delivery, decision)
+                if _is_hopeless(delivery, decision, error):
+                    decision = self._judge(delivery, error)
+                elif not _retryable(error) or anyio.current_time() >= delivery.trusted_until:
                     self._dispatcher.dispatch(
-                        SettlementFailed(self._name, run.message_id, decision.outcome, describe(error))
+                        SettlementFailed(self._name, delivery.message_id, decision.outcome, describe(error))
                     )
                     return LOST
                 else:
                     failures += 1
-                    await self._pause(run, decision, error, failures)
+                    await self._pause(delivery, decision, error, failures)
                 try:
                     assert decision.settlement is not None
-                    await run.message.settle(decision.settlement)
+                    await delivery.message.settle(decision.settlement)
                 except Exception as again:
                     error = again
                 else:
@@ -178,52 +180,56 @@ class Settler:
         finally:
             del error, decision  # the error's traceback refers to this frame
 
-    async def as_settled(self, run: Run, decision: Decision) -> Decision:
+    async def as_settled(self, delivery: Delivery, decision: Decision) -> Decision:
         """What the handler itself has made of its message; its end, which changes nothing of that, is told all the same.
 
         What it returned is sent by itself, where somebody waits for that.
         """
-        settlement = run.message.settlement
+        settlement = delivery.message.settlement
         assert settlement is not None
         error = decision.error
         if error is not None and not isinstance(error, ReplyError):
             text = "%s: the handler settled message %s by itself and then failed, which is not tried again: %s%s"
-            _log.warning(text, self._name, run.message_id, describe(error), _where(error))
+            _log.warning(text, self._name, delivery.message_id, describe(error), _where(error))
         if is_unanswered(settlement):
             own = decision.settlement
-            reply = own.reply if isinstance(own, Ack) else self._mailbox._failure_reply(run.message, error or NO_RESULT)  # noqa: SLF001 - this package's own
+            reply = (
+                own.reply
+                if isinstance(own, Ack)
+                else self._mailbox._failure_reply(delivery.message, error or NO_RESULT)  # noqa: SLF001 - this package's own
+            )
             if reply is not None:
-                await self._send(run, reply)
+                await self._send(delivery, reply)
         return as_settled(settlement)
 
-    async def _send(self, run: Run, reply: Envelope) -> None:
+    async def _send(self, delivery: Delivery, reply: Envelope) -> None:
         """Send a reply whose message is done: once, as nothing is left that could be tried again."""
         try:
             with anyio.fail_after(LATE_REPLY_TIMEOUT):
                 await self._mailbox._send_late_reply(reply)  # noqa: SLF001 - this package's own
         except (MainspringError, OSError) as error:
             text = "%s: what the handler returned for message %s, which it had settled by itself, was not sent: %s"
-            _log.warning(text, self._name, run.message_id, describe(error))
+            _log.warning(text, self._name, delivery.message_id, describe(error))
 
-    async def _pause(self, run: Run, decision: Decision, error: Exception, failures: int) -> None:
-        left = run.trusted_until - anyio.current_time()
+    async def _pause(self, delivery: Delivery, decision: Decision, error: Exception, failures: int) -> None:
+        left = delivery.trusted_until - anyio.current_time()
         wait = backoff(failures, initial=0.1, maximum=5.0, factor=2.0, jitter="full", rng=random.rng())
         wait = max(0.0, min(wait, left))
         first, self._failures = not self._failures, self._failures + 1
         reply = getattr(decision.settlement, "reply", None)
         if reply is None or self._mailbox._is_here(reply.reply_to or ""):  # else it may be the requester's that is away  # noqa: SLF001 - this package's own
-            self._contact.failed(error)
+            self._store_health.failed(error)
         self._dispatcher.dispatch(
-            SettlementDelayed(self._name, run.message_id, decision.outcome, describe(error), wait, first)
+            SettlementDelayed(self._name, delivery.message_id, decision.outcome, describe(error), wait, first)
         )
         await anyio.sleep(wait)
 
 
-def _is_hopeless(run: Run, decision: Decision, error: Exception) -> bool:
+def _is_hopeless(delivery: Delivery, decision: Decision, error: Exception) -> bool:
     """Whether it is a reply that will not be sent: then its message has failed, and need not wait for its lease to end."""
     if not isinstance(decision.settlement, Ack) or decision.settlement.reply is None:
         return False
-    return not _retryable(error) or anyio.current_time() >= run.settling_since + REPLY_TIMEOUT
+    return not _retryable(error) or anyio.current_time() >= delivery.settling_since + REPLY_TIMEOUT
 
 
 def _where(error: BaseException) -> str:
@@ -235,23 +241,23 @@ def _retryable(error: Exception) -> bool:
     return isinstance(error, OSError) or (isinstance(error, MainspringError) and error.retryable)
 
 
-class Ends:
+class Completion:
     """The ends of a worker's messages."""
 
     def __init__(
         self,
         settler: Settler,
-        places: Places,
+        slots: Slots,
         *,
         dispatcher: Dispatcher,
         heartbeat: Heartbeat,
         outcomes: Tally,
         clock: Callable[[], float],
     ) -> None:
-        self.done: list[Run] = []
+        self.done: list[Delivery] = []
         """Those that are to be acknowledged together: whoever adds one sees to it that somebody does so soon."""
         self._settler = settler
-        self._places = places
+        self._slots = slots
         self._dispatcher = dispatcher
         self._heartbeat = heartbeat
         self._outcomes = outcomes
@@ -259,95 +265,95 @@ class Ends:
 
     async def acknowledge(self, scope: anyio.CancelScope) -> None:
         """Acknowledge those that are ``done``, in one call; ``scope``, in which this runs, is cancelled where that hangs."""
-        runs, self.done = self.done, []
+        deliveries, self.done = self.done, []
         now = self._clock()
-        for run in runs:
-            run.scope = scope
-        self._leave(runs, now)
+        for delivery in deliveries:
+            delivery.scope = scope
+        self._leave(deliveries, now)
         try:
-            refused = await self._settler.acknowledge([run.message for run in runs])
+            refused = await self._settler.acknowledge([delivery.message for delivery in deliveries])
         except BaseException:
-            self._cut_off(runs, DONE, now)
+            self._cut_off(deliveries, DONE, now)
             raise
         if not refused:
-            self._left(runs, DONE, now)
+            self._left(deliveries, DONE, now)
             return
-        self._left([run for number, run in enumerate(runs) if number not in refused], DONE, now)
-        await self._settle_each([runs[number] for number in refused], now)
+        self._left([delivery for number, delivery in enumerate(deliveries) if number not in refused], DONE, now)
+        await self._settle_each([deliveries[number] for number in refused], now)
 
-    async def _settle_each(self, runs: list[Run], now: float) -> None:
+    async def _settle_each(self, deliveries: list[Delivery], now: float) -> None:
         """Settle each by itself whose acknowledgement was refused: it is tried again, or lost."""
         try:
             async with anyio.create_task_group() as tasks:
-                for run in runs:
-                    tasks.start_soon(self._settle_alone, run, now)
+                for delivery in deliveries:
+                    tasks.start_soon(self._settle_alone, delivery, now)
         finally:  # a task that is cancelled before it begins does nothing
-            self._cut_off([run for run in runs if run.phase is not Phase.DONE], DONE, now)
+            self._cut_off([delivery for delivery in deliveries if delivery.phase is not Phase.DONE], DONE, now)
 
-    async def _settle_alone(self, run: Run, now: float) -> None:
+    async def _settle_alone(self, delivery: Delivery, now: float) -> None:
         try:
-            await self._settle(run, DONE, now)
+            await self._settle(delivery, DONE, now)
         except anyio.get_cancelled_exc_class():
             if not await nobody_asked():  # else the others go on
                 raise
 
-    def finish(self, run: Run, decision: Decision) -> Awaitable[None]:
+    def finish(self, delivery: Delivery, decision: Decision) -> Awaitable[None]:
         """Write the outcome, count it, and free the place."""
         now = self._clock()
-        self._leave((run,), now)
-        return self._settle(run, decision, now)
+        self._leave((delivery,), now)
+        return self._settle(delivery, decision, now)
 
-    async def finish_late(self, run: Run) -> None:
+    async def finish_late(self, delivery: Delivery) -> None:
         """Settle a run whose handler was cancelled, unless its settlement was already begun."""
-        if run.phase <= Phase.ENDED:
-            decision = run.decision or RELEASED
-            run.decision = run.error = None  # the frames of its error refer to the run
-            await self.finish(run, decision)
+        if delivery.phase <= Phase.ENDED:
+            decision = delivery.decision or RELEASED
+            delivery.decision = delivery.error = None  # the frames of its error refer to the run
+            await self.finish(delivery, decision)
 
-    async def _settle(self, run: Run, decision: Decision, now: float) -> None:
+    async def _settle(self, delivery: Delivery, decision: Decision, now: float) -> None:
         """Write the outcome, or what came true instead: see :meth:`Settler.as_settled` and :meth:`Settler.settle_again`."""
-        message = run.message
+        message = delivery.message
         try:
-            if message.is_settled and not run.lost:  # else it was cut off, as its lease was lost meanwhile
-                decision = await self._settler.as_settled(run, decision)
+            if message.is_settled and not delivery.lost:  # else it was cut off, as its lease was lost meanwhile
+                decision = await self._settler.as_settled(delivery, decision)
             elif decision.settlement is not None:
                 try:
                     await message.settle(decision.settlement)
                 except Exception as error:
-                    decision = await self._settler.settle_again(run, decision, error)
+                    decision = await self._settler.settle_again(delivery, decision, error)
                 else:
                     self._settler.written()
-            self._left((run,), decision, now)
+            self._left((delivery,), decision, now)
         except BaseException:
-            if run.phase is not Phase.DONE:
-                self._cut_off((run,), decision, now)
+            if delivery.phase is not Phase.DONE:
+                self._cut_off((delivery,), decision, now)
             raise
         finally:
             del decision  # the traceback of its error may refer to this frame
 
-    def _leave(self, runs: Collection[Run], now: float) -> None:
+    def _leave(self, deliveries: Collection[Delivery], now: float) -> None:
         """Their settlement begins."""
-        for run in runs:
-            run.phase = Phase.SETTLING
-            run.settling_since = now
+        for delivery in deliveries:
+            delivery.phase = Phase.SETTLING
+            delivery.settling_since = now
         self._heartbeat.beat()
-        self._places.leave(len(runs))
+        self._slots.leave(len(deliveries))
 
-    def _left(self, runs: Collection[Run], decision: Decision, now: float) -> None:
+    def _left(self, deliveries: Collection[Delivery], decision: Decision, now: float) -> None:
         """They have ended so: free their places, and count and tell them."""
-        if not runs:
+        if not deliveries:
             return
-        for run in runs:
-            run.phase = Phase.DONE
-        self._places.left(runs)
-        self._outcomes[decision.outcome] += len(runs)
+        for delivery in deliveries:
+            delivery.phase = Phase.DONE
+        self._slots.left(deliveries)
+        self._outcomes[decision.outcome] += len(deliveries)
         kind = MessageFinished if decision.outcome is Outcome.ACKNOWLEDGED else MessageNotAcknowledged
         if self._dispatcher.wants(kind):
-            for run in runs:
-                self._settler.tell(kind, run, decision, now)
+            for delivery in deliveries:
+                self._settler.tell(kind, delivery, decision, now)
 
-    def _cut_off(self, runs: Collection[Run], decision: Decision, now: float) -> None:
+    def _cut_off(self, deliveries: Collection[Delivery], decision: Decision, now: float) -> None:
         """Their settlement was given up half-way: it may or may not have been written."""
-        for run in runs:
-            self._settler.cut_off(run, decision)
-        self._left(runs, LOST, now)
+        for delivery in deliveries:
+            self._settler.cut_off(delivery, decision)
+        self._left(deliveries, LOST, now)

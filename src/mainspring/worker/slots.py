@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from mainspring.mailbox.mailbox import MAX_MESSAGES
+from mainspring.runtime.scope import native_cancels
 from mainspring.threads.entry import AnywhereEvent
 
 if TYPE_CHECKING:
@@ -14,14 +15,14 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.message import Message
     from mainspring.runtime.heartbeat import Heartbeat
-    from mainspring.worker.delivery import Run
+    from mainspring.worker.delivery import Delivery
 
 
 BEAT_EVERY = 10.0
 """Seconds between the beats of a loop that is paused: it waits, and lives."""
 
 
-class Intake:
+class Admission:
     """Runs a worker's receiving, interrupts it for a pause, and ends it for good.
 
     ``open`` says whether what was claimed may begin; a worker asks at every message.
@@ -100,8 +101,8 @@ class Capacity:
     by an idle one, and where there are more loops than places they wait for work in turns.
     """
 
-    def __init__(self, places: int) -> None:
-        self._places = places
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
         self._taken = 0
         self._waiting: list[anyio.Event] = []
         self._idle: dict[anyio.CancelScope, float] = {}
@@ -109,7 +110,7 @@ class Capacity:
     @property
     def full(self) -> bool:
         """Whether :meth:`receive` would have to wait for a place."""
-        return self._taken >= self._places
+        return self._taken >= self._slots
 
     async def receive(
         self,
@@ -119,13 +120,13 @@ class Capacity:
         admit: Callable[[list[Message[Any, Any]]], None],
     ) -> None:
         """Poll for at most ``want`` messages within the free places; each admitted one keeps a place until given back."""
-        places = await self._take(want)
+        slots = await self._take(want)
         kept = 0
         try:
-            messages = await poll(places, 0.0)
+            messages = await poll(slots, 0.0)
             if not messages and wait > 0:
-                self.give_back(places - 1)
-                places = 1
+                self.give_back(slots - 1)
+                slots = 1
                 with anyio.CancelScope() as turn:
                     self._idle[turn] = anyio.current_time() + TURN
                     try:
@@ -135,10 +136,10 @@ class Capacity:
             kept = len(messages)
             admit(messages)
         finally:
-            self.give_back(places - kept)
+            self.give_back(slots - kept)
 
     async def _take(self, want: int) -> int:
-        places = 0
+        slots = 0
         if self.full:
             event = anyio.Event()
             self._waiting.append(event)
@@ -152,12 +153,12 @@ class Capacity:
                 else:  # a place was handed over just now
                     self.give_back(1)
                 raise
-            places = 1
-        more = min(want - places, self._places - self._taken)
+            slots = 1
+        more = min(want - slots, self._slots - self._taken)
         if more > 0:
-            places += more
+            slots += more
             self._taken += more
-        return places
+        return slots
 
     def _end_a_turn(self) -> float:
         """Interrupt a loop that has waited for work for its whole turn; when to look again."""
@@ -168,18 +169,28 @@ class Capacity:
                 return now + TURN
         return min(self._idle.values(), default=now + TURN)
 
-    def give_back(self, places: int) -> None:
-        """Free ``places``, and hand them to the loops that wait for one, in the order in which they came.
+    def give_back(self, slots: int) -> None:
+        """Free ``slots``, and hand them to the loops that wait for one, in the order in which they came.
 
         They are handed over rather than put up: the loop that gives back is the first to ask again.
         """
-        self._taken -= places
-        while self._waiting and self._taken < self._places:
+        self._taken -= slots
+        while self._waiting and self._taken < self._slots:
             self._taken += 1
             self._waiting.pop(0).set()
 
 
-class Places:
+class Slot:
+    """One task of a worker, and the delivery it has in hand: None while it waits for one."""
+
+    __slots__ = ("delivery", "native_cancels")
+
+    def __init__(self) -> None:
+        self.delivery: Delivery | None = None
+        self.native_cancels = native_cancels()
+
+
+class Slots:
     """The messages in hand, each in its place, oldest first.
 
     Where a mailbox keeps the order of its calls (``ordered``), the place of a message is free as soon as its settlement has
@@ -187,7 +198,7 @@ class Places:
     """
 
     def __init__(self, concurrency: int, *, ordered: bool, capacity: Capacity | None) -> None:
-        self.runs: dict[Run, None] = {}
+        self.deliveries: dict[Delivery, None] = {}
         self.ordered = ordered and capacity is None
         self.leaving = 0
         """How many of them are free in that way."""
@@ -198,14 +209,14 @@ class Places:
         self._freed = anyio.Event()
         self._full = False
 
-    def take(self, runs: Collection[Run]) -> None:
+    def take(self, deliveries: Collection[Delivery]) -> None:
         """These have come."""
-        self.runs.update(dict.fromkeys(runs))
+        self.deliveries.update(dict.fromkeys(deliveries))
 
     @property
     def free(self) -> int:
         """How many neither a message nor a claim has; at most as many as one claim may ask for."""
-        return min(self._most - len(self.runs) + min(self.leaving, self._most) - self.claiming, MAX_MESSAGES)
+        return min(self._most - len(self.deliveries) + min(self.leaving, self._most) - self.claiming, MAX_MESSAGES)
 
     async def until_free(self) -> None:
         """Wait for a free place, and a moment longer while more become free at every turn: one claim for all of them."""
@@ -223,14 +234,14 @@ class Places:
             self.leaving += count
             self._tell()
 
-    def left(self, runs: Collection[Run]) -> None:
+    def left(self, deliveries: Collection[Delivery]) -> None:
         """These, which were leaving, are settled, or given up."""
-        for run in runs:
-            del self.runs[run]
+        for delivery in deliveries:
+            del self.deliveries[delivery]
         if self.ordered:
-            self.leaving -= len(runs)
+            self.leaving -= len(deliveries)
         if self._capacity is not None:
-            self._capacity.give_back(len(runs))
+            self._capacity.give_back(len(deliveries))
         self._tell()
 
     def _tell(self) -> None:

@@ -1,6 +1,6 @@
-"""``Contact``: whether the mailbox of a loop answers, by all that it is asked: receives, renewals and settlements.
+"""``StoreHealth``: whether the mailbox of a loop answers, by all that it is asked: receives, renewals and settlements.
 
-``Claim``: what a receiver asks of the mailbox, and how long the answer is overdue.
+``OpenReceive``: what a receiver asks of the mailbox, and how long the answer is overdue.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from mainspring.errors import HandlerStalledError
     from mainspring.events import Dispatcher
-    from mainspring.worker.slots import Intake
+    from mainspring.worker.slots import Admission
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ SILENCE = 10.0
 """Seconds after the last failure of a renewal or a settlement when the mailbox is asked whether it is back."""
 
 
-class Contact:
+class StoreHealth:
     """What the last answers, or the lack of them, say.
 
     While receives fail, nothing else shows that work can be claimed again. A loop whose places are all taken does not
@@ -115,7 +115,7 @@ class Contact:
         return self._ask_at
 
 
-class Claim:
+class OpenReceive:
     """What one receiver asks of the mailbox, one call after the other, as one subject of the watchdog.
 
     It is judged by how long an answer is overdue: never while nothing is asked, while the receive waits as it was told to, or
@@ -125,7 +125,9 @@ class Claim:
 
     message_id: str | None = None
 
-    def __init__(self, name: str, mailbox: str, intake: Intake, clock: Callable[[], float], failures: int = 0) -> None:
+    def __init__(
+        self, name: str, mailbox: str, admission: Admission, clock: Callable[[], float], failures: int = 0
+    ) -> None:
         self.name = name
         self.scope = anyio.CancelScope()
         self.failures = failures
@@ -133,7 +135,7 @@ class Claim:
         self.error: MailboxConnectionError | None = None
         """Why it was cancelled by the watchdog, unless the answer came in spite of that."""
         self._mailbox = mailbox
-        self._intake = intake
+        self._admission = admission
         self._clock = clock
         self._due = math.inf
         self._call: Coroutine[Any, Any, Any] | None = None
@@ -153,7 +155,7 @@ class Claim:
     @property
     def done(self) -> bool:
         """Whether no answer is owed that the loop still wants."""
-        return self._call is None or not self._intake.open
+        return self._call is None or not self._admission.open
 
     def beat_age(self) -> float:
         """Seconds for which the answer is overdue."""

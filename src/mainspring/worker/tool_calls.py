@@ -18,7 +18,7 @@ from mainspring.mailbox.codec import Codec, why_unreadable
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from mainspring.worker.delivery import Run
+    from mainspring.worker.delivery import Delivery
 
 MOST_UNFINISHED = 100
 """How many calls of one message may have begun and not ended: they are written anew with each other one."""
@@ -51,10 +51,10 @@ class Notes:
     Without such calls the checkpoint is the state and nothing else, as it is where a handler makes none.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, delivery: Delivery) -> None:
+        self._delivery = delivery
         self._lock = anyio.Lock()
-        self.state, calls = _read(run.message.checkpoint)
+        self.state, calls = _read(delivery.message.checkpoint)
         self._calls = {call.number: call for call in calls}
         self._restored: Any = None
         self._earlier = set(self._calls)
@@ -89,11 +89,11 @@ class Notes:
                 call = replace(same, info=info)
             elif len(self._calls) < MOST_UNFINISHED:
                 number = max(self._calls, default=0) + 1
-                call = ToolCall(name, key, info, clock.utc_now(), self._run.message.attempt, number)
+                call = ToolCall(name, key, info, clock.utc_now(), self._delivery.message.attempt, number)
             else:
                 raise InvalidParameterError(
-                    f"tool_call: {MOST_UNFINISHED} calls of message {self._run.message_id} have begun and not ended; settle"
-                    " those that are of no interest any more with ctx.resolve_call()"
+                    f"tool_call: {MOST_UNFINISHED} calls of message {self._delivery.message_id} have begun and not ended;"
+                    " settle those that are of no interest any more with ctx.resolve_call()"
                 )
             await self._write(self.state, {**self._calls, call.number: call})
             self._earlier.discard(call.number)
@@ -118,10 +118,10 @@ class Notes:
         raw = _written(state, calls)
         if (reason := why_unreadable(raw)) is not None:
             raise SerializationError(f"a checkpoint cannot be written: {reason}, and could not be read back")
-        self._run.beat()
-        await self._run.message.save_checkpoint(raw)
+        self._delivery.beat()
+        await self._delivery.message.save_checkpoint(raw)
         self.state, self._calls, self._restored = state, calls, None
-        self._run.beat()
+        self._delivery.beat()
 
 
 def _written(state: bytes | None, calls: dict[int, ToolCall]) -> bytes:

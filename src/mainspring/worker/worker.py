@@ -19,14 +19,14 @@ from mainspring.core import random
 from mainspring.core.clock import loop_clock, thread_clock
 from mainspring.errors import MainspringError, TaskExitError
 from mainspring.policies import backoff
-from mainspring.runtime.scope import DaemonScope, first_error, native_cancels, nobody_asked
+from mainspring.runtime.scope import DaemonScope, first_error, nobody_asked
 from mainspring.threads.entry import AnywhereEvent, Entry
-from mainspring.worker.delivery import Attempts, Run, WorkerSettings
+from mainspring.worker.delivery import Delivery, HandlerRuns, WorkerSettings
 from mainspring.worker.leases import LeaseKeeper
 from mainspring.worker.outcome import DONE, RELEASED, Cause
-from mainspring.worker.settlement import Ends, Settler, bounded
-from mainspring.worker.slots import Intake, Places
-from mainspring.worker.store_health import SILENCE, Claim, Contact
+from mainspring.worker.settlement import Completion, Settler, bounded
+from mainspring.worker.slots import Admission, Slot, Slots
+from mainspring.worker.store_health import SILENCE, OpenReceive, StoreHealth
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -75,9 +75,9 @@ class Worker:
         self.entry = Entry(f"loop {name!r}")
         self.ended = AnywhereEvent(f"end of loop {name}")
         self.settings = settings
-        self.intake = Intake(heartbeat)
+        self.admission = Admission(heartbeat)
         self.shutting_down = anyio.Event()
-        self.contact = Contact(name, mailbox.approximate_count, dispatcher)
+        self.store_health = StoreHealth(name, mailbox.approximate_count, dispatcher)
         self._mailbox = mailbox
         self._dispatcher = dispatcher
         self._heartbeat = heartbeat
@@ -86,27 +86,29 @@ class Worker:
         self._wait = wait
         self._clock = loop_clock()
         self._real_clock = thread_clock()  # one that goes on while others have no turn
-        self._places = places = Places(settings.concurrency, ordered=mailbox.capabilities.ordered, capacity=capacity)
-        self._backlog: deque[Run] = deque()
+        self._slots = slots = Slots(settings.concurrency, ordered=mailbox.capabilities.ordered, capacity=capacity)
+        self._backlog: deque[Delivery] = deque()
         self._idle: deque[anyio.Event] = deque()
         self._slot_count = 0
         self._roused = 0
-        self._slots: TaskGroup | None = None
+        self._tasks: TaskGroup | None = None
         self._joined = mailbox.capabilities.joined_acks
         self._turn_ends = 0.0
         self._starved = False
         self._iterations = 0
         self._ending = False
-        self._claims: list[Claim] = []
+        self._open_receives: list[OpenReceive] = []
         self._lease = LeaseKeeper(
-            name, places.runs, settings.lease, visibility, dispatcher=dispatcher, contact=self.contact
+            name, slots.deliveries, settings.lease, visibility, dispatcher=dispatcher, store_health=self.store_health
         )
         context = copy_context()
         context.run(_inside.set, self)
-        self._attempts = Attempts(name, mailbox, call, settings, dispatcher, heartbeat, self._clock, context, wrappers)
-        self._ends = Ends(
-            Settler(name, mailbox, dispatcher, self._attempts.judge, self.contact),
-            places,
+        self._handler_runs = HandlerRuns(
+            name, mailbox, call, settings, dispatcher, heartbeat, self._clock, context, wrappers
+        )
+        self._completion = Completion(
+            Settler(name, mailbox, dispatcher, self._handler_runs.judge, self.store_health),
+            slots,
             dispatcher=dispatcher,
             heartbeat=heartbeat,
             outcomes=outcomes,
@@ -114,25 +116,25 @@ class Worker:
         )
 
     @property
-    def runs(self) -> tuple[Run, ...]:
+    def deliveries(self) -> tuple[Delivery, ...]:
         """The messages it holds, oldest first."""
-        return tuple(self._places.runs)
+        return tuple(self._slots.deliveries)
 
     @property
     def in_flight(self) -> int:
         """How many messages it holds."""
-        return len(self._places.runs)
+        return len(self._slots.deliveries)
 
     @property
-    def claims(self) -> tuple[Claim, ...]:
+    def open_receives(self) -> tuple[OpenReceive, ...]:
         """What its receivers ask of the mailbox."""
-        return tuple(self._claims)
+        return tuple(self._open_receives)
 
     # ----------------------------------------------------------------------------------------------------- stopping
 
     def stop_intake(self) -> None:
         """Receive no more: a long poll is interrupted at once, and what nobody has begun is handed back."""
-        self.intake.stop()
+        self.admission.stop()
 
     def shut_down(self) -> None:
         """Tell the handlers that the end is near, and receive no more."""
@@ -141,8 +143,8 @@ class Worker:
 
     def cancel_handlers(self) -> None:
         """Cancel what is being handled; the messages go back uncharged."""
-        for run in self.runs:
-            run.cancel(Cause.SHUTDOWN)
+        for delivery in self.deliveries:
+            delivery.cancel(Cause.SHUTDOWN)
 
     # -------------------------------------------------------------------------------------------------------- engine
 
@@ -154,13 +156,13 @@ class Worker:
         crash: Exception | None = None
         async with DaemonScope(f"{self.name} worker") as scope:
             scope.start_soon(self._keep_leases, name=f"{self.name} leases")
-            async with anyio.create_task_group() as self._slots:
+            async with anyio.create_task_group() as self._tasks:
                 try:
-                    await self.intake.run(partial(self._receive_until_held, max_iterations), self._hand_back)
+                    await self.admission.run(partial(self._receive_until_held, max_iterations), self._hand_back)
                 except Exception as error:
                     crash = error
                 except BaseException:
-                    self.intake.stop()
+                    self.admission.stop()
                     raise
                 finally:
                     self._ending = True
@@ -169,7 +171,7 @@ class Worker:
             # Leaving the scope stops the renewal, as the last thing.
         if crash is not None:
             raise crash
-        if self._slots.cancel_scope.cancel_called:  # by a task that was cancelled before it had begun
+        if self._tasks.cancel_scope.cancel_called:  # by a task that was cancelled before it had begun
             raise TaskExitError("a slot was cancelled by itself, and not by the loop")
 
     async def _keep_leases(self) -> None:
@@ -178,14 +180,14 @@ class Worker:
             await self._lease.run(self._mailbox._listen_for_cancelled)  # noqa: SLF001 - this package's own
         finally:
             stop_listening()
-            self._attempts.cancelled = (
+            self._handler_runs.cancelled = (
                 True  # it is stopped last: handlers that still run are being cancelled with the loop
             )
 
     def _fell_silent(self, error: MailboxConnectionError) -> None:
         """The mailbox's server does not answer. A receive that is out fails soon; without one, the mailbox is asked again."""
-        receiving = any(not claim.done for claim in self._claims)
-        self.contact.fell_silent(error, RECONNECT_INITIAL if receiving else SILENCE)
+        receiving = any(not receive.done for receive in self._open_receives)
+        self.store_health.fell_silent(error, RECONNECT_INITIAL if receiving else SILENCE)
 
     async def _receive_until_held(self, max_iterations: int | None) -> None:
         """Receive until told to stop or to pause; raises what made that impossible.
@@ -195,7 +197,7 @@ class Worker:
         """
         if self._backlog and not self._roused:
             self._rouse()  # for what was claimed as a pause began that was over before it had handed that back
-        receivers = 2 if self._places.ordered and max_iterations is None else 1
+        receivers = 2 if self._slots.ordered and max_iterations is None else 1
         try:
             async with anyio.create_task_group() as tasks:
                 for number in range(receivers):
@@ -208,81 +210,81 @@ class Worker:
     async def _receiver(self, max_iterations: int | None) -> None:
         failures = 0
         while self._receives_on(max_iterations):
-            claim = Claim(self.name, self._mailbox.name, self.intake, self._clock, failures)
-            self._claims.append(claim)
+            receive = OpenReceive(self.name, self._mailbox.name, self.admission, self._clock, failures)
+            self._open_receives.append(receive)
             try:
-                with claim.scope:
-                    await self._claim_on(claim, max_iterations)
+                with receive.scope:
+                    await self._claim_on(receive, max_iterations)
             finally:
-                self._claims.remove(claim)
-            failures = claim.failures
-            if claim.error is not None:
+                self._open_receives.remove(receive)
+            failures = receive.failures
+            if receive.error is not None:
                 failures += 1
-                await self._pause_after(claim.error, failures)
+                await self._pause_after(receive.error, failures)
 
     def _receives_on(self, max_iterations: int | None) -> bool:
-        return self.intake.open and (max_iterations is None or self._iterations < max_iterations)
+        return self.admission.open and (max_iterations is None or self._iterations < max_iterations)
 
-    async def _claim_on(self, claim: Claim, max_iterations: int | None) -> None:
+    async def _claim_on(self, receive: OpenReceive, max_iterations: int | None) -> None:
         """Claim until that is over, or the watchdog cancels ``claim``."""
         while self._receives_on(max_iterations):
-            free = self._places.free
+            free = self._slots.free
             if free <= 0:
-                await self._places.until_free()
+                await self._slots.until_free()
                 continue
             if self._starved:
                 await anyio.sleep(POLL_PAUSE)
             self._iterations += 1
-            self._places.claiming += free
+            self._slots.claiming += free
             try:
-                await self._receive(free, claim)
+                await self._receive(free, receive)
             except (MainspringError, OSError) as error:
                 if isinstance(error, MainspringError) and not error.retryable:
                     raise
-                claim.failures += 1
-                await self._pause_after(error, claim.failures)
+                receive.failures += 1
+                await self._pause_after(error, receive.failures)
             except anyio.get_cancelled_exc_class():
                 if not await nobody_asked():
                     raise
-                claim.failures += 1
-                await self._pause_after(TaskExitError("a cancellation that nobody asked for"), claim.failures)
+                receive.failures += 1
+                await self._pause_after(TaskExitError("a cancellation that nobody asked for"), receive.failures)
             else:
-                claim.failures = 0
-                self.contact.received()
+                receive.failures = 0
+                self.store_health.received()
             finally:
-                self._places.claiming -= free
+                self._slots.claiming -= free
 
-    async def _receive(self, free: int, claim: Claim) -> None:
+    async def _receive(self, free: int, receive: OpenReceive) -> None:
         """Claim what is there for the free slots, and let them begin."""
         self._heartbeat.beat()
         # After a failure it does not wait: that the store answers again shall be known before somebody sends something.
-        wait = self._wait if self.contact.trouble is None else 0.0
+        wait = self._wait if self.store_health.trouble is None else 0.0
         if self._capacity is None:
-            self._admit(await self._poll(claim, free, wait))
-        elif self.contact.trouble is not None and self._capacity.full:
+            self._admit(await self._poll(receive, free, wait))
+        elif self.store_health.trouble is not None and self._capacity.full:
             # Likewise, though the handlers of other loops may have all places for hours.
-            await claim.ask(self._mailbox.approximate_count(), 0.0)
+            await receive.ask(self._mailbox.approximate_count(), 0.0)
         else:
-            await self._capacity.receive(free, wait, partial(self._poll, claim), self._admit)
+            await self._capacity.receive(free, wait, partial(self._poll, receive), self._admit)
         self._heartbeat.beat()
         if len(self._backlog) == 1:  # it came alone: its handler begins before the next claim is prepared
             await anyio.lowlevel.checkpoint()
 
-    async def _poll(self, claim: Claim, free: int, wait: float) -> list[Message[Any, Any]]:
+    async def _poll(self, receive: OpenReceive, free: int, wait: float) -> list[Message[Any, Any]]:
         call = self._mailbox.receive(max_messages=free, visibility_timeout=self._visibility, wait_time_seconds=wait)
-        return await claim.ask(call, wait)
+        return await receive.ask(call, wait)
 
     def _admit(self, messages: list[Message[Any, Any]]) -> None:
         now = self._clock()
         self._starved = not messages and self._wait < POLL_PAUSE
         if not messages:
             return
-        made = partial(Run, self.name, self._clock, self._heartbeat, self.shutting_down, self._visibility, now)
-        runs = [made(message) for message in messages]
-        self._places.take(runs)
-        self._lease.track(runs)
-        self._backlog.extend(runs)
-        if self.intake.open and not self._roused:
+        made = partial(Delivery, self.name, self._clock, self._heartbeat, self.shutting_down, self._visibility, now)
+        deliveries = [made(message) for message in messages]
+        self._slots.take(deliveries)
+        self._lease.track(deliveries)
+        self._backlog.extend(deliveries)
+        if self.admission.open and not self._roused:
             self._rouse()
 
     async def _pause_after(self, error: Exception, failures: int) -> None:
@@ -295,21 +297,21 @@ class Worker:
             jitter="full",
             rng=random.rng(),
         )
-        self.contact.receive_failed(error, pause)
+        self.store_health.receive_failed(error, pause)
         await anyio.sleep(pause)
         self._heartbeat.beat()
 
     async def _hand_back(self) -> None:
         """Release all that was claimed and that no slot has begun, the youngest first, as each goes to the front."""
-        if self.intake.open:
+        if self.admission.open:
             return
         with bounded():
             while self._backlog:
-                run = self._backlog.pop()
-                await self._ends.finish(run, RELEASED)
+                delivery = self._backlog.pop()
+                await self._completion.finish(delivery, RELEASED)
         while self._backlog:  # the store does not answer: the rest is told, and not waited for
             with anyio.move_on_after(0, shield=True):
-                await self._ends.finish(self._backlog.pop(), RELEASED)
+                await self._completion.finish(self._backlog.pop(), RELEASED)
 
     # --------------------------------------------------------------------------------------------------------- slots
 
@@ -318,68 +320,81 @@ class Worker:
         if self._idle:
             self._roused += 1
             self._idle.popleft().set()
-        elif self._slot_count < self.settings.concurrency + self._places.leaving:  # one that is leaving may take long
-            assert self._slots is not None
+        elif self._slot_count < self.settings.concurrency + self._slots.leaving:  # one that is leaving may take long
+            assert self._tasks is not None
             self._slot_count += 1
             self._roused += 1
-            self._slots.start_soon(self._slot, name=f"{self.name} slot {self._slot_count}")
+            self._tasks.start_soon(self._slot, name=f"{self.name} slot {self._slot_count}")
 
     def _rouse_all(self) -> None:
         while self._idle:
             self._rouse()
 
     async def _slot(self) -> None:
+        """Serve deliveries, one at a time, until there are none to come."""
         self._roused -= 1
-        run: Run | None = None
-        cancelling = native_cancels()
+        slot = Slot()
         try:
-            while True:
-                try:
-                    if run is not None:
-                        # The scope is used up, or somebody cancelled this task: what was cancelled is settled outside of it.
-                        with bounded(shield=False):
-                            await self._ends.finish_late(run)
-                        run, decision = None, DONE
-                    with anyio.CancelScope() as scope:
-                        run = await self._await_run(scope)
-                        while run is not None:
-                            run.scope = scope
-                            decision = await self._attempts.make(run, scope) if self.intake.open else RELEASED
-                            if cancelling():  # else what is settled next would be cut off by it, neighbours and all
-                                run.decision = decision
-                                if not await nobody_asked():
-                                    await anyio.lowlevel.checkpoint()  # raises
-                            if scope.cancel_called:
-                                run.decision = decision
-                                break
-                            goes_on = self._joined and self._backlog and self._real_clock() < self._turn_ends
-                            if decision is DONE and (goes_on or self._ends.done) and not run.message.is_settled:
-                                self._ends.done.append(run)
-                                run = None
-                                if not goes_on:
-                                    await self._acknowledge(scope)
-                            else:
-                                await self._ends.finish(run, decision)
-                            if scope.cancel_called:  # just as the mailbox answered
-                                break
-                            run, decision = None, DONE  # an error's traceback holds all that the handler has made
-                            run = self._take(0 if self._roused else 1) or await self._await_run(scope)
-                    if not scope.cancel_called:
-                        return
-                except anyio.get_cancelled_exc_class():
-                    if not await nobody_asked():
-                        raise
+            while not await self._serve_in_scope(slot):
+                pass
         except anyio.get_cancelled_exc_class() as error:
             # The loop itself is cancelled: its message goes back, so that another worker has it at once.
             with bounded() as scope:
-                if run is not None:
-                    await self._ends.finish_late(run)
-                if self._ends.done:
-                    await self._ends.acknowledge(scope)
-            run, decision = None, DONE
+                if slot.delivery is not None:
+                    await self._completion.finish_late(slot.delivery)
+                if self._completion.done:
+                    await self._completion.acknowledge(scope)
+            slot.delivery = None
             raise error.with_traceback(None)
 
-    async def _await_run(self, scope: anyio.CancelScope) -> Run | None:
+    async def _serve_in_scope(self, slot: Slot) -> bool:
+        """Serve in a new cancel scope. True at the end, False if the scope was used to cancel, or the task by itself."""
+        try:
+            if (
+                slot.delivery is not None
+            ):  # it was cancelled, and is settled outside of the scope that was used for that
+                with bounded(shield=False):
+                    await self._completion.finish_late(slot.delivery)
+                slot.delivery = None
+            with anyio.CancelScope() as scope:
+                await self._serve(slot, scope)
+        except anyio.get_cancelled_exc_class():
+            if not await nobody_asked():
+                raise
+            return False
+        return not scope.cancel_called
+
+    async def _serve(self, slot: Slot, scope: anyio.CancelScope) -> None:
+        """Handle and settle one delivery after the other, until there are none to come or ``scope`` is used up.
+
+        A delivery that could not be settled stays in ``slot``.
+        """
+        delivery = slot.delivery = await self._next_delivery(scope)
+        while delivery is not None:
+            delivery.scope = scope
+            decision = await self._handler_runs.make(delivery, scope) if self.admission.open else RELEASED
+            if slot.native_cancels():  # else what is settled next would be cut off by it, neighbours and all
+                delivery.decision = decision
+                if not await nobody_asked():
+                    await anyio.lowlevel.checkpoint()  # raises
+            if scope.cancel_called:
+                delivery.decision = decision
+                return
+            goes_on = self._joined and self._backlog and self._real_clock() < self._turn_ends
+            if decision is DONE and (goes_on or self._completion.done) and not delivery.message.is_settled:
+                self._completion.done.append(delivery)
+                delivery = slot.delivery = None
+                if not goes_on:
+                    await self._acknowledge(scope)
+            else:
+                await self._completion.finish(delivery, decision)
+            if scope.cancel_called:  # just as the mailbox answered
+                return
+            decision = DONE  # an error's traceback holds all that the handler has made
+            delivery = slot.delivery = None
+            delivery = slot.delivery = self._take(0 if self._roused else 1) or await self._next_delivery(scope)
+
+    async def _next_delivery(self, scope: anyio.CancelScope) -> Delivery | None:
         """The next message for a slot that begins or has nothing to do, or None at the end and where the scope is used up.
 
         It rouses two others, so that all get going soon where handlers wait. One that goes on rouses another only where none
@@ -390,8 +405,8 @@ class Worker:
             await self._acknowledge(scope)
             if scope.cancel_called:  # no handler may begin in it
                 return None
-            if (run := self._take(2)) is not None or self._ending:
-                return run
+            if (delivery := self._take(2)) is not None or self._ending:
+                return delivery
             event = anyio.Event()
             self._idle.append(event)
             try:
@@ -402,23 +417,23 @@ class Worker:
                 else:
                     self._idle.remove(event)
 
-    def _take(self, others: int) -> Run | None:
+    def _take(self, others: int) -> Delivery | None:
         """The next message, if there is one; so many other slots are roused where there is something for them to do."""
         if not self._backlog:
             return None
-        run = self._backlog.popleft()
+        delivery = self._backlog.popleft()
         if others:
-            for _ in range(min(others, len(self._backlog) + bool(self._ends.done))):
+            for _ in range(min(others, len(self._backlog) + bool(self._completion.done))):
                 self._rouse()
-        return run
+        return delivery
 
     async def _acknowledge(self, scope: anyio.CancelScope) -> None:
         """Acknowledge what is done by now; then a new turn begins."""
-        while self._ends.done and not scope.cancel_called:
+        while self._completion.done and not scope.cancel_called:
             # Those too that came meanwhile: whoever brought them may have found nobody to rouse.
             if self._backlog and not self._roused:
                 self._rouse()
-            await self._ends.acknowledge(scope)
+            await self._completion.acknowledge(scope)
         self._turn_ends = self._real_clock() + TURN
 
 
