@@ -369,11 +369,12 @@ class Worker:
 
         A delivery that could not be settled stays in ``slot``.
         """
+        native_cancels = slot.native_cancels
         delivery = slot.delivery = await self._next_delivery(scope)
         while delivery is not None:
             delivery.scope = scope
             decision = await self._handler_runs.make(delivery, scope) if self.admission.open else RELEASED
-            if slot.native_cancels():  # else what is settled next would be cut off by it, neighbours and all
+            if native_cancels():  # else what is settled next would be cut off by it, neighbours and all
                 delivery.decision = decision
                 if not await nobody_asked():
                     await anyio.lowlevel.checkpoint()  # raises
@@ -391,8 +392,11 @@ class Worker:
             if scope.cancel_called:  # just as the mailbox answered
                 return
             decision = DONE  # an error's traceback holds all that the handler has made
-            delivery = slot.delivery = None
-            delivery = slot.delivery = self._take(0 if self._roused else 1) or await self._next_delivery(scope)
+            delivery = self._take(0 if self._roused else 1)
+            if delivery is None:
+                slot.delivery = None
+                delivery = await self._next_delivery(scope)
+            slot.delivery = delivery
 
     async def _next_delivery(self, scope: anyio.CancelScope) -> Delivery | None:
         """The next message for a slot that begins or has nothing to do, or None at the end and where the scope is used up.
