@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PATIENCE = 60.0
 """Real seconds without a sign from a thread, a process or a socket after which a virtual run counts as stuck."""
 GRACE = 1.0
-"""The same where nothing real is known to be out: leaves room for a thread that trio does not know of."""
+"""The same where nothing real is known to be out, at most: leaves room for a thread that trio does not know of."""
 
 
 class DeadlockError(MainspringError):
@@ -78,7 +78,7 @@ class IdleJudge(trio.abc.Instrument):
                 self._clock.jump(jump)
         elif self._main is not None:
             patient = out is not None or _waits_for_io(statistics) or trio.testing.active_thread_count()
-            self._wait(self.patience if patient and not self._verdicts else GRACE)
+            self._wait(self.patience if patient and not self._verdicts else min(GRACE, self.patience))
 
     def _held(self) -> bool:
         return bool(vars(self._clock).get("_mainspring_holds"))

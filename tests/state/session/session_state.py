@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Annotated
 
-from mainspring.errors import JournalError
+import anyio
+
+from mainspring.errors import JournalError, JournalLockedError
 from mainspring.state.session import append, on, replace_latest, upsert_by
 from mainspring.state.session.journal import Journal
 
@@ -81,10 +84,12 @@ class MemoryJournal(Journal):
         self.fail = []
         self.before = lambda: None
         self.is_open = False
+        self.closed = threading.Event()
 
     def open(self):
         assert not self.is_open
         self.is_open = True
+        self.closed.clear()
 
     def entries(self):
         yield from self.kept
@@ -104,6 +109,18 @@ class MemoryJournal(Journal):
 
     def close(self):
         self.is_open = False
+        self.closed.set()
+
+
+async def until_free(session):
+    """Open the session, and close it, as soon as what it gave up before has let go of its journal."""
+    with anyio.fail_after(60):
+        while True:
+            try:
+                async with session:
+                    return
+            except JournalLockedError:
+                await anyio.sleep(0.001)
 
 
 FULL = JournalError("the disk is full")

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 
 import anyio
 import pytest
-from session_state import FULL, Added, MemoryJournal, State
+from session_state import FULL, Added, MemoryJournal, State, until_free
 
 from mainspring import JournalError, JournalLockedError, Session, SessionClosedError
-from mainspring.state.session import journal as journal_module
-from mainspring.state.session import transaction
+from mainspring.state.session.journal_file import FileJournal
 
 pytestmark = pytest.mark.anyio
 
@@ -20,9 +19,10 @@ pytestmark = pytest.mark.anyio
 class Held(MemoryJournal):
     """Hangs in the method that ``hold`` names, until told to go on."""
 
-    def __init__(self, hold="", entries=()):
-        super().__init__(entries)
+    def __init__(self, hold, timeout=MemoryJournal.timeout):
+        super().__init__()
         self.hold = hold
+        self.timeout = timeout
         self.go_on, self.hangs = threading.Event(), threading.Event()
 
     def _hang(self, method):
@@ -62,27 +62,22 @@ async def until(condition):
             await anyio.sleep(0.001)
 
 
-@pytest.fixture
-def short(monkeypatch):
-    for name in ("CALL_TIMEOUT", "WRITE_TIMEOUT"):
-        monkeypatch.setattr(journal_module, name, 0.3, raising=False)
-
-
 # ------------------------------------------------------------------------------------------------------ opening
 
 
 @pytest.mark.parametrize("method", ["open", "entries"])
-async def test_an_opening_that_hangs_is_given_up_and_let_go_of(anyio_backend, short, method):
-    journal = Held(method)
+async def test_an_opening_that_hangs_is_given_up_and_let_go_of(anyio_backend, method):
+    journal = Held(method, timeout=0.3)
     session = Session.open(State, journal=journal)
     with going_on(journal):
         with pytest.raises(JournalError, match=r"not answered within 0\.3 s; try again later"):
             await session.__aenter__()
         with pytest.raises(JournalLockedError, match="what its last opening had it do has not ended"):
             await session.__aenter__()
-    await until(lambda: not session._writer.calls.is_busy)
+    await until(journal.closed.is_set)
     assert not journal.is_open
     journal.hold = ""
+    await until_free(session)
     async with session:
         await session.dispatch(Added(1))
     assert not journal.is_open
@@ -97,48 +92,51 @@ async def test_an_opening_can_be_cancelled(anyio_backend, method):
             tasks.start_soon(session.__aenter__)
             await until(journal.hangs.is_set)
             tasks.cancel_scope.cancel()
-    await until(lambda: not session._writer.calls.is_busy)
+    await until(journal.closed.is_set)
     assert not journal.is_open
 
 
-async def test_an_opening_that_fails_late_is_not_closed(anyio_backend, short):
-    journal, closed = Held("open"), []
+async def test_an_opening_that_fails_late_is_not_closed(anyio_backend):
+    journal = Held("open", timeout=0.3)
     journal.is_open = True  # so that it raises
-    journal.close = lambda: closed.append(1)
     session = Session.open(State, journal=journal)
     with going_on(journal), pytest.raises(JournalError, match="not answered"):
         await session.__aenter__()
-    await until(lambda: not session._writer.calls.is_busy)
-    assert not closed
+    with pytest.raises(JournalError, match="AssertionError"):
+        await until_free(session)
+    assert not journal.closed.is_set()
 
 
 # ------------------------------------------------------------------------------------------------------ writing
 
 
 @pytest.mark.parametrize("closes", ["well", "badly"])
-async def test_a_write_that_was_given_up_lets_go_of_the_file_when_it_ends(
-    anyio_backend, short, tmp_path, monkeypatch, closes
-):
+async def test_a_write_that_was_given_up_lets_go_of_the_file_when_it_ends(anyio_backend, tmp_path, monkeypatch, closes):
     path, go_on, sync, close = tmp_path / "s.jsonl", threading.Event(), os.fdatasync, os.close
+    journal, closed = FileJournal(path), threading.Event()
+    journal.timeout = 0.3
     monkeypatch.setattr(os, "fdatasync", lambda file: (go_on.wait(60), sync(file)))
     try:
         with anyio.fail_after(30):
-            async with Session.open(State, journal=path) as session:
+            async with Session.open(State, journal=journal) as session:
                 with pytest.raises(JournalError, match="it may still write; open the session anew"):
                     await session.dispatch(Added(1))
             with pytest.raises(JournalLockedError):
                 await Session.open(State, journal=path).__aenter__()
-            if closes == "badly":
 
-                def fail(file):
-                    close(file)
-                    raise OSError("no")
+            def close_there(file):
+                close(file)
+                if threading.current_thread() is not threading.main_thread():
+                    closed.set()
+                    if closes == "badly":
+                        raise OSError("no")
 
-                monkeypatch.setattr(os, "close", fail)
+            monkeypatch.setattr(os, "close", close_there)
     finally:
         go_on.set()
-    await until(lambda: not session._writer.calls.is_busy)
+    await until(closed.is_set)
     monkeypatch.undo()
+    await until_free(session)
     async with Session.open(State, journal=path) as other:
         assert other.state.total == 1
 
@@ -151,30 +149,35 @@ async def test_a_thread_that_cannot_be_started_is_no_write_under_way(anyio_backe
     async with Session.open(State, journal=path) as session:
         await session.dispatch(Added(1))
         with monkeypatch.context() as patch:
-            patch.setattr(journal_module.to_thread, "run_sync", fail)
+            patch.setattr(anyio.to_thread, "run_sync", fail)
             with pytest.raises(JournalError, match="can't start new thread"):
                 await session.dispatch(Added(2))
         await session.dispatch(Added(4))
-        monkeypatch.setattr(journal_module.to_thread, "run_sync", fail)
+        monkeypatch.setattr(anyio.to_thread, "run_sync", fail)
     monkeypatch.undo()
     async with session:  # and closing did without one
         assert session.state.total == 5
 
 
-async def test_a_transaction_is_waited_for_as_long_as_it_may_be_written(anyio_backend, monkeypatch):
-    monkeypatch.setattr(transaction, "CLOSE_TIMEOUT", 0.05, raising=False)
+async def test_a_transaction_is_waited_for_as_long_as_it_may_be_written(virtual_clock):
     journal = Held("append")
-    async with Session.open(State, journal=journal) as session:
-        threading.Timer(0.3, journal.go_on.set).start()
-        with anyio.fail_after(30):
-            async with session.transaction():
-                await session.dispatch(Added(1))
+
+    async def pass_time():
+        await anyio.to_thread.run_sync(journal.hangs.wait)
+        await virtual_clock.advance(29)
+        journal.go_on.set()
+
+    async with Session.open(State, journal=journal) as session, anyio.create_task_group() as tasks:
+        tasks.start_soon(pass_time)
+        async with session.transaction():
+            await session.dispatch(Added(1))
+        assert virtual_clock.now == 29
         assert session.state.total == 1
         assert len(journal.kept) == 1
 
 
-async def test_a_transaction_whose_write_is_given_up_is_not_applied(anyio_backend, short):
-    journal = Held("append")
+async def test_a_transaction_whose_write_is_given_up_is_not_applied(anyio_backend):
+    journal = Held("append", timeout=0.3)
     async with Session.open(State, journal=journal) as session:
         with going_on(journal), pytest.raises(JournalError, match="it may still write; open the session anew"):
             async with session.transaction():
@@ -190,8 +193,8 @@ async def test_a_transaction_whose_write_is_given_up_is_not_applied(anyio_backen
 # ---------------------------------------------------------------------------------------------------- compaction
 
 
-async def test_a_compaction_that_hangs_is_given_up(anyio_backend, short):
-    journal = Held("rewrite")
+async def test_a_compaction_that_hangs_is_given_up(anyio_backend):
+    journal = Held("rewrite", timeout=0.3)
     async with Session.open(State, journal=journal) as session:
         await session.dispatch(Added(1))
         with going_on(journal):
@@ -224,15 +227,21 @@ async def test_a_compaction_can_be_cancelled_and_goes_on(anyio_backend):
         assert session.state.total == 7
 
 
-async def test_the_end_does_not_wait_for_a_compaction_that_hangs(anyio_backend, monkeypatch):
-    monkeypatch.setattr("mainspring.state.session.writer.CLOSE_TIMEOUT", 0.1)
+async def test_the_end_does_not_wait_for_a_compaction_that_hangs(virtual_clock):
     journal = Held("rewrite")
+
+    async def pass_time():
+        await anyio.wait_all_tasks_blocked()
+        await virtual_clock.advance(10)
+
     with going_on(journal):
         async with anyio.create_task_group() as tasks, Session.open(State, journal=journal) as session:
             await session.dispatch(Added(1))
             tasks.start_soon(expect_closed, session.compact)
-            await until(journal.hangs.is_set)
-    await until(lambda: not journal.is_open)
+            await anyio.to_thread.run_sync(journal.hangs.wait)
+            tasks.start_soon(pass_time)
+        assert virtual_clock.now == 10
+    assert await anyio.to_thread.run_sync(journal.closed.wait, 60)
 
 
 async def expect_closed(use):

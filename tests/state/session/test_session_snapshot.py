@@ -172,24 +172,26 @@ async def test_a_child_that_is_made_while_a_restore_is_written(anyio_backend, er
         assert [session.state.total, *(session.child(name, State).state.total for name in names)] == totals
 
 
-async def test_a_child_that_is_made_while_the_journal_is_read(anyio_backend, monkeypatch):
-    monkeypatch.setattr("mainspring.state.session.history.ENTRIES_AT_ONCE", 1)
+async def test_a_child_that_is_made_while_the_journal_is_read(anyio_backend):
+    """It is read a thousand entries at a time."""
     journal = MemoryJournal()
     async with Session.open(State, journal=journal) as session:
-        for number in range(4):
-            await session.child("kid", State).dispatch(Added(10**number))
+        kid = session.child("kid", State)
+        for ticket in [kid.dispatch_nowait(Added(1)) for _ in range(3_500)]:
+            await ticket.wait()
+    assert len(journal.kept) == 3_500
     session = Session.open(State, journal=journal)
     given = journal.entries
 
     def entries():
         for number, entry in enumerate(given()):
-            if number == 2:
+            if number == 1_500:
                 anyio.from_thread.run_sync(session.child, "kid", State)
             yield entry
 
     journal.entries = entries
     async with session:
-        assert session.child("kid", State).state.total == 1111
+        assert session.child("kid", State).state.total == 3_500
 
 
 async def test_a_child_that_is_made_when_the_session_is_closed(anyio_backend):

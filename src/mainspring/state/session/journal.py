@@ -19,21 +19,20 @@ from mainspring.events import log_error
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-CALL_TIMEOUT = 30.0
-"""Seconds that a journal may take for one call: to be opened, to read the next entries, for one write, or to be rewritten."""
-
 
 class Journal(ABC):
     """Keeps entries (bytes without a line break) in order, for one writer at a time.
 
     The session calls the methods in worker threads, one at a time, so they may block. Each use of it begins with :meth:`open`,
-    and none but that is called after :meth:`close`. A method that takes longer than 30 s is given up, but not beside
-    others: what comes after it is ``close`` alone. What they raise that is no error of Mainspring becomes a
+    and none but that is called after :meth:`close`. A method that takes longer than :attr:`timeout` is given up, but not
+    beside others: what comes after it is ``close`` alone. What they raise that is no error of Mainspring becomes a
     :class:`JournalError`.
     """
 
     name: str
     """What it is called in errors."""
+    timeout: float = 30.0
+    """Seconds that one call may take: to open it, to read the next thousand entries, to write, or to rewrite it."""
 
     @abstractmethod
     def open(self) -> None:
@@ -158,22 +157,22 @@ class JournalCalls:
     async def _ask(self, fn: Callable[[], Any], otherwise: str) -> Any:
         """``fn()`` in a worker thread. Cancelled, it leaves the thread to itself.
 
-        :raises JournalError: it cannot be done; or it has taken longer than :data:`CALL_TIMEOUT`, now or before.
+        :raises JournalError: it cannot be done; or it has taken longer than :attr:`Journal.timeout`, now or before.
         """
         self.check()
         call = self._begin()
-        given_up = False
+        given_up, timeout = False, self._journal.timeout
         try:
-            with real_work(), anyio.move_on_after(CALL_TIMEOUT):
+            with real_work(), anyio.move_on_after(timeout):
                 return await to_thread.run_sync(self._run, call, fn, abandon_on_cancel=True, limiter=self._limiter)
             given_up = True
         except RuntimeError as error:  # no thread can be started
             raise JournalError(f"{self._journal.name}: {describe(error)}") from error
         finally:
             if not self._withdraw(call) and given_up:
-                self._unusable = f"{self._journal.name} has not answered within {CALL_TIMEOUT:g} s; {otherwise}"
+                self._unusable = f"{self._journal.name} has not answered within {timeout:g} s; {otherwise}"
         self.check()
-        raise JournalError(f"{self._journal.name}: no thread could be had for it within {CALL_TIMEOUT:g} s")
+        raise JournalError(f"{self._journal.name}: no thread could be had for it within {timeout:g} s")
 
     def _begin(self, *, let_go: bool = False) -> object | None:
         """The next call; None where it is to let go, and one under way will do it when it ends."""
