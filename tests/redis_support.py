@@ -63,6 +63,13 @@ class Place:
                 raise result
             return result
 
+    @contextmanager
+    def connected(self, *command: Any) -> Iterator[socket.socket]:
+        """A connection of its own, over which a command has been sent that is not waited for."""
+        with socket.create_connection(parse_server(self.url, {}).hosts[0], timeout=5) as wire:
+            wire.sendall(hiredis.pack_command(command))  # type: ignore[arg-type]
+            yield wire
+
     def channels(self, name: str = "jobs") -> set[str]:
         """On which the mailbox objects of that name are called, each on its own."""
         channels = self.call("PUBSUB", "SHARDCHANNELS", self.key("*", name))
@@ -78,7 +85,7 @@ class Place:
         """A list which at the end of the block has what was said meanwhile on a channel of a mailbox."""
         heard: list[bytes] = []
         reader, key = hiredis.Reader(), self.key(channel, name)
-        with socket.create_connection(parse_server(self.url, {}).hosts[0], timeout=5) as wire:
+        with self.connected("SSUBSCRIBE", key) as wire:
 
             def hear_until(last: Callable[[Any], bool]) -> None:
                 while True:
@@ -88,7 +95,6 @@ class Place:
                         heard.append(message[2])
                     reader.feed(wire.recv(65_536))
 
-            wire.sendall(hiredis.pack_command(("SSUBSCRIBE", key)))
             hear_until(lambda message: message[0] == b"ssubscribe")
             yield heard
             self.call("SPUBLISH", key, "the end")
@@ -153,6 +159,12 @@ class RedisLine(Line):
     def names(self) -> list[str]:
         """Those of the connections that there are."""
         return sorted(passage.name for passage in self.passages)
+
+    async def lose_answer(self) -> None:
+        """Wait for an answer that ``answers`` holds, then end the connection for calls instead of passing it on."""
+        await self.answers.arrived()
+        self.cut(CALLS)
+        self.answers.let_go()
 
     async def pass_on(self, said: bytes, target: Any, *, is_answer: bool) -> None:
         passage = self.passage_to(target)

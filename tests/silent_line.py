@@ -26,14 +26,15 @@ class Valve:
     def hold(self) -> None:
         """Keep what comes from now on."""
         if self._open.is_set():
-            self._open, self._arrived = anyio.Event(), anyio.Event()
+            self._open = anyio.Event()
 
     def let_go(self) -> None:
         """Let it pass again, what was held first."""
         self._open.set()
+        self._arrived = anyio.Event()
 
     async def arrived(self) -> None:
-        """Wait until something is held."""
+        """Wait until something is held; it may be before :meth:`hold`."""
         await self._arrived.wait()
 
     async def passes(self, said: bytes) -> None:
