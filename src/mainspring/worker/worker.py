@@ -1,9 +1,20 @@
 """The worker engine: receive, handle, settle. Every loop that takes messages from a mailbox runs on it.
 
-The slots are tasks that live on: each takes a claimed message, runs the handler in its own cancel scope, settles, and takes
-the next. The receiver claims only as many messages as there are slots without one, so nothing is leased that nobody can
-run. A message costs neither a task nor a cancel scope: a slot's scope is renewed only when it was used to cancel. Nor has it
-a round trip to wait for, where the mailbox can acknowledge many at once and handlers end as soon as they begin.
+One run of a loop has these tasks: one or two receivers, up to ``concurrency`` slots, and the lease keeper.
+
+- A **receiver** claims messages for the slots that are free, and appends their deliveries to the backlog.
+- A **slot** waits, handles one delivery, settles it, and takes the next. It is started when it is first needed, and lives
+  until the run ends. It handles in a cancel scope of its own, which it renews only after the scope was used to cancel. So a
+  message costs neither a task nor a cancel scope.
+- The **lease keeper** renews the lease of each delivery from its claim to its settlement. It is stopped last.
+
+Invariants: a message is claimed only for a free slot. At most one receiver claims at a time, or two where the mailbox keeps
+the order of its calls. While the backlog is not empty, a slot is busy or has been woken. Deliveries whose handlers ended well
+may be acknowledged together: then some slot is on its way to :meth:`Worker._acknowledge`.
+
+When the loop is told to stop, the receivers are cancelled and the backlog is released. When the loop itself is cancelled, each
+slot settles its delivery under a shield with a deadline. When the store does not answer, receivers try again with backoff and
+handlers go on.
 """
 
 from __future__ import annotations
@@ -43,14 +54,13 @@ if TYPE_CHECKING:
 
 RECONNECT_INITIAL = 0.1
 RECONNECT_MAXIMUM = 30.0
-"""Seconds between tries to receive from a mailbox that cannot be reached: quick at first, then gentle."""
+"""Seconds between tries to receive from a mailbox that cannot be reached, at first and at most."""
 
 POLL_PAUSE = 0.1
-"""Seconds between receives that are told not to wait and come back empty, so that they do not spin."""
-
+"""Seconds between receives that do not wait and come back empty, so that they do not spin."""
 
 TURN = 0.001
-"""Seconds for which a slot may go on with message after message before it lets others have a turn, and acknowledges those."""
+"""Seconds for which a slot may handle message after message before it acknowledges them and lets other tasks run."""
 
 
 class Worker:
@@ -85,12 +95,12 @@ class Worker:
         self._visibility = visibility
         self._wait = wait
         self._clock = loop_clock()
-        self._real_clock = thread_clock()  # one that goes on while others have no turn
+        self._real_clock = thread_clock()  # goes on while no other task has a turn
         self._slots = slots = Slots(settings.concurrency, ordered=mailbox.capabilities.ordered, capacity=capacity)
         self._backlog: deque[Delivery] = deque()
         self._idle: deque[anyio.Event] = deque()
         self._slot_count = 0
-        self._roused = 0
+        self._waking = 0
         self._tasks: TaskGroup | None = None
         self._joined = mailbox.capabilities.joined_acks
         self._turn_ends = 0.0
@@ -117,32 +127,32 @@ class Worker:
 
     @property
     def deliveries(self) -> tuple[Delivery, ...]:
-        """The messages it holds, oldest first."""
+        """The deliveries in hand, oldest first."""
         return tuple(self._slots.deliveries)
 
     @property
     def in_flight(self) -> int:
-        """How many messages it holds."""
+        """The number of deliveries in hand."""
         return len(self._slots.deliveries)
 
     @property
     def open_receives(self) -> tuple[OpenReceive, ...]:
-        """What its receivers ask of the mailbox."""
+        """The receives that the mailbox has not answered."""
         return tuple(self._open_receives)
 
     # ----------------------------------------------------------------------------------------------------- stopping
 
     def stop_intake(self) -> None:
-        """Receive no more: a long poll is interrupted at once, and what nobody has begun is handed back."""
+        """Receive no more. A long poll is interrupted at once, and the backlog is released."""
         self.admission.stop()
 
     def shut_down(self) -> None:
-        """Tell the handlers that the end is near, and receive no more."""
+        """Set ``shutting_down`` for the handlers, and receive no more."""
         self.shutting_down.set()
         self.stop_intake()
 
     def cancel_handlers(self) -> None:
-        """Cancel what is being handled; the messages go back uncharged."""
+        """Cancel the handlers that run. Their messages are released uncharged."""
         for delivery in self.deliveries:
             delivery.cancel(Cause.SHUTDOWN)
 
@@ -151,7 +161,7 @@ class Worker:
     async def run(self, max_iterations: int | None) -> None:
         """Work until told to stop, or until ``max_iterations`` receives have been made and handled.
 
-        Raises what made receiving impossible, after the messages in hand have ended.
+        An error that makes receiving impossible is raised after the deliveries in hand have ended.
         """
         crash: Exception | None = None
         async with DaemonScope(f"{self.name} worker") as scope:
@@ -167,7 +177,7 @@ class Worker:
                 finally:
                     self._ending = True
                     await self._hand_back()
-                    self._rouse_all()
+                    self._wake_all_slots()
             # Leaving the scope stops the renewal, as the last thing.
         if crash is not None:
             raise crash
@@ -180,23 +190,22 @@ class Worker:
             await self._lease.run(self._mailbox._listen_for_cancelled)  # noqa: SLF001 - this package's own
         finally:
             stop_listening()
-            self._handler_runs.cancelled = (
-                True  # it is stopped last: handlers that still run are being cancelled with the loop
-            )
+            # It is stopped last: handlers that still run are being cancelled with the loop.
+            self._handler_runs.cancelled = True
 
     def _fell_silent(self, error: MailboxConnectionError) -> None:
-        """The mailbox's server does not answer. A receive that is out fails soon; without one, the mailbox is asked again."""
+        """Record that the server does not answer. An open receive fails soon; without one, the mailbox is asked again."""
         receiving = any(not receive.done for receive in self._open_receives)
         self.store_health.fell_silent(error, RECONNECT_INITIAL if receiving else SILENCE)
 
     async def _receive_until_held(self, max_iterations: int | None) -> None:
-        """Receive until told to stop or to pause; raises what made that impossible.
+        """Receive until told to stop or to pause. Raise the error that makes receiving impossible.
 
-        Where claims keep their order behind settlements, two receives take turns: while one's round trip is out, the other
-        claims for the slots that were freed meanwhile. Where receives are counted, there is one.
+        If the mailbox keeps the order of its calls, two receivers take turns: while one waits for its answer, the other claims
+        for the slots that were freed meanwhile. If receives are counted, there is one.
         """
-        if self._backlog and not self._roused:
-            self._rouse()  # for what was claimed as a pause began that was over before it had handed that back
+        if self._backlog and not self._waking:
+            self._wake_slot()  # a pause began and ended before it had released what was claimed
         receivers = 2 if self._slots.ordered and max_iterations is None else 1
         try:
             async with anyio.create_task_group() as tasks:
@@ -204,7 +213,7 @@ class Worker:
                     tasks.start_soon(self._receiver, max_iterations, name=f"{self.name} receiver {number + 1}")
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
-        if tasks.cancel_scope.cancel_called:  # which one of the two has done by ending so
+        if tasks.cancel_scope.cancel_called:  # by the end of one of the two
             raise TaskExitError("receiving was cancelled by itself, and not by the loop")
 
     async def _receiver(self, max_iterations: int | None) -> None:
@@ -226,7 +235,7 @@ class Worker:
         return self.admission.open and (max_iterations is None or self._iterations < max_iterations)
 
     async def _claim_on(self, receive: OpenReceive, max_iterations: int | None) -> None:
-        """Claim until that is over, or the watchdog cancels ``claim``."""
+        """Claim until told to stop, or until the watchdog cancels ``receive``."""
         while self._receives_on(max_iterations):
             free = self._slots.free
             if free <= 0:
@@ -255,19 +264,19 @@ class Worker:
                 self._slots.claiming -= free
 
     async def _receive(self, free: int, receive: OpenReceive) -> None:
-        """Claim what is there for the free slots, and let them begin."""
+        """Claim messages for the free slots, and wake slots for them."""
         self._heartbeat.beat()
-        # After a failure it does not wait: that the store answers again shall be known before somebody sends something.
+        # After a failure it does not wait: an idle loop must learn that the store answers again before a message comes.
         wait = self._wait if self.store_health.trouble is None else 0.0
         if self._capacity is None:
             self._admit(await self._poll(receive, free, wait))
         elif self.store_health.trouble is not None and self._capacity.full:
-            # Likewise, though the handlers of other loops may have all places for hours.
+            # The same, though the handlers of other loops may hold all slots for hours.
             await receive.ask(self._mailbox.approximate_count(), 0.0)
         else:
             await self._capacity.receive(free, wait, partial(self._poll, receive), self._admit)
         self._heartbeat.beat()
-        if len(self._backlog) == 1:  # it came alone: its handler begins before the next claim is prepared
+        if len(self._backlog) == 1:  # a lone message: its handler begins before the next claim is prepared
             await anyio.lowlevel.checkpoint()
 
     async def _poll(self, receive: OpenReceive, free: int, wait: float) -> list[Message[Any, Any]]:
@@ -284,11 +293,11 @@ class Worker:
         self._slots.take(deliveries)
         self._lease.track(deliveries)
         self._backlog.extend(deliveries)
-        if self.admission.open and not self._roused:
-            self._rouse()
+        if self.admission.open and not self._waking:
+            self._wake_slot()
 
     async def _pause_after(self, error: Exception, failures: int) -> None:
-        """A store that cannot be reached is no stall: wait, and try again."""
+        """Wait before the next try. The loop is not stalled meanwhile."""
         pause = backoff(
             failures,
             initial=RECONNECT_INITIAL,
@@ -302,37 +311,37 @@ class Worker:
         self._heartbeat.beat()
 
     async def _hand_back(self) -> None:
-        """Release all that was claimed and that no slot has begun, the youngest first, as each goes to the front."""
+        """Release the backlog, the youngest delivery first, as each goes to the front of the queue."""
         if self.admission.open:
             return
         with bounded():
             while self._backlog:
                 delivery = self._backlog.pop()
                 await self._completion.finish(delivery, RELEASED)
-        while self._backlog:  # the store does not answer: the rest is told, and not waited for
+        while self._backlog:  # the store does not answer: the rest is sent without waiting
             with anyio.move_on_after(0, shield=True):
                 await self._completion.finish(self._backlog.pop(), RELEASED)
 
     # --------------------------------------------------------------------------------------------------------- slots
 
-    def _rouse(self) -> None:
-        """Let one more slot look at the backlog."""
+    def _wake_slot(self) -> None:
+        """Wake one idle slot for the backlog, or start one."""
         if self._idle:
-            self._roused += 1
+            self._waking += 1
             self._idle.popleft().set()
-        elif self._slot_count < self.settings.concurrency + self._slots.leaving:  # one that is leaving may take long
+        elif self._slot_count < self.settings.concurrency + self._slots.leaving:  # a slot that is leaving may take long
             assert self._tasks is not None
             self._slot_count += 1
-            self._roused += 1
+            self._waking += 1
             self._tasks.start_soon(self._slot, name=f"{self.name} slot {self._slot_count}")
 
-    def _rouse_all(self) -> None:
+    def _wake_all_slots(self) -> None:
         while self._idle:
-            self._rouse()
+            self._wake_slot()
 
     async def _slot(self) -> None:
         """Serve deliveries, one at a time, until there are none to come."""
-        self._roused -= 1
+        self._waking -= 1
         slot = Slot()
         try:
             while not await self._serve_in_scope(slot):
@@ -392,18 +401,18 @@ class Worker:
             if scope.cancel_called:  # just as the mailbox answered
                 return
             decision = DONE  # an error's traceback holds all that the handler has made
-            delivery = self._take(0 if self._roused else 1)
+            delivery = self._take(0 if self._waking else 1)
             if delivery is None:
                 slot.delivery = None
                 delivery = await self._next_delivery(scope)
             slot.delivery = delivery
 
     async def _next_delivery(self, scope: anyio.CancelScope) -> Delivery | None:
-        """The next message for a slot that begins or has nothing to do, or None at the end and where the scope is used up.
+        """Return the next delivery for an idle slot, or None at the end or if ``scope`` is used up.
 
-        It rouses two others, so that all get going soon where handlers wait. One that goes on rouses another only where none
-        is on its way, so that it serves alone where they never do; it goes on before what is done is acknowledged, for more to
-        come along, and whoever was roused sees to that, should it have to wait.
+        It wakes up to two other idle slots, so that the backlog fans out where handlers wait. A busy slot wakes one only if no
+        other is waking, so that one slot serves alone where handlers never wait. A busy slot goes on before it acknowledges, so
+        that acknowledgements join; if its handler waits, the slot that it woke acknowledges them.
         """
         while True:
             await self._acknowledge(scope)
@@ -417,26 +426,26 @@ class Worker:
                 await event.wait()
             finally:
                 if event.is_set():
-                    self._roused -= 1
+                    self._waking -= 1
                 else:
                     self._idle.remove(event)
 
     def _take(self, others: int) -> Delivery | None:
-        """The next message, if there is one; so many other slots are roused where there is something for them to do."""
+        """Return the next delivery of the backlog, or None. Wake up to ``others`` slots if there is work for them."""
         if not self._backlog:
             return None
         delivery = self._backlog.popleft()
         if others:
             for _ in range(min(others, len(self._backlog) + bool(self._completion.done))):
-                self._rouse()
+                self._wake_slot()
         return delivery
 
     async def _acknowledge(self, scope: anyio.CancelScope) -> None:
-        """Acknowledge what is done by now; then a new turn begins."""
+        """Acknowledge the deliveries that are done, and begin a new turn."""
         while self._completion.done and not scope.cancel_called:
-            # Those too that came meanwhile: whoever brought them may have found nobody to rouse.
-            if self._backlog and not self._roused:
-                self._rouse()
+            # Also those that came meanwhile: the slot that added them may have found no idle slot to wake.
+            if self._backlog and not self._waking:
+                self._wake_slot()
             await self._completion.acknowledge(scope)
         self._turn_ends = self._real_clock() + TURN
 
