@@ -40,6 +40,7 @@ CHECKED = (
     "threads",
     "validation.py",
     "watchdog",
+    "worker",
 )
 """Packages and modules below ``src/mainspring``."""
 

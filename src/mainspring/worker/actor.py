@@ -126,7 +126,7 @@ class LoopActor:
 
         :raises InvalidParameterError: it is no :class:`ControlMessage`.
         :raises ConfigError: it has been told before; make a new one. Or the actor runs in the process from which this one was
-            forked, where nobody would hear of it.
+            forked, which does not see it.
         """
         if not isinstance(message, ControlMessage):
             raise InvalidParameterError(f"{self!r} takes control messages such as PauseRequest(), not {message!r}")
@@ -165,7 +165,7 @@ class LoopActor:
         From a thread without an event loop: ``actor.tell(message)``, then ``message.ticket.wait_sync(timeout)``. A handler of
         the loop itself may tell it to stop, and must not wait for that.
 
-        :raises TicketTimeoutError: no answer came in time; the message is served all the same.
+        :raises TicketTimeoutError: no answer came in time; the message is still served.
         :raises LoopNotRunningError: as :meth:`tell` has it, and likewise :class:`ControlRefusedError`.
         """
         self.tell(message)

@@ -214,7 +214,7 @@ class LoopAdapter:
     async def _awaited(self, awaitable: Any, name: str) -> Any:
         """Await what a member of the loop has returned.
 
-        A future that was cancelled raises a cancellation here that nobody asked for: a task group would take it for its own.
+        A future that was cancelled raises a spurious cancellation here, which a task group would take for its own.
         """
         try:
             return await awaitable

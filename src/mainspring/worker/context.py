@@ -107,7 +107,7 @@ class Context:
 
         :param name: what is called.
         :param key: tells this call from others of the name: best the idempotency key that is sent along.
-        :param info: anything that is JSON, for whoever must find out later what became of it.
+        :param info: anything that is JSON, for the person who must find out later what became of it.
         :raises ConfigError: the mailbox keeps no checkpoints (``Capabilities.checkpoints``).
         :raises InvalidParameterError: a name or key is no text; such a call is under way in this handler; or 100 calls of
             the message have begun and not ended.
@@ -121,7 +121,7 @@ class Context:
 
     @property
     def unfinished_calls(self) -> tuple[ToolCall, ...]:
-        """The calls that an earlier delivery had begun and nobody has ended or settled: they may have had their effect."""
+        """The calls that an earlier delivery began and that have not ended or been settled. They may have had their effect."""
         return self._kept().unfinished
 
     async def resolve_call(self, call: ToolCall | ToolCallBlock) -> None:
@@ -155,7 +155,7 @@ class Context:
 
 
 class _Transaction(AbstractAsyncContextManager[Any]):
-    """The block of :meth:`Context.transaction`, which says so where somebody enters it in a plain function."""
+    """The block of :meth:`Context.transaction`, which raises an error if a plain function enters it."""
 
     __slots__ = ("_block",)
 

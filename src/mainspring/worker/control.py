@@ -62,7 +62,7 @@ class PingRequest(ControlMessage[float]):
 
 @dataclass(frozen=True, slots=True)
 class PauseRequest(ControlMessage[None]):
-    """Take no new work. The answer comes once no claim is out and what nobody had begun is given back."""
+    """Take no new work. The answer comes once no receive is open and the backlog is released."""
 
     ticket: Ticket[None] = field(default_factory=partial(Ticket, "pause"))
 

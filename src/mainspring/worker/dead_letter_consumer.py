@@ -61,7 +61,7 @@ class DLQConsumer(MainLoop):
     whatever a handler does but return, a dead letter is not lost. While it is worked on it stays among the dead letters of the
     mailbox and is leased, so that of several consumers, in whatever processes, one has it; after a crash another takes over.
 
-    :param mailbox: whose dead letters; it is opened if nobody has, and a MainLoop may work on it beside this.
+    :param mailbox: whose dead letters; it is opened if it is not open, and a MainLoop may work on it beside this.
     :param look_every: seconds between looks for dead letters that died in other processes, or of their age; those of the
         same mailbox object are heard of at once.
     :param options: those of :class:`MainLoop`, but ``body``.

@@ -169,7 +169,7 @@ class Delivery:
         self._heartbeat.beat()
         try:
             self.last_beat = anyio.current_time()
-        except RuntimeError:  # in the handler's thread: stamped when somebody next looks
+        except RuntimeError:  # in the handler's thread: stamped when the watchdog next looks
             self._beaten_elsewhere = True
 
     def beat_age(self) -> float:
@@ -224,7 +224,7 @@ class Delivery:
             self._arm()
 
     def cancel(self, cause: Cause) -> bool:
-        """Cancel the handler, if it is being handled and nobody has cancelled it yet; whether that was so."""
+        """Cancel the handler. True if it ran and had not been cancelled before."""
         if self.phase is not Phase.HANDLING or self.cause is not None or self.scope is None:
             return False
         self.cause = cause
@@ -493,7 +493,7 @@ class HandlerRuns:
     async def _cancelled(self, delivery: Delivery, scope: anyio.CancelScope, error: BaseException) -> Decision | None:
         """What a cancellation means; None where it goes on its way, with ``run.decision`` saying that."""
         if not scope.cancel_called and await nobody_asked():
-            # The handler raised it by itself (a cancelled future, say), or somebody cancelled its task.
+            # The handler raised it by itself (a cancelled future, say), or its task was cancelled from outside of anyio.
             why = "the handler raised a cancellation that nobody asked for; catch it where it arises"
             return self._failed(delivery, scope, _as_failure(error, why))
         delivery.decision = self._failed(delivery, scope, error) if scope.cancel_called else RELEASED

@@ -45,7 +45,7 @@ CANCEL_GRACE = 5.0
 class MainLoop:
     """Takes messages out of a mailbox, hands each to a handler, and settles it.
 
-    :param mailbox: where messages come from; a LoopGroup, or ``async with loop``, opens it if nobody has, and closes it at its
+    :param mailbox: where messages come from; a LoopGroup, or ``async with loop``, opens it if needed, and closes it at its
         end. Open one that several of them share around all of them.
     :param handler: ``async def handle(job: Job)`` or ``(job: Job, ctx: Context)``; a plain ``def`` runs in a worker thread.
         Its annotation gives the type of the bodies. What it returns is the reply, where the sender asked for one; a generator,
@@ -64,7 +64,7 @@ class MainLoop:
     :param shutdown_priority: loops with a higher one stop later.
     :param offload: where a plain ``def`` runs: ``"thread"`` (the default), ``"process"`` (as many as ``concurrency``; the
         handler takes ``(job)`` alone, and a cancelled one is killed), or an :class:`OffloadPool`, which loops may share; the
-        loop opens it if nobody has.
+        loop opens it if it is not open.
     :param body: the type of the bodies, where the annotation does not say it.
     :raises ConfigError: a value is impossible, or the handler's type is not the mailbox's.
     """
@@ -277,7 +277,7 @@ class MainLoop:
         return self._paused
 
     async def wait_paused(self) -> None:
-        """Wait until a pause holds: no claim is out, and what nobody had begun is given back. Else it returns at once."""
+        """Wait until a pause holds: no receive is open, and the backlog is released. Return at once if not paused."""
         worker = self._worker
         if worker is not None and (at_rest := await worker.entry.ask(worker.admission.at_rest)) is not None:
             await at_rest.wait()
@@ -314,7 +314,7 @@ class MainLoop:
         return self._heartbeat
 
     async def __aenter__(self) -> Self:
-        """Open the mailbox if nobody has, and run in the background; leaving the block shuts down."""
+        """Open the mailbox if it is not open, and run in the background; leaving the block shuts down."""
         if self._own is not None:
             raise self._runs_already()
         self._own = own = DaemonScope(f"loop {self.name}")

@@ -28,7 +28,7 @@ class Cause(StrEnum):
     LEASE_LOST = "lease lost"
     SHUTDOWN = "shutdown"
     CANCELLED = "cancelled"
-    """Somebody cancelled the message by its id."""
+    """The message was cancelled by its id."""
 
 
 class Outcome(StrEnum):
@@ -37,7 +37,7 @@ class Outcome(StrEnum):
     ACKNOWLEDGED = "acknowledged"
     RETRIED = "retried"
     POSTPONED = "postponed"
-    """Given back to come again later, without a charge and without a failure."""
+    """Released to come again later, without a charge and without a failure."""
     RELEASED = "released"
     DEAD_LETTERED = "dead_lettered"
     KEPT = "kept"

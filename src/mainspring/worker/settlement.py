@@ -181,9 +181,10 @@ class Settler:
             del error, decision  # the error's traceback refers to this frame
 
     async def as_settled(self, delivery: Delivery, decision: Decision) -> Decision:
-        """What the handler itself has made of its message; its end, which changes nothing of that, is told all the same.
+        """Return the outcome of a message that its handler has settled by itself.
 
-        What it returned is sent by itself, where somebody waits for that.
+        How the handler ended changes nothing of that: an error is logged. A result is sent as a reply of its own if the
+        requester waits for one.
         """
         settlement = delivery.message.settlement
         assert settlement is not None
@@ -255,7 +256,7 @@ class Completion:
         clock: Callable[[], float],
     ) -> None:
         self.done: list[Delivery] = []
-        """Those that are to be acknowledged together: whoever adds one sees to it that somebody does so soon."""
+        """Deliveries awaiting a joint ack. The slot that appends one must call :meth:`acknowledge`, or wake one that will."""
         self._settler = settler
         self._slots = slots
         self._dispatcher = dispatcher
@@ -264,7 +265,7 @@ class Completion:
         self._clock = clock
 
     async def acknowledge(self, scope: anyio.CancelScope) -> None:
-        """Acknowledge those that are ``done``, in one call; ``scope``, in which this runs, is cancelled where that hangs."""
+        """Acknowledge the deliveries in ``done`` in one call. ``scope``, in which this runs, is cancelled if the call hangs."""
         deliveries, self.done = self.done, []
         now = self._clock()
         for delivery in deliveries:

@@ -229,13 +229,13 @@ class Slots:
             await anyio.lowlevel.checkpoint()
 
     def leave(self, count: int) -> None:
-        """The settlements of so many are asked for next, before anything else is awaited."""
+        """Count ``count`` deliveries whose settlements are asked for next, before anything else is awaited."""
         if self.ordered:
             self.leaving += count
             self._tell()
 
     def left(self, deliveries: Collection[Delivery]) -> None:
-        """These, which were leaving, are settled, or given up."""
+        """Free the slots of deliveries that are settled, or given up."""
         for delivery in deliveries:
             del self.deliveries[delivery]
         if self.ordered:
@@ -245,7 +245,7 @@ class Slots:
         self._tell()
 
     def _tell(self) -> None:
-        """Whoever waits for a place looks again."""
+        """Let the receivers that wait for a free slot look again."""
         if self._full:
             self._full = False
             self._freed.set()
