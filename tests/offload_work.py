@@ -49,6 +49,13 @@ def sleep(seconds):
     time.sleep(seconds)
 
 
+def meet(folder, count):
+    """Wait until so many processes are here."""
+    Path(folder, f"{os.getpid()}.here").touch()
+    while len([*Path(folder).glob("*.here")]) < count:
+        time.sleep(0.005)
+
+
 def sleep_in(path, seconds=60):
     """Say in a file which process this is, and sleep."""
     Path(path).write_text(str(os.getpid()))
@@ -134,6 +141,17 @@ class Unpicklable(Exception):
 class PrankError(Exception):
     def __reduce__(self):
         return str, ("no exception",)
+
+
+def _arrive():
+    raise LookupError("nothing here knows it")
+
+
+class Stranger:
+    """It can be pickled, and unpickled nowhere."""
+
+    def __reduce__(self):
+        return _arrive, ()
 
 
 def raise_it(kind, *args):
@@ -222,8 +240,9 @@ def _speak(descriptor, data):
         connection.send_bytes(data)
 
 
-def speak_out_of_turn(data, after=None):
-    """Send something to the owner of this worker, at once, or when there is a file at the path ``after``."""
+def speak_out_of_turn(data, after=None, then=0):
+    """Send something to the owner of this worker, at once, or when there is a file at the path ``after``; then tell so in a
+    file beside that. Send the signal ``then`` to oneself."""
     descriptor = os.dup(_own_connection())
     if after is not None:
 
@@ -231,10 +250,12 @@ def speak_out_of_turn(data, after=None):
             while not os.path.exists(after):
                 time.sleep(0.005)
             _speak(descriptor, data)
+            Path(f"{after}.said").touch()
 
         threading.Thread(target=speak, daemon=True).start()
     else:
         _speak(descriptor, data)
+    os.kill(os.getpid(), then)
     return os.getpid()
 
 

@@ -8,7 +8,6 @@ import time
 
 import anyio
 import pytest
-from test_offload_processes import HeldStart, ended, is_there, told
 
 import offload_work
 from mainspring import (
@@ -23,6 +22,7 @@ from mainspring import (
     RetryPolicy,
 )
 from mainspring.errors import ConfigError, HandlerStalledError
+from offload_support import HeldStart, ended, is_there, told
 from support import background, settled
 
 pytestmark = pytest.mark.anyio
@@ -326,12 +326,12 @@ class BusyPool(OffloadPool):
         super().__init__(workers=1)
         self.seconds = list(seconds)
 
-    async def _run_to_the_end(self, fn, *args, waiting=None):
+    async def run_to_the_end(self, fn, *args, waiting=None):
         waiting(True)
         await anyio.sleep(self.seconds.pop(0))
         waiting(False)
         await anyio.sleep(2)
-        return await super()._run_to_the_end(fn, *args)
+        return await super().run_to_the_end(fn, *args)
 
 
 @pytest.mark.parametrize(

@@ -47,10 +47,9 @@ class StandIn:
 def made(monkeypatch):
     """The stand-ins that were made."""
     StandIn.made = []
-    module = ModuleType("stand_in")
+    module = ModuleType("concurrent.interpreters")
     module.create = StandIn
-    monkeypatch.setitem(sys.modules, "stand_in", module)
-    monkeypatch.setattr("mainspring.offload.interpreters.MODULE", "stand_in")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     return StandIn.made
 
 
@@ -97,7 +96,7 @@ async def test_an_interpreter_that_fails_is_replaced(made, monkeypatch):
 async def test_a_cancellation_that_arises_in_an_interpreter_is_an_error(made):
     fn = offload_work.be_cancelled_in_a_loop_of_its_own
     async with OffloadPool("interpreter", workers=1) as pool:
-        for call in (pool.run, pool._run_to_the_end):
+        for call in (pool.run, pool.run_to_the_end):
             with pytest.raises(TaskExitError, match="raised a cancellation that nobody asked for"):
                 await call(fn)
     box = InMemoryMailbox()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import anyio
@@ -27,57 +28,9 @@ from mainspring.errors import (
     TaskExitError,
 )
 from mainspring.offload import worker_main as offload_worker
-from mainspring.offload.processes import Processes, WorkerProcess
+from offload_support import HeldStart, ended, is_there, start_workers_by, told, unkillable, workers
 
 pytestmark = pytest.mark.anyio
-
-
-async def ended(pid: int) -> None:
-    """Wait until there is no such process any more (or nothing but its exit status)."""
-    with anyio.fail_after(60):
-        while is_there(pid):
-            await anyio.sleep(0.005)
-
-
-def is_there(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # also if it ends between the opening and the reading
-        return False
-
-
-async def told(path: Path) -> list[int]:
-    """The numbers that a job has written into a file."""
-    with anyio.fail_after(60):
-        while not (path.exists() and (words := path.read_text().split())):
-            await anyio.sleep(0.005)
-    return [int(word) for word in words]
-
-
-class HeldStart:
-    """Worker processes that write their numbers into ``path``, and go on with their start when they are let."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.path, self._gate, program = folder / "starting", folder / "gate", folder / "held_worker.py"
-        os.mkfifo(self._gate)
-        program.write_text(
-            f"import os, runpy, signal\n"
-            f"signal.alarm(120)\n"  # it outlives no test that was killed
-            f"open({str(self.path)!r}, 'a').write(f'{{os.getpid()}} ')\n"
-            f"open({str(self._gate)!r}).read()\n"
-            f"signal.alarm(0)\n"
-            f"runpy.run_path({offload_worker.__file__!r}, run_name='__main__')\n"
-        )
-        monkeypatch.setattr("mainspring.offload.worker_main.__file__", str(program))
-
-    async def begun(self) -> int:
-        """Wait until one is starting: its number."""
-        (pid,) = await told(self.path)
-        return pid
-
-    def let_go(self) -> None:
-        """Let it start."""
-        self._gate.write_text("")  # waits for the reader
 
 
 @pytest.fixture
@@ -127,6 +80,7 @@ async def test_an_exception_comes_with_where_it_was_raised():
         (lambda: None, (), r"<lambda> cannot be offloaded to a process or an interpreter: it or an argument cannot be"),
         (print, (open,), None),
         (len, (sys,), r"len cannot be offloaded .*; give a function of a module, and plain data"),
+        (len, (offload_work.Stranger(),), r"len: the function or an argument cannot be unpickled there \(LookupError"),
         (offload_work.a_lambda, (), r"a_lambda: its result of type function cannot be pickled"),
         (
             offload_work.raise_it,
@@ -200,7 +154,7 @@ async def test_a_call_that_kills_whoever_receives_it_is_given_up(tmp_path, monke
     """As one that is too large for the memory there is: it never begins, and worker after worker would die of it."""
     program, starts = tmp_path / "greedy_worker.py", tmp_path / "starts"
     program.write_text(
-        f"import os, runpy\n"
+        f"import os, runpy, sys\n"
         f"from multiprocessing.connection import Connection\n"
         f"open({str(starts)!r}, 'a').write(f'{{os.getpid()}} ')\n"
         f"receive = Connection.recv_bytes\n"
@@ -210,9 +164,10 @@ async def test_a_call_that_kills_whoever_receives_it_is_given_up(tmp_path, monke
         f"        os.kill(os.getpid(), 9)\n"
         f"    return data\n"
         f"Connection.recv_bytes = too_much\n"
-        f"runpy.run_path({offload_worker.__file__!r}, run_name='__main__')\n"
+        f"sys.argv = sys.argv[1:]\n"
+        f"runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
-    monkeypatch.setattr("mainspring.offload.worker_main.__file__", str(program))
+    start_workers_by(monkeypatch, tmp_path / "greedy", f'#!/bin/sh\nshift\nexec PYTHON -P {program} "$@"\n')
     async with OffloadPool("process", workers=1) as pool:
         with (
             anyio.fail_after(30),
@@ -224,20 +179,32 @@ async def test_a_call_that_kills_whoever_receives_it_is_given_up(tmp_path, monke
 
 
 @pytest.mark.parametrize("is_seen", [True, False], ids=["seen", "just_now"])
-async def test_of_workers_that_died_idle_none_costs_a_call_its_try(is_seen, monkeypatch):
-    if not is_seen:  # as where they die between the look and the call
-        monkeypatch.setattr(WorkerProcess, "has_ended", False)
+async def test_of_workers_that_died_idle_none_costs_a_call_its_try(is_seen, tmp_path):
+    done = []
+
+    async def call():
+        done.append(await pool.run(offload_work.pid))
+
     async with OffloadPool("process", workers=3) as pool:
         async with anyio.create_task_group() as tasks:
             for _ in range(3):
-                tasks.start_soon(pool.run, offload_work.sleep, 0.3)
-        workers = {*children()}
-        assert len(workers) == 3
-        for worker in workers:
-            os.kill(worker, signal.SIGKILL)
-            await ended(worker)
-        assert await pool.run(offload_work.pid) not in workers
-        assert len({*children()}) == 1
+                tasks.start_soon(pool.run, offload_work.meet, str(tmp_path), 3)
+        idle = {*workers()}
+        assert len(idle) == 3
+        async with anyio.create_task_group() as tasks:
+            if not is_seen:  # one of them is chosen, and dies before it has taken the call
+                for worker in idle:
+                    os.kill(worker, signal.SIGSTOP)
+                tasks.start_soon(call)
+                await anyio.sleep(0.1)
+                assert pool.in_flight == 1
+            for worker in idle:
+                os.kill(worker, signal.SIGKILL)
+                await ended(worker)
+            if is_seen:
+                tasks.start_soon(call)
+        assert idle.isdisjoint(done)
+        assert len({*workers()}) == 1
 
 
 @pytest.mark.parametrize("fn", [offload_work.fork_and_return, offload_work.fork_and_raise, offload_work.fork_and_leave])
@@ -274,7 +241,7 @@ async def test_an_answer_that_is_none_fails_the_call_and_ends_the_worker(data):
     async with OffloadPool("process", workers=1) as pool:
         with pytest.raises(OffloadWorkerDiedError, match=r"speak_out_of_turn .*; the call may have had effects"):
             await pool.run(offload_work.speak_out_of_turn, data)
-        assert pool._backend._all == set()
+        assert not list(workers())
         assert await pool.run(offload_work.add, 1, 2) == 3
 
 
@@ -284,9 +251,8 @@ async def test_an_answer_to_another_call_is_not_taken_for_this_ones_and_this_one
     async with OffloadPool("process", workers=1) as pool:
         broken = await pool.run(offload_work.speak_out_of_turn, data, str(tmp_path / "now"))
         (tmp_path / "now").touch()
-        (worker,) = pool._backend._idle
         with anyio.fail_after(60):
-            while not worker._connection.poll():
+            while not (tmp_path / "now.said").exists():
                 await anyio.sleep(0.005)
         with pytest.raises(OffloadWorkerDiedError, match="the call may have had effects"):
             await pool.run(offload_work.note, str(path), "once")
@@ -320,19 +286,19 @@ async def test_at_the_timeout_the_process_is_killed_with_what_it_started_and_rep
 async def test_a_worker_whose_start_was_not_waited_for_is_kept():
     """Were it killed, calls with a timeout shorter than a start would never get anywhere."""
     async with OffloadPool("process", workers=1) as pool:
-        while not pool._backend._all:  # a call whose thread has not begun by its timeout starts none
+        while not list(workers()):  # a call whose thread has not begun by its timeout starts none
             with suppress(OffloadTimeoutError):
                 await pool.run(offload_work.pid, timeout=0.01)
         await pool.wait_for_late()
-        assert len(pool._backend._idle) == 1
-        assert await pool.run(offload_work.pid) == pool._backend._idle[0].pid
+        (worker,) = workers()
+        assert await pool.run(offload_work.pid) == worker
 
 
 async def test_who_must_not_go_on_while_work_does_need_not_wait_for_a_start(held_start, caplog):
     """What was cancelled before its worker was there has not begun, and never will. The worker is for the next call."""
     async with OffloadPool("process", workers=1) as pool:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(pool._run_to_the_end, offload_work.kill_oneself)
+            tasks.start_soon(pool.run_to_the_end, offload_work.kill_oneself)
             worker = await held_start.begun()
             tasks.cancel_scope.cancel()
         assert not caplog.records, "nothing was waited for in vain"
@@ -353,28 +319,36 @@ async def test_closing_does_not_wait_for_a_start_that_nobody_waits_for(held_star
     assert not is_there(worker)
 
 
-async def test_a_call_is_killed_while_no_more_files_can_be_opened(monkeypatch):
-    def refuse(path: str) -> list[str]:
-        raise OSError(errno.EMFILE, "Too many open files", path)
-
+async def test_a_call_is_killed_while_no_more_files_can_be_opened():
     async with OffloadPool("process", workers=1) as pool:
         await pool.run(len, "warm")
-        with monkeypatch.context() as patch, anyio.move_on_after(0.2):
-            patch.setattr("mainspring.offload.processes.os.listdir", refuse)
-            await pool.run(time.sleep, 60)
-        with anyio.fail_after(30):
-            await pool.wait_for_late()
-            assert await pool.run(len, "again") == 5
+        with no_more_files():
+            with anyio.move_on_after(0.2):
+                await pool.run(time.sleep, 60)
+            with anyio.fail_after(30):
+                await pool.wait_for_late()
+        assert await pool.run(len, "again") == 5
+
+
+@contextmanager
+def no_more_files():
+    """This process has as many as it may have open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_a_killed_process_that_does_not_end_is_not_waited_for_without_end(tmp_path, monkeypatch, caplog):
-    """As one that hangs in a call of the kernel: here its kill is held back."""
-    monkeypatch.setattr("mainspring.offload.calls.GONE_WITHIN", 0.05)
-    async with OffloadPool("process", workers=1) as pool:
-        with monkeypatch.context() as patch:
-            patch.setattr(WorkerProcess, "kill", lambda _: None)
+    """As one that hangs in a call of the kernel."""
+    async with OffloadPool("process", workers=1, cancel_grace=0.05) as pool:
+        with unkillable(monkeypatch):
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(pool._run_to_the_end, offload_work.sleep_in, str(tmp_path / "pid"))
+                tasks.start_soon(pool.run_to_the_end, offload_work.sleep_in, str(tmp_path / "pid"))
                 (worker,) = await told(tmp_path / "pid")
                 tasks.cancel_scope.cancel()
             assert is_there(worker)
@@ -387,19 +361,22 @@ async def test_a_killed_process_that_does_not_end_is_not_waited_for_without_end(
         assert await pool.run(offload_work.pid) != worker
 
 
-def test_a_worker_that_does_not_end_is_left_behind(monkeypatch, caplog):
-    monkeypatch.setattr("mainspring.offload.processes.REAP_WITHIN", 0.05)
-    processes = Processes()
-    worker = processes.take()
-    with monkeypatch.context() as patch:
-        patch.setattr(worker, "kill", lambda: None)
-        os.kill(worker.pid, signal.SIGSTOP)  # else it would leave, its connection being closed
-        processes.discard(worker)
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert said == f"worker process {worker.pid} was killed, and has not ended 0.05 s later; it is left behind"
-    worker.kill()
-    assert worker._child.wait(30) == -signal.SIGKILL
-    processes.close()
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")  # which is so
+async def test_a_worker_that_does_not_end_is_left_behind(monkeypatch, caplog):
+    async with OffloadPool("process", workers=1, cancel_grace=0.05) as pool:
+        worker = await pool.run(offload_work.pid)
+        with (
+            unkillable(monkeypatch),
+            pytest.raises(OffloadWorkerDiedError, match="speak_out_of_turn answered something else"),
+        ):
+            await pool.run(offload_work.speak_out_of_turn, b"garbage", None, signal.SIGSTOP)
+        (said,) = [record.getMessage() for record in caplog.records]
+        assert said == f"worker process {worker} was killed, and has not ended 0.05 s later; it is left behind"
+        assert await pool.run(offload_work.pid) != worker
+    await ended(worker)
+    async with OffloadPool("process", workers=1) as pool:
+        await pool.run(offload_work.pid)
+        assert not Path(f"/proc/{worker}").exists(), "its exit status was collected when a process was started"
 
 
 async def test_the_signals_of_a_terminal_and_of_a_service_manager_are_the_owners_to_obey():
@@ -410,8 +387,8 @@ async def test_the_signals_of_a_terminal_and_of_a_service_manager_are_the_owners
         assert os.getsid(worker) == worker != os.getsid(0)
 
 
-async def test_a_worker_that_cannot_start_is_said(monkeypatch, capfd):
-    monkeypatch.setattr("mainspring.offload.worker_main.__file__", "/nowhere/worker.py")
+async def test_a_worker_that_cannot_start_is_said(monkeypatch, tmp_path):
+    start_workers_by(monkeypatch, tmp_path / "python", "#!/bin/sh\nexit 2\n")
     async with OffloadPool("process", workers=1) as pool:
         with pytest.raises(OffloadWorkerDiedError, match=r"could not be started: it ended with status 2"):
             await pool.run(offload_work.pid)
@@ -422,11 +399,8 @@ async def test_a_worker_that_cannot_start_is_said(monkeypatch, capfd):
 
 
 async def test_a_worker_that_hangs_as_it_starts_is_killed(monkeypatch, tmp_path):
-    program = tmp_path / "hang.py"
-    program.write_text("import time\ntime.sleep(60)\n")
-    monkeypatch.setattr("mainspring.offload.worker_main.__file__", str(program))
-    monkeypatch.setattr("mainspring.offload.processes.START_WITHIN", 0.2)
-    async with OffloadPool("process", workers=1) as pool:
+    start_workers_by(monkeypatch, tmp_path / "python", "#!/bin/sh\nexec sleep 60\n")
+    async with OffloadPool("process", workers=1, start_timeout=0.2) as pool:
         with pytest.raises(OffloadWorkerDiedError, match="it was killed by SIGKILL"):
             await pool.run(offload_work.pid)
 
@@ -453,22 +427,37 @@ async def test_closing_waits_and_then_kills(tmp_path):
         assert not is_there(idle)
 
 
-async def test_an_idle_worker_that_does_not_leave_is_killed(monkeypatch):
-    monkeypatch.setattr("mainspring.offload.processes.LEAVE_WITHIN", 0.1)
-    async with OffloadPool("process", workers=1) as pool:
+async def test_an_idle_worker_that_does_not_leave_is_killed():
+    async with OffloadPool("process", workers=1, cancel_grace=0.4) as pool:
         worker = await pool.run(offload_work.pid)
         os.kill(worker, signal.SIGSTOP)
     assert not is_there(worker)
 
 
-async def test_a_closed_pool_of_processes_takes_none_in():
-    processes = Processes()
-    worker = processes.take()
-    processes.close()
-    processes.give_back(worker)
-    assert not is_there(worker.pid)
-    with pytest.raises(OffloadClosedError):
-        processes.take()
+async def test_a_call_that_comes_to_its_worker_when_the_pool_is_closed_starts_none(monkeypatch, tmp_path):
+    class Slow:
+        """It takes long to be pickled."""
+
+        def __reduce__(self):
+            pickling.set()
+            assert go_on.wait(30)
+            return str, ()
+
+    async def call(pool):
+        with pytest.raises(OffloadClosedError):
+            await pool.run(len, Slow())
+
+    pickling, go_on = threading.Event(), threading.Event()
+    text = f'#!/bin/sh\ntouch {tmp_path / "started"}\nexec PYTHON "$@"\n'
+    start_workers_by(monkeypatch, tmp_path / "python", text)
+    pool = OffloadPool("process", workers=1, shutdown_timeout=0, cancel_grace=0.01)
+    async with anyio.create_task_group() as tasks, pool:
+        tasks.start_soon(call, pool)
+        while not pickling.is_set():
+            await anyio.sleep(0.001)
+    go_on.set()
+    await pool.wait_for_late()
+    assert not (tmp_path / "started").exists()
 
 
 def test_no_descriptor_and_no_process_is_left(anyio_backend):
@@ -487,19 +476,7 @@ def test_no_descriptor_and_no_process_is_left(anyio_backend):
     before = sorted(os.listdir("/proc/self/fd"))
     run()
     assert sorted(os.listdir("/proc/self/fd")) == before
-    assert not list(children())
-
-
-def children():
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            pids = (task / "children").read_text().split()
-        except (FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
-            continue
-        for pid in pids:
-            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-                if b"offload/worker_main.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    yield int(pid)
+    assert not list(workers())
 
 
 OWNER = """
@@ -609,13 +586,3 @@ async def test_work_in_a_process_holds_the_virtual_clock(virtual_clock):
         assert await pool.run(offload_work.add, 1, 2, timeout=1) == 3
         assert await pool.run(offload_work.add, 1, 2, timeout=1) == 3
     assert virtual_clock.now == 0
-
-
-def test_a_worker_can_be_killed_and_reaped_twice():
-    worker = WorkerProcess()
-    worker.get_ready()
-    assert worker.ask(b"no pickle")[0] == "lost"
-    for _ in range(2):
-        worker.kill()
-        worker.reap()
-    assert not is_there(worker.pid)

@@ -377,7 +377,7 @@ async def test_a_pool(to_the_end):
 
     async with OffloadPool() as pool:
         with pytest.raises(ValueError, match="here"):
-            await (pool._run_to_the_end(work) if to_the_end else pool.run(work))
+            await (pool.run_to_the_end(work) if to_the_end else pool.run(work))
         await none_alive()
 
 

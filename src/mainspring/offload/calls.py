@@ -26,9 +26,6 @@ from mainspring.errors import OffloadClosedError, OffloadFullError, OffloadTimeo
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-GONE_WITHIN = 5.0
-"""Seconds that are waited for a process that was killed to be gone. It takes longer where the kernel holds it in a call."""
-
 _log = Logger("mainspring.offload")
 
 
@@ -168,7 +165,7 @@ class Call:
 class Calls:
     """Places for ``workers`` calls at once, and a queue of at most ``queue_limit`` others before them."""
 
-    def __init__(self, name: str, workers: int, queue_limit: int | None) -> None:
+    def __init__(self, name: str, workers: int, queue_limit: int | None, cancel_grace: float) -> None:
         self.loop = event_loop()
         self.itself = weakref.ref(self)
         self.queued = 0
@@ -176,6 +173,7 @@ class Calls:
         self.ended_late_count = 0
         self._name = name
         self._queue_limit = queue_limit
+        self._cancel_grace = cancel_grace
         self._places = CapacityLimiter(workers)
         self._threads = CapacityLimiter(math.inf)  # the places are the bound
         self._scoped: dict[Call, None] = {}
@@ -221,7 +219,7 @@ class Calls:
         """Perform a job; when cancelled kill it, where that can be, and return or raise only when it has really ended.
 
         What ended in spite of a cancellation counts. A job whose worker is still starting has not begun, and is not waited
-        for; nor is, for longer than ``GONE_WITHIN`` seconds, a killed process that does not end. The queue's limit does not
+        for; nor is, for longer than ``cancel_grace`` seconds, a killed process that does not end. The queue's limit does not
         count, for who calls this has one of its own; ``waiting`` is told when it begins and ends to wait there.
         """
         call = Call(self, job)
@@ -268,13 +266,12 @@ class Calls:
         if call not in self.late:
             return
         call.gone = anyio.Event()
-        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + GONE_WITHIN), real_work():
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + self._cancel_grace), real_work():
             await call.gone.wait()
         if call in self.late:
             at = call.where or "about to end"
-            _log.warning(
-                "%s was killed, and has not ended %g s later (%s); it is not waited for", call.name, GONE_WITHIN, at
-            )
+            grace = self._cancel_grace
+            _log.warning("%s was killed, and has not ended %g s later (%s); it is not waited for", call.name, grace, at)
 
     def _take_place(self, call: Call) -> bool:
         """Take a free place, if there is one."""

@@ -17,7 +17,7 @@ from mainspring.core.introspection import check_runs, instead_of, is_async, is_g
 from mainspring.core.loggers import Logger
 from mainspring.core.process import event_loop, identity
 from mainspring.errors import ConfigError, InvalidParameterError, OffloadClosedError, TaskExitError
-from mainspring.offload.calls import GONE_WITHIN, Calls
+from mainspring.offload.calls import Calls
 from mainspring.validation import is_number, is_whole
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ class OffloadPool:
     entered several times (a :class:`MainLoop` does so for as long as it runs); the last one to leave closes it, and then it
     can be opened again. Closing takes no new calls, waits for those that were accepted and for late ones, at most
     ``shutdown_timeout`` seconds, and then cuts: callers get :class:`OffloadClosedError`, processes are killed, and what still
-    runs 5 seconds later (threads at once) is named in a warning (logger ``mainspring.offload``). Where closing is cancelled,
-    it cuts at once.
+    runs ``cancel_grace`` seconds later (threads at once) is named in a warning (logger ``mainspring.offload``). Where closing
+    is cancelled, it cuts at once.
 
     :param kind: ``"thread"`` for calls that wait (blocking drivers, files): cheap, and arguments need not be pickled.
         ``"process"`` for computing, and for code that may have to be killed or may crash. ``"interpreter"`` for computing
@@ -58,6 +58,8 @@ class OffloadPool:
         None: no limit, as waiting callers are held up by it. 0: none waits.
     :param name: for errors and logs.
     :param shutdown_timeout: seconds that closing waits before it cuts.
+    :param cancel_grace: seconds that killed processes, and work that is cut, get to end before nothing waits for them longer.
+    :param start_timeout: seconds that a worker process gets to start, as importing your ``__main__`` may be slow.
     :raises ConfigError: a value is impossible, or this Python has no interpreters.
     """
 
@@ -69,14 +71,20 @@ class OffloadPool:
         queue_limit: int | None = None,
         name: str | None = None,
         shutdown_timeout: float = 30.0,
+        cancel_grace: float = 5.0,
+        start_timeout: float = 60.0,
     ) -> None:
-        _check(kind, workers, queue_limit, shutdown_timeout)
+        _check(kind, workers, queue_limit, shutdown_timeout=shutdown_timeout, cancel_grace=cancel_grace)
+        if not (is_number(start_timeout, 0) and start_timeout):
+            raise ConfigError(f"OffloadPool: start_timeout must be above 0 seconds and finite, not {start_timeout!r}")
         self.kind = kind
         self.workers = _default_workers(kind) if workers is None else workers
         self.queue_limit = queue_limit
         self.name = name or f"{kind} pool"
         self.shutdown_timeout = float(shutdown_timeout)
-        _backend(kind)  # says now what cannot be
+        self.cancel_grace = float(cancel_grace)
+        self.start_timeout = float(start_timeout)
+        self._new_backend()  # says now what cannot be
         self._backend: Backend | None = None
         self._calls: Calls | None = None
         self._entered = 0
@@ -104,8 +112,8 @@ class OffloadPool:
         if self._entered:
             self._check_owner()
         else:
-            self._backend = _backend(self.kind)
-            self._calls = Calls(self.name, self.workers, self.queue_limit)
+            self._backend = self._new_backend()
+            self._calls = Calls(self.name, self.workers, self.queue_limit, self.cancel_grace)
             # An event loop is the one thing in its thread, so these two tell one from any other.
             self._process, self._thread = identity(), get_ident()
         self._entered += 1
@@ -136,7 +144,7 @@ class OffloadPool:
 
     async def _cut(self, calls: Calls, backend: Backend) -> None:
         calls.cut()
-        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + GONE_WITHIN), real_work():
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + self.cancel_grace), real_work():
             await to_thread.run_sync(backend.close, abandon_on_cancel=True, limiter=CapacityLimiter(1))
             await calls.wait_idle()  # the callers are told
             if backend.kills:
@@ -178,19 +186,22 @@ class OffloadPool:
             ran(result, f"{self.name}: {name_of(fn)}", TaskExitError)
         return result
 
-    async def _run_to_the_end(
+    async def run_to_the_end(
         self, fn: Callable[[Unpack[Args]], T], *args: *Args, waiting: Callable[[bool], object] | None = None
     ) -> T:
-        """As :meth:`run`, for callers that must not go on while the work does, whatever happens.
+        """Call ``fn(*args)`` in a worker, and do not return before that has ended, not even when cancelled.
 
-        Cancelled, it kills a process and waits until that is gone, at most 5 seconds (then a warning names it, and it keeps its
-        place until it ends); work whose process is still starting has not begun, never will, and is not waited for. For a
-        thread or an interpreter it waits until the work ends, and then what came of it counts. ``queue_limit`` does not
-        apply. Where the pool is closed, what waits for a worker gets :class:`OffloadClosedError`; what runs in a thread or an
-        interpreter is named in the warning, and still waited for. It raises what :meth:`run` does.
+        For callers that must not go on while the work does: :class:`MainLoop` calls its plain handlers so.
 
-        :param waiting: is called with True where it has to wait for a worker, to be free or to have started, and with False
-            when that is over.
+        Cancelled, it kills a process and waits until that is gone, at most ``cancel_grace`` seconds. Then a warning names the
+        process, which keeps its place until it ends. Work whose process is still starting has not begun, never will, and is
+        not waited for. For a thread or an interpreter it waits until the work ends, and then what came of it counts.
+        ``queue_limit`` does not apply. Where the pool is closed, a call that waits for a worker raises
+        :class:`OffloadClosedError`; what runs in a thread or an interpreter is named in the warning, and still waited for.
+        Otherwise it raises what :meth:`run` does. A coroutine that ``fn`` returns is returned.
+
+        :param waiting: is called with True if the call has to wait for a worker, to be free or to have started, and with
+            False when that is over.
         """
         backend = self._ready()
         self._check_plain(fn)
@@ -274,6 +285,17 @@ class OffloadPool:
         if (calls := self._calls_here()) is not None:
             await calls.wait_for_late()
 
+    def _new_backend(self) -> Backend:
+        if self.kind == "process":
+            from mainspring.offload.processes import Processes
+
+            return Processes(cancel_grace=self.cancel_grace, start_timeout=self.start_timeout)
+        if self.kind == "interpreter":
+            from mainspring.offload.interpreters import Interpreters
+
+            return Interpreters()
+        return Threads()
+
     def _calls_here(self) -> Calls | None:
         """The calls of this opening, or of the last one."""
         if self._calls is not None and self._calls.loop is not event_loop():
@@ -330,31 +352,18 @@ class ThreadJob:
         return True
 
 
-def _backend(kind: str) -> Backend:
-    if kind == "process":
-        from mainspring.offload.processes import Processes
-
-        return Processes()
-    if kind == "interpreter":
-        from mainspring.offload.interpreters import Interpreters
-
-        return Interpreters()
-    return Threads()
-
-
 def _default_workers(kind: str) -> int:
     processors = len(os.sched_getaffinity(0))
     return min(MOST_THREADS, processors + 4) if kind == "thread" else processors
 
 
-def _check(kind: object, workers: object, queue_limit: object, shutdown_timeout: object) -> None:
+def _check(kind: object, workers: object, queue_limit: object, **times: object) -> None:
     if kind not in KINDS:
         raise ConfigError(f"OffloadPool: kind must be one of {', '.join(map(repr, KINDS))}, not {kind!r}")
     if workers is not None and not is_whole(workers, 1):
         raise ConfigError(f"OffloadPool: workers must be a whole number from 1, or None, not {workers!r}")
     if queue_limit is not None and not is_whole(queue_limit, 0):
         raise ConfigError(f"OffloadPool: queue_limit must be a whole number from 0, or None, not {queue_limit!r}")
-    if not is_number(shutdown_timeout, 0):
-        raise ConfigError(
-            f"OffloadPool: shutdown_timeout must be 0 or more seconds and finite, not {shutdown_timeout!r}"
-        )
+    for name, seconds in times.items():
+        if not is_number(seconds, 0):
+            raise ConfigError(f"OffloadPool: {name} must be 0 or more seconds and finite, not {seconds!r}")

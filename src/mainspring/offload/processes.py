@@ -130,12 +130,9 @@ def _send(descriptor: int, signum: int) -> None:
         signal.pidfd_send_signal(descriptor, signum)
 
 
-START_WITHIN = 60.0
-"""Seconds a worker has to start: far above what it takes, as importing the user's ``__main__`` may be slow."""
-LEAVE_WITHIN = 2.0
-"""Seconds idle workers get to end by themselves when their pool is closed, before they are killed."""
 REAP_WITHIN = 2.0
-"""Seconds that the end of a worker that was killed is waited for. It takes longer where the kernel holds it in a call."""
+"""Seconds that the end of a worker is waited for, where its pool's ``cancel_grace`` is not shorter. It takes milliseconds, or
+longer where the kernel holds the process in a call."""
 
 Answer = tuple[str, Any, str]
 """``(how, what, text)``, as :func:`worker_main.perform` has it."""
@@ -148,11 +145,16 @@ def _tell_nobody(starts: bool) -> None:
 
 
 class Processes:
-    """The worker processes of one pool. A worker is started when a job finds none idle."""
+    """The worker processes of one pool. A worker is started when a job finds none idle.
+
+    Idle ones get half of ``cancel_grace`` to end by themselves when the pool is closed.
+    """
 
     kills = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, cancel_grace: float, start_timeout: float) -> None:
+        self._grace = cancel_grace
+        self._start_within = start_timeout
         self._lock = threading.Lock()
         self._idle: list[WorkerProcess] = []
         self._all: set[WorkerProcess] = set()
@@ -180,13 +182,13 @@ class Processes:
                         return worker
                     useless.append(worker)
                 starting(True)
-                worker = WorkerProcess()
+                worker = WorkerProcess(min(REAP_WITHIN, self._grace))
                 self._all.add(worker)
         finally:
             for other in useless:
                 self.discard(other)
         try:
-            worker.get_ready()
+            worker.get_ready(self._start_within)
         except WorkerDied as death:
             self.discard(worker)
             raise OffloadWorkerDiedError(
@@ -222,7 +224,7 @@ class Processes:
             worker.kill()  # the thread that waits for its answer discards it
         for worker in idle:
             worker.ask_to_leave()
-        until = monotonic() + LEAVE_WITHIN
+        until = monotonic() + self._grace / 2
         for worker in idle:
             worker.wait(max(0.0, until - monotonic()))
             worker.kill()
@@ -325,9 +327,11 @@ class WorkerProcess:
     """A child that does one job after the other. It is one thread's own, but for ``kill``.
 
     It has a session of its own, so that a terminal's Ctrl-C does not reach it, and what its jobs start is killed with it.
+    One that was killed is left behind where it has not ended ``reap_within`` seconds later.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reap_within: float) -> None:
+        self._reap_within = reap_within
         try:
             self._connection, theirs = Pipe()
             self._lifeline = Lifeline()
@@ -361,13 +365,13 @@ class WorkerProcess:
         """Whether it is of no use any more."""
         return bool(wait([self._end], 0))
 
-    def get_ready(self) -> None:
-        """Wait until it can take jobs."""
+    def get_ready(self, within: float) -> None:
+        """Wait until it can take jobs, at most ``within`` seconds."""
         data = spawn.get_preparation_data("mainspring-worker")
         data["authkey"] = bytes(data["authkey"])  # it refuses to be pickled as what it is
         with suppress(OSError):  # how it died says more
             self._connection.send_bytes(pickle.dumps(data))
-        if self._receive(START_WITHIN) != READY:
+        if self._receive(within) != READY:
             raise WorkerDied(self._how_it_ended(), begun=False)
 
     def ask(self, job: bytes) -> Answer:
@@ -416,22 +420,18 @@ class WorkerProcess:
     def reap(self) -> None:
         """Wait for the end of a worker that was killed, or has died, and give back all that it held here.
 
-        One that has not ended ``REAP_WITHIN`` seconds later is left behind, with a warning: no more of its program runs, and
+        One that has not ended ``reap_within`` seconds later is left behind, with a warning: no more of its program runs, and
         :mod:`subprocess` collects its exit status when a later process is started.
         """
-        if self._end < 0:
-            return
         family, self._family = self._family, []
         kill_held(family)
-        if wait([self._end], REAP_WITHIN):
+        if wait([self._end], self._reap_within):
             with self._lock:
                 self._child.wait()
         else:
-            _log.warning(
-                "worker process %d was killed, and has not ended %g s later; it is left behind", self.pid, REAP_WITHIN
-            )
+            text = "worker process %d was killed, and has not ended %g s later; it is left behind"
+            _log.warning(text, self.pid, self._reap_within)
         os.close(self._end)
-        self._end = -1
         self._connection.close()
         self._lifeline.close()
 
@@ -447,7 +447,7 @@ class WorkerProcess:
 
     def _how_it_ended(self) -> str:
         """What became of it. It has ended, or is about to."""
-        if not wait([self._end], LEAVE_WITHIN):
+        if not wait([self._end], REAP_WITHIN):
             return "answered nothing that can be understood, and was killed"
         with self._lock:
             status = self._child.poll() or 0

@@ -91,7 +91,7 @@ class Handler:
         """
         if pool is None:
             return _as_coroutine_function(self.fn)
-        fn, name, run_to_the_end, process = self.fn, self.name, pool._run_to_the_end, identity()  # noqa: SLF001 - this package's own
+        fn, name, run_to_the_end, process = self.fn, self.name, pool.run_to_the_end, identity()
 
         async def run_in_thread(delivery: Delivery, *args: Any) -> Any:
             def handle() -> Any:
