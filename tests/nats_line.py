@@ -86,6 +86,7 @@ class Trap:
         self._wanted = count
         self._skip = skip
         self._keeps = keeps
+        self._status = ""
         self.caught: list[Frame] = []
         self._changed = anyio.Event()
 
@@ -99,6 +100,8 @@ class Trap:
         self._wanted -= 1
         self.caught.append(frame)
         self._changed.set()
+        if self._status:
+            _end(frame, self._status)
         return self._keeps
 
     async def full(self) -> None:
@@ -124,6 +127,16 @@ class Trap:
         self._wanted = 0
         for frame in self.caught:
             frame.link.say(b"MSG %b %b %d\r\n%b\r\n" % (*_to(frame), len(payload), payload))
+
+    def end(self, status: str) -> Trap:
+        """End each pull request that is caught, as the server does, with such a status."""
+        self._status = status
+        return self
+
+
+def _end(frame: Frame, status: str) -> None:
+    head = b"NATS/1.0 %b\r\n\r\n" % status.encode()
+    frame.link.say(b"HMSG %b %b %d %d\r\n%b\r\n" % (*_to(frame), len(head), len(head), head))
 
 
 def _to(frame: Frame) -> tuple[bytes, bytes]:

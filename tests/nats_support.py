@@ -84,6 +84,13 @@ class Client:
         """What a stream says of what is in it."""
         return (await self.api(f"STREAM.INFO.{stream}"))["state"]
 
+    async def change_consumer(self, stream, **settings):
+        """Make the consumer of a stream anew, with other settings."""
+        config = (await self.consumer(stream))["config"]
+        await self.api(f"CONSUMER.DELETE.{stream}.{CONSUMER}")
+        request = {"stream_name": stream, "config": config | settings}
+        await self.api(f"CONSUMER.DURABLE.CREATE.{stream}.{CONSUMER}", request)
+
     async def deliver_again(self, stream, number):
         """Have message ``number`` of a stream delivered again now, whatever its holder thinks of its lease."""
         await self.connection.publish(f"$JS.ACK.{stream}.{CONSUMER}.1.{number}.{number}.0.0", b"-NAK")
