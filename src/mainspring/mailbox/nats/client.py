@@ -160,12 +160,6 @@ class StrictClient(Client):
             queue.put_nowait(flusher.get_loop().create_future())
         return None
 
-    async def _process_pong(self) -> None:
-        """The driver's, but that one whom nobody waits for any more does not end the reading."""
-        if self._pongs and self._pongs[0].done():
-            self._pongs[0] = self._pongs[0].get_loop().create_future()
-        await super()._process_pong()
-
     async def _process_err(self, err_msg: str) -> None:
         """What the server refuses; it hangs up then, but for what this user may not do."""
         if STALE_CONNECTION not in err_msg and PERMISSIONS_ERR not in err_msg:  # those the driver tells by itself
