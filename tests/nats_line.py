@@ -242,7 +242,8 @@ class NatsLine:
             writer.close()
             return
         if self.actors:
-            await self.actors.pop(0)(reader, writer)
+            with suppress(OSError, ValueError):
+                await self.actors.pop(0)(reader, writer)
             writer.close()
             return
         with suppress(OSError):
@@ -261,7 +262,7 @@ class NatsLine:
     async def _pump(
         self, link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, back: bool = False
     ) -> None:
-        with suppress(OSError, asyncio.IncompleteReadError):
+        with suppress(OSError, asyncio.IncompleteReadError, RuntimeError):  # uvloop raises that where it is closed here
             while True:
                 frame = Frame(link, await reader.readuntil(b"\n"))
                 if frame.verb in WITH_BODY:

@@ -159,6 +159,13 @@ async def place(url):
                 await server.delete(stream)
 
 
+async def reconnected(box):
+    """Wait until a mailbox has connected anew, for the first time."""
+    with anyio.fail_after(20):
+        while not box.statistics().reconnects:
+            await anyio.sleep(0.01)
+
+
 async def until_it_works(call):
     """What a call returns once the mailbox is connected again."""
     with anyio.fail_after(20):

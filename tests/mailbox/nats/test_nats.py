@@ -23,7 +23,7 @@ from mainspring.mailbox.message import Counts, Envelope
 from mainspring.mailbox.nats.mailbox import NatsMailbox
 from mainspring.mailbox.nats.names import Names
 from mainspring.mailbox.nats.records import Record
-from nats_support import ACK, ON_ASYNCIO, REMOVE, cut_off, one, several, until_it_works
+from nats_support import ACK, ON_ASYNCIO, REMOVE, cut_off, one, reconnected, several, until_it_works
 from ports import free_port
 from servers import NatsServer
 
@@ -396,9 +396,7 @@ async def test_a_connection_that_the_driver_gives_up_is_made_anew(here):
         await box.send("before")
         held = await one(box)
         line.say(b"-ERR 'Maximum Connections Exceeded'\r\n")
-        with anyio.fail_after(20):
-            while not box.statistics().reconnects:
-                await anyio.sleep(0.01)
+        await reconnected(box)
         assert (line.made, box.statistics().connected) == (2, True)
         await held.acknowledge()
         loop = MainLoop(box, handle)

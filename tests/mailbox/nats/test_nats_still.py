@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import signal
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 
 import anyio
 import anyio.to_thread
 import pytest
 
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError
-from mainspring.mailbox.nats.connection import Wire
+from mainspring.mailbox.message import Counts
 from mainspring.mailbox.nats.mailbox import NatsMailbox
-from nats_support import ON_ASYNCIO, place, several
+from nats_line import NatsLine
+from nats_support import ON_ASYNCIO, reconnected, several, until_it_works
 from servers import NatsServer
 from stopwatch import Stopwatch
 
@@ -81,11 +81,15 @@ async def test_while_a_server_stands_still_every_call_ends_and_then_it_goes_on(a
             assert counts.pending + counts.in_flight + counts.delayed + counts.settled + counts.dead >= 9
 
 
-async def test_one_that_stands_still_with_much_on_its_way_is_given_up_for_another(anyio_backend, monkeypatch):
-    monkeypatch.setattr("nats.aio.client.shuffle", lambda pool: None)
-    with NatsServer() as first, NatsServer() as second:
-        url = f"{first.url},{second.url.removeprefix('nats://')}"
-        async with NatsMailbox(url, name="jobs", timeout=1.0, silence=1.0) as box:
+async def test_one_that_stands_still_with_much_on_its_way_is_given_up_for_another(anyio_backend):
+    with NatsServer() as one, NatsServer() as another:
+        servers = {NatsLine(server.url): server for server in (one, another)}
+        for line in servers:
+            await line.open()
+        url = ",".join(line.url.removeprefix("nats://") for line in servers)
+        async with NatsMailbox(f"nats://{url}", name="jobs", timeout=1.0, silence=1.0) as box:
+            (used,) = [line for line in servers if line.links]
+            first, second = servers.pop(used), *servers.values()
             first.send_signal(signal.SIGSTOP)
             with anyio.fail_after(20):
                 async with anyio.create_task_group() as tasks:
@@ -96,30 +100,24 @@ async def test_one_that_stands_still_with_much_on_its_way_is_given_up_for_anothe
 
                     for _ in range(40):
                         tasks.start_soon(fill)
-                while True:
-                    with suppress(MailboxConnectionError):
-                        await box.send("x")
-                        break
-                    await anyio.sleep(0.05)
+                await until_it_works(lambda: box.send("x"))
             async with NatsMailbox(second.url, name="jobs") as there:
                 assert (await several(there, 1))[0].body in ("x", LARGE)
+        for line in (used, *servers):
+            await line.close()
 
 
-async def test_what_waited_on_a_lost_connection_is_not_waited_for_on_the_next(anyio_backend):
-    with NatsServer() as server:
-        async with NatsMailbox(server.url, name="jobs", timeout=2.0) as box:
-            async with anyio.create_task_group() as tasks:
-                for _ in range(10):
-                    tasks.start_soon(box.receive)
-            assert len(box._wire.idle) >= 10
-            await anyio.to_thread.run_sync(server.stop, signal.SIGKILL)
-            with anyio.fail_after(20):
-                while box._wire.idle:
-                    await anyio.sleep(0.01)
-            client = box._wire.driver
-            assert len(client._subs) <= 6
-            assert len(client._ps.hearers) == len(client._subs)
-            await anyio.to_thread.run_sync(server.start)
+async def test_what_waited_on_a_lost_connection_is_not_waited_for_on_the_next(here):
+    line = await here.line()
+    async with here.box(over=line) as box:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(10):
+                tasks.start_soon(box.receive)
+        assert len(line.links[0].subscriptions) >= 12
+        line.cut()
+        await reconnected(box)
+        await box.counts()
+        assert 2 <= len(line.links[0].subscriptions) <= 6
 
 
 async def test_one_who_tries_again_and_again_lets_others_run_those_who_reconnect_too(anyio_backend):
@@ -129,8 +127,9 @@ async def test_one_who_tries_again_and_again_lets_others_run_those_who_reconnect
             held = await several(box, 8, lease=600)
             await anyio.to_thread.run_sync(server.stop, signal.SIGKILL)
             with anyio.fail_after(20):
-                while box._wire.driver.is_connected:
+                while box.statistics().connected:
                     await anyio.sleep(0.01)
+            assert repr(box) == "<NatsMailbox 'jobs' open, not connected>"
             turns = 0
 
             async def turn():
@@ -158,61 +157,29 @@ async def test_one_who_tries_again_and_again_lets_others_run_those_who_reconnect
 # -------------------------------------------------------------------------------------- what nobody understands
 
 
-class Actor:
-    """Plays a server: what it says to the first, the second, ... who connects, and then to whoever asks ``x``."""
-
-    def __init__(self, *logins, says=b""):
-        self.logins = list(logins)
-        self.says = says
-        self.connected = 0
-        self.url = ""
-
-    async def serve(self, reader, writer):
-        self.connected += 1
-        with suppress(OSError, asyncio.IncompleteReadError):
-            first, login, hangs_up = self.logins.pop(0) if self.logins else GOOD
-            writer.write(first)
-            while line := await reader.readline():
-                if line == b"PING\r\n":
-                    writer.write(login)
-                    login = b"PONG\r\n"
-                    if hangs_up:
-                        break
-                elif line.startswith(b"PUB x"):
-                    writer.write(self.says)
-                elif line.startswith(b"PUB echo"):
-                    _, _, reply, _ = line.split()
-                    writer.write(b"MSG %b 1 2\r\nhi\r\n" % reply)
-        writer.close()
-
-
 HELLO = b"INFO %b\r\n" % json.dumps(INFO).encode()
-GOOD = (HELLO, b"PONG\r\n", False)
 
 
-@asynccontextmanager
-async def playing(actor):
-    server = await asyncio.start_server(actor.serve, "127.0.0.1", 0)
-    actor.url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    wire = Wire([actor.url], {}, 20.0, "mailbox 'jobs'")
-    try:
-        await wire.open()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(wire.keep)
-            yield wire
-            tasks.cancel_scope.cancel()
-    finally:
-        with anyio.CancelScope(shield=True):
-            await wire.close()
-            server.close()
+def acting(first, login, hangs_up):
+    """Stands in for a server: what it says at first, and to the ping with which a login ends."""
+
+    async def act(reader, writer):
+        said = login
+        writer.write(first)
+        while line := await reader.readline():
+            if line == b"PING\r\n":
+                writer.write(said)
+                said = b"PONG\r\n"
+                if hangs_up:
+                    break
+
+    return act
 
 
-async def until_it_answers(wire):
-    with anyio.fail_after(20):
-        while True:
-            with suppress(MailboxError):
-                return await wire.ask("echo")
-            await anyio.sleep(0.02)
+async def say_to(line, send, says):
+    """Say something to the one who sends just then."""
+    await send.full()
+    line.say(says)
 
 
 @pytest.mark.parametrize(
@@ -229,14 +196,17 @@ async def until_it_answers(wire):
         (b"-ERR 'Stale Connection'\r\n", "stale connection"),
     ],
 )
-async def test_the_call_that_is_out_is_told_why_and_the_connection_made_anew(says, why, anyio_backend):
-    actor = Actor(says=says)
-    async with playing(actor) as wire:
+async def test_the_call_that_is_out_is_told_why_and_the_connection_made_anew(says, why, here):
+    line = await here.line()
+    send = line.hold(here.names().to_queue + "*")
+    async with here.box(over=line, timeout=20) as box, anyio.create_task_group() as tasks:
+        tasks.start_soon(say_to, line, send, says)
         with Stopwatch() as watch, pytest.raises(MailboxConnectionError, match=f"(?i)lost: .*{why}"):
-            await wire.ask("x")
+            await box.send("x")
         assert watch.seconds < 1.5
-        assert (await until_it_answers(wire)).data == b"hi"
-        assert actor.connected == 2
+        assert await until_it_works(box.counts) == Counts()
+        await reconnected(box)
+        assert line.made == 2
 
 
 @pytest.mark.parametrize(
@@ -252,71 +222,41 @@ async def test_the_call_that_is_out_is_told_why_and_the_connection_made_anew(say
     ],
     ids=range(7),
 )
-async def test_a_login_that_goes_wrong_when_it_comes_back_is_tried_again(login, anyio_backend):
-    actor = Actor(GOOD, login, login, says=b"SAY what\r\n")
-    async with playing(actor) as wire:
-        with pytest.raises(MailboxConnectionError):
-            await wire.ask("x")
-        assert (await until_it_answers(wire)).data == b"hi"
-        assert actor.connected >= 4
+async def test_a_login_that_goes_wrong_when_it_comes_back_is_tried_again(login, here):
+    line = await here.line()
+    async with here.box(over=line, timeout=20) as box:
+        line.actors = [acting(*login), acting(*login)]
+        line.say(b"SAY what\r\n")
+        await reconnected(box)
+        assert await until_it_works(box.counts) == Counts()
+        assert line.made >= 4
 
 
-async def test_who_may_not_hear_the_answers_is_told_so_whenever_the_server_says_it(anyio_backend):
+async def test_who_may_not_hear_the_answers_is_told_so_whenever_the_server_says_it(here):
     """The driver's ping can overtake the subscription, so that the connection seems to be made."""
-    actor = Actor()
-    async with playing(actor) as wire:
-        actor.says = b"-ERR 'Permissions Violation for Subscription to \"%b*\"'\r\n" % wire._inbox.encode()
-        for subject in ("x", "y"):
+    line = await here.line()
+    send = line.hold(here.names().to_queue + "*")
+    async with here.box(over=line, timeout=20) as box, anyio.create_task_group() as tasks:
+        (inbox,) = [subject for subject in line.links[0].subscriptions.values() if subject.endswith(".*")]
+        says = b"-ERR 'Permissions Violation for Subscription to \"%b\"'\r\n" % inbox.encode()
+        tasks.start_soon(say_to, line, send, says)
+        for _ in range(2):
             with Stopwatch() as watch, pytest.raises(ConfigError, match=r"lets this user not use '.+\*'; grant"):
-                await wire.ask(subject)
+                await box.send("x")
             assert watch.seconds < 1
-        wire.client._abort()
-        assert (await until_it_answers(wire)).data == b"hi"
+        line.cut()
+        await reconnected(box)
+        assert await until_it_works(box.counts) == Counts()
 
 
-async def test_who_waits_for_no_pong_any_more_does_not_end_the_reading(anyio_backend):
-    async with playing(Actor()) as wire:
-        given_up = asyncio.get_running_loop().create_future()
-        given_up.cancel()
-        await wire.client._send_ping(given_up)
-        assert (await wire.ask("echo")).data == b"hi"
-        await wire.client.flush()
-        assert (await wire.ask("echo")).data == b"hi"
+async def test_opening_has_one_end_and_not_one_for_each_of_its_calls(here):
+    line = await here.line()
+    line.lag = 0.2
 
+    async def opened():
+        async with here.box(over=line, timeout=0.75):
+            pass
 
-class Slow:
-    """Stands before a server whose every word takes that many seconds to arrive."""
-
-    def __init__(self, url, seconds):
-        self._host, _, self._port = url.removeprefix("nats://").rpartition(":")
-        self._seconds = seconds
-
-    async def serve(self, reader, writer):
-        there, upstream = await asyncio.open_connection(self._host, int(self._port))
-        ways = ((reader, upstream, 0), (there, writer, self._seconds))
-        await asyncio.gather(*(self._pump(*way) for way in ways), return_exceptions=True)
-
-    async def _pump(self, reader, writer, seconds):
-        try:
-            while more := await reader.read(65_536):
-                await anyio.sleep(seconds)
-                writer.write(more)
-                await writer.drain()
-        finally:
-            writer.close()
-
-
-async def test_opening_has_one_end_and_not_one_for_each_of_its_calls(nats_url, anyio_backend):
-    async with place(nats_url) as here:
-        server = await asyncio.start_server(Slow(nats_url, 0.2).serve, "127.0.0.1", 0)
-        here.url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-
-        async def opened():
-            async with here.box(timeout=0.75):
-                pass
-
-        for act in (opened, here.box(timeout=0.75).exists):
-            with pytest.raises(MailboxConnectionError, match=r"no answer within 0\.75 s"):
-                await act()
-        server.close()
-        here.url = nats_url
+    for act in (opened, here.box(over=line, timeout=0.75).exists):
+        with pytest.raises(MailboxConnectionError, match=r"no answer within 0\.75 s"):
+            await act()
