@@ -75,7 +75,7 @@ def wrap(mailbox: M, wrapper: Callable[[Any], WrappedBackend]) -> M:
     for operation in changed:
         setattr(mailbox, _HOOKS.get(operation, operation), getattr(backend, operation))
     if not getattr(type(backend), "works_unopened", True):
-        mailbox._usable = False
+        mailbox._works_unopened = mailbox._usable = False
     if "send" in changed:
         mailbox.send = partial(Mailbox.send, mailbox)  # type: ignore[method-assign]  # one in memory has a way past it
     return mailbox
