@@ -129,7 +129,7 @@ async def test_one_who_tries_again_and_again_lets_others_run_those_who_reconnect
             with anyio.fail_after(20):
                 while box.statistics().connected:
                     await anyio.sleep(0.01)
-            assert repr(box) == "<NatsMailbox 'jobs' open, not connected>"
+            assert repr(box).startswith("<NatsMailbox 'jobs' open, not connected")
             turns = 0
 
             async def turn():
