@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, NoReturn
 import psutil
 import pytest
 
-from mainspring.core import process
-from mainspring.mailbox.redis import topology as redis_topology
 from ports import free_port
 
 if TYPE_CHECKING:
@@ -159,8 +157,7 @@ class RedisServer(Program):
             variable="MAINSPRING_REDIS_URL",
             package="redis-server",
         )
-        self._options = options
-        process.set_current(redis_topology.WARNED, None)  # of a server before it that had its port
+        self.options = options
 
     @property
     def url(self) -> str:
@@ -168,7 +165,7 @@ class RedisServer(Program):
 
     def command(self) -> list[str]:
         durable = ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]
-        return [self.binary, "--port", str(self.port), "--bind", "127.0.0.1", *durable, *self._options]
+        return [self.binary, "--port", str(self.port), "--bind", "127.0.0.1", *durable, *self.options]
 
 
 def _redis_works() -> bool:

@@ -176,7 +176,7 @@ class AsInCompose(RedisServer):
     """A Redis server with the options of the compose file, and no others that matter."""
 
     def command(self) -> list[str]:
-        return [self.binary, "--port", str(self.port), "--bind", "127.0.0.1", *self._options]
+        return [self.binary, "--port", str(self.port), "--bind", "127.0.0.1", *self.options]
 
 
 @pytest.mark.parametrize(("changed", "warnings"), [((), 0), (("--appendonly", "no"), 1)])

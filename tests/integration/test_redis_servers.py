@@ -9,21 +9,23 @@ import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import islice
 from uuid import uuid4
 
 import anyio
 import pytest
 
-from mainspring import MailboxConnectionError, open_mailbox
+from mainspring import MailboxConnectionError, SerializationError, open_mailbox
 from mainspring.errors import ConfigError
 from mainspring.mailbox.message import Counts
-from mainspring.mailbox.redis import topology as redis_topology
 from mainspring.testing import mailbox_contract
 from ports import free_port
-from redis_support import Place, place
+from redis_support import CALLS, Place, place, soon
 from restarts import goes_on_after_a_restart
 from servers import PATIENCE, RedisServer
 from stopwatch import Stopwatch
+from support import outcomes
 
 pytestmark = pytest.mark.anyio
 LOOPS = {
@@ -84,7 +86,7 @@ async def test_a_waiting_receive_is_called_by_the_server_that_came_back(server, 
                     await other.counts()
                 except MailboxConnectionError:
                     return False
-                return mailbox._receiving.listener.live
+                return mailbox.statistics().connected
 
             await until(usable, "the connections after the restart")
             with Stopwatch() as watch:
@@ -117,19 +119,13 @@ async def test_a_listener_to_whom_nobody_speaks_asks_whether_the_server_is_there
     """One that answers is kept; one that does not is left, and listened to again once it is back."""
     with place(server.url) as here:
         async with here.mailbox(timeout=0.5, silence=1) as mailbox, here.mailbox() as sender:
-            listener = mailbox._receiving.listener
-            name = listener._name
             await anyio.sleep(0.5)
-            assert listener.live
-            assert listener._name == name, "the connection is the same"
+            now = mailbox.statistics()
+            assert (now.polling, now.reconnects) == (False, 0), "the connection is the same"
             server.send_signal(signal.SIGSTOP)
-            with anyio.fail_after(10):
-                while listener.live:
-                    await anyio.sleep(0.01)
+            await soon(lambda: mailbox.statistics().polling)
             server.send_signal(signal.SIGCONT)
-            with anyio.fail_after(60):
-                while not listener.live:
-                    await anyio.sleep(0.01)
+            await soon(lambda: not mailbox.statistics().polling, 60)
             got: list = []
 
             async def receive() -> None:
@@ -137,8 +133,7 @@ async def test_a_listener_to_whom_nobody_speaks_asks_whether_the_server_is_there
 
             async with anyio.create_task_group() as group:
                 group.start_soon(receive)
-                while not mailbox._waiters.parked:
-                    await anyio.sleep(0.01)
+                await soon(lambda: mailbox.statistics().waiting_receives)
                 await sender.send("x")
             assert [message.body for message in got] == ["x"]
 
@@ -148,14 +143,13 @@ async def test_a_call_whose_caller_was_cancelled_is_waited_for_and_no_longer_tha
     with place(server.url) as here:
         async with here.mailbox(timeout=3) as mailbox:
             await mailbox.send("claimed")
-            wire = mailbox._link._wire
             for call in (lambda: mailbox.send("sent"), mailbox.receive):
                 server.send_signal(signal.SIGSTOP)
                 with anyio.move_on_after(0.1):
                     await call()
                 server.send_signal(signal.SIGCONT)
                 await mailbox.counts()
-            assert mailbox._link._wire is wire
+            assert mailbox.statistics().reconnects == 0
             (message,) = await mailbox.receive()
             assert (message.body, message.delivery_count) == ("claimed", 1)
             await message.acknowledge()
@@ -233,23 +227,6 @@ async def test_a_server_as_it_should_be_is_not_warned_of(server, caplog, anyio_b
         async with here.mailbox():
             pass
     assert lines(caplog) == []
-
-
-async def test_a_connection_that_is_lost_while_the_settings_are_asked_for_is_made_again(
-    server, monkeypatch, anyio_backend
-):
-    asked = []
-
-    async def lost(wire, section):
-        asked.append(section)
-        raise anyio.EndOfStream
-
-    monkeypatch.setattr(redis_topology, "_info", lost)
-    with place(server.url) as here:
-        async with here.mailbox() as mailbox:
-            assert asked
-            await mailbox.send("x")
-            assert len(await mailbox.receive()) == 1
 
 
 async def test_a_full_server_takes_no_more_but_what_is_there_can_be_done(server, anyio_backend):
@@ -431,7 +408,7 @@ def cluster():
         for here, first, last in zip(places, (0, 5_461, 10_923), (5_460, 10_922, 16_383), strict=True):
             here.call("CLUSTER", "ADDSLOTSRANGE", first, last)
         for node in nodes[1:]:
-            bus = node._options[-1]
+            bus = node.options[-1]
             places[0].call("CLUSTER", "MEET", "127.0.0.1", node.port, bus)
         anyio.run(_agreed, places)
         yield nodes
@@ -517,3 +494,119 @@ async def test_a_single_server_is_no_cluster(server, anyio_backend):
     with pytest.raises(ConfigError, match="no node of a cluster"):
         async with open_mailbox(f"redis+cluster://127.0.0.1:{server.port}?name=jobs"):
             pass
+
+
+# ------------------------------------------------------------------------------------------------- replies in a cluster
+
+ON_ONE_LOOP = pytest.mark.parametrize("anyio_backend", ["asyncio"])
+
+
+@pytest.fixture
+def nodes(cluster):
+    with ExitStack() as stack:
+        yield [stack.enter_context(place(node.url)) for node in cluster]
+
+
+def names_on(node):
+    """Names of mailboxes that lie on that node of the cluster, one after the other."""
+    while True:
+        name = f"box-{uuid4().hex}"
+        slot = node.call("CLUSTER", "KEYSLOT", f"{{ms:{name}}}:")
+        ranges = node.call("CLUSTER", "SLOTS")
+        if any(first <= slot <= last and node.url.endswith(f":{owner[1]}/0") for first, last, owner, *_ in ranges):
+            yield name
+
+
+async def asked(mailbox, addresses):
+    """Messages that are to be answered to these addresses."""
+    for address in addresses:
+        await mailbox.send("x", reply_to=address)
+    return await mailbox.receive(max_messages=len(addresses))
+
+
+@ON_ONE_LOOP
+async def test_a_node_that_does_not_answer_holds_up_no_reply_to_another(cluster, nodes, anyio_backend):
+    here, dead, living = map(names_on, nodes)
+    one = next(dead)
+    async with open_mailbox(cluster[0].url, name=next(here), timeout=1) as mailbox:
+        messages = await asked(mailbox, [one] * 5 + [next(dead)] + [next(living)] * 2)
+        found: list[object] = []
+
+        async def reply_in_vain() -> None:
+            found.extend(await outcomes(*[partial(message.reply, "y") for message in messages[:6]]))
+
+        cluster[1].send_signal(signal.SIGSTOP)
+        try:
+            with Stopwatch() as all_of_it:
+                async with anyio.create_task_group() as group:
+                    group.start_soon(reply_in_vain)
+                    await anyio.wait_all_tasks_blocked()
+                    with Stopwatch() as watch:
+                        for message in messages[6:]:
+                            await message.reply("y")
+        finally:
+            cluster[1].send_signal(signal.SIGCONT)
+        assert watch.seconds < 0.5
+        assert all_of_it.seconds < 1.9, "they waited for one another"
+        assert all(isinstance(error, MailboxConnectionError) for error in found)
+        for message in messages[:6]:
+            await message.reply("y")
+        assert await mailbox.counts() == Counts(settled=8)
+        async with open_mailbox(cluster[1].url, name=one) as replies:
+            assert (await replies.counts()).pending == 5
+
+
+@ON_ONE_LOOP
+async def test_only_connections_to_other_nodes_that_nobody_uses_are_given_up(cluster, nodes, anyio_backend):
+    """Beyond sixteen. Those that are in use are as old as any."""
+    here, slow, quick = map(names_on, nodes)
+    async with open_mailbox(cluster[0].url, name=next(here), timeout=20) as mailbox:
+        messages = await asked(mailbox, [*islice(slow, 3), *islice(quick, 20)])
+        cluster[1].send_signal(signal.SIGSTOP)
+        try:
+            async with anyio.create_task_group() as group:
+                for message in messages[:3]:
+                    group.start_soon(message.reply, "y")
+                await anyio.wait_all_tasks_blocked()
+                for message in messages[3:]:
+                    await message.reply("y")
+                cluster[1].send_signal(signal.SIGCONT)
+        finally:
+            cluster[1].send_signal(signal.SIGCONT)
+        assert await mailbox.counts() == Counts(settled=23)
+        clients = b"".join(node.call("CLIENT", "LIST") for node in nodes)
+        assert clients.count(f" name={CALLS} ".encode()) == 17, "its own, and sixteen"
+    await soon(lambda: f" name={CALLS} ".encode() not in b"".join(node.call("CLIENT", "LIST") for node in nodes))
+
+
+@ON_ONE_LOOP
+async def test_a_reply_for_which_another_node_has_no_memory_is_not_sent(cluster, nodes, anyio_backend):
+    here, _, full = map(names_on, nodes)
+    async with open_mailbox(cluster[0].url, name=next(here)) as mailbox:
+        (message,) = await asked(mailbox, [next(full)])
+        nodes[2].call("CONFIG", "SET", "maxmemory", 1)
+        try:
+            with pytest.raises(MailboxConnectionError, match="OOM"):
+                await message.reply("y")
+        finally:
+            nodes[2].call("CONFIG", "SET", "maxmemory", 0)
+        assert await mailbox.counts() == Counts(in_flight=1)
+        await message.reply("y")
+        assert await mailbox.counts() == Counts(settled=1)
+
+
+@ON_ONE_LOOP
+async def test_a_reply_that_is_larger_than_a_node_takes_is_not_sent(cluster, nodes, anyio_backend):
+    here, _, there = map(names_on, nodes)
+    before = nodes[0].call("CONFIG", "GET", "proto-max-bulk-len")[1]
+    nodes[0].call("CONFIG", "SET", "proto-max-bulk-len", 1_048_576)
+    try:
+        async with open_mailbox(cluster[0].url, name=next(here)) as mailbox:
+            to = next(there)
+            (message,) = await asked(mailbox, [to])
+            with pytest.raises(SerializationError, match="larger than the 1,048,576 that this Redis server takes"):
+                await message.reply("y" * 1_048_576)
+            assert await mailbox.counts() == Counts(in_flight=1)
+            assert nodes[2].call("EXISTS", f"{{ms:{to}}}:messages") == 0
+    finally:
+        nodes[0].call("CONFIG", "SET", "proto-max-bulk-len", before)

@@ -15,18 +15,11 @@ from mainspring import (
     ReceiptHandleExpiredError,
     SerializationError,
 )
-from mainspring.mailbox.message import CancelOutcome, Counts, Envelope
-from mainspring.mailbox.redis import calls as redis_calls
-from mainspring.mailbox.redis import mailbox as redis_mailbox
-from mainspring.mailbox.redis import other_nodes as redis_other_nodes
-from mainspring.mailbox.redis import topology as redis_topology
-from mainspring.mailbox.redis.connection import ServerError
-from mainspring.mailbox.redis.other_nodes import Beside
-from mainspring.mailbox.redis.topology import Directory
-from mainspring.mailbox.redis.url import parse_server
-from redis_support import place, used_memory
+from mainspring.mailbox.message import CancelOutcome, Counts
+from mainspring.mailbox.redis.mailbox import RedisMailbox
+from redis_support import CALLS, line_to, place, soon, used_memory
+from scripted_redis import Scripted, Sentinel, hello
 from servers import RedisServer
-from stopwatch import Stopwatch
 from support import outcomes
 
 pytestmark = pytest.mark.anyio
@@ -61,8 +54,9 @@ def own(own_server):
 async def test_a_message_with_the_id_of_another_ends_that_and_is_whole(here, where, anyio_backend):
     """Whatever befalls the earlier one from then on is nothing to the later one; the counts add up."""
     async with here.mailbox() as mailbox:
+        mailbox.new_id = lambda: "same"
         delay = 600.0 if where == "delayed" else 0.0
-        await mailbox._put([Envelope("same", b'"old"', delay, dedup_key="old", expires_in=3_600)])
+        await mailbox.send("old", delay=delay, dedup_key="old", expires_in=3_600)
         if where in {"in flight", "returned", "dead"}:
             (held,) = await mailbox.receive()
         if where == "returned":
@@ -70,12 +64,13 @@ async def test_a_message_with_the_id_of_another_ends_that_and_is_whole(here, whe
             await held.nack()
         elif where == "dead":
             await held.dead_letter("no")
-        assert await mailbox._put([Envelope("same", b'"new"', dedup_key="new")]) == ["same"]
+        assert await mailbox.send("new", dedup_key="new") == "same"
         assert await mailbox.counts() == Counts(pending=1, settled=1)
         if where == "in flight":
             with pytest.raises(ReceiptHandleExpiredError):
                 await held.acknowledge()
-        assert await mailbox._put([Envelope("other", b'"new"', dedup_key="new")]) == ["same"], "it has lost its key"
+        mailbox.new_id = lambda: "other"
+        assert await mailbox.send("new", dedup_key="new") == "same", "it has lost its key"
         (message,) = await mailbox.receive(max_messages=9)
         assert (message.body, message.delivery_count, message.checkpoint) == ("new", 1, None)
         await message.dead_letter("no")
@@ -88,36 +83,45 @@ async def test_a_message_with_the_id_of_another_ends_that_and_is_whole(here, whe
 # ------------------------------------------------------------------------------------------------- batches that fail
 
 
-async def test_a_call_that_fails_is_nothing_to_those_of_the_call_before(here, monkeypatch, anyio_backend):
-    """Of a batch that needs several: their messages are stored, or in hand, and stay so."""
-    async with here.mailbox() as mailbox:
-        await mailbox.send_many(["one", "two"])
-        monkeypatch.setattr(redis_calls, "MOST_ARGUMENTS", 1)
-        call, made = mailbox._link.call, 0
+async def test_a_call_that_fails_is_nothing_to_those_of_the_call_before(line, anyio_backend):
+    """A batch needs two: what the first did stays done, and messages in hand stay so; the second's answer is lost."""
+    calls: list = []
 
-        async def fails(keys, arguments):
-            nonlocal made
-            made += 1
-            if made == 3:
-                raise MailboxConnectionError("the connection was lost")
-            return await call(keys, arguments)
+    def on_command(passage, command) -> None:
+        if passage.name == CALLS:
+            calls.append(command[0])
+            if calls == [b"FCALL", b"FCALL"]:
+                line.answers.hold()
 
-        mailbox._link.call = fails
-        sent, held, lost = await outcomes(
-            lambda: mailbox.send("three", dedup_key="k"),
-            lambda: mailbox.receive(visibility_timeout=30),
-            lambda: mailbox.receive(visibility_timeout=60),
-        )
-        mailbox._link.call = call
-        if not isinstance(held, list):
-            held, lost = lost, held  # trio begins with either
-        assert isinstance(sent, str)
-        assert isinstance(lost, MailboxConnectionError)
-        assert [message.body for message in held] == ["one"]
+    async with line.mailbox(timeout=60) as mailbox:
+        await mailbox.send_many(["settled", "held", "claimed"])
+        settled, held = await mailbox.receive(max_messages=2)
+        line.answers.hold()
+        async with anyio.create_task_group() as group:
+            group.start_soon(mailbox.counts)
+            await line.answers.arrived()
+            line.on_command = on_command
+            found: list = []
+
+            async def call() -> None:
+                found.extend(
+                    await outcomes(
+                        settled.acknowledge, lambda: mailbox.send_many(["x"] * 25_000), lambda: mailbox.receive()
+                    )
+                )
+
+            group.start_soon(call)
+            await soon(lambda: mailbox.statistics().queued == 3)
+            line.answers.let_go()
+            with anyio.fail_after(30):
+                await line.lose_answer()
+        assert found[0] is None
+        assert len(found[1]) == 25_000
+        assert isinstance(found[2], MailboxConnectionError)
         (again,) = await mailbox.receive()
-        assert again.body == "two"
-        await held[0].acknowledge()  # it was heard of, so it was not taken back with the one whose answer was lost
-        assert await mailbox.counts() == Counts(pending=1, in_flight=1, settled=1)
+        assert (again.body, again.delivery_count, again.attempt) == ("claimed", 1, 1)
+        await held.acknowledge()
+        assert await mailbox.counts() == Counts(pending=25_000, in_flight=1, settled=2)
 
 
 async def test_senders_of_one_batch_hear_only_of_their_own_messages(own, anyio_backend):
@@ -191,10 +195,10 @@ async def test_a_connection_on_which_the_server_hangs_up_is_not_used_again(own, 
         own.call("CONFIG", "SET", "proto-max-bulk-len", 1_048_576)
         with pytest.raises(MailboxConnectionError):
             await mailbox.send("x" * 1_100_000)
-        assert not mailbox._link.connected
         own.call("CONFIG", "SET", "proto-max-bulk-len", before)
         await mailbox.send("x")
         assert (await mailbox.counts()).pending == 1
+        assert mailbox.statistics().reconnects == 1
 
 
 @pytest.fixture
@@ -210,7 +214,6 @@ async def test_what_is_larger_than_the_server_takes_is_its_senders_mistake_alone
     async with narrow.mailbox() as mailbox, narrow.mailbox("replies"):
         await mailbox.send_many(["held", "asked"], reply_to=f"{narrow.prefix}replies")
         held, asked = await mailbox.receive(max_messages=2)
-        wire = mailbox._link._wire
         found = await outcomes(
             lambda: mailbox.send("before"),
             lambda: mailbox.send("x" * (MIB - 2)),
@@ -229,7 +232,7 @@ async def test_what_is_larger_than_the_server_takes_is_its_senders_mistake_alone
             assert "bytes is larger than the 1,048,576 that this Redis server takes (proto-max-bulk-len)" in str(
                 found[number]
             )
-        assert mailbox._link._wire is wire, "the server had nothing to hang up on"
+        assert mailbox.statistics().reconnects == 0, "the server had something to hang up on"
         await held.save_checkpoint(b"x" * MIB)
         await asked.reply("y")
         got = await mailbox.receive(max_messages=9)
@@ -238,20 +241,24 @@ async def test_what_is_larger_than_the_server_takes_is_its_senders_mistake_alone
 
 
 async def test_the_limit_is_that_of_the_server_of_now(own, narrow, anyio_backend):
-    async with own.mailbox() as mailbox:
+    async with line_to(own) as line, line.mailbox() as mailbox:
         own.call("CONFIG", "SET", "proto-max-bulk-len", 2 * MIB)
         with pytest.raises(SerializationError):
             await mailbox.send("x" * MIB)
-        await mailbox._link._drop()
+        line.cut(CALLS)
+        with pytest.raises(MailboxConnectionError):
+            await mailbox.receive()
         assert await mailbox.receive() == []
         await mailbox.send("x" * MIB)
 
 
-async def test_who_may_not_ask_for_the_limit_goes_by_the_usual_one(own, anyio_backend):
-    own.call("ACL", "SETUSER", "plain", "on", ">secret", "~{ms:*", "&{ms:*", "+@all", "-@dangerous", "+info")
-    async with own.mailbox(username="plain", password="secret") as mailbox:
-        assert mailbox._directory.longest == 512 * MIB
-        await mailbox.send("x" * MIB)
+async def test_who_may_not_ask_for_the_limit_goes_by_the_usual_one(narrow, anyio_backend):
+    """Where it is lower, the server hangs up."""
+    narrow.call("ACL", "SETUSER", "plain", "on", ">secret", "~{ms:*", "&{ms:*", "+@all", "-@dangerous", "+info")
+    async with narrow.mailbox(username="plain", password="secret") as mailbox:
+        with pytest.raises(MailboxConnectionError):
+            await mailbox.send("x" * MIB)
+        await mailbox.send("x" * (MIB - 3))
 
 
 async def test_whether_there_is_a_mailbox_is_not_known_from_a_server_that_is_silent_or_refuses(own, anyio_backend):
@@ -259,19 +266,18 @@ async def test_whether_there_is_a_mailbox_is_not_known_from_a_server_that_is_sil
     async with listener:
         url = f"redis://127.0.0.1:{listener.extra(anyio.abc.SocketAttribute.local_port)}"
         with anyio.fail_after(5), pytest.raises(MailboxConnectionError, match=r"did not answer within 0\.1 s"):
-            await redis_mailbox.RedisMailbox(url, timeout=0.1).exists()
+            await RedisMailbox(url, timeout=0.1).exists()
     with pytest.raises(ConfigError, match="check the user and the password"):
         await own.mailbox(username="nobody", password="wrong").exists()
     assert not await own.mailbox().exists()
 
 
-async def test_more_than_one_call_may_take_is_the_callers_mistake(here, monkeypatch, anyio_backend):
-    monkeypatch.setattr(redis_mailbox, "MOST_AT_ONCE", 3)
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_more_than_one_call_may_take_is_the_callers_mistake(here, anyio_backend):
     async with here.mailbox() as mailbox:
-        await mailbox.send_many(range(3))
-        with pytest.raises(InvalidParameterError, match="at most 3 messages at once, not 4"):
-            await mailbox.send_many(range(4))
-        assert (await mailbox.counts()).pending == 3
+        with pytest.raises(InvalidParameterError, match="at most 250,000 messages at once, not 250,001"):
+            await mailbox.send_many([0] * 250_001)
+        assert await mailbox.counts() == Counts()
 
 
 # --------------------------------------------------------------------------------------------------- keys that are lost
@@ -288,26 +294,36 @@ async def test_a_claim_makes_a_transient_mailbox_exist_again(here, anyio_backend
         assert [message.body for message in await mailbox.receive()] == ["kept"]
 
 
-async def test_requests_work_again_after_the_server_lost_everything(here, monkeypatch, anyio_backend):
-    """The mailbox for the replies too, which nobody opens again."""
+async def test_a_receive_that_waits_makes_a_transient_mailbox_exist_again(here, waiting):
+    here.prefix = f"~{here.prefix}"
     here.options["fallback_interval"] = 0.1
+    async with here.mailbox() as mailbox, here.mailbox() as sender:
+        await waiting.start(mailbox)
+        here.clean()
+        await soon(lambda: here.call("EXISTS", here.key("state")))
+        await sender.send("kept")
+        await waiting.until(1)
+        assert [message.body for message in waiting.messages] == ["kept"]
+
+
+async def test_requests_work_again_after_the_server_lost_everything(own, anyio_backend):
+    """The mailbox for the replies too, which nobody opens again."""
+    own.options["fallback_interval"] = 0.1
 
     async def double(body: int) -> int:
         return 2 * body
 
-    async with here.mailbox(body=int, reply=int) as mailbox, MainLoop(here.mailbox(body=int), double):
+    async with own.mailbox(body=int, reply=int) as mailbox, MainLoop(own.mailbox(body=int), double):
         assert await mailbox.request(1, timeout=10) == 2
-        box = f"{mailbox._routers[0]._requester._box.name}"
-        here.clean(box)
-        here.clean()
-        with anyio.fail_after(60):
-            while not here.found(box):
-                await anyio.sleep(0.01)
+        assert own.found("~")
+        own.clean("~")
+        own.clean()
+        await soon(lambda: own.found("~"), 60)
         assert await mailbox.request(2, timeout=10) == 4
-    assert here.found(box) == []
+    assert own.found("~") == []
 
 
-async def test_a_process_whose_place_among_the_waiters_was_lost_is_on_the_list_again(here, monkeypatch, anyio_backend):
+async def test_a_process_whose_place_among_the_waiters_was_lost_is_on_the_list_again(here, anyio_backend):
     here.options["fallback_interval"] = 0.1
     async with here.mailbox() as waiting, here.mailbox() as sender:
         got: list = []
@@ -318,102 +334,11 @@ async def test_a_process_whose_place_among_the_waiters_was_lost_is_on_the_list_a
         with anyio.fail_after(10):
             async with anyio.create_task_group() as group:
                 group.start_soon(receive)
-                while not here.call("ZCARD", here.key("waiters")):
-                    await anyio.sleep(0.01)
+                await soon(here.waiters)
                 here.call("DEL", here.key("waiters"))
-                while not here.call("ZCARD", here.key("waiters")):
-                    await anyio.sleep(0.01)
+                await soon(here.waiters)
                 await sender.send("x")
         assert got[0].body == "x"
-
-
-# ------------------------------------------------------------------------------------------- replies in a cluster
-
-
-class Nodes:
-    """Stands for the connections to other nodes: those to mailboxes named ``dead…`` do not answer."""
-
-    def __init__(self, monkeypatch) -> None:
-        self.answer: list = [[b"id"], [-1, 0, 0]]
-        self.sent: list[bytes] = []
-        self.open: list = []
-        nodes = self
-
-        class Link:
-            def __init__(self, directory, timeout) -> None:
-                nodes.open.append(self)
-                self.timeout = timeout
-
-            async def call(self, keys, arguments):
-                if b"dead" in keys[0]:
-                    await anyio.sleep(self.timeout)
-                    raise MailboxConnectionError("it did not answer")
-                assert self in nodes.open, "it was closed meanwhile"
-                await anyio.lowlevel.checkpoint()
-                nodes.sent.append(keys[0])
-                return nodes.answer
-
-            async def close(self) -> None:
-                nodes.open.remove(self)
-
-        monkeypatch.setattr(redis_other_nodes, "Link", Link)
-
-    def beside(self, timeout: float) -> Beside:
-        return Beside(Directory(parse_server("redis+cluster://127.0.0.1:1", {}), b"jobs"), timeout)
-
-
-def reply(name: str) -> Envelope:
-    return Envelope("r", b"1", reply_to=name)
-
-
-async def test_a_node_that_does_not_answer_holds_up_no_reply_to_another(monkeypatch, anyio_backend):
-    nodes = Nodes(monkeypatch)
-    beside = nodes.beside(0.2)
-    with Stopwatch() as watch:
-        found = await outcomes(
-            *[lambda: beside.send(reply("dead"), "m")] * 5,
-            lambda: beside.send(reply("dead too"), "m"),
-            *[lambda: beside.send(reply("living"), "m")] * 2,
-        )
-    assert watch.seconds < 1.0, "they waited for one another"
-    assert all(isinstance(error, MailboxConnectionError) for error in found[:6])
-    assert found[6:] == [None, None]
-    assert len(nodes.sent) == 2
-    await beside.close()
-    assert nodes.open == []
-
-
-async def test_only_connections_that_nobody_uses_are_given_up(monkeypatch, anyio_backend):
-    monkeypatch.setattr(redis_other_nodes, "MOST", 2)
-    nodes = Nodes(monkeypatch)
-    beside = nodes.beside(60)
-    async with anyio.create_task_group() as group:
-        for name in ("dead 1", "dead 2", "dead 3"):
-            group.start_soon(beside.send, reply(name), "m")
-        await anyio.wait_all_tasks_blocked()
-        with anyio.fail_after(10):
-            for name in "abcd":
-                await beside.send(reply(name), "m")
-        assert len(nodes.open) == 4, "the three in use, and the last one"
-        group.cancel_scope.cancel()
-    await beside.send(reply("e"), "m")
-    assert len(nodes.open) == 2
-    assert len(nodes.sent) == 5
-
-
-async def test_a_reply_for_which_another_node_has_no_memory_is_not_sent(monkeypatch, anyio_backend):
-    nodes = Nodes(monkeypatch)
-    nodes.answer = [[b"oom", b"OOM command not allowed"], [-1, 0, 0]]
-    with pytest.raises(MailboxConnectionError, match="OOM"):
-        await nodes.beside(5).send(reply("full"), "m")
-
-
-async def test_a_reply_that_is_larger_than_a_node_takes_is_not_sent(monkeypatch, anyio_backend):
-    monkeypatch.setattr(redis_topology, "LONGEST", 5)
-    nodes = Nodes(monkeypatch)
-    with pytest.raises(SerializationError, match="larger than the 5 that this Redis server takes"):
-        await nodes.beside(5).send(Envelope("r", b"12345", reply_to="living"), "m")
-    assert nodes.sent == nodes.open == []
 
 
 # ----------------------------------------------------------------------------------------------------- its settings
@@ -434,48 +359,41 @@ async def test_a_server_that_may_evict_replies_is_warned_of(caplog, anyio_backen
     assert "maxmemory-policy volatile-ttl" in line
 
 
-async def test_a_server_that_has_not_told_its_settings_is_asked_again(caplog, monkeypatch, anyio_backend):
+async def test_a_server_that_has_not_told_its_settings_is_asked_again(caplog, anyio_backend):
+    """The connection was lost while they were asked for, and is made again."""
     caplog.set_level(logging.WARNING)
-    info = redis_topology._info
 
-    async def lost(wire, section):
-        if section == "persistence":
-            raise anyio.EndOfStream
-        return await info(wire, section)
+    def lose(passage, command) -> None:
+        if command == [b"INFO", b"persistence"]:
+            passage.cut()
 
     with RedisServer("--appendonly", "no") as forgetful, place(forgetful.url) as there:
-        monkeypatch.setattr(redis_topology, "_info", lost)
-        async with there.mailbox():
-            assert lines(caplog) == []
-        monkeypatch.setattr(redis_topology, "_info", info)
-        async with there.mailbox("one"), there.mailbox("two"):
-            (line,) = lines(caplog)
-            assert "set appendonly yes" in line
+        async with line_to(there) as line:
+            line.on_command = lose
+            async with line.mailbox() as mailbox:
+                assert lines(caplog) == []
+                await mailbox.send("x")
+                assert len(await mailbox.receive()) == 1
+                assert mailbox.statistics().reconnects == 1
+            line.on_command = None
+            async with line.mailbox("one"), line.mailbox("two"):
+                (said,) = lines(caplog)
+                assert "set appendonly yes" in said
 
 
-@pytest.mark.parametrize("answer", [ServerError("NOPERM no"), anyio.EndOfStream(), [b"slave"]])
-async def test_a_server_that_is_no_primary_or_does_not_say_so_is_hung_up_on(monkeypatch, answer, anyio_backend):
-    closed = []
+@pytest.mark.parametrize("answer", [RuntimeError("NOPERM no"), EOFError(), ["slave"]])
+async def test_a_server_that_is_no_primary_or_does_not_say_so_is_hung_up_on(here, answer, anyio_backend):
+    asked: list[int] = []
 
-    class Wire:
-        def __init__(self, host) -> None:
-            self.host = host
+    def node(command: list[bytes]) -> object:
+        if command[0] == b"HELLO":
+            return hello("standalone")
+        asked.append(server.open)
+        return answer
 
-        async def call(self, *command):
-            if command[0] == "SENTINEL":
-                return [b"127.0.0.1", b"2"]
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
-        async def close(self) -> None:
-            closed.append(self.host[1])
-
-    async def connect(server, host, *, sentinel=False, name=""):
-        return Wire(host)
-
-    monkeypatch.setattr(redis_topology, "connect", connect)
-    directory = Directory(parse_server("redis+sentinel://127.0.0.1:1/jobs", {}), b"{ms:jobs}:")
-    with pytest.raises((ServerError, anyio.EndOfStream)):
-        await directory.connect()
-    assert closed == [1, 2]
+    async with Scripted(node) as server, Sentinel(server.port) as sentinel:
+        with pytest.raises((ConfigError, MailboxConnectionError)):
+            async with sentinel.mailbox(here, timeout=0.3):
+                pass
+        assert max(asked) <= 2, "they pile up"
+        await soon(lambda: server.open == sentinel.open == 0)
