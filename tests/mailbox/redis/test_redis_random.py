@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from mainspring.mailbox.message import Counts
-from redis_support import place
+from redis_support import LISTENER, line_to, place
 
 pytestmark = pytest.mark.anyio
 
@@ -61,7 +61,8 @@ async def test_whoever_waits_is_called(here, anyio_backend, seed, breaks):
         await mailbox.send(body, delay=delay, dedup_key=key, priority=rng.choice([0, 0, 1]))
 
     async with AsyncExitStack() as stack:
-        mailboxes = [await stack.enter_async_context(here.mailbox()) for _ in range(rng.choice([1, 2, 3]))]
+        lines = [await stack.enter_async_context(line_to(here)) for _ in range(rng.choice([1, 2, 3]))]
+        mailboxes = [await stack.enter_async_context(line.mailbox()) for line in lines]
         group = await stack.enter_async_context(anyio.create_task_group())
         for mailbox in mailboxes:
             for _ in range(rng.choice([1, 3, 5])):
@@ -73,13 +74,13 @@ async def test_whoever_waits_is_called(here, anyio_backend, seed, breaks):
                 for number in range(rng.choice([1, 2, 2, 20]))
             ]
             with anyio.move_on_after(1):  # until all that are free wait for long
-                while sum(mailbox._waiters.parked for mailbox in mailboxes) < free or rng.random() < 0.7:
+                while sum(mailbox.statistics().waiting_receives for mailbox in mailboxes) < free or rng.random() < 0.7:
                     await anyio.sleep(0.005)
             async with anyio.create_task_group() as senders:
                 for body in bodies:
                     senders.start_soon(partial(send, rng.choice(mailboxes), body))
                 if breaks and rng.random() < 0.2:
-                    rng.choice(mailboxes)._receiving.listener._scope.cancel()
+                    rng.choice(lines).cut(LISTENER)
             sent += bodies
             with anyio.move_on_after(60):
                 while len(got) < len(sent):

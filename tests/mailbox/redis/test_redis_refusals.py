@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from socket import gaierror
 from urllib.parse import urlsplit
 
@@ -12,16 +11,29 @@ from anyio.abc import SocketAttribute
 
 from mainspring.cli.app import call
 from mainspring.errors import ConfigError, MailboxConnectionError
+from mainspring.mailbox.message import Counts
 from mainspring.mailbox.open import open_mailbox
 from mainspring.mailbox.redis import connection as redis_connection
-from mainspring.mailbox.redis import topology as redis_topology
-from mainspring.mailbox.redis.client import Link
-from mainspring.mailbox.redis.topology import Directory
-from mainspring.mailbox.redis.url import parse_server
 from mainspring.testing import run_virtual
 from ports import free_port
+from redis_support import CALLS, place
+from scripted_redis import Sentinel
+from servers import RedisServer
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def few_databases():
+    """The URL of a server that has two databases."""
+    with RedisServer("--appendonly", "no", "--databases", "2") as server:
+        yield server.url
+
+
+@pytest.fixture
+def here(redis_url):
+    with place(redis_url.replace("/0", "/3")) as made:
+        yield made
 
 
 @pytest.fixture
@@ -35,15 +47,20 @@ def where(redis_url):
         ("redis", "/99999", "has no database 99999 .*; correct the URL"),
         ("redis+sentinel", "/main/0", "is no sentinel; its scheme is redis://"),
         ("redis+cluster", "", "is no node of a cluster; its scheme is redis://"),
-        ("rediss", "/0", "does not speak TLS: set it up there, or write redis://"),
     ],
 )
-async def test_a_server_that_is_not_what_the_url_says(where, monkeypatch, scheme, path, says):
-    monkeypatch.setattr(redis_connection, "TLS_PATIENCE", 0.05)
+async def test_a_server_that_is_not_what_the_url_says(where, scheme, path, says):
     mailbox = open_mailbox(f"{scheme}://{where}{path}?name=jobs")
     for act in (mailbox.__aenter__, mailbox.exists):
         with pytest.raises(ConfigError, match=says):
             await act()
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_server_that_speaks_no_tls(where, anyio_backend):
+    """It is asked in plain text after a second in which it has not answered."""
+    with pytest.raises(ConfigError, match="does not speak TLS: set it up there, or write redis://"):
+        await open_mailbox(f"rediss://{where}/0?name=jobs").exists()
 
 
 async def test_nobody_there(anyio_backend):
@@ -87,31 +104,23 @@ def test_a_virtual_clock(where):
         run_virtual(main)
 
 
-async def test_after_a_connection_it_may_pass(redis_url, anyio_backend):
-    server = parse_server(redis_url, {})
-    link = Link(Directory(server, b"{ms:jobs}:"), 5)
-    await link.connect()
-    await link._drop()
-    link._directory = Directory(replace(server, db=99_999), b"{ms:jobs}:")
-    with pytest.raises(MailboxConnectionError, match="has no database"):
-        await link.connect()
+async def test_after_a_connection_it_may_pass(here, line, few_databases, anyio_backend):
+    """Who was let in once is told of a connection that failed: somebody may mend it."""
+    async with line.mailbox() as mailbox:
+        line.lead_to(few_databases)
+        line.cut(CALLS)
+        for says in ("the connection was lost", "has no database 3"):
+            with pytest.raises(MailboxConnectionError, match=says):
+                await mailbox.counts()
+        line.lead_to(here.url)
+        assert await mailbox.counts() == Counts()
 
 
-async def test_a_service_that_no_sentinel_knows(monkeypatch, anyio_backend):
-    class Sentinel:
-        async def call(self, *command):
-            return None
-
-        async def close(self):
-            """Nothing to close."""
-
-    async def connect(server, host, *, sentinel=False):
-        return Sentinel()
-
-    monkeypatch.setattr(redis_topology, "connect", connect)
-    mailbox = open_mailbox("redis+sentinel://127.0.0.1:1/jbos/0?name=jobs")
-    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1 knows no 'jbos'; correct the service that the URL names"):
-        await mailbox.__aenter__()
+async def test_a_service_that_no_sentinel_knows(anyio_backend):
+    async with Sentinel(None) as sentinel:
+        where = f"127.0.0.1:{sentinel.port}"
+        with pytest.raises(ConfigError, match=rf"{where} knows no 'jbos'; correct the service that the URL names"):
+            await open_mailbox(f"redis+sentinel://{where}/jbos/0?name=jobs").__aenter__()
 
 
 def test_the_command_line_calls_it_a_wrong_use(where, capsys):
