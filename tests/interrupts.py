@@ -16,6 +16,8 @@ class Interruption:
 
     A package stands for all the modules in it. With ``thread`` it is a thread of that name that starts inside the block, and
     not this one; of several the first to come there. Its lines count once ``begin()`` is called.
+
+    With ``then=(lines, handler)`` that handler is called once, so many lines later.
     """
 
     def __init__(
@@ -24,30 +26,38 @@ class Interruption:
         at: int,
         handler: Callable[[], object],
         *,
+        then: tuple[int, Callable[[], object]] | None = None,
         thread: str | None = None,
     ) -> None:
         self._files = tuple((module.__file__ or "").removesuffix("__init__.py") for module in modules)
-        self._left = at
-        self._handler = handler
+        self._points = [(at, handler)] if then is None else [(at, handler), (then[0] - 1, then[1])]
+        self._passed = 0
         self._thread = thread
         self._begun = thread is None
         # Held for as long as this object: a garbage collection as Python 3.11 is about to call it runs code that is traced as
         # well. Where that is the one to let go of it, Python would call what is no more: a segmentation fault, or worse.
         self._tracer = self._trace
         self.happened = False
+        """True once the first handler was called."""
+        self.ended = False
+        """True once all were."""
 
     def _trace(self, frame: Any, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith(self._files):
             return None
         if self._thread is not None and threading.current_thread().name != self._thread:
             return None
-        if event == "line" and self._begun and not self.happened:
-            if self._left:
-                self._left -= 1
+        if event == "line" and self._begun and not self.ended:
+            at, handler = self._points[0]
+            if self._passed < at:
+                self._passed += 1
             else:
-                self.happened = True
-                sys.settrace(None)
-                self._handler()
+                del self._points[0]
+                self._passed = 0
+                self.happened, self.ended = True, not self._points
+                if self.ended:
+                    sys.settrace(None)
+                handler()
         return self._tracer
 
     def begin(self) -> None:

@@ -22,11 +22,10 @@ from mainspring import (
     LoopNotRunningError,
     LoopThread,
     MainLoop,
+    threads,
+    worker,
 )
 from mainspring.core.process import in_signal_handler
-from mainspring.threads import entry
-from mainspring.worker import main_loop, worker
-from mainspring.worker import slots as admission
 
 
 class Work:
@@ -303,7 +302,7 @@ def test_a_signal_handler_may_ask_wherever_it_interrupts_the_same_request(anyio_
             loop = MainLoop(InMemoryMailbox(), Work(), body=int)
             loops.append(loop)
             async with loop:
-                with Interruption((main_loop, admission, worker, entry), line, raise_signal) as one:
+                with Interruption((worker, threads), line, raise_signal) as one:
                     loop.pause()
                     loop.resume()
                     loop.request_shutdown()

@@ -11,10 +11,7 @@ import anyio
 import pytest
 
 from interrupts import Interruption
-from mainspring import Heartbeat, LoopThread, ShutdownCoordinator
-from mainspring.runtime import heartbeat, signals
-from mainspring.threads import loop_thread as portal
-from mainspring.threads import loop_thread_core as portal_core
+from mainspring import Heartbeat, LoopThread, ShutdownCoordinator, runtime, threads
 from stopwatch import Stopwatch
 
 PATIENCE = 60
@@ -33,7 +30,7 @@ def test_a_post_and_a_submit_wherever_they_interrupt_each_other(anyio_backend):
 
     with LoopThread(backend=backend, backend_options=options) as thread:
         for line in range(1000):
-            with Interruption((portal, portal_core), line, handler) as between:
+            with Interruption((threads,), line, handler) as between:
                 handler()
             posted += 1 + between.happened
             if not between.happened:
@@ -59,7 +56,7 @@ async def test_a_trigger_a_registration_and_its_withdrawal_wherever_they_interru
             coordinator.trigger("in the handler")
 
         async with ShutdownCoordinator(()) as coordinator:
-            with Interruption((signals,), line, handler) as between:
+            with Interruption((runtime,), line, handler) as between:
                 coordinator.register(withdrawn[0])
                 coordinator.unregister(withdrawn[0])
                 coordinator.register(partial(called.append, "registered"))
@@ -97,7 +94,7 @@ def test_a_beat_wherever_it_interrupts_another():
     beat, seen = Heartbeat(), []
     beat.add_callback(lambda: seen.append("beat"))
     for line in range(1000):
-        with Interruption((heartbeat,), line, lambda: (beat.beat(), beat.elapsed())) as between:
+        with Interruption((runtime,), line, lambda: (beat.beat(), beat.elapsed())) as between:
             beat.beat()
             assert 0 <= beat.elapsed() < PATIENCE
         if not between.happened:

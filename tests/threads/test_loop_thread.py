@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import gc
 import logging
 import signal
+import sys
 import threading
 import time
-from collections import deque
 from contextlib import suppress
 from functools import partial, wraps
 from types import SimpleNamespace
@@ -17,7 +18,9 @@ import anyio
 import anyio.to_thread
 import pytest
 import trio
+from event_loops import taking_part
 
+import mainspring
 from interrupts import Interruption, in_thread
 from mainspring import (
     ConfigError,
@@ -33,15 +36,18 @@ from mainspring import (
     Ticket,
     TicketAbandonedError,
     open_mailbox,
+    threads,
 )
 from mainspring.core.process import async_library, in_event_loop
 from mainspring.core.state_machine import LoopThreadState
-from mainspring.threads import loop_thread as portal
-from mainspring.threads import loop_thread_core as portal_core
-from mainspring.threads import loop_thread_core as portal_state
 
 PATIENCE = 60
 MANY = 500
+LOOPS = {
+    "asyncio": ("asyncio", {"use_uvloop": False}),
+    "uvloop": ("asyncio", {"use_uvloop": True}),
+    "trio": ("trio", {}),
+}
 
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
 
@@ -73,6 +79,11 @@ def flush(thread):
     done = threading.Event()
     assert thread.post(done.set)
     assert done.wait(PATIENCE)
+
+
+def living(name):
+    """The threads of that name that have not ended."""
+    return [thread for thread in threading.enumerate() if thread.name == name]
 
 
 async def add(left, right=1):
@@ -144,19 +155,11 @@ def test_a_thread_that_cannot_be_had_is_an_error_of_the_start(make, monkeypatch)
     assert thread.state is LoopThreadState.STOPPED
 
 
-def test_a_stop_while_it_starts(make):
+def test_a_stop_while_it_starts(make, anyio_backend):
     """The loop is held as it begins: the stop comes in between, and both it and the start come to their end."""
     began, go = threading.Event(), threading.Event()
-    thread = make()
-    core = thread._core
-    main = core._main
-
-    async def held():
-        began.set()
-        go.wait(PATIENCE)
-        await main()
-
-    core._main = held
+    options = taking_part(*anyio_backend, at_begin=lambda: (began.set(), go.wait(PATIENCE)))
+    thread = make(backend_options=options)
     errors = []
 
     def start():
@@ -202,7 +205,7 @@ def test_impossible_values(keywords, message):
 
 
 def test_trio_where_it_is_not_installed(monkeypatch):
-    monkeypatch.setattr("mainspring.threads.loop_thread.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "trio", None)
     with pytest.raises(ConfigError, match=r"pip install 'mainspring\[trio\]'"):
         LoopThread(backend="trio")
 
@@ -216,7 +219,7 @@ def test_uvloop_is_taken_where_it_is_installed(monkeypatch):
             return thread.submit(module).wait_sync(PATIENCE)
 
     assert kind(LoopThread()).startswith("uvloop")
-    monkeypatch.setattr("mainspring.threads.loop_thread.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "uvloop", None)
     assert kind(LoopThread()).startswith("asyncio")
 
 
@@ -231,19 +234,12 @@ def test_callbacks_are_called_in_order(thread):
     assert called == list(range(MANY))
 
 
-def test_posts_share_a_wake_up(thread, monkeypatch):
+@pytest.mark.parametrize("anyio_backend", [LOOPS["asyncio"], LOOPS["uvloop"]], ids=["asyncio", "uvloop"])
+def test_posts_share_a_wake_up(make, anyio_backend):
     """While the queue has not been emptied, nobody wakes the event loop again."""
-    from mainspring.threads import loop_thread_core as portal_core
-
     wakes = []
-    real = portal_core.call_soon
-
-    def call_soon(loop, fn):
-        if loop is thread._core._loop:  # others may be collected just now, and stop
-            wakes.append(fn)
-        real(loop, fn)
-
-    monkeypatch.setattr(portal_core, "call_soon", call_soon)
+    thread = make(backend_options=taking_part(*anyio_backend, at_wake=lambda: wakes.append(1)))
+    thread.start()
     begun, release = threading.Event(), threading.Event()
     thread.post(lambda: (begun.set(), release.wait(PATIENCE)))
     assert begun.wait(PATIENCE)
@@ -332,91 +328,123 @@ def test_a_signal_handler_may_post(thread):
     assert done.wait(PATIENCE)
 
 
-def test_an_interrupt_on_the_way_to_the_loop_keeps_nobody_waiting(thread, monkeypatch):
-    from mainspring.threads import loop_thread_core as portal_core
+def test_an_interrupt_on_the_way_to_the_loop_keeps_nobody_waiting(thread):
+    """As by Ctrl-C, wherever it comes in."""
 
-    real = portal_core.call_soon
-    errors = [KeyboardInterrupt()]
+    def post():
+        with suppress(KeyboardInterrupt):
+            thread.post(lambda: None)
 
-    def interrupted(loop, fn):
-        if errors and loop is thread._core._loop:
-            raise errors.pop()
-        real(loop, fn)
-
-    monkeypatch.setattr(portal_core, "call_soon", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        thread.post(lambda: None)
-    flush(thread)
-
-
-class MeetingQueue(deque):
-    """A queue in which two threads meet at a chosen moment: before or after an entry comes in, or as it is seen to be empty."""
-
-    def __init__(self, before_append=None, after_append=None, when_empty=()):
-        super().__init__()
-        self.before_append = before_append
-        self.after_append = after_append
-        self.when_empty = list(when_empty)
-
-    def append(self, entry):
-        meet, self.before_append = self.before_append, None
-        if meet is not None:
-            meet()
-        super().append(entry)
-        meet, self.after_append = self.after_append, None
-        if meet is not None:
-            meet()
-
-    def __bool__(self):
-        if len(self):
-            return True
-        if self.when_empty:
-            self.when_empty.pop(0)()
-        return False
+    interrupt_each_line(
+        (mainspring,),
+        lambda: flush(thread),
+        post,
+        partial(raise_, KeyboardInterrupt()),
+        lambda _: flush(thread),
+        least=6,
+    )
 
 
-def test_a_post_that_a_stop_overtakes_is_refused(thread):
+def test_a_post_that_a_stop_overtakes_is_refused(make):
     """It saw the loop running; by the time that it has put its callback into the queue, the thread has come to its end."""
-    thread._core._queue = queue = MeetingQueue(before_append=thread.stop)
-    assert thread.post(pytest.fail) is False
-    assert thread.state is LoopThreadState.STOPPED
-    assert not queue[0]  # the entry is there, and nobody can take the callback out of it any more
+
+    def prepare():
+        nonlocal thread
+        thread = make()
+        thread.start()
+        called.clear()
+
+    def post():
+        accepted.append(thread.post(partial(called.append, True)))
+
+    def check(interrupted):
+        thread.stop()
+        assert called == [True] * accepted[-1]
+
+    thread, called, accepted = None, [], []
+    interrupt_each_line((threads,), prepare, post, lambda: in_thread(thread.stop), check, least=6)
+    assert {*accepted} == {True, False}
 
 
-@pytest.mark.parametrize("error", [None, RuntimeError("broken")])
 @pytest.mark.parametrize("submitted", [False, True])
-def test_a_post_that_the_end_of_the_loop_meets_is_refused(thread, caplog, error, submitted):
+@pytest.mark.parametrize(  # an end of trio's cannot be made to fail
+    ("anyio_backend", "breaks"),
+    [pytest.param(loop, False, id=name) for name, loop in LOOPS.items()]
+    + [pytest.param(LOOPS[name], True, id=f"{name}-breaks") for name in ("asyncio", "uvloop")],
+)
+def test_a_post_that_the_end_of_the_loop_meets_is_refused(anyio_backend, caplog, breaks, submitted):
     """It saw the loop running, and puts its callback in between the last turn and the end, which looks at the queue as well."""
-    core, meet = thread._core, threading.Barrier(2)
-    end, core._end = core._end, lambda _: (meet.wait(PATIENCE), meet.wait(PATIENCE), end(error))
-    stopper = threading.Thread(target=thread.stop)
+    backend, options = anyio_backend
 
-    def come_to_the_end():
-        stopper.start()
-        meet.wait(PATIENCE)
+    def meet(line, lines):
+        ended, let_end = threading.Event(), threading.Event()
 
-    def let_it_end():
-        meet.wait(PATIENCE)
-        stopper.join(PATIENCE)
+        def at_end():
+            ended.set()
+            assert let_end.wait(PATIENCE)
+            if breaks:
+                raise RuntimeError("broken")
 
-    core._queue = MeetingQueue(before_append=come_to_the_end, after_append=let_it_end)
-    if submitted:
-        with pytest.raises(LoopNotRunningError):
-            thread.submit(add, 1).wait_sync(0)
-    else:
-        assert thread.post(pytest.fail) is False
-    assert thread.state is LoopThreadState.STOPPED
-    assert not stopper.is_alive()
-    assert ("broke" in caplog.text) is (error is not None)
+        def come_to_the_end():
+            stopper.start()
+            assert ended.wait(PATIENCE)
+
+        def let_it_end():
+            let_end.set()
+            stopper.join(PATIENCE)
+
+        called = []
+        thread = LoopThread(backend=backend, backend_options=taking_part(backend, options, at_end=at_end))
+        thread.start()
+        stopper = threading.Thread(target=thread.stop)
+        with Interruption((threads,), line, come_to_the_end, then=(lines, let_it_end)) as between:
+            if submitted:
+                ticket = thread.submit(called_in_a_task, called)
+            else:
+                accepted = thread.post(partial(called.append, True))
+        let_end.set()
+        thread.stop()
+        if submitted:
+            with suppress(LoopNotRunningError):
+                ticket.wait_sync(0)
+            accepted = bool(called)
+        assert called == [True] * accepted
+        seen.add(accepted)
+        return between
+
+    seen = set()
+    for lines in (1, 2, 4, 8):
+        for line in range(1000):
+            if not meet(line, lines).happened:
+                break
+    assert seen == {True, False}
+    assert ("broke" in caplog.text) is breaks
 
 
-def test_a_post_that_meets_the_end_of_a_turn_is_called(thread):
+async def called_in_a_task(called):
+    called.append(True)
+
+
+def test_a_post_that_meets_the_end_of_a_turn_is_called(make):
     """It comes in when the queue has been seen to be empty, and takes the loop to be awake still."""
-    called = threading.Event()
-    # It is seen to be empty at the end of a turn, and once more before the loop sleeps.
-    thread._core._queue = MeetingQueue(when_empty=[lambda: None, lambda: thread.post(called.set)])
-    thread.post(lambda: None)
-    assert called.wait(PATIENCE)
+
+    def met(line):
+        called, thread = threading.Event(), make(name="own")
+        with Interruption((threads,), line, lambda: in_thread(lambda: thread.post(called.set)), thread="own") as turn:
+            thread.start()
+            flush(thread)
+            turn.begin()
+            thread.post(lambda: None)
+            time.sleep(0.002)  # for the event loop to fall asleep
+        if turn.happened:
+            assert called.wait(PATIENCE)
+        thread.stop()
+        return turn.happened
+
+    lines = 0
+    while met(lines):
+        lines += 1
+    assert lines > 6
 
 
 # ----------------------------------------------------------------------------------------------------------------- tasks
@@ -555,7 +583,7 @@ def unread(caplog):
 
 def test_an_error_that_nobody_asks_for_is_logged(thread, caplog):
     async def bad():
-        raise LookupError("no such row")
+        raise LookupError("no such\nrow")
 
     async def leave():
         raise SystemExit(3)
@@ -572,8 +600,8 @@ def test_an_error_that_nobody_asks_for_is_logged(thread, caplog):
     lines = unread(caplog)
     assert len(lines) == 4  # in any order: trio runs tasks in a random one
     (told,) = (line for line in lines if "bad, submitted to loop thread 'own', failed" in line)
-    assert "nobody asked its ticket: LookupError: no such row, at " in told
-    assert told.endswith('in bad: raise LookupError("no such row")')
+    assert "nobody asked its ticket: LookupError: no such; row, at " in told
+    assert told.endswith('in bad: raise LookupError("no such\\nrow")')
     for text in ("leave raised SystemExit(3)", "submit() takes an async function", "loop thread 'own' is stopped"):
         assert sum(text in line for line in lines) == 1
 
@@ -585,6 +613,21 @@ def test_an_error_that_somebody_asks_for_is_not_logged(thread, caplog):
     with pytest.raises(LookupError):
         thread.submit(bad).wait_sync(PATIENCE)
     assert thread.submit(add, 1).wait_sync(PATIENCE) == 2
+    gc.collect()
+    assert unread(caplog) == []
+
+
+def test_an_error_that_came_too_late_to_be_the_answer_is_not_logged(thread, caplog):
+    async def bad():
+        await anyio.to_thread.run_sync(answered.wait)
+        raise LookupError("no such row")
+
+    answered = threading.Event()
+    ticket = thread.submit(bad)
+    ticket.complete(1)
+    answered.set()
+    thread.stop()
+    del ticket
     gc.collect()
     assert unread(caplog) == []
 
@@ -707,7 +750,7 @@ def test_a_stop_in_a_callback_does_not_wait_for_itself(thread):
     assert thread.stop() is True  # whoever comes from outside waits for the same end
     assert thread.state is LoopThreadState.STOPPED
     assert answers == [True]
-    assert not thread._core._thread.is_alive()
+    assert not living("own")
 
 
 def test_a_stop_in_a_task_does_not_wait_for_itself(thread):
@@ -792,7 +835,6 @@ def test_a_signal_handler_may_stop_it(thread):
 
 
 TRIOS_WAY_IN = SimpleNamespace(__file__=trio.lowlevel.TrioToken.run_sync_soon.__code__.co_filename)
-WHERE_A_START_OR_STOP_STANDS = (portal, portal_core, portal_state, threading, TRIOS_WAY_IN)
 
 
 def interrupt_each_line(modules, prepare, act, handler, check, *, least):
@@ -815,7 +857,7 @@ def interrupt_each_line(modules, prepare, act, handler, check, *, least):
 def test_a_signal_handler_may_stop_it_wherever_it_interrupts_a_start_or_a_stop(make, begun):
     def prepare():
         nonlocal thread
-        thread = make(stop_timeout=90)
+        thread = make(name="own", stop_timeout=90)
         if begun:
             thread.start()
         answers.clear()
@@ -831,11 +873,11 @@ def test_a_signal_handler_may_stop_it_wherever_it_interrupts_a_start_or_a_stop(m
 
     def check(interrupted):
         assert thread.state is LoopThreadState.STOPPED
-        assert thread._core._thread is None or not thread._core._thread.is_alive()
+        assert not living("own")
         assert answers == [True] * interrupted
 
     thread, answers = None, []
-    interrupt_each_line(WHERE_A_START_OR_STOP_STANDS, prepare, start_and_stop, stop, check, least=20)
+    interrupt_each_line((threads, threading, TRIOS_WAY_IN), prepare, start_and_stop, stop, check, least=20)
 
 
 def test_a_signal_handler_may_stop_it_wherever_it_interrupts_a_post(make):
@@ -859,7 +901,7 @@ def test_a_signal_handler_may_stop_it_wherever_it_interrupts_a_post(make):
         assert answers == [True] * (1 + interrupted)
 
     thread, called, accepted, answers = None, [], [], []
-    interrupt_each_line((portal, portal_core, TRIOS_WAY_IN), prepare, post, stop, check, least=6)
+    interrupt_each_line((threads, TRIOS_WAY_IN), prepare, post, stop, check, least=6)
 
 
 def test_a_signal_handler_that_starts_what_is_being_started_is_told_or_finds_it_running(make):
@@ -877,7 +919,7 @@ def test_a_signal_handler_that_starts_what_is_being_started_is_told_or_finds_it_
 
     thread, answers = None, []
     interrupt_each_line(
-        (portal, portal_core, portal_state),
+        (threads,),
         prepare,
         lambda: thread.start(),
         start,
@@ -954,9 +996,9 @@ def test_a_stop_callable_that_raises_is_logged(thread, caplog):
 
 def test_an_object_that_is_dropped_stops(make, anyio_backend):
     backend, options = anyio_backend
-    thread = LoopThread(backend=backend, backend_options=options)
+    thread = LoopThread(name="dropped", backend=backend, backend_options=options)
     thread.start()
-    running = thread._core._thread
+    (running,) = living("dropped")
     called = []
     for number in range(10):
         thread.post(partial(called.append, number))
@@ -969,8 +1011,6 @@ def test_an_object_that_is_dropped_stops(make, anyio_backend):
 
 def test_a_loop_that_breaks_lets_nobody_wait(make, caplog):
     """Somebody stops asyncio's loop from inside: what was accepted and cannot be done any more is told."""
-    import asyncio
-
     thread = make(backend="asyncio", backend_options={"use_uvloop": False})
     thread.start()
     begun = threading.Event()
@@ -992,22 +1032,31 @@ def test_a_loop_that_breaks_lets_nobody_wait(make, caplog):
         thread.submit(add, 1).wait_sync(0)
 
 
-def test_what_a_broken_loop_had_accepted_is_told(monkeypatch, caplog):
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine")  # of such an end
+def test_what_a_broken_loop_had_accepted_is_told(caplog):
     """It ends without having been told to, and without another turn."""
-    thread = LoopThread(name="own")
-    core = thread._core
-    go = threading.Event()
 
-    def run(main, **keywords):
-        core._loop = SimpleNamespace(call_soon_threadsafe=lambda fn: None)
-        core.life.leave(LoopThreadState.STARTING, LoopThreadState.RUNNING)
-        core._loop_runs = True
-        core._ready.open()
+    class Broken(asyncio.SelectorEventLoop):
+        breaks = False
+
+        def run_forever(self):
+            if self.breaks:
+                raise RuntimeError("broken")
+            super().run_forever()
+
+    def break_it():
+        loop = asyncio.get_running_loop()
+        loop.breaks = True
+        loop.stop()
+        begun.set()
         go.wait(PATIENCE)
-        raise RuntimeError("broken")
+        time.sleep(0.01)  # longer than callbacks are called in one turn
 
-    monkeypatch.setattr(portal_core.anyio, "run", run)
+    begun, go = threading.Event(), threading.Event()
+    thread = LoopThread(name="own", backend_options={"use_uvloop": False, "loop_factory": Broken})
     thread.start()
+    thread.post(break_it)
+    assert begun.wait(PATIENCE)
     assert thread.post(pytest.fail)
     ticket = thread.submit(add, 1)
     assert thread.post(pytest.fail)
@@ -1017,6 +1066,7 @@ def test_what_a_broken_loop_had_accepted_is_told(monkeypatch, caplog):
     assert thread.stop() is False
     assert "the event loop of loop thread 'own' broke" in caplog.text
     assert "could not call 2 callbacks that were in its queue" in caplog.text
+    gc.collect()  # here, and not in a later test
 
 
 # ----------------------------------------------------------------------------------------------------- in flight and idle

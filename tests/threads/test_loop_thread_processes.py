@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 PRELUDE = """
-import anyio, os, sys, threading, time
+import anyio, asyncio, os, sys, threading, time
 from mainspring import ConfigError, LoopNotRunningError, LoopThread
 """
 LOOPS = pytest.mark.parametrize(
@@ -124,14 +124,13 @@ def test_in_a_forked_child_each_call_is_refused_by_name(loop):
 def test_a_child_forked_in_the_midst_of_a_start_or_stop_does_not_hang():
     """What threads of the parent's wait for then comes in the parent only: the child must not wait for it."""
     status, out, err = run("""
-        idle, running = LoopThread(name="starting"), LoopThread(name="stopping", stop_timeout=0, cancel_grace=30)
         held, go = threading.Event(), threading.Event()
-        main = idle._core._main
-        async def slowly():
+        def slowly():
             held.set()
             go.wait(60)
-            await main()
-        idle._core._main = slowly
+            return asyncio.new_event_loop()
+        idle = LoopThread(name="starting", backend_options={"loop_factory": slowly, "use_uvloop": False})
+        running = LoopThread(name="stopping", stop_timeout=0, cancel_grace=30)
         running.start()
         running.post(lambda: go.wait(60))
         threads = [threading.Thread(target=idle.start), threading.Thread(target=running.stop)]
@@ -157,3 +156,28 @@ def test_a_child_forked_in_the_midst_of_a_start_or_stop_does_not_hang():
         idle.stop()
     """)
     assert (status, out, err) == (0, "0\n", "")
+
+
+def test_a_forked_child_leaves_to_its_parent_an_error_that_nobody_asks_for():
+    status, out, err = run("""
+        async def bad():
+            raise LookupError("no such row")
+
+        thread = LoopThread(name="own")
+        thread.start()
+        ticket = thread.submit(bad)
+        thread.stop()
+        child = os.fork()
+        if child == 0:
+            del ticket
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        print("--", file=sys.stderr)
+        del ticket
+    """)
+    assert (status, out) == (0, "")
+    before, after = err.split("--\n")
+    assert before == ""
+    assert after.startswith(
+        "bad, submitted to loop thread 'own', failed, and nobody asked its ticket: LookupError: no such row"
+    )

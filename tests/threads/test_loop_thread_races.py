@@ -53,13 +53,12 @@ def race():
 
 def rounds(started=True):
     for backend, options in islice(cycle(LOOPS), ROUNDS):
-        thread = LoopThread(backend=backend, backend_options=options)
+        thread = LoopThread(name="racing", backend=backend, backend_options=options)
         if started:
             thread.start()
         yield thread
         assert thread.state is LoopThreadState.STOPPED
-        running = thread._core._thread
-        assert running is None or not running.is_alive()
+        assert "racing" not in {running.name for running in threading.enumerate()}
 
 
 def post_many(thread, called, who):

@@ -339,8 +339,8 @@ class LoopCore:
         if RUNNING in left and _taken(entry) is not None:
             return False
         if not self._awake:
-            self._awake = True
             try:
+                self._awake = True
                 self._call_soon(self._turn)
             except BaseException:  # a KeyboardInterrupt in between: others believe by now that it is awake
                 self._call_soon(self._turn)
