@@ -156,7 +156,9 @@ def public() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for path in BY_ALL:
         module = importlib.import_module(path)
-        names = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
+        names = getattr(module, "__all__", None) or [
+            name for name in vars(module) if name.isidentifier() and not name.startswith("_")
+        ]
         found[path] = {name: getattr(module, name) for name in names}
     for path in BY_CLASS:
         everything = vars(importlib.import_module(path)).items()
