@@ -6,12 +6,13 @@ from contextlib import asynccontextmanager
 
 import anyio
 
-from mainspring import Heartbeat, InMemoryMailbox, LoopGroup, MainLoop
+from mainspring import Heartbeat, LoopGroup, MainLoop
 from mainspring.events import GroupStateChanged
+from support import FaultyMailbox
 
 
 def box(name="jobs"):
-    return InMemoryMailbox(name, body=dict)
+    return FaultyMailbox(name, joins=True, body=dict)
 
 
 class Foreign:

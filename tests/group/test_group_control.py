@@ -19,6 +19,7 @@ from mainspring import (
     TicketTimeoutError,
 )
 from mainspring.events import GroupPaused, GroupResumed
+from support import shielded
 
 
 async def quick(body):
@@ -169,14 +170,12 @@ async def test_one_loop_that_cannot_pause_keeps_the_others_from_being_paused(vir
 
 
 async def test_a_pause_that_takes_too_long_says_so_and_holds(virtual_clock):
-    mailbox = box()
-
-    async def claim(*args):
-        with anyio.CancelScope(shield=True):
-            await anyio.sleep(60)
+    async def nothing_for_long(claim):
+        await anyio.sleep(60)
         return []
 
-    mailbox._claim = claim
+    mailbox = box()
+    mailbox.always("claim", shielded(nothing_for_long))
     group = LoopGroup([MainLoop(mailbox, quick, body=dict)], shutdown_timeout=100)
     async with running(group):
         await anyio.sleep(1)

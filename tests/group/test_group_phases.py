@@ -17,6 +17,7 @@ from mainspring import (
     ShutdownRequest,
 )
 from mainspring.events import GroupStopped, LoopStateChanged, ShutdownRequested
+from support import hang
 
 
 async def take_long(body, ctx: Context):
@@ -337,11 +338,7 @@ async def test_the_own_time_of_a_loop_begins_when_its_own_intake_stops(virtual_c
 
 async def test_an_acknowledgement_that_hangs_is_given_up_after_the_grace(virtual_clock):
     group, mailbox = one_loop_group(take_long, shutdown_timeout=10, cancel_grace=5)
-
-    async def hang(delivery, settlement):
-        await anyio.sleep_forever()
-
-    mailbox._settle = hang
+    mailbox.always("settle", hang)
     await mailbox.send({"seconds": 0})
     async with running(group):
         await anyio.sleep(1)

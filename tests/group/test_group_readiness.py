@@ -11,9 +11,10 @@ import anyio
 import pytest
 from group_support import Foreign, box, one_loop_group, running, settled
 
-from mainspring import ConfigError, Context, InMemoryMailbox, LoopGroup, MailboxConnectionError, MainLoop
+from mainspring import ConfigError, Context, LoopGroup, MailboxConnectionError, MainLoop
 from mainspring.events import CheckChanged, HandlerStalled, HandlerStuck, ReceiveFailed, ReceiveRecovered
 from mainspring.worker.store_health import ALLOWANCE
+from support import fail, hang, work
 
 
 async def quick(body):
@@ -184,17 +185,8 @@ async def test_a_message_is_stale_at_half_the_threshold(virtual_clock):
         await group.shutdown()
 
 
-class Store(InMemoryMailbox):
-    lost = False
-
-    async def _claim(self, *args):
-        if self.lost:
-            raise MailboxConnectionError("the store is gone")
-        return await super()._claim(*args)
-
-
 async def test_a_lost_store_is_not_ready_but_live_and_no_stall(virtual_clock):
-    mailbox = Store("jobs", body=dict)
+    mailbox = box()
     group = LoopGroup(
         [MainLoop(mailbox, quick, name="loop", body=dict, wait_time_seconds=5)],
         watchdog_threshold=30,
@@ -203,13 +195,13 @@ async def test_a_lost_store_is_not_ready_but_live_and_no_stall(virtual_clock):
     stalls = []
     group.dispatcher.subscribe(HandlerStalled, stalls.append)
     async with running(group):
-        mailbox.lost = True
+        mailbox.always("claim", fail(MailboxConnectionError("the store is gone")))
         await anyio.sleep(200)  # far beyond the threshold
         status = group.status()
         assert (status.ready, status.live) == (False, True)
         assert status.reasons == ("loop 'loop': MailboxConnectionError: the store is gone",)
         assert status.loops[0].state == "degraded"
-        mailbox.lost = False
+        mailbox.always("claim", work)
         await mailbox.send({})
         await anyio.sleep(31)
         assert group.status().ready
@@ -219,21 +211,8 @@ async def test_a_lost_store_is_not_ready_but_live_and_no_stall(virtual_clock):
     assert group.report.exit_status == 0
 
 
-class Hanging(InMemoryMailbox):
-    """A store whose driver hangs in a receive while ``hangs``; ``stubborn``: it does not even let itself be cancelled."""
-
-    hangs = stubborn = False
-    stands = None
-
-    async def _claim(self, *args):
-        if self.hangs:
-            with anyio.CancelScope(shield=self.stubborn) as self.stands:
-                await anyio.sleep_forever()
-        return await super()._claim(*args)
-
-
 def hanging_group(**options):
-    mailbox = Hanging("jobs", body=dict)
+    mailbox = box()
     loop = MainLoop(mailbox, quick, name="loop", body=dict, wait_time_seconds=20)
     group = LoopGroup([loop], watchdog_threshold=100, watchdog_interval=1, **options)
     told = []
@@ -245,7 +224,7 @@ def hanging_group(**options):
 @pytest.mark.parametrize("bound", [None, 3])
 async def test_a_receive_that_never_returns_is_not_ready_then_cancelled_and_tried_again(bound, virtual_clock):
     group, mailbox, told = hanging_group(max_concurrency=bound)
-    mailbox.hangs = True
+    mailbox.always("claim", hang)
     wait = 20 if bound is None else 0  # within a bound, it first asks without waiting
     async with running(group):
         due = wait + ALLOWANCE
@@ -259,7 +238,7 @@ async def test_a_receive_that_never_returns_is_not_ready_then_cancelled_and_trie
         assert group.status().loops[0].state == "degraded"
         await anyio.sleep(100 + ALLOWANCE)
         assert len(told) == 4  # it backed off, tried again, and hung again
-        mailbox.hangs = False
+        mailbox.always("claim", work)
         await mailbox.send({})
         await anyio.sleep(100 + ALLOWANCE)
         assert told[-1][0] is ReceiveRecovered
@@ -272,8 +251,14 @@ async def test_a_receive_that_never_returns_is_not_ready_then_cancelled_and_trie
 async def test_a_receive_that_does_not_end_although_cancelled_ends_the_process(virtual_clock):
     group, mailbox, told = hanging_group(cancel_grace=3)
     words = []
+    stands = anyio.CancelScope(shield=True)
+
+    async def stubborn(claim):
+        with stands:
+            await anyio.sleep_forever()
+
     group.settings = replace(group.settings, kill=words.append)
-    mailbox.hangs = mailbox.stubborn = True
+    mailbox.next("claim", stubborn)
     async with running(group):
         await anyio.sleep(20 + ALLOWANCE + 100 + 4)
         assert [kind for kind, _ in told] == [HandlerStalled, HandlerStuck]
@@ -281,22 +266,14 @@ async def test_a_receive_that_does_not_end_although_cancelled_ends_the_process(v
         assert len(words) == 1
         assert "loop 'loop' was cancelled" in words[0]
         assert "a receive that mailbox 'jobs' has not answered: " in words[0]
-        assert "in _claim: await anyio.sleep_forever()" in words[0]
-        mailbox.stands.cancel()
+        assert "in stubborn: await anyio.sleep_forever()" in words[0]
+        stands.cancel()
         await group.shutdown()
 
 
 async def test_a_count_that_is_not_answered_is_asked_again_before_a_group_ends_as_empty(virtual_clock):
-    class Uncounted(InMemoryMailbox):
-        asked = 0
-
-        async def _counts(self):
-            self.asked += 1
-            if self.asked == 1:
-                await anyio.sleep_forever()
-            return await super()._counts()
-
-    mailbox = Uncounted("jobs", body=dict)
+    mailbox = box()
+    mailbox.next("counts", hang)
     group = LoopGroup([MainLoop(mailbox, quick, body=dict)])
     with anyio.fail_after(60):
         report = await group.run(install_signals=False, until_empty=True)

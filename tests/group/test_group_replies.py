@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from mainspring import InMemoryMailbox, LoopGroup, MainLoop, open_mailbox
+from mainspring import InMemoryMailbox, LoopGroup, MainLoop, ReplyNotAvailableError, open_mailbox
 
 pytestmark = pytest.mark.anyio
 
@@ -26,4 +26,7 @@ async def test_an_unopened_memory_mailbox_replies_to_another_store(tmp_path):
         assert reply.headers["request_id"] == sent
         await reply.acknowledge()
     assert (await jobs.counts()).settled == 1
-    assert jobs._routers == []
+    await jobs.send(21, reply_to=url)
+    (message,) = await jobs.receive()
+    with pytest.raises(ReplyNotAvailableError, match="open the mailbox with `async with`"):
+        await message.reply(42)

@@ -21,6 +21,7 @@ from mainspring import (
     MainLoop,
     ShutdownCoordinator,
 )
+from support import fail, work
 
 
 async def quick(body):
@@ -224,14 +225,13 @@ async def test_until_empty_waits_for_loops_that_feed_each_other(virtual_clock):
 
 async def test_until_empty_is_not_deceived_by_what_another_process_moves_between_two_looks(virtual_clock):
     first, second = box("first"), box("second")
-    counts = first._counts
 
-    async def slow_counts():
+    async def slowly(counts):
         found = await counts()
         await anyio.sleep(1)
         return found
 
-    first._counts = slow_counts
+    first.always("counts", slowly)
     group = LoopGroup(
         [MainLoop(first, quick, name="first", body=dict), MainLoop(second, quick, name="second", body=dict)]
     )
@@ -298,18 +298,13 @@ async def test_until_empty_with_nothing_to_do_ends_at_once(virtual_clock):
 
 async def test_until_empty_outlives_a_store_that_cannot_be_reached(virtual_clock):
     group, mailbox = one_loop_group(quick)
-    counts = mailbox._counts
-
-    async def unreachable():
-        raise MailboxConnectionError("no route to the store")
-
-    mailbox._counts = unreachable
+    mailbox.always("counts", fail(MailboxConnectionError("no route to the store")))
     await mailbox.send({})
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(lambda: group.run(install_signals=False, until_empty=True))
         await anyio.sleep(30)
         assert group.running  # not empty, as far as anybody knows
-        mailbox._counts = counts
+        mailbox.always("counts", work)
     assert group.report.reason == "all mailboxes are empty"
 
 

@@ -10,8 +10,9 @@ import anyio
 import pytest
 from group_support import Foreign, box, one_loop_group, running, settled
 
-from mainspring import InMemoryMailbox, LoopGroup, MailboxClosedError, MainLoop, RestartPolicy
+from mainspring import LoopGroup, MailboxClosedError, MainLoop, RestartPolicy
 from mainspring.events import LoopCrashed
+from support import fail
 
 POLICY = RestartPolicy(
     max_retries=3, initial_delay=1, max_delay=60, backoff_factor=2, reset_interval=100, jitter="none"
@@ -96,14 +97,7 @@ async def test_a_shutdown_while_it_waits_for_its_restart_ends_that_at_once_and_i
 async def test_a_main_loop_that_crashes_is_restarted_too(virtual_clock):
     mailbox = box()
     group = LoopGroup([MainLoop(mailbox, take_long, body=dict, name="jobs")], restart=POLICY)
-    claim, failures = mailbox._claim, [RuntimeError("a bug in the driver")]
-
-    async def broken(*args):
-        if failures:
-            raise failures.pop()
-        return await claim(*args)
-
-    mailbox._claim = broken
+    mailbox.next("claim", fail(RuntimeError("a bug in the driver")))
     await mailbox.send({"seconds": 0})
     report = await group.run(install_signals=False, until_empty=True)
     assert report.exit_status == 0
@@ -235,21 +229,11 @@ async def test_a_block_ends_cleanly_and_leaves_no_thread():
     assert os.getpid() == group.status().pid
 
 
-class FailsOnce(InMemoryMailbox):
-    """A mailbox whose first receive raises what no loop can mend."""
-
-    failed = False
-
-    async def _claim(self, *args):
-        if not self.failed:
-            self.failed = True
-            raise LookupError("a driver's bug")
-        return await super()._claim(*args)
-
-
 @pytest.mark.parametrize("ends_by", ["crash", "shutdown during the pause before a restart", "own shutdown"])
 async def test_a_loop_that_had_ended_when_its_group_stopped_works_in_the_next_run(virtual_clock, ends_by):
-    mailbox = box() if ends_by == "own shutdown" else FailsOnce("jobs", body=dict)
+    mailbox = box()
+    if ends_by != "own shutdown":
+        mailbox.next("claim", fail(LookupError("a driver's bug")))
     loop = MainLoop(mailbox, quick, body=dict)
     group = LoopGroup([loop], restart=POLICY if "pause" in ends_by else None)
     if ends_by == "crash":

@@ -9,7 +9,7 @@ import anyio
 import pytest
 from group_support import Foreign, box, one_loop_group, running
 
-from mainspring import ConfigError, InMemoryMailbox, LoopGroup, MainLoop, ShutdownReport
+from mainspring import ConfigError, LoopGroup, MainLoop, ShutdownReport
 from mainspring.events import CalibrationWarning, MessageFinished
 from mainspring.runtime.report import Ending, PartReport
 
@@ -205,20 +205,13 @@ async def test_what_a_group_lends_its_loops_ends_with_its_run(virtual_clock):
 
 async def test_a_loop_that_has_ended_leaves_its_turns_to_the_others(virtual_clock):
     """With one place for two loops each waits in turns of a second; once one has ended, the other waits as long as it may."""
-    polls = []
-
-    class Seen(InMemoryMailbox):
-        async def _claim(self, most, visibility, wait):
-            polls.append(wait)
-            return await super()._claim(most, visibility, wait)
-
-    stays, ends = Seen("stays", body=dict), MainLoop(box("ends"), quick, name="ends")
+    stays, ends = box("stays"), MainLoop(box("ends"), quick, name="ends")
     group = LoopGroup([MainLoop(stays, quick, name="stays", wait_time_seconds=20), ends], max_concurrency=1)
     async with running(group):
         await anyio.sleep(10)
-        assert len(polls) >= 8  # two at each of its turns: a look, and a wait
+        polls = len(stays.times("claim"))
+        assert polls >= 8  # two at each of its turns: a look, and a wait
         await ends.shutdown()
-        polls.clear()
         await anyio.sleep(100)
-        assert len(polls) <= 12  # a look and a wait of 20 s, and again
+        assert len(stays.times("claim")) - polls <= 12  # a look and a wait of 20 s, and again
         await group.shutdown()

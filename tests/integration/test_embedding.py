@@ -25,6 +25,7 @@ from mainspring.events import GroupStateChanged
 from mainspring.http.server import bind
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 from ports import free_port
+from support import FaultyMailbox, fail
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # newer ones would rather have httpx2
@@ -177,13 +178,9 @@ def test_under_the_test_client_a_crash_does_not_end_the_tests_process():
     async def handle(job: int) -> None:
         pass
 
-    mailbox = InMemoryMailbox()
+    mailbox = FaultyMailbox()
+    mailbox.always("claim", fail(LookupError("a bug in the driver")))
     group = LoopGroup([MainLoop(mailbox, handle)])
-
-    async def broken(*args):
-        raise LookupError("a bug in the driver")
-
-    mailbox._claim = broken
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # it would end this process
     with pytest.raises(LookupError, match="a bug in the driver"), TestClient(app_with(group, mailbox)):
         pass

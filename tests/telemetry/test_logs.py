@@ -21,6 +21,7 @@ from mainspring.core.state_machine import GroupState, ServiceState
 from mainspring.errors import ConfigError
 from mainspring.telemetry import logs
 from mainspring.testing import run_virtual
+from support import FaultyMailbox, fail, work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -239,21 +240,14 @@ def test_a_level_that_is_none_is_one_line() -> None:
 
 @pytest.mark.parametrize("steady", [False, True])
 def test_a_mailbox_that_comes_and_goes_does_not_flood_the_log(steady: bool, caplog: pytest.LogCaptureFixture) -> None:
-    class Flapping(InMemoryMailbox[int, None]):
-        asked = 0
-
-        async def _claim(self, *args: Any) -> Any:
-            self.asked += 1
-            if self.asked % 2 and not steady:
-                raise MailboxConnectionError("the store is away")
-            if steady and self.asked < 50:
-                raise MailboxConnectionError("the store is away")
-            return await super()._claim(*args)
+    mailbox = FaultyMailbox(body=int)
+    away = fail(MailboxConnectionError("the store is away"))
+    mailbox.next("claim", *([away] * 49 if steady else [away, work] * 50))
 
     async def handle(job: int) -> None: ...
 
     async def main() -> None:
-        loop = MainLoop(Flapping(body=int), handle, name="loop", wait_time_seconds=1)
+        loop = MainLoop(mailbox, handle, name="loop", wait_time_seconds=1)
         async with LoopGroup([loop]):
             await anyio.sleep(900 if steady else 20)
 
