@@ -5,7 +5,7 @@ handled and acknowledged, and the loop waits for the next: each function of the 
 on any thread, and so does each file. Python 3.11 has a function for each comprehension, later versions have not. The first
 messages warm the caches and are not counted. Timers that fire add functions, so the shortest of many ways is reported.
 
-The servers are those that the tests use: MAINSPRING_REDIS_URL, MAINSPRING_POSTGRES_URL and MAINSPRING_NATS_URL name them, else
+The servers are those of the tests: MAINSPRING_REDIS_URL, MAINSPRING_POSTGRES_URL and MAINSPRING_NATS_URL name them, else
 a server of this machine, else one that is started. A backend without a server is skipped. ``--list`` names the functions in
 the order of their first entry. ``--check`` fails where a goal is missed.
 """
@@ -49,7 +49,7 @@ PATIENCE = 30.0
 
 @dataclass(frozen=True)
 class Goal:
-    """At most so many files, and at most 0.6 of the functions of before. Both are counted on the event loop's thread."""
+    """At most this number of files, and at most 0.6 of the functions of before. Both are counted on the event loop's thread."""
 
     files: int
     functions_before: int
@@ -83,7 +83,7 @@ class Way:
     entered: dict[Function, set[int]] = field(default_factory=dict)
 
     def functions(self, thread: int | None = None) -> int:
-        """Count the functions that ``thread`` entered; without it, those that any thread entered."""
+        """Count the functions that ``thread`` entered; without it, the functions that any thread entered."""
         return len(self._on(thread))
 
     def files(self, thread: int | None = None) -> int:
@@ -169,7 +169,7 @@ def mailbox_url(backend: str) -> Iterator[str]:
 
 
 def measured(backend: str, runs: int = RUNS) -> Way:
-    """Return the shortest of so many ways through this backend."""
+    """Return the shortest of the measured ways through this backend."""
     recorder = Recorder()
     with mailbox_url(backend) as url, recorder.watching_new_threads():
         return min(anyio.run(ways, url, recorder, runs), key=Way.functions)

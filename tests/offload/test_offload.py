@@ -128,7 +128,7 @@ async def test_a_cancellation_of_the_work_is_not_taken_for_one_of_the_caller(kin
                     tasks.start_soon(call, fn)
             (error,) = caught.value.exceptions
             assert isinstance(error, TaskExitError)
-            assert str(error).startswith(f"{fn.__name__} raised a cancellation that nobody asked for")
+            assert str(error).startswith(f"{fn.__name__} raised a spurious cancellation")
             assert type(error.__cause__).__name__ == "CancelledError"
 
 
@@ -139,7 +139,7 @@ async def test_so_it_is_with_trios():
     cancelled = await anyio.to_thread.run_sync(trio.run, trios_cancelled)
     async with OffloadPool() as pool:
         for call in (pool.run, pool.run_to_the_end):
-            with pytest.raises(TaskExitError, match="fail raised a cancellation that nobody asked for"):
+            with pytest.raises(TaskExitError, match="fail raised a spurious cancellation"):
                 await call(fail)
 
 

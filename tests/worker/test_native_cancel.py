@@ -213,7 +213,7 @@ async def test_a_receive_that_cancels_itself_has_failed_and_is_tried_again(mailb
     async with background(loop):
         await settled(mailbox)
     assert len(failed) == 2
-    assert "a cancellation that nobody asked for" in failed[0].error
+    assert "a spurious cancellation" in failed[0].error
 
 
 async def test_a_receiver_that_is_cancelled_receives_again(mailbox):

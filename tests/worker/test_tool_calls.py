@@ -303,7 +303,7 @@ async def test_calls_that_nobody_settles_do_not_pile_up_for_ever():
     await deliver(InMemoryMailbox(), handle)
     [text] = said
     assert "100 calls of message" in text
-    assert "settle those that are of no interest any more with ctx.resolve_call()" in text
+    assert "settle the ones of no further interest with ctx.resolve_call()" in text
 
 
 # -------------------------------------------------------------------------------------------- beside the checkpoint

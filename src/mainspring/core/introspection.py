@@ -108,7 +108,7 @@ def bearable(error: BaseException, name: str) -> BaseException:
     elif isinstance(error, SystemExit | KeyboardInterrupt):
         changed = TaskExitError(f"{name} raised {error!r}; to end the program, call its group's shutdown()")
     elif isinstance(error, cancellations()):
-        changed = TaskExitError(f"{name} raised a cancellation that nobody asked for; catch it where it arises")
+        changed = TaskExitError(f"{name} raised a spurious cancellation; catch it where it arises")
     else:
         return error
     changed.__cause__ = error

@@ -206,7 +206,7 @@ class Batcher(Generic[C]):
         self._wake.set()
 
     async def _has_ended(self) -> bool:
-        """Run to the end; False where a cancellation came in between that nobody asked for."""
+        """Run to the end; False where a cancellation came in between that is spurious."""
         try:
             await self._run()
         except anyio.get_cancelled_exc_class():
@@ -272,9 +272,7 @@ class Batcher(Generic[C]):
                 raise
             if this_task and self._resume is not None:
                 return False
-            _refuse(
-                commands, MailboxConnectionError(f"{self._name}: a cancellation that nobody asked for ended the call")
-            )
+            _refuse(commands, MailboxConnectionError(f"{self._name}: a spurious cancellation ended the call"))
         return True
 
     async def _perform(self, commands: list[C], execute: Callable[[list[C]], Awaitable[None]]) -> None:

@@ -54,7 +54,7 @@ def is_part(word: str) -> bool:
 class Index:
     """The versions of one name, which of them is current, and which were before it, the last one last; 0 is none.
 
-    Those that were rolled back from are not in ``before``.
+    Versions that were rolled back from are not in ``before``.
     """
 
     def __init__(self, versions: list[dict[str, Any]], current: int, before: list[int]) -> None:

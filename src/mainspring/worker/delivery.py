@@ -494,7 +494,7 @@ class HandlerRuns:
         """What a cancellation means; None where it goes on its way, with ``run.decision`` saying that."""
         if not scope.cancel_called and await nobody_asked():
             # The handler raised it by itself (a cancelled future, say), or its task was cancelled from outside of anyio.
-            why = "the handler raised a cancellation that nobody asked for; catch it where it arises"
+            why = "the handler raised a spurious cancellation; catch it where it arises"
             return self._failed(delivery, scope, _as_failure(error, why))
         delivery.decision = self._failed(delivery, scope, error) if scope.cancel_called else RELEASED
         return None

@@ -172,7 +172,7 @@ class LeaseKeeper:
             except anyio.get_cancelled_exc_class():
                 if not await nobody_asked():
                     raise
-                error: Exception = TaskExitError("a cancellation that nobody asked for")
+                error: Exception = TaskExitError("a spurious cancellation")
             except Exception as failed:  # whatever it is, the handlers go on as long as their leases do
                 error = failed
             else:

@@ -118,7 +118,7 @@ class Settler:
         self._dispatcher.dispatch(SettlementFailed(self._name, delivery.message_id, decision.outcome, error))
 
     async def acknowledge(self, messages: list[Message[Any, Any]]) -> Collection[int]:
-        """Acknowledge them together; the numbers of those that are not, and are to be settled each by itself."""
+        """Acknowledge messages together. Return the numbers of those to settle one by one, as they were refused."""
         try:
             refused = await self._mailbox.acknowledge_many(messages)
         except Exception as error:

@@ -93,7 +93,7 @@ class Notes:
             else:
                 raise InvalidParameterError(
                     f"tool_call: {MOST_UNFINISHED} calls of message {self._delivery.message_id} have begun and not ended;"
-                    " settle those that are of no interest any more with ctx.resolve_call()"
+                    " settle the ones of no further interest with ctx.resolve_call()"
                 )
             await self._write(self.state, {**self._calls, call.number: call})
             self._earlier.discard(call.number)

@@ -256,7 +256,7 @@ class Worker:
                 if not await nobody_asked():
                     raise
                 receive.failures += 1
-                await self._pause_after(TaskExitError("a cancellation that nobody asked for"), receive.failures)
+                await self._pause_after(TaskExitError("a spurious cancellation"), receive.failures)
             else:
                 receive.failures = 0
                 self.store_health.received()
@@ -443,7 +443,7 @@ class Worker:
     async def _acknowledge(self, scope: anyio.CancelScope) -> None:
         """Acknowledge the deliveries that are done, and begin a new turn."""
         while self._completion.done and not scope.cancel_called:
-            # Also those that came meanwhile: the slot that added them may have found no idle slot to wake.
+            # Also deliveries that came meanwhile: the slot that added them may have found no idle slot to wake.
             if self._backlog and not self._waking:
                 self._wake_slot()
             await self._completion.acknowledge(scope)

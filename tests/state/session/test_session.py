@@ -395,7 +395,7 @@ async def test_an_event_that_nobody_takes_is_said_so(anyio_backend, caplog, jour
         assert not (await session.restore(session.snapshot())).ignored
         (line,) = (record.getMessage() for record in caplog.records)
         assert line == (
-            "session 'session': nobody takes events of type Misnamed: no reducer is for them, and no subscriber hears them"
+            "session 'session': nothing takes events of type Misnamed: no reducer is for them, and no subscriber hears them"
         )
         session.dispatcher.subscribe(Misnamed, lambda event: None)
         assert await session.dispatch(Misnamed()) == DispatchResult(1)
@@ -408,9 +408,9 @@ async def test_an_event_that_nobody_takes_is_said_so(anyio_backend, caplog, jour
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
-        ("hello", "'hello' is no event: nobody takes a str; dispatch a @dataclass"),
-        (Added, "Added'> is no event: nobody takes a type; dispatch an instance of it"),
-        ({"number": 1}, "is no event: nobody takes a dict"),
+        ("hello", "'hello' is no event: nothing takes a str; dispatch a @dataclass"),
+        (Added, "Added'> is no event: nothing takes a type; dispatch an instance of it"),
+        ({"number": 1}, "is no event: nothing takes a dict"),
     ],
 )
 async def test_what_is_no_event_is_refused(anyio_backend, journaled, mistake, message):

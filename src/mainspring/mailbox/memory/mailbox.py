@@ -50,14 +50,14 @@ class Bell:
         self._streams: list[MemoryObjectSendStream[None] | MemoryObjectReceiveStream[None]] = []
         self._sender: MemoryObjectSendStream[None] | None = None
         self._receiver: MemoryObjectReceiveStream[None] | None = None
-        # Nobody closes a mailbox that was never entered; a stream that is collected open warns.
+        # A mailbox that was never entered is never closed, and a stream that is collected open warns.
         finalize(self, _close_streams, self._streams)
 
     def ring(self) -> None:
-        """Wake one who waits. Until somebody has woken, further calls do nothing."""
+        """Wake one receive. Until a receive has woken, further calls do nothing."""
         if self.waiting and not self._rung and self._sender is not None:
             self._rung = True
-            with suppress(anyio.WouldBlock):  # there is a token still, and nobody has come to wait since
+            with suppress(anyio.WouldBlock):  # there is a token still, and no receive has come since
                 self._sender.send_nowait(None)
 
     def ring_all(self) -> None:
@@ -84,7 +84,7 @@ class Bell:
             self._rung = False
 
     def forget(self) -> None:
-        """Nobody waits any more: the event loop they waited on has ended."""
+        """Forget the receives that waited: their event loop has ended."""
         self.waiting = 0
         self.ring_all()
 
@@ -145,7 +145,7 @@ class MemoryStore:
             self.queue.rebase(now - old_now, now)
 
     def changed(self) -> None:
-        """Something came to those that wait: wake one who waits for it, or let those who watch the time know."""
+        """Wake one receive for a message that came, or the tasks that watch the time."""
         if self.queue.pending:
             self.bell.ring()
         self.arm()
@@ -162,7 +162,7 @@ class MemoryStore:
     async def wait(self, deadline: float) -> None:
         """Wait until there may be something to claim, at most until ``deadline``.
 
-        Where no reaper watches the time, whoever waits does, and wakes at the earliest instant at which something is due.
+        Without a reaper, a waiting receive watches the time, and wakes at the earliest instant at which something is due.
         """
         until = deadline if self.reapers else min(deadline, self.queue.next_due())
         self._watched = max(self._watched, until) if self.bell.waiting else until

@@ -292,7 +292,7 @@ class Agenda:
         return lost
 
     def timers(self) -> list[tuple[float, Entry]]:
-        """Those that wait and have something due, soonest first."""
+        """The entries that have something due, soonest first."""
         return [(when, self.waiting[serial]) for when, serial, _ in sorted(self._heap) if serial in self.waiting]
 
     def clear(self) -> None:

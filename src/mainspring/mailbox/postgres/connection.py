@@ -335,7 +335,7 @@ class Pool:
         self._keeps = True
 
     async def lose(self) -> None:
-        """Take note that a connection was lost, and close those that idle: they are lost too."""
+        """Take note that a connection was lost, and close the idle ones: they are lost as well."""
         self._lost, self.connected = True, False
         await self._drop_idle()
 

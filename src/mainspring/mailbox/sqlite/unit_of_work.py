@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Tally:
     """How many more (or fewer) messages of a mailbox are in each state.
 
-    ``gained`` counts those that became pending, whatever was claimed meanwhile: each is worth a wake-up of its own.
+    ``gained`` counts the messages that became pending, whatever was claimed meanwhile: each is worth a wake-up.
     """
 
     __slots__ = ("dead", "delayed", "gained", "in_flight", "pending", "settled")
@@ -32,7 +32,7 @@ class Tally:
         self.delayed = self.pending = self.in_flight = self.settled = self.dead = self.gained = 0
 
     def gain(self, count: int) -> None:
-        """So many are pending now that were not."""
+        """Count messages that have become pending."""
         self.pending += count
         self.gained += count
 
@@ -43,7 +43,7 @@ class Work:
     ``boot`` and ``wall`` are its instants. ``gained`` says by mailbox how many messages became pending, unless a later claim
     of the transaction took all there was; ``soonest`` is the earliest instant (since boot) at which more is due, as far as
     this transaction knows; ``dated`` says whether it made something due; ``empty`` holds the mailboxes where a claim found
-    nothing and will wait; ``cancelled`` the messages (mailbox and id) that somebody has in hand and must hear of it.
+    nothing and will wait; ``cancelled`` the messages (mailbox and id) whose holders must hear of it.
     """
 
     def __init__(self, connection: Connection, boot: float, wall: float) -> None:
@@ -185,7 +185,7 @@ class Work:
 
 
 AT_ONCE = 1_000
-"""How many of each kind one transaction does, unless somebody counts: the callers in it should not wait for thousands."""
+"""How many of each kind one transaction does, unless a caller counts: its callers should not wait for thousands."""
 
 
 def do_what_is_due(work: Work, exact: bool) -> None:
@@ -220,7 +220,7 @@ def enqueue(work: Work, mailbox: int, seq: int, rank: int, pos: int, delay: floa
 
 
 def _end_leases(work: Work, limit: int) -> None:
-    """Whoever held it may have died of it: the attempt is charged, and the message goes to the tail."""
+    """Its holder may have died of it: the attempt is charged, and the message goes to the tail."""
     ended = work.rows(sql.ENDED_LEASES, (work.boot, limit))
     if not ended:  # what is due is of no message: left there, it would be due for ever
         work.execute(sql.LEASES_OF_NONE, (work.boot,))

@@ -31,7 +31,7 @@ NOTE_SIZE = 512
 
 
 def note_of(mailbox: int, message_id: str) -> bytes:
-    """What the bell is rung with for a message that was cancelled while somebody had it in hand."""
+    """What the bell is rung with for a message that was cancelled while a worker had it in hand."""
     return f"{mailbox} {message_id}".encode()
 
 
@@ -45,7 +45,7 @@ class Waiters(waiting.Waiters):
     """The receives of one mailbox object that wait, as the store's threads see them.
 
     ``signals`` is raised by those threads; ``cancelled`` is called with the ids of messages that were cancelled, also while
-    nobody waits where ``listens`` is set, and ``due_in`` with the seconds until the next thing is due.
+    no receive waits where ``listens`` is set, and ``due_in`` with the seconds until the next thing is due.
     """
 
     __slots__ = ("announced", "cancelled", "due_in", "listens", "loop", "mailbox")
@@ -106,7 +106,7 @@ class Bell:
         """Wake every other process that waits on the file, and hand it ``note``."""
         try:
             names = [name for name in os.listdir(self._opened()) if name != self._name]
-        except OSError:  # no such directory: nobody has ever waited
+        except OSError:  # no such directory: no process has ever waited
             return
         if not names:
             return

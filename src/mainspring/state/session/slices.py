@@ -155,7 +155,7 @@ def check_event_type(kind: Any) -> None:
     frozen = parameters.frozen if parameters is not None else getattr(kind, "model_config", {}).get("frozen", False)
     if not (frozen or issubclass(kind, tuple)):
         raise ConfigError(
-            f"{kind.__qualname__} cannot be an event: make it a @dataclass(frozen=True), so that nobody can change what"
+            f"{kind.__qualname__} cannot be an event: make it a @dataclass(frozen=True), so that no code can change what"
             " has happened"
         )
 

@@ -127,7 +127,7 @@ class Ignored(DispatchResult):
 
 
 class Cell:
-    """What the writer changes: the slices of one session. ``values`` are those that are seen."""
+    """What the writer changes: the slices of one session. ``values`` are the ones that readers see."""
 
     __slots__ = ("codecs", "dispatcher", "ignored", "name", "path", "slices", "tip", "values")
 
@@ -156,11 +156,11 @@ class Cell:
         except ConfigError:
             advice = "dispatch an instance of it" if isinstance(event, type) else "dispatch a @dataclass(frozen=True)"
             raise InvalidParameterError(
-                f"session {self.name!r}: {event!r} is no event: nobody takes a {kind.__qualname__}; {advice}"
+                f"session {self.name!r}: {event!r} is no event: nothing takes a {kind.__qualname__}; {advice}"
             ) from None
         self.ignored.add(kind)
         _log.warning(
-            "session %r: nobody takes events of type %s: no reducer is for them, and no subscriber hears them",
+            "session %r: nothing takes events of type %s: no reducer is for them, and no subscriber hears them",
             self.name,
             kind.__qualname__,
         )
