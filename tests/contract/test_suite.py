@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 from unittest import SkipTest
@@ -18,6 +19,7 @@ from mainspring import Capabilities, ConfigError, InMemoryMailbox
 from mainspring.mailbox.message import Cancelled, CancelOutcome, Envelope
 from mainspring.testing import mailbox_contract, run_virtual
 from mainspring.testing.mailbox_contract.harness import Harness, behaviour
+from mainspring.testing.mailbox_contract.sending import an_expired_message_frees_its_dedup_key
 from wrapped_backend import WrappedBackend, wrap
 
 pytest_plugins = ["pytester"]
@@ -254,3 +256,55 @@ def test_in_real_time_a_request_that_was_not_sent_in_its_time_is_tried_again() -
     report = anyio.run(main)
     assert not late
     assert report.ok, str(report)
+
+
+class ActsLate(WrappedBackend):
+    """Ends delays and expires messages by itself, as late as told."""
+
+    def __init__(self, inner: Any, late: float) -> None:
+        super().__init__(inner)
+        self.late = late
+
+    async def send(self, envelopes: list[Envelope]) -> list[str]:
+        return await self.inner.send([self._later(envelope) for envelope in envelopes])
+
+    def _later(self, envelope: Envelope) -> Envelope:
+        delay, expires_in = envelope.delay, envelope.expires_in
+        return replace(
+            envelope,
+            delay=delay + self.late if delay else 0.0,
+            expires_in=None if expires_in is None else expires_in + self.late,
+        )
+
+
+@pytest.mark.parametrize("lateness", [0.1, 0.01], ids=["acts by itself", "decides when asked"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a_delayed_message_stays_hidden_until_its_time",
+        "a_delay_can_be_a_timedelta_or_an_instant",
+        "an_expired_message_frees_its_dedup_key",
+        "an_expired_message_cannot_be_cancelled",
+    ],
+)
+def test_in_real_time_a_store_that_acts_by_itself_may_be_late(name: str, lateness: float) -> None:
+    async def main() -> mailbox_contract.Report:
+        return await mailbox_contract.run(acting_late(0.7, lateness), only=[name])
+
+    assert anyio.run(main).ok is (lateness == 0.1)
+
+
+def test_in_real_time_a_store_that_never_acts_is_caught() -> None:
+    async def main() -> None:
+        harness = Harness(acting_late(3_600, lateness=0.1))
+        harness.patience = 0.1
+        with pytest.raises(mailbox_contract.ContractError, match="has expired and kept its key"):
+            await an_expired_message_frees_its_dedup_key.check(harness)
+
+    anyio.run(main)
+
+
+def acting_late(late: float, lateness: float) -> mailbox_contract.Backend:
+    """Mailboxes in memory that are so late, where so much is declared."""
+    kind = partial(ActsLate, late=late)
+    return mailbox_contract.Backend(lambda name, **_: wrap(InMemoryMailbox(name), kind), lateness=lateness)

@@ -158,6 +158,7 @@ async def an_expired_message_cannot_be_cancelled(h: Harness) -> None:
             sent = [await box.send("x", expires_in=life) for _ in range(2)]
             message = await h.one(box)
         await h.pass_time(life)
+        await h.due_counts(box, in_flight=1, dead=1)
         await message.nack()
         for message_id in sent:
             equal(await box.cancel(message_id), CancelOutcome.UNKNOWN, "outcome")

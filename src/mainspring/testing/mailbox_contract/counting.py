@@ -50,7 +50,7 @@ async def counts_see_what_time_alone_has_done(h: Harness) -> None:
             await h.one(box, lease=h.short)
             await h.counts(box, pending=1, in_flight=1)
         await h.pass_time(h.short)
-        await h.counts(box, pending=2)
+        await h.due_counts(box, pending=2)
 
 
 @behaviour("cross_process", "expiry", "lease_ends_seen")
@@ -63,7 +63,7 @@ async def the_end_of_a_lease_shows_to_everybody(h: Harness) -> None:
             equal(len(await h.all(holder, lease=h.short + 1.5)), 2, "messages received")
             await h.counts(other, in_flight=2)
         await h.pass_time(h.short + 1.5)
-        await h.counts(other, pending=1, dead=1)
+        await h.due_counts(other, pending=1, dead=1)
 
 
 @behaviour()
@@ -155,6 +155,7 @@ async def the_queue_age_includes_the_delay(h: Harness) -> None:
             late = await _sent(box, "late", delay=h.short)
             await _expect_age(h, box, None)
         await h.pass_time(h.short)
+        await h.due_counts(box, pending=1)
         await _expect_age(h, box, late)
 
 
@@ -168,6 +169,7 @@ async def the_queue_age_sees_a_lease_that_has_ended(h: Harness) -> None:
             await h.one(box, lease=h.short)
             await _expect_age(h, box, None)
         await h.pass_time(h.short)
+        await h.due_counts(box, pending=1)
         await _expect_age(h, box, lost)
 
 

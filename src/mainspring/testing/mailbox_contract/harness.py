@@ -89,6 +89,8 @@ class Harness:
         self.short = (10.0 if self.virtual else backend.short_lease * stretch) + self.capabilities.lease_granularity
         self.slack = (0.0 if self.virtual else SLACK) + self.capabilities.lease_granularity
         self._late = 0.0 if self.virtual else backend.lateness
+        self.patience = self.wait if self._late > LATENESS else 0.0
+        """Seconds to wait, after :meth:`pass_time`, for what a store does by itself; 0 where it decides when it is asked."""
 
     def can(self, need: str) -> bool:
         """Whether the backend declares what a behaviour may need."""
@@ -129,9 +131,13 @@ class Harness:
         equal(len(found), 1, "messages received")
         return found[0]
 
-    async def all(self, mailbox: Mailbox[Any, Any], *, lease: float = 600.0) -> list[Message[Any, Any]]:
-        """All that is available."""
-        return await mailbox.receive(max_messages=1_000, visibility_timeout=lease)
+    async def all(self, mailbox: Mailbox[Any, Any], *, lease: float = 600.0, due: int = 0) -> list[Message[Any, Any]]:
+        """All that is available; a store that acts by itself gets time until ``due`` messages are."""
+        found = await mailbox.receive(max_messages=1_000, visibility_timeout=lease)
+        until = anyio.current_time() + self.patience
+        while len(found) < due and (left := until - anyio.current_time()) > 0:
+            found += await mailbox.receive(max_messages=1_000, visibility_timeout=lease, wait_time_seconds=left)
+        return found
 
     async def none(self, mailbox: Mailbox[Any, Any], why: str) -> None:
         """Nothing is available."""
@@ -143,6 +149,15 @@ class Harness:
         counts = await mailbox.counts()
         equal(counts, Counts(**expected), "counts")
         equal(await mailbox.approximate_count(), counts.waiting, "approximate_count")
+
+    async def due_counts(self, mailbox: Mailbox[Any, Any], **expected: int) -> None:
+        """As :meth:`counts`, after time has passed; a store that acts by itself gets time to come to these counts."""
+
+        async def reached() -> bool:
+            return await mailbox.counts() == Counts(**expected)
+
+        await self.when_due(reached)
+        await self.counts(mailbox, **expected)
 
     # ------------------------------------------------------------------------------------------------------------ time
 
@@ -184,6 +199,15 @@ class Harness:
             await anyio.wait_all_tasks_blocked()
         else:
             await anyio.sleep(self.slack + LATENESS)
+
+    async def when_due(self, holds: Callable[[], Awaitable[bool]]) -> bool:
+        """True if it holds now, or within :attr:`patience`."""
+        until = anyio.current_time() + self.patience
+        while not await holds():
+            if anyio.current_time() >= until:
+                return False
+            await anyio.sleep(self.short / 20)
+        return True
 
     async def until(self, holds: Callable[[], Awaitable[bool]], what: str) -> None:
         """Wait until it holds: for what nobody can be woken by."""

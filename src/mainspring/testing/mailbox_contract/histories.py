@@ -51,7 +51,8 @@ async def a_release_and_an_uncharged_nack_leave_the_history(h: Harness) -> None:
         await (await h.one(box)).nack(charge=False, error="not counted")
         await (await h.one(box)).nack(delay=h.short, error="two")
         await h.pass_time(h.short)
-        equal(_told((await h.one(box)).history), [(1, "Reject", "one"), (2, "Reject", "two")], "history")
+        last = await h.one(box, wait=h.patience)
+        equal(_told(last.history), [(1, "Reject", "one"), (2, "Reject", "two")], "history")
 
 
 @behaviour("history")
@@ -63,7 +64,7 @@ async def a_lease_that_ran_out_is_in_the_history(h: Harness) -> None:
         await (await h.one(box)).nack(error="one")
         await h.one(box, lease=h.short)
         await h.pass_time(h.short)
-        last = await h.one(box)
+        last = await h.one(box, wait=h.patience)
         equal(
             [(failure.attempt, failure.error_type) for failure in last.history], known, "history at the third attempt"
         )
@@ -84,7 +85,7 @@ async def crashes_are_told_from_failures(h: Harness) -> None:
         equal((await h.one(box, lease=h.short)).crashes, 0, "crashes at the first delivery")
         await h.pass_time(h.short)
         for number in range(2, LAST + 3):
-            message = await h.one(box)
+            message = await h.one(box, wait=h.patience)
             equal((message.attempt, message.crashes), (number, 1), "attempt and crashes after failures")
             await message.nack(error=f"{number}")
         await (await h.one(box)).nack(charge=False)
@@ -92,7 +93,7 @@ async def crashes_are_told_from_failures(h: Harness) -> None:
         message = await h.one(box, lease=h.short)
         equal((message.attempt, message.crashes), (LAST + 3, 1), "attempt and crashes after what is not charged")
         await h.pass_time(h.short)
-        message = await h.one(box)
+        message = await h.one(box, wait=h.patience)
         equal((message.attempt, message.crashes), (LAST + 4, 2), "attempt and crashes after another crash")
         await message.dead_letter("enough")
         await box.replay_dead_letters()

@@ -35,11 +35,11 @@ async def an_expired_lease_charges_and_delivers_again(h: Harness) -> None:
             await h.one(box, lease=h.short)
             await h.counts(box, in_flight=1)
         await h.pass_time(h.short)
-        await h.counts(box, pending=1)
-        second = await h.one(box, lease=h.short)
+        await h.due_counts(box, pending=1)
+        second = await h.one(box, lease=h.short, wait=h.patience)
         equal((second.delivery_count, second.attempt), (2, 2), "counts of the second delivery")
         await h.pass_time(h.short)
-        third = await h.one(box)
+        third = await h.one(box, wait=h.patience)
         equal((third.delivery_count, third.attempt), (3, 3), "counts of the third delivery")
 
 
@@ -61,7 +61,7 @@ async def a_lease_ends_at_its_instant(h: Harness) -> None:
         with raises(ReceiptHandleExpiredError, "an acknowledgement at the end of the lease"):
             await late.acknowledge()
         check(not late.is_settled, "a refused acknowledgement settled the message")
-        await h.counts(box, pending=1, settled=1)
+        await h.due_counts(box, pending=1, settled=1)
 
 
 @behaviour("fencing")
@@ -141,7 +141,7 @@ async def leases_are_each_messages_own(h: Harness) -> None:
             kept, _lost = await box.receive(max_messages=2, visibility_timeout=lease)
             await kept.extend_visibility(600)
         await h.pass_time(lease)
-        equal((await h.one(box)).body, "lost", "what came back")
+        equal((await h.one(box, wait=h.patience)).body, "lost", "what came back")
         await kept.acknowledge()
         await h.counts(box, in_flight=1, settled=1)
 
@@ -163,7 +163,7 @@ async def a_checkpoint_survives_every_return(h: Harness) -> None:
         message = await h.one(box, lease=h.short)
         equal(message.checkpoint, b'{"step":2}', "the checkpoint after a release")
         await h.pass_time(h.short)
-        message = await h.one(box)
+        message = await h.one(box, wait=h.patience)
         equal(message.checkpoint, b'{"step":2}', "the checkpoint after an expiry")
         await message.save_checkpoint(b"3")
         await message.nack()

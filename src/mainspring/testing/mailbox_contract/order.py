@@ -68,7 +68,7 @@ async def a_nacks_delay_ends_at_the_tail(h: Harness) -> None:
             await first.nack(delay=h.short)
             await h.counts(box, delayed=1, pending=1)
         await h.pass_time(h.short)
-        await h.counts(box, pending=2)
+        await h.due_counts(box, pending=2)
         equal(texts(await h.all(box)), ["b", "a"], "the order after the delay")
 
 
@@ -79,7 +79,7 @@ async def an_expired_message_goes_to_the_tail(h: Harness) -> None:
         await box.send_many(["a", "b", "c"])
         await h.one(box, lease=h.short)
         await h.pass_time(h.short)
-        equal(texts(await h.all(box)), ["b", "c", "a"], "the order after an expiry")
+        equal(texts(await h.all(box, due=3)), ["b", "c", "a"], "the order after an expiry")
 
 
 @behaviour("front_return")

@@ -167,7 +167,7 @@ async def a_cancelled_receive_leaves_the_expiry(h: Harness) -> None:
             ends.append((box, got))
         await h.pass_time(h.short)
         for box, got in ends:
-            await h.counts(box, in_flight=len(got), dead=1 - len(got))
+            await h.due_counts(box, in_flight=len(got), dead=1 - len(got))
 
 
 @behaviour()

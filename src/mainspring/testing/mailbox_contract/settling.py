@@ -47,7 +47,7 @@ async def messages_are_acknowledged_in_one_call(h: Harness) -> None:
         equal(list(refused), [1], "numbers of the refused")
         check(isinstance(refused[1], ReceiptHandleExpiredError), f"it was refused by {refused[1]!r}")
         equal([message.is_settled for message in (others[0], late, others[1])], [True, False, True], "is_settled")
-        await (await h.one(box)).release()
+        await (await h.one(box, wait=h.patience)).release()
         await h.counts(box, pending=1, settled=2)
 
 
@@ -65,7 +65,7 @@ async def a_message_that_is_named_twice_is_acknowledged_once(h: Harness) -> None
         equal(kinds, {1: expired, 2: settled, 4: expired}, "what was refused")
         equal([message.is_settled for message in (b, late, c)], [True, False, True], "is_settled")
         equal(await box.acknowledge_many([]), {}, "what was refused of none")
-        await (await h.one(box)).release()
+        await (await h.one(box, wait=h.patience)).release()
         await h.counts(box, pending=1, settled=2)
 
 
@@ -119,11 +119,11 @@ async def a_delayed_nack_charges_as_told(h: Harness) -> None:
             await message.nack(delay=h.short)
             await h.counts(box, delayed=1)
         await h.pass_time(h.short)
-        message = await h.one(box)
+        message = await h.one(box, wait=h.patience)
         equal((message.delivery_count, message.attempt), (2, 2), "counts after a charged one")
         await message.nack(delay=h.short, charge=False)
         await h.pass_time(h.short)
-        message = await h.one(box)
+        message = await h.one(box, wait=h.patience)
         equal((message.delivery_count, message.attempt), (3, 2), "counts after an uncharged one")
 
 
@@ -160,7 +160,7 @@ async def attempts_add_up_over_every_kind_of_return(h: Harness) -> None:
         await (await h.one(box)).nack()
         await h.one(box, lease=h.short)
         await h.pass_time(h.short)
-        await (await h.one(box)).nack(charge=False)
+        await (await h.one(box, wait=h.patience)).nack(charge=False)
         await (await h.one(box)).release()
         message = await h.one(box)
         equal((message.delivery_count, message.attempt), (6, 3), "counts of the sixth delivery")

@@ -60,9 +60,9 @@ def _after_expiry(operation: Operation) -> Behaviour:
             with raises(ReceiptHandleExpiredError, f"{operation.name} after the lease ran out"):
                 await operation.call(stale)
             check(not stale.is_settled, "the refused call counts as a settlement")
-            await h.counts(box, pending=1)
+            await h.due_counts(box, pending=1)
             await h.counts(replies)
-            message = await h.one(box)
+            message = await h.one(box, wait=h.patience)
             equal((message.delivery_count, message.checkpoint), (2, None), "delivery_count and checkpoint")
 
     return Behaviour(
@@ -79,7 +79,7 @@ def _after_redelivery(operation: Operation) -> Behaviour:
             await box.send("x", reply_to=replies.name)
             stale = await h.one(box, lease=h.short)
             await h.pass_time(h.short)
-            holder = await h.one(box, lease=600)
+            holder = await h.one(box, lease=600, wait=h.patience)
             with raises(ReceiptHandleExpiredError, f"{operation.name} with another delivery under way"):
                 await operation.call(stale)
             await h.counts(box, in_flight=1)
