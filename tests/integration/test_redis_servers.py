@@ -579,20 +579,30 @@ async def test_only_connections_to_other_nodes_that_nobody_uses_are_given_up(clu
     await soon(lambda: f" name={CALLS} ".encode() not in b"".join(node.call("CLIENT", "LIST") for node in nodes))
 
 
+@pytest.mark.parametrize(
+    ("has_functions", "said"),
+    [(True, "OOM"), (False, "has no memory left for this version's functions: raise maxmemory")],
+    ids=["its functions loaded", "no functions yet"],
+)
 @ON_ONE_LOOP
-async def test_a_reply_for_which_another_node_has_no_memory_is_not_sent(cluster, nodes, anyio_backend):
+async def test_a_reply_for_which_another_node_has_no_memory_is_not_sent(
+    cluster, nodes, anyio_backend, has_functions, said
+):
     here, _, full = map(names_on, nodes)
     async with open_mailbox(cluster[0].url, name=next(here)) as mailbox:
-        (message,) = await asked(mailbox, [next(full)])
+        first, second = await asked(mailbox, [next(full), next(full)])
+        await first.reply("y")
+        if not has_functions:
+            nodes[2].call("FUNCTION", "FLUSH", "SYNC")
         nodes[2].call("CONFIG", "SET", "maxmemory", 1)
         try:
-            with pytest.raises(MailboxConnectionError, match="OOM"):
-                await message.reply("y")
+            with pytest.raises(MailboxConnectionError, match=said):
+                await second.reply("y")
         finally:
             nodes[2].call("CONFIG", "SET", "maxmemory", 0)
-        assert await mailbox.counts() == Counts(in_flight=1)
-        await message.reply("y")
-        assert await mailbox.counts() == Counts(settled=1)
+        assert await mailbox.counts() == Counts(in_flight=1, settled=1)
+        await second.reply("y")
+        assert await mailbox.counts() == Counts(settled=2)
 
 
 @ON_ONE_LOOP
