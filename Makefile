@@ -43,8 +43,8 @@ lint: $(VENV)/installed-dev
 # a tenth as many runs are of a busy fleet in less.
 SEEDS ?= 10000
 simulate: $(VENV)/installed-dev
-	$(BIN)/mainspring simulate mainspring.testing.simulation.sample:build --seeds $(SEEDS) --jobs $(JOBS) --duration 5m --times 60
-	$(BIN)/mainspring simulate mainspring.testing.simulation.sample:build --seeds $$((($(SEEDS) + 9) / 10)) --jobs $(JOBS) --duration 2m --times 10 --per-minute 30
+	PYTHONPATH=scripts $(BIN)/mainspring simulate simulated_group:build --seeds $(SEEDS) --jobs $(JOBS) --duration 5m --times 60
+	PYTHONPATH=scripts $(BIN)/mainspring simulate simulated_group:build --seeds $$((($(SEEDS) + 9) / 10)) --jobs $(JOBS) --duration 2m --times 10 --per-minute 30
 
 # Minutes on each backend whose server is installed. BACKENDS names some (sqlite,redis,postgres,nats), SEED repeats a run.
 BACKENDS ?=

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mainspring.mailbox.message import Ack, Counts, Dead, Delivery, Envelope, Return
-from mainspring.testing.simulation.journal import Journal
+from mainspring.testing.simulation.event_log import Journal
 from mainspring.testing.simulation.ledger import TOLERANCE, Ledger
 
 

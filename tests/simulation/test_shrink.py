@@ -11,9 +11,8 @@ import pytest
 from mainspring import Context, LoopGroup, MainLoop
 from mainspring.testing import Faults, Simulation, simulate
 from mainspring.testing.simulation import shrink
-from mainspring.testing.simulation.journal import Entry
-from mainspring.testing.simulation.shrink import subsets
-from mainspring.testing.simulation.timeline import around, as_svg, as_text, picture
+from mainspring.testing.simulation.event_log import Entry, around, as_svg, as_text, picture
+from mainspring.testing.simulation.run import subsets
 
 if TYPE_CHECKING:
     from mainspring.testing.simulation import SimulationReport

@@ -241,13 +241,13 @@ def _summary(tally: Tally) -> str:
 
 
 def _timeline(report: SimulationReport) -> str:
-    from mainspring.testing.simulation.timeline import around, as_text
+    from mainspring.testing.simulation.event_log import around, as_text
 
     return as_text(around(report))
 
 
 def _drawn(report: SimulationReport) -> str:
-    from mainspring.testing.simulation.timeline import around, as_svg
+    from mainspring.testing.simulation.event_log import around, as_svg
 
     return as_svg(around(report))
 

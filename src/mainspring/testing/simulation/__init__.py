@@ -2,9 +2,7 @@
 
 from mainspring.testing.simulation.faults import Faults, PlannedFault
 from mainspring.testing.simulation.guards import RealWorldError
-from mainspring.testing.simulation.many import simulate
-from mainspring.testing.simulation.run import Simulation, SimulationReport, Violation
-from mainspring.testing.simulation.shrink import shrink
+from mainspring.testing.simulation.run import Simulation, SimulationReport, Violation, shrink, simulate
 
 __all__ = [
     "Faults",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from mainspring.mailbox.message import Counts, Delivery, Settlement
-    from mainspring.testing.simulation.journal import Journal
+    from mainspring.testing.simulation.event_log import Journal
 
 TOLERANCE = 6.0
 """Seconds for which a handler may go on after its lease is over: what its clean-up may take, and a moment."""

@@ -12,7 +12,7 @@ import trio
 
 from mainspring import events
 from mainspring.core import clock, random
-from mainspring.testing.simulation.link import Link, LinkedMailbox
+from mainspring.testing.simulation.store import Link, LinkedMailbox
 from mainspring.worker.main_loop import MainLoop
 
 if TYPE_CHECKING:

@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING, Any
 from mainspring.core import clock
 from mainspring.errors import ConfigError
 from mainspring.runtime.scope import lone_error
-from mainspring.testing.simulation.faults import Faults, PlannedFault, plan
+from mainspring.testing.simulation.event_log import around, as_text
+from mainspring.testing.simulation.faults import CHANCES, Faults, PlannedFault, plan
 from mainspring.testing.virtual_time import VirtualClock, run_virtual
 from mainspring.validation import is_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
     from mainspring.group.group import LoopGroup
     from mainspring.mailbox.mailbox import Mailbox
-    from mainspring.testing.simulation.journal import Entry
+    from mainspring.testing.simulation.event_log import Entry
     from mainspring.testing.simulation.world import World
+
 
 HISTORY = 30
 """How many of the last events of a message a violation tells."""
@@ -246,8 +248,8 @@ class _Course:
         import trio
 
         from mainspring.testing.simulation.guards import Guards
-        from mainspring.testing.simulation.link import LinkedMailbox
-        from mainspring.testing.simulation.probe import Probe
+        from mainspring.testing.simulation.store import LinkedMailbox
+        from mainspring.testing.simulation.workload import Probe
         from mainspring.testing.simulation.world import World
 
         simulation = self._simulation
@@ -295,3 +297,117 @@ def _count(world: World) -> dict[str, int]:
         "frozen": "freezes",
     }
     return {shown: what[name] for name, shown in names.items()}
+
+
+TRIES = 150
+"""How many runs a shrinking may take; each is no longer than the one it began with."""
+MARGIN = 1.0
+"""Virtual seconds that a shortened run goes on after the instant at which the rule was broken."""
+
+
+def shrink(
+    report: SimulationReport,
+    run: Callable[[Simulation], SimulationReport],
+    *,
+    tries: int = TRIES,
+    progress: Callable[[SimulationReport], object] = lambda report: None,
+) -> SimulationReport:
+    """The smallest failing run found with at most ``tries`` runs; ``report`` itself where it is none that failed.
+
+    ``run`` runs a simulation, as in ``lambda simulation: simulation.run(build)``. ``progress`` is told each smaller run.
+    Nothing is random in it: the same report gives the same small run.
+    """
+    if report.violation is None:
+        return report
+    rule = report.violation.rule
+    best = report
+    tried = {_key(report.simulation)}
+    found = True
+    while found:
+        found = False
+        for candidate in candidates(best):
+            if _key(candidate) in tried:
+                continue
+            if tries <= 0:
+                return best
+            tries -= 1
+            tried.add(_key(candidate))
+            smaller = run(candidate)
+            if smaller.violation is not None and smaller.violation.rule == rule:
+                best, found = smaller, True
+                progress(best)
+                break
+    return best
+
+
+def candidates(report: SimulationReport) -> Iterator[Simulation]:
+    """Smaller simulations to try, the boldest first. A pure function of the report."""
+    simulation = report.simulation
+    assert report.violation is not None
+    at = report.violation.at + MARGIN
+    if at < simulation.duration * 0.99:
+        yield simulation.but(duration=round(at, 3))
+    kept = [fault.number for fault in report.plan]
+    yield from (simulation.but(keep=tuple(numbers)) for numbers in subsets(kept))
+    present = [name for name in CHANCES if getattr(simulation.faults, name)]
+    if len(present) > 1:
+        yield simulation.but(faults=replace(simulation.faults, **dict.fromkeys(present, 0.0)))
+    for name in present:
+        yield simulation.but(faults=replace(simulation.faults, **{name: 0.0}))
+    for workers in range(1, simulation.workers):
+        # The workers share what the same number of clients send, so that the messages come as they did.
+        rate = simulation.per_minute * simulation.workers / workers
+        yield simulation.but(workers=workers, per_minute=rate)
+        yield simulation.but(workers=workers)
+    if simulation.duration > 60:
+        yield simulation.but(duration=round(simulation.duration * 0.6, 3))
+
+
+def subsets(numbers: list[int]) -> Iterator[list[int]]:
+    """Without all of them, without each half, each quarter …, down to without each one."""
+    size = len(numbers)
+    while size >= 1:
+        for start in range(0, len(numbers), size):
+            yield numbers[:start] + numbers[start + size :]
+        size = 0 if size == 1 else (size + 1) // 2
+
+
+def _key(simulation: Simulation) -> tuple[object, ...]:
+    return simulation.duration, simulation.workers, simulation.per_minute, simulation.faults, simulation.keep
+
+
+HOURLY = 20.0
+"""Events an hour in a short run: what befalls a fleet in a day, in one virtual hour."""
+
+
+def simulate(
+    build: Callable[[Mailbox[Any, Any]], LoopGroup],
+    *,
+    seeds: int | Iterable[int] = 20,
+    duration: float = 3600.0,
+    faults: Faults | None = None,
+    shrink: bool = True,
+    **options: Any,
+) -> None:
+    """Run ``build``'s group under many seeds; raise an :class:`AssertionError` for the first that breaks an invariant.
+
+    All of a test::
+
+        def test_loses_nothing():
+            simulate(build, seeds=50)
+
+    The error tells the invariant, the events that led to it, the replay, and draws the timeline, of a smaller run where
+    ``shrink`` finds one. ``seeds`` is how many (from 0), or which. ``faults`` are by default ``Faults().times(20)``: a day's
+    trouble in each virtual hour. The other options are those of :class:`Simulation`.
+    """
+    chosen = Faults().times(HOURLY) if faults is None else faults
+    for seed in range(seeds) if isinstance(seeds, int) else seeds:
+        report = Simulation(seed=seed, duration=duration, faults=chosen, **options).run(build)
+        if not report.failed:
+            continue
+        small = _shrunk(report, build) if shrink else report
+        raise AssertionError(f"{small}\n{as_text(around(small))}")
+
+
+def _shrunk(report: SimulationReport, build: Callable[[Mailbox[Any, Any]], LoopGroup]) -> SimulationReport:
+    return shrink(report, lambda simulation: simulation.run(build))

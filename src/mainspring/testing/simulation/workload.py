@@ -7,14 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from mainspring.errors import MailboxConnectionError, MailboxFullError, SerializationError
+from mainspring.errors import ConfigError, MailboxConnectionError, MailboxFullError, SerializationError
 from mainspring.mailbox.memory.mailbox import InMemoryMailbox
 from mainspring.mailbox.message import Envelope
+from mainspring.worker.main_loop import MainLoop
 
 if TYPE_CHECKING:
-    from mainspring.testing.simulation.link import LinkedMailbox
+    from collections.abc import Callable
+
+    from mainspring.group.group import LoopGroup
+    from mainspring.mailbox.mailbox import Mailbox
     from mainspring.testing.simulation.run import Simulation
+    from mainspring.testing.simulation.store import LinkedMailbox
     from mainspring.testing.simulation.world import World
+
 
 REQUEST_EVERY = 4
 """Which share of the messages asks for a reply."""
@@ -92,3 +98,126 @@ def _fits(mailbox: LinkedMailbox, raw: bytes) -> bool:
     except SerializationError:
         return False
     return True
+
+
+SPARE = 600.0
+"""Virtual seconds on top of all that a group's own settings explain, before standing still counts as being stuck."""
+DEPTH = 6
+"""How deep an example of a body is nested."""
+
+
+class Probe:
+    """A look at one group that ``build`` made on ``mailbox``.
+
+    :raises ConfigError: it is no group, has no MainLoop on the mailbox it was given, or no example of a body fits.
+    """
+
+    def __init__(
+        self, group: LoopGroup, mailbox: Mailbox[Any, Any], body: Callable[[int], Any] | None, *, sends: bool
+    ) -> None:
+        from mainspring.group.group import LoopGroup
+
+        if not isinstance(group, LoopGroup):
+            raise ConfigError(f"simulation: the build function must return a LoopGroup, not {group!r}")
+        loops = [loop for loop in group.loops if isinstance(loop, MainLoop) and loop.mailbox is mailbox]
+        if not loops:
+            raise ConfigError(
+                "simulation: no loop of the group is on the mailbox that the build function was given; it is called as"
+                " build(mailbox), and must make its MainLoop on that"
+            )
+        self.codec = mailbox.codec
+        self.body_type = self.codec.body_type
+        self.max_attempts = max(loop.dead_letter.max_attempts for loop in loops)
+        self.max_crashes = max(loop.dead_letter.max_crashes for loop in loops)
+        self.lease = max(loop.visibility_timeout for loop in loops)
+        settings = group.settings
+        slowest = max(self.lease + loop.wait_time_seconds for loop in loops)
+        stall = (settings.watchdog_threshold or 0.0) + settings.watchdog_interval
+        self.patience = SPARE + 3 * (slowest + stall + settings.shutdown_timeout)
+        self._body = body
+        if not sends:
+            self._try_body()
+
+    def body(self, number: int) -> Any:
+        """The body of message ``number``."""
+        if self._body is not None:
+            return self._body(number)
+        return self.codec.decode(_json(example(self._schema, number)))
+
+    def _try_body(self) -> None:
+        from pydantic import TypeAdapter
+        from pydantic.errors import PydanticInvalidForJsonSchema
+
+        if self._body is None:
+            try:
+                self._schema = TypeAdapter(self.body_type).json_schema()
+            except PydanticInvalidForJsonSchema as error:
+                raise self._no_example(error) from None
+        try:
+            self.codec.check(self.body(1))
+        except SerializationError as error:
+            raise self._no_example(error) from None
+
+    def _no_example(self, error: Exception) -> ConfigError:
+        reason = str(error).partition("\n")[0]
+        how = "body= gave none" if self._body is not None else "none could be made up from its type"
+        return ConfigError(
+            f"simulation: no body for {self.codec.name} ({how}: {reason}); pass body=, a function of the message's number"
+        )
+
+
+def example(schema: dict[str, Any], number: int, root: dict[str, Any] | None = None, depth: int = 0) -> Any:
+    """Some value that a JSON schema of pydantic's allows, different for each ``number`` where it can be."""
+    root = schema if root is None else root
+    if "$ref" in schema:
+        return example(root["$defs"][schema["$ref"].rpartition("/")[2]], number, root, depth)
+    for key in ("default", "const"):
+        if key in schema:
+            return schema[key]
+    if "enum" in schema:
+        return schema["enum"][number % len(schema["enum"])]
+    for key in ("anyOf", "oneOf", "allOf"):
+        if key in schema:
+            options = schema[key]
+            return example(options[0 if depth < DEPTH else -1], number, root, depth + 1)
+    kind = schema.get("type", "object")
+    if kind == "object":
+        properties = schema.get("properties", {})
+        wanted = schema.get("required", ())
+        made = {name: example(properties[name], number, root, depth + 1) for name in wanted}
+        return made or ({"n": number} if not properties else {})
+    if kind == "array":
+        if "prefixItems" in schema:
+            return [example(item, number, root, depth + 1) for item in schema["prefixItems"]]
+        least = schema.get("minItems", 0 if depth >= DEPTH else 1)
+        return [example(schema.get("items", {}), number, root, depth + 1) for _ in range(least)]
+    return _plain(kind, schema, number)
+
+
+def _plain(kind: str, schema: dict[str, Any], number: int) -> Any:
+    if kind in ("integer", "number"):
+        least = schema.get("minimum", schema.get("exclusiveMinimum", -1) + 1)
+        most = schema.get("maximum", schema.get("exclusiveMaximum", least + 1_000_001) - 1)
+        return least + number % max(1, int(most - least) + 1)
+    if kind == "string":
+        by_format = {
+            "date-time": "2000-01-01T00:00:00Z",
+            "date": "2000-01-01",
+            "time": "00:00:00Z",
+            "uuid": f"00000000-0000-4000-8000-{number:012d}",
+            "uri": f"https://example.org/{number}",
+            "email": f"someone{number}@example.org",
+            "duration": "PT1S",
+            "path": f"/tmp/{number}",  # noqa: S108 - it is only a string
+            "binary": str(number),
+            "ipv4": "192.0.2.1",
+        }
+        text: str = by_format.get(schema.get("format", ""), f"text {number}")
+        return text.ljust(schema.get("minLength", 0), "x")[: schema.get("maxLength")]
+    return number % 2 == 0 if kind == "boolean" else None
+
+
+def _json(value: Any) -> bytes:
+    import json
+
+    return json.dumps(value).encode()

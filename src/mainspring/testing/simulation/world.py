@@ -9,11 +9,10 @@ import trio
 
 from mainspring.core.tracebacks import where
 from mainspring.mailbox.memory.mailbox import InMemoryMailbox
-from mainspring.testing.simulation.journal import Journal
+from mainspring.testing.simulation.event_log import Journal
 from mainspring.testing.simulation.ledger import Ledger
-from mainspring.testing.simulation.link import Link, LinkedMailbox
 from mainspring.testing.simulation.process import Process, inside
-from mainspring.testing.simulation.store import Store
+from mainspring.testing.simulation.store import Link, LinkedMailbox, Store
 from mainspring.testing.simulation.workload import Workload
 from mainspring.testing.trio_internals import TaskHold, descendants
 
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
     from mainspring.group.group import LoopGroup
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.testing.simulation.faults import Faults, PlannedFault
-    from mainspring.testing.simulation.probe import Probe
     from mainspring.testing.simulation.run import Simulation
+    from mainspring.testing.simulation.workload import Probe
 
 CHECK_INTERVAL = 600.0
 """Virtual seconds between two comparisons of the ledger with the store's own numbers."""
