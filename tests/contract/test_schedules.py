@@ -9,17 +9,17 @@ import pytest
 
 from contract.backends import NAMES, backend
 from mainspring.testing import mailbox_contract, run_virtual
-from mainspring.testing.mailbox_contract import receiving, waiting
+from mainspring.testing.mailbox_contract import receiving
+from mainspring.testing.mailbox_contract.harness import behaviours_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-RACY = [
-    found.name
-    for room in (receiving, waiting)
-    for found in vars(room).values()
-    if isinstance(found, mailbox_contract.Behaviour)
-] + ["close_ends_a_waiting_receive_at_once", "counts_add_up_under_concurrency", "a_reply_wakes_the_requester"]
+RACY = [found.name for found in behaviours_of(receiving)] + [
+    "close_ends_a_waiting_receive_at_once",
+    "counts_add_up_under_concurrency",
+    "a_reply_wakes_the_requester",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -24,26 +24,26 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mainspring.testing.mailbox_contract import (
     bodies,
-    cancelling,
     counting,
     dead_letters,
-    dead_views,
-    exact,
-    histories,
     leases,
     life_cycle,
-    limits,
-    order,
     receiving,
-    replies,
     requests,
     sending,
     settling,
-    stale,
-    waiting,
 )
-from mainspring.testing.mailbox_contract.harness import Backend, Behaviour, ContractError, Factory, Harness, as_backend
-from mainspring.testing.mailbox_contract.report import Report, run_all
+from mainspring.testing.mailbox_contract.harness import (
+    Backend,
+    Behaviour,
+    ContractError,
+    Factory,
+    Harness,
+    Report,
+    as_backend,
+    behaviours_of,
+    run_all,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -52,33 +52,12 @@ __all__ = ["Backend", "Behaviour", "ContractError", "Harness", "Report", "behavi
 
 F = TypeVar("F", bound="Callable[..., object]")
 
-_ROOMS = (
-    life_cycle,
-    limits,
-    sending,
-    receiving,
-    waiting,
-    order,
-    leases,
-    stale,
-    settling,
-    dead_letters,
-    dead_views,
-    exact,
-    histories,
-    replies,
-    requests,
-    cancelling,
-    bodies,
-    counting,
-)
+_MODULES = (life_cycle, sending, receiving, leases, settling, dead_letters, requests, bodies, counting)
 
 
 def behaviours() -> list[Behaviour]:
     """All behaviours of the contract. Each has a ``name``, the ``claim`` it checks, and the capabilities it ``needs``."""
-    return [
-        found for room in _ROOMS for found in vars(room).values() if isinstance(found, Behaviour)
-    ] + stale.generated()
+    return [found for module in _MODULES for found in behaviours_of(module)]
 
 
 async def run(

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import datetime
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from mainspring.core import clock
+from mainspring.mailbox.dead_letter_queue import DeadLetterView, Replay
+from mainspring.mailbox.history import LAST, LEASE_EXPIRED
 from mainspring.testing.mailbox_contract.harness import Harness, behaviour, check, equal, ids, texts
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from mainspring.mailbox.history import Failure
     from mainspring.mailbox.mailbox import Mailbox
 
 
@@ -195,3 +201,201 @@ async def dead_letters_can_be_forgotten(h: Harness) -> None:
         equal(await box.replay_dead_letters(), 0, "replayed of forgotten ones")
         counts = await box.counts()
         equal((counts.pending, counts.dead, counts.waiting), (1, 0, 1), "what is left")
+
+
+@asynccontextmanager
+async def _view(h: Harness, box: Mailbox[Any, Any]) -> AsyncIterator[DeadLetterView]:
+    """The dead letters of ``box``; what the view leaves on the store is taken away."""
+    async with DeadLetterView(box, look_every=h.short / 4) as view:
+        yield view
+        await view.purge()
+
+
+async def _dead_of(box: Mailbox[Any, Any], *bodies: str) -> list[str]:
+    sent = await box.send_many(bodies)
+    for message in await box.receive(max_messages=len(bodies)):
+        await message.dead_letter(f"reason {message.body}")
+    return sent
+
+
+@behaviour("siblings", "dedup")
+async def a_dead_letter_is_received_and_purged_when_acknowledged(h: Harness) -> None:
+    """A view gives a dead letter as a message; it stays among the dead letters until it is acknowledged."""
+    async with h.open() as box, _view(h, box) as view:
+        (sent,) = await _dead_of(box, "x")
+        message = await h.one(view, wait=h.wait)
+        letter = message.body
+        equal((message.id, letter.message_id, letter.body, letter.error), (sent, sent, "x", "reason x"), "the letter")
+        await h.counts(box, dead=1)
+        await message.acknowledge()
+        await h.counts(box, settled=1)
+        equal(await box.dead_letters(), [], "dead letters")
+
+
+@behaviour("siblings", "dedup")
+async def a_dead_letter_is_leased_to_one(h: Harness) -> None:
+    """Of two views one has a dead letter; a nack, or the end of its lease, brings it to the other."""
+    async with h.open() as box, h.open() as other, _view(h, box) as one, _view(h, other) as two:
+        await _dead_of(box, "x")
+        message = await h.one(one, wait=h.wait)
+        await h.pass_time(h.short)  # both have looked for new ones more than once
+        await h.none(two, "the other one has it")
+        await message.nack()
+        equal((await h.one(two, lease=h.short, wait=h.wait)).attempt, 2, "attempt")
+        equal((await h.one(one, wait=h.wait)).attempt, 3, "attempt after the lease had ended")
+
+
+@behaviour("siblings", "dedup")
+async def a_dead_letter_can_be_replayed_from_a_view(h: Harness) -> None:
+    """Settled with Replay, a dead letter goes to its mailbox; having died again, it comes again."""
+    async with h.open() as box, _view(h, box) as view:
+        sent = await _dead_of(box, "x")
+        for _ in range(3):
+            await (await h.one(view, wait=h.wait)).settle(Replay())
+            message = await h.one(box, wait=h.wait)
+            equal((ids([message]), message.attempt), (sent, 1), "what was replayed")
+            await message.dead_letter("again")
+        equal((await h.one(view, wait=h.wait)).body.error, "again", "the error")
+
+
+@behaviour("siblings", "dedup")
+async def a_dead_letter_that_is_given_up_stays(h: Harness) -> None:
+    """Dead-lettered itself, a dead letter stays where it is and does not come again; a purge from elsewhere takes it."""
+    async with h.open() as box, _view(h, box) as view:
+        sent = await _dead_of(box, "x", "y")
+        for _ in sent:
+            await (await h.one(view, wait=h.wait)).dead_letter("not mine")
+        await h.pass_time(h.short)
+        await h.none(view, "they were given up")
+        equal([letter.message_id for letter in await box.dead_letters()], sent, "dead letters")
+        await box.purge_dead_letters(sent[:1])
+        await _dead_of(box, "z")
+        message = await h.one(view, wait=h.wait)
+        check(message.body.body == "z", f"another one than the new one came: {message.body!r}")
+
+
+def _told(history: tuple[Failure, ...]) -> list[tuple[int, str, str]]:
+    return [(failure.attempt, failure.error_type, failure.error) for failure in history]
+
+
+@behaviour("history")
+async def a_message_remembers_its_failures(h: Harness) -> None:
+    """Each charged failure is kept with the message, with its attempt, type and time, and shown by its dead letter."""
+    async with h.open() as box:
+        await box.send("x")
+        first = await h.one(box)
+        equal(first.history, (), "history of a new message")
+        await first.nack(error=LookupError("not there"))
+        second = await h.one(box)
+        equal(_told(second.history), [(1, "LookupError", "not there")], "history at the second attempt")
+        await second.nack(error="still not")
+        await (await h.one(box)).nack()
+        await (await h.one(box)).dead_letter(ValueError("enough"))
+        (letter,) = await box.dead_letters()
+    expected = [
+        (1, "LookupError", "not there"),
+        (2, "Reject", "still not"),
+        (3, "Nack", "given back by nack(), without an error"),
+        (4, "ValueError", "enough"),
+    ]
+    equal(_told(letter.history), expected, "history of the dead letter")
+    times: list[Any] = [failure.at for failure in letter.history]
+    check(None not in times and times == sorted(times), f"the times are {times}")
+    check(all(letter.enqueued_at <= at <= letter.dead_lettered_at for at in times), f"the times are {times}")
+
+
+@behaviour("history")
+async def a_release_and_an_uncharged_nack_leave_the_history(h: Harness) -> None:
+    """What is not charged is no failure: the history stays as it was."""
+    async with h.open() as box:
+        await box.send("x")
+        await (await h.one(box)).nack(error="one")
+        await (await h.one(box)).release()
+        await (await h.one(box)).nack(charge=False, error="not counted")
+        await (await h.one(box)).nack(delay=h.short, error="two")
+        await h.pass_time(h.short)
+        last = await h.one(box, wait=h.patience)
+        equal(_told(last.history), [(1, "Reject", "one"), (2, "Reject", "two")], "history")
+
+
+@behaviour("history")
+async def a_lease_that_ran_out_is_in_the_history(h: Harness) -> None:
+    """An attempt that ended without a word is told as one whose lease ran out, and keeps what was known before."""
+    known = [(1, "Reject"), (2, LEASE_EXPIRED)]
+    async with h.open() as box:
+        await box.send("x")
+        await (await h.one(box)).nack(error="one")
+        await h.one(box, lease=h.short)
+        await h.pass_time(h.short)
+        last = await h.one(box, wait=h.patience)
+        equal(
+            [(failure.attempt, failure.error_type) for failure in last.history], known, "history at the third attempt"
+        )
+        await last.nack(charge=False)
+        last = await h.one(box)
+        equal([(failure.attempt, failure.error_type) for failure in last.history], known, "history of it once more")
+        await last.dead_letter("three")
+        (letter,) = await box.dead_letters()
+    equal([failure.attempt for failure in letter.history], [1, 2, 3], "attempts")
+    equal((letter.history[1].error_type, letter.history[1].at), (LEASE_EXPIRED, None), "the silent one")
+
+
+@behaviour("history")
+async def crashes_are_told_from_failures(h: Harness) -> None:
+    """Message.crashes counts the deliveries whose leases ran out, and no other: also once their failures are forgotten."""
+    async with h.open() as box:
+        await box.send("x")
+        equal((await h.one(box, lease=h.short)).crashes, 0, "crashes at the first delivery")
+        await h.pass_time(h.short)
+        for number in range(2, LAST + 3):
+            message = await h.one(box, wait=h.patience)
+            equal((message.attempt, message.crashes), (number, 1), "attempt and crashes after failures")
+            await message.nack(error=f"{number}")
+        await (await h.one(box)).nack(charge=False)
+        await (await h.one(box)).release()
+        message = await h.one(box, lease=h.short)
+        equal((message.attempt, message.crashes), (LAST + 3, 1), "attempt and crashes after what is not charged")
+        await h.pass_time(h.short)
+        message = await h.one(box, wait=h.patience)
+        equal((message.attempt, message.crashes), (LAST + 4, 2), "attempt and crashes after another crash")
+        await message.dead_letter("enough")
+        await box.replay_dead_letters()
+        equal((await h.one(box)).crashes, 0, "crashes of a replayed message")
+
+
+@behaviour("history")
+async def the_history_is_bounded(h: Harness) -> None:
+    """Only the latest failures are kept, and of each error only so much."""
+    async with h.open() as box:
+        await box.send("x")
+        for number in range(1, LAST + 4):
+            await (await h.one(box)).nack(error=f"{number} " + "x" * 10_000)
+        history = (await h.one(box)).history
+    told = [(failure.attempt, failure.error_type) for failure in history]
+    equal(told, [(number, "Reject") for number in range(4, LAST + 4)], "attempts")
+    check(all(len(failure.error) < 1_000 for failure in history), "an error was kept whole")
+
+
+@behaviour("history")
+async def a_replayed_message_begins_a_new_history(h: Harness) -> None:
+    """A dead letter that is sent again has fresh counts and no history."""
+    async with h.open() as box:
+        await box.send("x")
+        await (await h.one(box)).nack(error="one")
+        await (await h.one(box)).dead_letter("two")
+        await box.replay_dead_letters()
+        equal((await h.one(box)).history, (), "history")
+
+
+@behaviour()
+async def a_dead_letter_can_be_found_by_its_id(h: Harness) -> None:
+    """dead_letter(id) gives that dead letter, and None where there is none of that id."""
+    async with h.open() as box:
+        sent = await box.send_many(["a", "b", "c"])
+        for message in await h.all(box):
+            if message.body != "c":
+                await message.dead_letter(f"reason {message.body}")
+        letter = await box.dead_letter(sent[1])
+        check(letter is not None and (letter.body, letter.error) == ("b", "reason b"), f"found {letter!r}")
+        equal(await box.dead_letter(sent[2]), None, "the dead letter of a living message")
+        equal(await box.dead_letter("no-such-id"), None, "the dead letter of no message")

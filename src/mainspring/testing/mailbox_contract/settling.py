@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import anyio
+
 from mainspring.errors import MessageSettledError, ReceiptHandleExpiredError
-from mainspring.testing.mailbox_contract.harness import Harness, behaviour, check, equal, raises
+from mainspring.mailbox.message import CancelOutcome
+from mainspring.testing.mailbox_contract.harness import Harness, behaviour, check, equal, raises, texts
 
 
 @behaviour()
@@ -198,3 +201,193 @@ async def a_purge_drops_what_is_not_dead(h: Harness) -> None:
         equal(await box.purge(), 0, "messages of a second purge")
         await box.send("new")
         equal((await h.one(box)).body, "new", "what was sent after the purge")
+
+
+@behaviour("cancel")
+async def a_pending_message_can_be_cancelled(h: Harness) -> None:
+    """cancel() of a pending message removes it; its neighbours keep their order, and it counts as settled."""
+    async with h.open() as box:
+        sent = await box.send_many(["a", "b", "c"])
+        equal(await box.cancel(sent[1]), CancelOutcome.REMOVED, "outcome")
+        await h.counts(box, pending=2, settled=1)
+        equal(texts(await h.all(box)), ["a", "c"], "what is left")
+
+
+@behaviour("cancel", "delay")
+async def a_delayed_message_can_be_cancelled(h: Harness) -> None:
+    """cancel() of a delayed message removes it: it does not come when its delay is over."""
+    async with h.open() as box:
+        with h.within(h.short):
+            sent = await box.send("x", delay=h.short)
+            equal(await box.cancel(sent), CancelOutcome.REMOVED, "outcome")
+        await h.counts(box, settled=1)
+        await h.pass_time(h.short)
+        await h.none(box, "it was cancelled")
+
+
+@behaviour("cancel")
+async def a_returned_message_can_be_cancelled(h: Harness) -> None:
+    """A message that came back, at once or with a delay, can be cancelled like any other."""
+    async with h.open() as box:
+        sent = await box.send_many(["now", "later", "kept"])
+        now, later, kept = await h.all(box)
+        await kept.nack()
+        await now.nack()
+        await later.nack(delay=600)
+        equal(await box.cancel(sent[0]), CancelOutcome.REMOVED, "outcome of the pending one")
+        equal(await box.cancel(sent[1]), CancelOutcome.REMOVED, "outcome of the delayed one")
+        await h.counts(box, pending=1, settled=2)
+        equal((await h.one(box)).body, "kept", "what is left")
+
+
+@behaviour("cancel", "expiry")
+async def a_cancelled_message_does_not_expire(h: Harness) -> None:
+    """A message with an expires_in that was cancelled does not become a dead letter when that is over."""
+    async with h.open() as box:
+        with h.within(h.short):
+            sent = await box.send("x", expires_in=h.short)
+            equal(await box.cancel(sent), CancelOutcome.REMOVED, "outcome")
+        await h.pass_time(h.short)
+        await h.counts(box, settled=1)
+        equal(await box.dead_letters(), [], "dead letters")
+
+
+@behaviour("cancel")
+async def a_message_in_flight_can_be_cancelled(h: Harness) -> None:
+    """cancel() of a message in flight revokes its lease: its holder is refused, and it never comes again."""
+    async with h.open() as box:
+        sent = await box.send("x")
+        with h.within(h.short):
+            message = await h.one(box, lease=h.short)
+            equal(await box.cancel(sent), CancelOutcome.CANCELLED, "outcome")
+        await h.counts(box, settled=1)
+        for what, call in (
+            ("extend_visibility", message.extend_visibility(600)),
+            ("nack", message.nack()),
+            ("release", message.release()),
+            ("dead_letter", message.dead_letter("why")),
+            ("acknowledge", message.acknowledge()),
+        ):
+            with raises(ReceiptHandleExpiredError, f"{what} of a cancelled message"):
+                await call
+        await h.pass_time(h.short)
+        await h.none(box, "it was cancelled")
+        await h.counts(box, settled=1)
+
+
+@behaviour("cancel")
+async def a_cancellation_is_announced(h: Harness) -> None:
+    """Who holds messages of the mailbox object that cancels hears the id of a cancelled one at once."""
+    async with h.open() as box:
+        sent = await box.send("x")
+        await h.one(box)
+        heard: list[str] = []
+        told = anyio.Event()
+
+        def hear(message_ids: list[str]) -> None:
+            heard.extend(message_ids)
+            told.set()
+
+        stop = box._listen_for_cancelled(hear)  # noqa: SLF001 - this package's own
+        with h.at_once("the announcement"):
+            await box.cancel(sent)
+            with anyio.move_on_after(h.wait):
+                await told.wait()
+        stop()
+        equal(heard, [sent], "ids heard")
+        sent = await box.send("y")
+        await h.one(box)
+        await box.cancel(sent)
+        equal(len(heard), 1, "ids heard after the listener was taken away")
+
+
+@behaviour("cancel")
+async def what_is_over_cannot_be_cancelled(h: Harness) -> None:
+    """A message that is settled or dead, one that was cancelled before, and an id of no message are UNKNOWN, and stay."""
+    async with h.open() as box:
+        done, dead, gone = await box.send_many(["done", "dead", "gone"])
+        for message in await h.all(box):
+            if message.body == "done":
+                await message.acknowledge()
+            elif message.body == "dead":
+                await message.dead_letter("why")
+        await box.cancel(gone)
+        for message_id in (done, dead, gone, "no-such-id"):
+            equal(await box.cancel(message_id), CancelOutcome.UNKNOWN, "outcome")
+        await h.counts(box, settled=2, dead=1)
+
+
+@behaviour("cancel")
+async def an_id_is_forgotten_when_its_message_is_over(h: Harness) -> None:
+    """After a first cancel(), which may make an index of ids: what ends later is UNKNOWN, what comes back is not."""
+    async with h.open() as box:
+        equal(await box.cancel("no-such-id"), CancelOutcome.UNKNOWN, "outcome")
+        done, dead, back, replayed = await box.send_many(["done", "dead", "back", "replayed"])
+        messages = {message.body: message for message in await h.all(box)}
+        await messages["done"].acknowledge()
+        await messages["dead"].dead_letter("why")
+        await messages["back"].nack()
+        await messages["replayed"].dead_letter("why")
+        for message_id in (done, dead, replayed):
+            equal(await box.cancel(message_id), CancelOutcome.UNKNOWN, "outcome for a message that is over")
+        await h.counts(box, pending=1, settled=1, dead=2)
+        await box.replay_dead_letters([replayed])
+        for message_id in (back, replayed):
+            equal(await box.cancel(message_id), CancelOutcome.REMOVED, "outcome for a message that came back")
+            equal(await box.cancel(message_id), CancelOutcome.UNKNOWN, "outcome of the second call")
+        await h.counts(box, settled=3, dead=1)
+        purged = await box.send("purged")
+        await box.purge()
+        equal(await box.cancel(purged), CancelOutcome.UNKNOWN, "outcome after a purge")
+        await h.counts(box, settled=4, dead=1)
+
+
+@behaviour("cancel", "expiry")
+async def an_expired_message_cannot_be_cancelled(h: Harness) -> None:
+    """A message that expired, pending or given back, is UNKNOWN to cancel() and stays a dead letter."""
+    life = h.short + 1.0
+    async with h.open() as box:
+        await box.cancel("no-such-id")
+        with h.within(life):
+            sent = [await box.send("x", expires_in=life) for _ in range(2)]
+            message = await h.one(box)
+        await h.pass_time(life)
+        await h.due_counts(box, in_flight=1, dead=1)
+        await message.nack()
+        for message_id in sent:
+            equal(await box.cancel(message_id), CancelOutcome.UNKNOWN, "outcome")
+        await h.counts(box, dead=2)
+
+
+@behaviour("cancel")
+async def another_mailboxs_message_is_unknown(h: Harness) -> None:
+    """A message of another mailbox on the store is UNKNOWN here, and stays there."""
+    async with h.open() as box, h.open("others") as others:
+        sent = await others.send("x")
+        equal(await box.cancel(sent), CancelOutcome.UNKNOWN, "outcome")
+        await h.counts(others, pending=1)
+
+
+@behaviour("cancel")
+async def a_replayed_message_can_be_cancelled(h: Harness) -> None:
+    """A dead letter that was sent again can be cancelled by its id, which it kept."""
+    async with h.open() as box:
+        sent = await box.send("x")
+        await (await h.one(box)).dead_letter("why")
+        await box.replay_dead_letters()
+        equal(await box.cancel(sent), CancelOutcome.REMOVED, "outcome")
+        await h.counts(box, settled=1)
+
+
+@behaviour("cancel", "dedup")
+async def a_cancelled_message_frees_its_dedup_key(h: Harness) -> None:
+    """The dedup_key of a cancelled message, pending or in flight, is free for another one."""
+    async with h.open() as box:
+        first = await box.send("x", dedup_key="k")
+        await box.cancel(first)
+        second = await box.send("x", dedup_key="k")
+        check(second != first, "the key of a removed message is still taken")
+        await h.one(box)
+        await box.cancel(second)
+        third = await box.send("x", dedup_key="k")
+        check(third not in (first, second), "the key of a cancelled message is still taken")
