@@ -1,4 +1,4 @@
-# Everything a clone needs: `make demo` shows the product at work, `make test` runs the tests.
+# Everything a clone needs: `make demo` shows the product at work, `make test` runs the quick tests.
 # Prerequisites: make, python3 (3.11 or newer) and its venv module (Debian: apt install make python3-venv).
 
 PYTHON ?= python3
@@ -10,11 +10,12 @@ JOBS ?= 2
 TEST_JOBS ?= 3
 SOURCES := $(shell find src examples -type f -not -path '*/__pycache__/*' -not -name '.*') pyproject.toml README.md
 
-.PHONY: help demo test lint simulate chaos soak mutants bench bench-paired docs clean
+.PHONY: help demo test test-all lint simulate chaos soak mutants bench bench-paired docs clean
 
 help:
 	@echo "make demo    index the Python files of this environment with two workers, and hurt them meanwhile"
-	@echo "make test    the tests, on the installed package"
+	@echo "make test    the quick tests, on the sources: about three minutes (TESTS= names files or folders)"
+	@echo "make test-all  all tests, on each event loop, on the installed package: about a quarter of an hour"
 	@echo "make lint    ruff, mypy, import-linter, the sizes of files and functions, and the prose"
 	@echo "make simulate  10,000 runs of a simulated fleet in trouble"
 	@echo "make chaos   100,000 messages on each kind of server, with everything killed, frozen and cut off (BACKENDS= MESSAGES= SEED=)"
@@ -28,10 +29,19 @@ help:
 demo: $(VENV)/installed
 	$(BIN)/mainspring demo
 
-test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --max-worker-restart 0 $(TESTS)
+# Tests start hundreds of processes, which shall find compiled code even if the environment forbids to write any to the tree.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
+test test-all: export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
+PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist worksteal --max-worker-restart 0
 
-lint: $(VENV)/installed-dev
+# The same tests in the same order each time, with the same examples of Hypothesis.
+test: $(VENV)/editable
+	$(PYTEST) -p no:randomly $(TESTS)
+
+test-all: $(VENV)/installed-dev
+	$(PYTEST) --full $(TESTS)
+
+lint: $(VENV)/editable
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -42,7 +52,7 @@ lint: $(VENV)/installed-dev
 # Ten thousand times five minutes of a fleet in five hours' trouble; SEEDS says how many. In so much of it no handler just works:
 # a tenth as many runs are of a busy fleet in less.
 SEEDS ?= 10000
-simulate: $(VENV)/installed-dev
+simulate: $(VENV)/editable
 	PYTHONPATH=scripts $(BIN)/mainspring simulate simulated_group:build --seeds $(SEEDS) --jobs $(JOBS) --duration 5m --times 60
 	PYTHONPATH=scripts $(BIN)/mainspring simulate simulated_group:build --seeds $$((($(SEEDS) + 9) / 10)) --jobs $(JOBS) --duration 2m --times 10 --per-minute 30
 
@@ -56,13 +66,13 @@ chaos: $(VENV)/installed-dev
 # A few minutes; how much is said by the environment: RUNS, CONCURRENCY, DEADLINE_MS, TIMEOUT_PER_RUN, and RACE_ROUNDS of
 # each race of loop threads.
 RACE_ROUNDS ?= 10000
-soak: $(VENV)/installed-dev
+soak: $(VENV)/editable
 	$(BIN)/python scripts/soak.py
-	MAINSPRING_RACE_ROUNDS=$(RACE_ROUNDS) $(BIN)/python -m pytest -q --durations=4 tests/threads/test_loop_thread_races.py
+	MAINSPRING_RACE_ROUNDS=$(RACE_ROUNDS) $(BIN)/python -m pytest -q --full tests/threads/test_loop_thread_races.py
 
 # MUTANTS: arguments of the script, as "--only 3 7" or --check.
 MUTANTS ?=
-mutants: $(VENV)/installed-dev
+mutants: $(VENV)/editable
 	$(BIN)/python scripts/mutants.py --jobs $(JOBS) $(MUTANTS)
 
 # BENCH names some of them, or says --quick: make bench BENCH="redis --quick"
@@ -93,11 +103,20 @@ $(VENV)/created:
 $(VENV)/installed: $(VENV)/created $(SOURCES)
 	$(PIP) install .
 	@touch $@
+	@rm -f $(VENV)/editable
 
 $(VENV)/installed-dev: $(VENV)/created $(SOURCES)
 	$(PIP) install '.[dev]'
 	@touch $@ $(VENV)/installed
+	@rm -f $(VENV)/editable
+
+# The environment imports the sources themselves, so that a change of them needs no installation.
+$(VENV)/editable: $(VENV)/created pyproject.toml
+	$(PIP) install --editable '.[dev]'
+	@touch $@
+	@rm -f $(VENV)/installed $(VENV)/installed-dev
 
 $(VENV)/installed-docs: $(VENV)/created $(SOURCES)
 	$(PIP) install '.[docs]'
 	@touch $@ $(VENV)/installed
+	@rm -f $(VENV)/editable

@@ -69,7 +69,8 @@ def read(path: Path) -> list[Mutant]:
 
 def run(tree: Path, tests: tuple[str, ...], timeout: float) -> str:
     """Run these tests on the sources of ``tree``: "passed", "failed", "hung", or what is wrong with the run itself."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:randomly", "-p", "no:cacheprovider", *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--full", "-p", "no:randomly", "-p", "no:cacheprovider"]
+    command += tests
     environment = os.environ | {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The three event loops that everything runs on, the end of tests that hang, and which tests stay in one process."""
+"""Fixtures of all tests, what a test may not leave behind, and the end of tests that hang."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import faulthandler
 import logging
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import hypothesis
 import pytest
 
 from contract_summary import judged, pytest_terminal_summary  # noqa: F401 - a fixture and a hook
@@ -22,26 +21,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background lets them ignore it, and Python then makes no KeyboardInterrupt of it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How fast the machine is says nothing about the code: by default each example has 200 ms, and drawing them must not be slow.
-hypothesis.settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("any machine")
-
 _stderr = open(os.dup(2), "w")  # noqa: SIM115 - for as long as the tests run; pytest captures the other one
 
-TOGETHER = ("test_shutdown_processes.py",)
-"""Files of which one process has all tests: whoever has one of them does the work of all."""
-
-BACKENDS = [
-    pytest.param(("asyncio", {"use_uvloop": False}), id="asyncio"),
-    pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop"),
-    pytest.param(("trio", {}), id="trio"),
-]
+pytest_plugins = ("selection",)
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture
 def anyio_backend(request: pytest.FixtureRequest) -> object:
+    """Return the event loop that :mod:`selection` chose for a test."""
     return request.param
 
 
@@ -74,20 +61,3 @@ def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
     anyio's runner stands still for ever where what a fixture on trio has opened around its ``yield`` is cancelled or fails.
     """
     faulthandler.dump_traceback_later(float(node.config.getini("faulthandler_timeout")), exit=True, file=_stderr)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """Whoever is free gets the next test, or the next file of those that stay together, the biggest first.
-
-    Not by marks and ``--dist loadgroup``: pytest-xdist 3.8 writes the group into what pytest 9.2 does not look at any more, and
-    says nothing.
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return file if file.endswith(TOGETHER) else nodeid
-
-    return Scheduling(config, log)

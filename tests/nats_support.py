@@ -16,10 +16,6 @@ from mainspring.mailbox.nats.mailbox import NatsMailbox
 from mainspring.mailbox.nats.names import CONSUMER, Names, encoded
 from nats_line import NatsLine
 
-ON_ASYNCIO = [
-    ("asyncio", {"use_uvloop": False}),
-    ("asyncio", {"use_uvloop": True}),
-]
 NO_STREAM = 10059
 GET = "$JS.API.STREAM.MSG.GET."
 """What a mailbox asks the server to get a message of a stream: this, then the stream."""

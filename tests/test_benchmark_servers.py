@@ -22,7 +22,7 @@ def measure(name: str, url: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.loops("asyncio")
 @pytest.mark.parametrize(("name", "program"), [("redis", RedisServer), ("nats", NatsServer)])
 async def test_a_server_with_something_in_it_is_left_alone(name, program, anyio_backend):
     with program() as there:

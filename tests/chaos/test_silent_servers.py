@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 async def handle(job: dict) -> None: ...
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.loops("asyncio")
 async def test_an_idle_worker_ends_clean_and_soon(anyio_backend, redis_url, postgres_url):
     """It has nothing to lose; what its mailboxes have out, each at once, the server may answer or not."""
 

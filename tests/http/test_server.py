@@ -229,7 +229,7 @@ async def test_a_stop_before_the_start_is_remembered() -> None:
     await assert_refuses(server)
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # uvloop does not show its timers
+@pytest.mark.loops("asyncio")  # uvloop does not show its timers
 async def test_while_nobody_asks_nothing_runs() -> None:
     server = HealthServer(health_app(FakeGroup()), bind("127.0.0.1", 0))
     async with DaemonScope("test") as scope:
@@ -266,7 +266,7 @@ async def test_bytes_that_are_no_request_get_a_400_and_harm_nobody() -> None:
             assert (await client.get(server.url + "/health/live")).status_code == 200
 
 
-@pytest.mark.parametrize("anyio_backend", ["trio"])
+@pytest.mark.loops("trio")
 async def test_on_trio_a_missing_anycorn_is_a_line_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "anycorn.config", None)
     server = HealthServer(health_app(FakeGroup()), bind("127.0.0.1", free_port()))

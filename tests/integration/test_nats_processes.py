@@ -18,14 +18,14 @@ from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError
 from mainspring.mailbox.message import Counts
 from mainspring.mailbox.nats import recovery as nats_recovery
 from mainspring.mailbox.nats.mailbox import NatsMailbox
-from nats_support import ON_ASYNCIO, place
+from nats_support import place
 from servers import NatsServer
 from stopwatch import Stopwatch
 
 PROGRAM = Path(__file__).with_name("nats_program.py")
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.parametrize("anyio_backend", ON_ASYNCIO, ids=("asyncio", "uvloop")),
+    pytest.mark.loops("asyncio", "uvloop"),
 ]
 
 

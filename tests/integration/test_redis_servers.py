@@ -498,7 +498,7 @@ async def test_a_single_server_is_no_cluster(server, anyio_backend):
 
 # ------------------------------------------------------------------------------------------------- replies in a cluster
 
-ON_ONE_LOOP = pytest.mark.parametrize("anyio_backend", ["asyncio"])
+ON_ONE_LOOP = pytest.mark.loops("asyncio")
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ def test_the_first_parameter_may_be_named():
     assert NatsMailbox(server="nats://db?name=zzz").name == RedisMailbox(url="redis://db?name=zzz").name == "zzz"
 
 
-ON_ASYNCIO = pytest.mark.parametrize("anyio_backend", ["asyncio"])
+ON_ASYNCIO = pytest.mark.loops("asyncio")
 
 
 @pytest.mark.anyio

@@ -10,12 +10,11 @@ import pytest
 
 from mainspring import DLQConsumer, LoopGroup, Verdict
 from mainspring.mailbox.nats.names import encoded
-from nats_support import ON_ASYNCIO
 from nats_support import place as nats_place
 from postgres_support import Place, drop_schema, new_schema
 from redis_support import place as redis_place
 
-pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ON_ASYNCIO[:1], ids=("asyncio",))]
+pytestmark = [pytest.mark.anyio, pytest.mark.loops("asyncio")]
 
 PAGES = Path(__file__).parents[2] / "docs" / "how-to"
 

@@ -343,7 +343,7 @@ async def test_a_cancelled_call_that_has_not_begun_never_does():
     assert ran == [2]
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # trio's threads outlive the event loop, and are not new here
+@pytest.mark.loops("asyncio")  # trio's threads outlive the event loop, and are not new here
 async def test_a_call_that_was_abandoned_before_its_thread_began_is_not_performed(anyio_backend, gate):
     """The thread has it already, and comes to it too late."""
     ran = []

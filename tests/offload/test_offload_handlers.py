@@ -206,7 +206,7 @@ async def test_who_stalls_while_its_process_is_still_starting_goes_back_uncharge
         assert await box.dead_letters() == []
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
+@pytest.mark.loops("asyncio", "trio")
 async def test_the_start_of_a_process_does_not_use_up_the_timeout_of_its_handler(held_start):
     box = InMemoryMailbox()
     loop = MainLoop(box, offload_work.shout, offload="process", handler_timeout=2, dead_letter=ONCE)

@@ -321,7 +321,7 @@ anyio.run(main)
 """
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.loops("asyncio")
 async def test_processes_that_are_killed_leave_whole_versions(anyio_backend, overrides):
     written = []
     for round_number in range(3):

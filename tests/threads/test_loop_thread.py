@@ -234,7 +234,7 @@ def test_callbacks_are_called_in_order(thread):
     assert called == list(range(MANY))
 
 
-@pytest.mark.parametrize("anyio_backend", [LOOPS["asyncio"], LOOPS["uvloop"]], ids=["asyncio", "uvloop"])
+@pytest.mark.loops("asyncio", "uvloop")
 def test_posts_share_a_wake_up(make, anyio_backend):
     """While the queue has not been emptied, nobody wakes the event loop again."""
     wakes = []

@@ -209,7 +209,7 @@ async def test_a_cancelled_loop_cuts_off_what_it_waits_for(mailbox, trouble, vir
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # which is the point
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.loops("asyncio")
 async def test_a_settlement_whose_task_is_cancelled_before_it_begins_gives_its_slot_back(anyio_backend):
     """As by code that cancels all tasks of the event loop; each of these has no message any more to begin with."""
 
@@ -271,7 +271,7 @@ class Refusing(Joining):
         return messages or await super().receive(max_messages=max_messages, **options)
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # where tasks that are woken go on in a known order
+@pytest.mark.loops("asyncio")  # where tasks that are woken go on in a known order
 @pytest.mark.parametrize("turns", range(5))
 async def test_what_is_done_does_not_wait_for_the_neighbour(turns, anyio_backend):
     """It ends just as the only slot that could acknowledge it is about to look: that has left its message, and is not idle."""

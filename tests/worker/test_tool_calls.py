@@ -619,12 +619,12 @@ async def test_on_redis(redis_url):
     await begun_and_found(f"{redis_url}?name=tool-calls-{uuid4().hex}")
 
 
-@pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True})], ids=["uvloop"])
+@pytest.mark.loops("uvloop")
 async def test_on_postgres(anyio_backend, postgres_url):
     await begun_and_found(f"{postgres_url}?name=tool-calls-{uuid4().hex}")
 
 
-@pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True})], ids=["uvloop"])
+@pytest.mark.loops("uvloop")
 async def test_on_nats(anyio_backend, nats_url):
     await begun_and_found(f"{nats_url}?name=tool-calls-{uuid4().hex}")
 

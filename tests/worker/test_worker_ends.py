@@ -61,7 +61,7 @@ async def test_a_cancelled_run_waits_for_a_store_that_hangs_only_for_a_while(vir
     assert loop.outcomes == {"lost": 3}
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.loops("asyncio")
 async def test_a_native_cancellation_of_the_run_gives_its_messages_back(anyio_backend):
     mailbox = InMemoryMailbox()
     loop = MainLoop(mailbox, sleeping, concurrency=3)

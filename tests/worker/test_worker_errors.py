@@ -90,7 +90,7 @@ async def test_exit_and_interrupt_are_explained():
         assert "raise SystemExit(3)" in dead.traceback
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.loops("asyncio")
 async def test_a_handler_that_cancels_its_own_task_has_failed_and_the_slot_lives(anyio_backend):
     async def handle(job: int) -> None:
         task = asyncio.current_task()
@@ -110,7 +110,7 @@ async def test_a_handler_that_cancels_its_own_task_has_failed_and_the_slot_lives
     assert loop.outcomes == {"dead_lettered": 2, "acknowledged": 2}
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.loops("asyncio")
 async def test_nothing_of_a_native_cancellation_is_left_for_the_next_message(anyio_backend):
     """From Python 3.13 on an asyncio.TaskGroup takes one that is still counted for a cancellation from outside."""
 
@@ -138,7 +138,7 @@ async def test_nothing_of_a_native_cancellation_is_left_for_the_next_message(any
     assert counted == [0, 0]
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.loops("asyncio")
 async def test_a_handler_that_awaits_a_cancelled_task_has_failed(anyio_backend):
     async def handle(job: int) -> None:
         future = asyncio.get_running_loop().create_future()

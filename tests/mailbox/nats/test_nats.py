@@ -23,13 +23,13 @@ from mainspring.mailbox.message import Counts, Envelope
 from mainspring.mailbox.nats.mailbox import NatsMailbox
 from mainspring.mailbox.nats.names import Names
 from mainspring.mailbox.nats.records import Record
-from nats_support import ACK, ON_ASYNCIO, REMOVE, cut_off, one, reconnected, several, until_it_works
+from nats_support import ACK, REMOVE, cut_off, one, reconnected, several, until_it_works
 from ports import free_port
 from servers import NatsServer
 
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.parametrize("anyio_backend", ON_ASYNCIO, ids=("asyncio", "uvloop")),
+    pytest.mark.loops("asyncio", "uvloop"),
 ]
 
 

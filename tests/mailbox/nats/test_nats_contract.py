@@ -7,7 +7,8 @@ import pytest
 from mainspring.errors import ConfigError
 from mainspring.mailbox.nats.mailbox import NatsMailbox
 from mainspring.testing import mailbox_contract
-from nats_support import ON_ASYNCIO, place
+from nats_support import place
+from selection import LOOPS
 from servers import NatsServer
 
 pytestmark = pytest.mark.anyio
@@ -30,14 +31,14 @@ async def contract(url, storage, name):
 
 @pytest.mark.parametrize(
     ("anyio_backend", "storage"),
-    [(ON_ASYNCIO[0], "file"), (ON_ASYNCIO[1], "memory")],
+    [(LOOPS["asyncio"], "file"), (LOOPS["uvloop"], "memory")],
     ids=("asyncio, file", "uvloop, memory"),
 )
 async def test_the_contract(nats_url, anyio_backend, storage, judged):
     judged(await contract(nats_url, storage, f"NATS, {storage} storage"), LACKING)
 
 
-@pytest.mark.parametrize("anyio_backend", ON_ASYNCIO[:1], ids=("asyncio",))
+@pytest.mark.loops("asyncio")
 async def test_the_contract_on_a_server_that_syncs_always(anyio_backend, judged):
     server = NatsServer.synced()
     if server is None:
@@ -46,7 +47,7 @@ async def test_the_contract_on_a_server_that_syncs_always(anyio_backend, judged)
         judged(await contract(server.url, "file", "NATS, synced"), LACKING)
 
 
-@pytest.mark.parametrize("anyio_backend", ["trio"])
+@pytest.mark.loops("trio")
 async def test_trio_is_refused(anyio_backend):
     with pytest.raises(ConfigError, match=r"runs on asyncio only, not on trio: choose that \(`mainspring run --loop`"):
         async with NatsMailbox("nats://127.0.0.1:1", name="jobs"):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from nats_support import GET, ON_ASYNCIO, REMOVE, cut_off, several, until_it_works
+from nats_support import GET, REMOVE, cut_off, several, until_it_works
 
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.parametrize("anyio_backend", ON_ASYNCIO[1:], ids=("uvloop",)),
+    pytest.mark.loops("uvloop"),
 ]
 
 

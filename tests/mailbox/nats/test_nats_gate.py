@@ -8,7 +8,6 @@ import anyio
 import pytest
 
 from mainspring.mailbox.nats.read_write_lock import Gate
-from nats_support import ON_ASYNCIO
 
 pytestmark = pytest.mark.anyio
 
@@ -85,7 +84,7 @@ async def test_one_who_gives_up_waiting_holds_up_nobody():
             await passage.leave("m2")
 
 
-@pytest.mark.parametrize("anyio_backend", ON_ASYNCIO, ids=("asyncio", "uvloop"))
+@pytest.mark.loops("asyncio", "uvloop")
 async def test_one_whose_turn_comes_as_he_is_cancelled_leaves(anyio_backend):
     """By asyncio itself: anyio lets one go on who is about to."""
     gate = Gate()

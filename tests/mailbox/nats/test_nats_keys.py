@@ -11,11 +11,11 @@ import pytest
 from mainspring import MailboxConnectionError
 from mainspring.mailbox.message import Counts, Envelope
 from mainspring.mailbox.nats.records import Record
-from nats_support import GET, ON_ASYNCIO, REMOVE, one
+from nats_support import GET, REMOVE, one
 
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.parametrize("anyio_backend", ON_ASYNCIO, ids=("asyncio", "uvloop")),
+    pytest.mark.loops("asyncio", "uvloop"),
 ]
 
 

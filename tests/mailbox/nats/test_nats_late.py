@@ -8,12 +8,12 @@ import pytest
 
 from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError
 from mainspring.mailbox.message import Counts
-from nats_support import ON_ASYNCIO, PULL, one, several
+from nats_support import PULL, one, several
 from stopwatch import Stopwatch
 
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.parametrize("anyio_backend", ON_ASYNCIO, ids=("asyncio", "uvloop")),
+    pytest.mark.loops("asyncio", "uvloop"),
 ]
 LEASE = 1.0
 GLANCE = '*"expires":20000000}*'

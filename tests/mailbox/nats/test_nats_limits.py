@@ -20,12 +20,12 @@ from mainspring.mailbox.message import Counts
 from mainspring.mailbox.nats.mailbox import NatsMailbox
 from mainspring.mailbox.nats.names import Names, check_stream
 from nats_line import NatsLine
-from nats_support import ACK, ON_ASYNCIO, one, place, several, until_it_works
+from nats_support import ACK, one, place, several, until_it_works
 from servers import NatsServer
 
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.parametrize("anyio_backend", ON_ASYNCIO, ids=("asyncio", "uvloop")),
+    pytest.mark.loops("asyncio", "uvloop"),
 ]
 
 

@@ -12,12 +12,12 @@ from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.mailbox.dead_letter_queue import DeadLetterView
 from mainspring.mailbox.message import Counts
 from mainspring.mailbox.nats.mailbox import NatsMailbox
-from nats_support import ON_ASYNCIO, one, place, several, until_it_works
+from nats_support import one, place, several, until_it_works
 from servers import NatsServer
 
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.parametrize("anyio_backend", ON_ASYNCIO, ids=("asyncio", "uvloop")),
+    pytest.mark.loops("asyncio", "uvloop"),
 ]
 
 

@@ -13,7 +13,7 @@ from nats.protocol.parser import Parser
 
 from mainspring.mailbox.nats.parser import Heard, QuickParser, UnreadableError
 
-pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyncio"])]
+pytestmark = [pytest.mark.anyio, pytest.mark.loops("asyncio")]
 
 STATUS = b"NATS/1.0 409 Exceeded MaxWaiting\r\nNats-Pending-Messages: 1\r\n\r\n"
 INSIDE = b"MSG a.b 7 1\r\nx\r\n"

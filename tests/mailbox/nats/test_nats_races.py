@@ -8,12 +8,12 @@ import pytest
 from mainspring.errors import MailboxFullError, ReceiptHandleExpiredError
 from mainspring.mailbox.message import Counts, Envelope
 from mainspring.mailbox.nats.records import Record
-from nats_support import GET, ON_ASYNCIO, REMOVE, one, several
+from nats_support import GET, REMOVE, one, several
 from wrapped_backend import backend_of
 
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.parametrize("anyio_backend", ON_ASYNCIO, ids=("asyncio", "uvloop")),
+    pytest.mark.loops("asyncio", "uvloop"),
 ]
 DUE = "*due-*"
 """What the headers of a message say that is moved to the queue as it is due."""

@@ -8,12 +8,12 @@ import pytest
 from mainspring.errors import ConfigError
 from mainspring.mailbox.message import Counts
 from mainspring.mailbox.nats.mailbox import NatsMailbox
-from nats_support import ON_ASYNCIO, several
+from nats_support import several
 from servers import NatsServer
 
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.parametrize("anyio_backend", ON_ASYNCIO, ids=("asyncio", "uvloop")),
+    pytest.mark.loops("asyncio", "uvloop"),
 ]
 DENIED = {
     "everything": "publish: {deny: '>'}",

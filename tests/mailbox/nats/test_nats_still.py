@@ -14,13 +14,13 @@ from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError
 from mainspring.mailbox.message import Counts
 from mainspring.mailbox.nats.mailbox import NatsMailbox
 from nats_line import NatsLine
-from nats_support import ON_ASYNCIO, reconnected, several, until_it_works
+from nats_support import reconnected, several, until_it_works
 from servers import NatsServer
 from stopwatch import Stopwatch
 
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.parametrize("anyio_backend", ON_ASYNCIO, ids=("asyncio", "uvloop")),
+    pytest.mark.loops("asyncio", "uvloop"),
 ]
 INFO = {"server_id": "x", "version": "2.9.10", "headers": True, "max_payload": 1 << 20}
 LARGE = "x" * 500_000

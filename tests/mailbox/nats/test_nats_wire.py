@@ -18,13 +18,13 @@ from mainspring.mailbox.message import Counts
 from mainspring.mailbox.nats import connection as nats_connection
 from mainspring.mailbox.nats import errors as nats_errors
 from mainspring.mailbox.nats.mailbox import NatsMailbox
-from nats_support import ON_ASYNCIO, place
+from nats_support import place
 from ports import free_port
 from servers import NatsServer
 
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.parametrize("anyio_backend", ON_ASYNCIO, ids=("asyncio", "uvloop")),
+    pytest.mark.loops("asyncio", "uvloop"),
 ]
 CALLS = {
     "send": lambda box: box.send("x"),

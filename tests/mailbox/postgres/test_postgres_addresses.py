@@ -115,7 +115,7 @@ def test_a_name_or_another_users_url_is_of_this_place():
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.loops("asyncio")
 async def test_a_reply_comes_to_a_mailbox_of_several_hosts(place, anyio_backend):
     known = psycopg.conninfo.conninfo_to_dict(place.url)
     port = known.get("port", 5432)

@@ -208,7 +208,7 @@ async def test_a_listener_whose_calls_stay_elsewhere_looks_again(here, anyio_bac
         await soon(lambda: mailbox.statistics().connected)
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.loops("asyncio")
 async def test_connections_that_break_as_soon_as_they_are_made_become_rarer(line, anyio_backend):
     """Until one has lasted for a second: the next one is made at once again."""
 

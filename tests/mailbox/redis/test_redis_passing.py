@@ -78,7 +78,7 @@ class Process:
         self._process.communicate()
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.loops("asyncio")
 async def test_a_claim_that_takes_all_it_wanted_and_leaves_more_calls_its_neighbour(here, anyio_backend):
     """The process is called for the first message, and off the list as the second one comes, which calls nobody."""
     with anyio.fail_after(15):
@@ -90,7 +90,7 @@ async def test_a_claim_that_takes_all_it_wanted_and_leaves_more_calls_its_neighb
             assert sorted([await process.said(), await process.said()]) == ["x", "y"]
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.loops("asyncio")
 async def test_what_a_process_was_called_for_and_did_not_take_is_anothers(here, anyio_backend):
     """It was to come for all, has a limit, and asks for no more; the other process was not on the list as they came."""
     got: list[object] = []

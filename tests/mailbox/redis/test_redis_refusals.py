@@ -56,7 +56,7 @@ async def test_a_server_that_is_not_what_the_url_says(where, scheme, path, says)
             await act()
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.loops("asyncio")
 async def test_a_server_that_speaks_no_tls(where, anyio_backend):
     """It is asked in plain text after a second in which it has not answered."""
     with pytest.raises(ConfigError, match="does not speak TLS: set it up there, or write redis://"):

@@ -83,7 +83,7 @@ async def test_the_file_is_marked_as_ours_and_in_the_safe_mode(connections, mail
     assert rows(path, "PRAGMA user_version") == [(sql.SCHEMA_VERSION,)]
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.loops("asyncio")
 async def test_the_log_is_kept_short(mailbox, path):
     """It is copied into the file from 8 MiB on."""
     for _ in range(12):

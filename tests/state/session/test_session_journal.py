@@ -467,7 +467,7 @@ anyio.run(main)
 """
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.loops("asyncio")
 async def test_a_forked_child_is_refused(anyio_backend, journal):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKER, str(journal)],
@@ -502,7 +502,7 @@ anyio.run(main)
 """
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.loops("asyncio")
 async def test_killed_in_the_midst_of_writing_nothing_it_returned_for_is_lost(anyio_backend, journal):
     told = []
     for _ in range(3):

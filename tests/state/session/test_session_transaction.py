@@ -363,7 +363,7 @@ async def test_a_cancellation_while_it_is_written_does_not_tear_it(anyio_backend
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.loops("asyncio")
 async def test_a_cancellation_of_asyncios_own_comes_when_the_outcome_is_there(anyio_backend, fails):
     journal = MemoryJournal()
     writing, go_on = asyncio.Event(), threading.Event()
