@@ -23,7 +23,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 _stderr = open(os.dup(2), "w")  # noqa: SIM115 - for as long as the tests run; pytest captures the other one
 
-pytest_plugins = ("selection",)
+pytest_plugins = ("selection", "own_time")
 
 
 @pytest.fixture
