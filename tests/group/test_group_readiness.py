@@ -100,7 +100,7 @@ async def test_a_check_that_is_cancelled_by_itself_has_failed_and_the_others_cou
 
     group, _ = one_loop_group(quick, checks={"broken": broken, "slow": slow})
     async with running(group):
-        assert (await asked(group)).reasons == ("check 'broken': CancelledError",)
+        assert (await asked(group)).reasons == ("check 'broken': TaskExitError: it was cancelled by itself",)
         await group.shutdown()
 
 

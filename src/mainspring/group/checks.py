@@ -14,7 +14,7 @@ from mainspring.core.contexts import run_in
 from mainspring.core.introspection import is_async, name_of, ran
 from mainspring.errors import describe
 from mainspring.events import CheckChanged, Dispatcher
-from mainspring.runtime.scope import nobody_asked
+from mainspring.runtime.cancellation import SpuriousAsError
 from mainspring.threads.own_thread import OwnThread
 
 if TYPE_CHECKING:
@@ -69,14 +69,13 @@ class Checks:
         with anyio.move_on_after(self._timeout) as scope:
             try:
                 called = partial(self._call, name, check)
-                answer = await run_in(copy_context(), called, lambda: scope.cancel_called)
+                async with SpuriousAsError("it was cancelled by itself"):
+                    answer = await run_in(copy_context(), called, lambda: scope.cancel_called)
                 error = "it returned False" if answer is False else None
             except _StillOutError:
                 error = late
-            except anyio.get_cancelled_exc_class() as raised:
-                if not await nobody_asked():
-                    raise
-                error = describe(raised)
+            except anyio.get_cancelled_exc_class():
+                raise
             except BaseException as raised:  # it fails, and ends nothing else
                 error = describe(raised)
         if self.results[name] != error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,6 +14,8 @@ from mainspring.core.loggers import Logger
 from mainspring.core.process import async_library
 from mainspring.core.tracebacks import where
 from mainspring.errors import ConfigError, InvalidParameterError, TaskExitError
+from mainspring.runtime.cancellation import is_of_a_scope, is_spurious_cancellation
+from mainspring.runtime.cancellation import native_cancels as native_cancels  # noqa: PLC0414 - as the next one
 from mainspring.runtime.report import Ending, PartReport
 from mainspring.threads.own_thread import OwnThread
 from mainspring.validation import is_number, shown
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 
 _log = Logger("mainspring")
+
+nobody_asked = is_spurious_cancellation  # both are what the batcher of mailboxes imports from here
 
 
 class Daemon:
@@ -71,9 +74,9 @@ class Daemon:
             raise self.error from error
         except anyio.get_cancelled_exc_class() as error:
             self.error = error
-            if _is_of_a_scope(error) and not self._scope.cancel_called:
+            if is_of_a_scope(error) and not self._scope.cancel_called:
                 raise  # also where that scope has been shielded against since
-            if not await nobody_asked():
+            if not await is_spurious_cancellation():
                 raise
             if not self._scope.cancel_called:  # else it was to end anyway
                 self.error = TaskExitError(f"{self.name} was cancelled by itself, and not by the scope that it runs in")
@@ -329,60 +332,6 @@ class DaemonScope:
         if self._group is None:
             raise RuntimeError(f"DaemonScope {self.name!r} is not open; use `async with`")
         return self._group
-
-
-async def nobody_asked() -> bool:
-    """True if no cancel scope asked for the cancellation that was just caught; asyncio's count of it is then set back.
-
-    On asyncio a task can be cancelled natively, and a cancelled future ends every task that awaits it in the same way. A task
-    group takes such a task for one that it cancelled itself: it cancels the others and raises nothing. An event loop that ends
-    cancels all its tasks natively at once. The task that owns the scopes is then cancelled as well, and passes it on.
-    """
-    if async_library() == "trio":
-        return False  # there only scopes cancel; the one that did may have been shielded against since
-    if anyio.current_effective_deadline() > -math.inf:
-        with suppress(anyio.get_cancelled_exc_class()):  # one that is pending cannot be taken back before Python 3.13
-            await anyio.lowlevel.checkpoint()
-    return anyio.current_effective_deadline() > -math.inf and _forget_native_cancels()
-
-
-def _is_of_a_scope(error: BaseException) -> bool:
-    """Whether anyio has cancelled this task on asyncio; the error of one that it cancelled elsewhere says the same."""
-    return bool(native_cancels()()) and str(error).startswith("Cancelled via cancel scope ")
-
-
-def _forget_native_cancels() -> bool:
-    """Set this task's count of native cancellations back, unless a task around it is being cancelled, too.
-
-    Where it has none, it got a future's. A task around it has some too while a scope inside that, as a receive's, is cancelled.
-    """
-    import asyncio
-
-    task = asyncio.current_task()
-    assert task is not None
-    if not task.cancelling():
-        return True
-    tasks = {id(one): one for one in asyncio.all_tasks()}
-    parents = {info.id: info.parent_id for info in anyio.get_running_tasks()}
-    owner = parents[id(task)]
-    while owner in tasks:
-        if tasks[owner].cancelling():
-            return False
-        owner = parents[owner]
-    while task.cancelling():
-        task.uncancel()
-    return True
-
-
-def native_cancels() -> Callable[[], int]:
-    """A function that says how many native cancellations of this task are counted; on trio, which has none, 0."""
-    if async_library() == "trio":
-        return int
-    import asyncio
-
-    task = asyncio.current_task()
-    assert task is not None
-    return task.cancelling
 
 
 def _without_cancellations(errors: BaseExceptionGroup[BaseException]) -> BaseExceptionGroup[BaseException]:

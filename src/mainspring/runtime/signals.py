@@ -28,7 +28,8 @@ from mainspring.core.contexts import run_in
 from mainspring.core.introspection import check_runs, instead_of, is_async, name_of, ran
 from mainspring.core.loggers import Logger
 from mainspring.errors import ConfigError, InvalidParameterError
-from mainspring.runtime.scope import DaemonScope, nobody_asked
+from mainspring.runtime.cancellation import SpuriousAsError
+from mainspring.runtime.scope import DaemonScope
 from mainspring.threads.entry import Entry
 from mainspring.validation import is_whole, shown
 
@@ -626,13 +627,10 @@ async def _await_outcome(
 ) -> None:
     task_status.started()  # the next callback's turn comes where this one first waits
     try:
-        ran(await run_in(context, lambda: outcome, lambda: block.leaving), _named(callback))
+        async with SpuriousAsError("it was cancelled by itself"):
+            ran(await run_in(context, lambda: outcome, lambda: block.leaving), _named(callback))
     except _RAISED:
         _log.exception("the shutdown callback %r raised", callback)
-    except anyio.get_cancelled_exc_class():
-        if not await nobody_asked():
-            raise
-        _log.exception("the shutdown callback %r was cancelled by itself", callback)
 
 
 def _named(callback: Callable[[], object]) -> str:

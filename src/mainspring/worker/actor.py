@@ -25,7 +25,8 @@ from mainspring.errors import (
     TicketTimeoutError,
     describe,
 )
-from mainspring.runtime.scope import DaemonScope, nobody_asked
+from mainspring.runtime.cancellation import SpuriousAsError
+from mainspring.runtime.scope import DaemonScope
 from mainspring.validation import is_number
 from mainspring.worker.adapter import LoopAdapter
 from mainspring.worker.control import (
@@ -236,13 +237,12 @@ class LoopActor:
         answer: TicketWriter[Any],
     ) -> None:
         try:
-            result = await run_in(copy_context(), lambda: outcome, self._ended.is_set)
+            async with SpuriousAsError(f"on_message {name_of(on_message)} was cancelled by itself"):
+                result = await run_in(copy_context(), lambda: outcome, self._ended.is_set)
             answer.offer(ran(result, f"on_message {name_of(on_message)}"))
-        except anyio.get_cancelled_exc_class() as error:
-            if not await nobody_asked():
-                answer.offer_error(self._not_running(message))
-                raise
-            answer.offer_error(_bearable(on_message, error))
+        except anyio.get_cancelled_exc_class():
+            answer.offer_error(self._not_running(message))
+            raise
         except BaseException as error:
             answer.offer_error(_bearable(on_message, error))
 

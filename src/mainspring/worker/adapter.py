@@ -14,8 +14,8 @@ from mainspring.core.introspection import innermost, is_async, ran
 from mainspring.core.loggers import Logger
 from mainspring.core.tracebacks import where
 from mainspring.errors import ConfigError, TaskExitError
+from mainspring.runtime.cancellation import is_spurious_cancellation, native_cancels
 from mainspring.runtime.heartbeat import Heartbeat
-from mainspring.runtime.scope import native_cancels, nobody_asked
 from mainspring.threads.entry import Entry
 from mainspring.threads.own_thread import OwnThread
 from mainspring.validation import MAX_DELAY, is_number, is_whole
@@ -219,7 +219,7 @@ class LoopAdapter:
         try:
             return await awaitable
         except anyio.get_cancelled_exc_class() as error:
-            if native_cancels()() or not await nobody_asked():
+            if native_cancels()() or not await is_spurious_cancellation():
                 raise
             raise TaskExitError(f"{name}() of loop {self.name!r} was cancelled by itself") from error
 

@@ -27,8 +27,9 @@ from mainspring.errors import (
 from mainspring.events import MessageStarted
 from mainspring.mailbox.message import Ack, Dead, Return
 from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
+from mainspring.runtime.cancellation import is_spurious_cancellation
 from mainspring.runtime.deadline import deadline_of, enter
-from mainspring.runtime.scope import lone_error, nobody_asked
+from mainspring.runtime.scope import lone_error
 from mainspring.worker.context import Context
 from mainspring.worker.outcome import (
     CANCELLED,
@@ -492,7 +493,7 @@ class HandlerRuns:
 
     async def _cancelled(self, delivery: Delivery, scope: anyio.CancelScope, error: BaseException) -> Decision | None:
         """What a cancellation means; None where it goes on its way, with ``run.decision`` saying that."""
-        if not scope.cancel_called and await nobody_asked():
+        if not scope.cancel_called and await is_spurious_cancellation():
             # The handler raised it by itself (a cancelled future, say), or its task was cancelled from outside of anyio.
             why = "the handler raised a spurious cancellation; catch it where it arises"
             return self._failed(delivery, scope, _as_failure(error, why))

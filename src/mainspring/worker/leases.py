@@ -11,8 +11,8 @@ from mainspring.core import random
 from mainspring.errors import ReceiptHandleExpiredError, TaskExitError, describe
 from mainspring.events import LeaseLost, LeaseRenewalFailed, LeaseRenewalRecovered
 from mainspring.policies import backoff
+from mainspring.runtime.cancellation import SpuriousAsError
 from mainspring.runtime.interval import Periodic
-from mainspring.runtime.scope import nobody_asked
 from mainspring.worker.delivery import Phase
 from mainspring.worker.outcome import Cause
 
@@ -158,8 +158,9 @@ class LeaseKeeper:
                 return
             try:
                 # One try may not use up what is left: a lost packet would lose the lease.
-                with anyio.fail_after(min(self._period, delivery.trusted_until - began)):
-                    await delivery.message.renew(self._visibility)
+                async with SpuriousAsError():
+                    with anyio.fail_after(min(self._period, delivery.trusted_until - began)):
+                        await delivery.message.renew(self._visibility)
             except ReceiptHandleExpiredError:
                 if (
                     delivery.phase is Phase.HANDLING and delivery.message._is_settling  # noqa: SLF001 - this package's own
@@ -169,10 +170,6 @@ class LeaseKeeper:
                 else:
                     self._lose(delivery)
                 return
-            except anyio.get_cancelled_exc_class():
-                if not await nobody_asked():
-                    raise
-                error: Exception = TaskExitError("a spurious cancellation")
             except Exception as failed:  # whatever it is, the handlers go on as long as their leases do
                 error = failed
             else:

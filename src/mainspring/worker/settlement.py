@@ -28,7 +28,7 @@ from mainspring.events import (
 )
 from mainspring.mailbox.message import Ack, Return
 from mainspring.policies import backoff
-from mainspring.runtime.scope import nobody_asked
+from mainspring.runtime.cancellation import is_spurious_cancellation
 from mainspring.worker.delivery import Phase
 from mainspring.worker.outcome import DONE, LOST, RELEASED, Decision, Outcome, as_settled, is_unanswered
 
@@ -295,7 +295,7 @@ class Completion:
         try:
             await self._settle(delivery, DONE, now)
         except anyio.get_cancelled_exc_class():
-            if not await nobody_asked():  # else the others go on
+            if not await is_spurious_cancellation():  # else the others go on
                 raise
 
     def finish(self, delivery: Delivery, decision: Decision) -> Awaitable[None]:

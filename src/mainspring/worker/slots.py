@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from mainspring.mailbox.mailbox import MAX_MESSAGES
-from mainspring.runtime.scope import native_cancels
+from mainspring.runtime.cancellation import native_cancels
 from mainspring.threads.entry import AnywhereEvent
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import anyio
 from mainspring.core.tracebacks import where
 from mainspring.errors import MailboxConnectionError, MainspringError, describe
 from mainspring.events import ReceiveFailed, ReceiveRecovered
+from mainspring.runtime.cancellation import SpuriousAsError
 from mainspring.runtime.interval import Periodic
-from mainspring.runtime.scope import nobody_asked
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -102,13 +102,11 @@ class StoreHealth:
         if anyio.current_time() >= self._ask_at:
             self._ask_at = anyio.current_time() + SILENCE
             try:
-                with anyio.fail_after(SILENCE):
-                    await self._ask()
+                async with SpuriousAsError():
+                    with anyio.fail_after(SILENCE):
+                        await self._ask()
             except (MainspringError, OSError) as error:
                 self.failed(error)
-            except anyio.get_cancelled_exc_class():
-                if not await nobody_asked():
-                    raise
             else:
                 self.made()
                 return math.inf

@@ -30,7 +30,8 @@ from mainspring.core import random
 from mainspring.core.clock import loop_clock, thread_clock
 from mainspring.errors import MainspringError, TaskExitError
 from mainspring.policies import backoff
-from mainspring.runtime.scope import DaemonScope, first_error, nobody_asked
+from mainspring.runtime.cancellation import SpuriousAsError, is_spurious_cancellation
+from mainspring.runtime.scope import DaemonScope, first_error
 from mainspring.threads.entry import AnywhereEvent, Entry
 from mainspring.worker.delivery import Delivery, HandlerRuns, WorkerSettings
 from mainspring.worker.leases import LeaseKeeper
@@ -246,17 +247,13 @@ class Worker:
             self._iterations += 1
             self._slots.claiming += free
             try:
-                await self._receive(free, receive)
+                async with SpuriousAsError():
+                    await self._receive(free, receive)
             except (MainspringError, OSError) as error:
                 if isinstance(error, MainspringError) and not error.retryable:
                     raise
                 receive.failures += 1
                 await self._pause_after(error, receive.failures)
-            except anyio.get_cancelled_exc_class():
-                if not await nobody_asked():
-                    raise
-                receive.failures += 1
-                await self._pause_after(TaskExitError("a spurious cancellation"), receive.failures)
             else:
                 receive.failures = 0
                 self.store_health.received()
@@ -368,7 +365,7 @@ class Worker:
             with anyio.CancelScope() as scope:
                 await self._serve(slot, scope)
         except anyio.get_cancelled_exc_class():
-            if not await nobody_asked():
+            if not await is_spurious_cancellation():
                 raise
             return False
         return not scope.cancel_called
@@ -385,7 +382,7 @@ class Worker:
             decision = await self._handler_runs.make(delivery, scope) if self.admission.open else RELEASED
             if native_cancels():  # else what is settled next would be cut off by it, neighbours and all
                 delivery.decision = decision
-                if not await nobody_asked():
+                if not await is_spurious_cancellation():
                     await anyio.lowlevel.checkpoint()  # raises
             if scope.cancel_called:
                 delivery.decision = decision
