@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from mainspring.core import random
 from mainspring.errors import ReceiptHandleExpiredError, TaskExitError, describe
 from mainspring.events import LeaseLost, LeaseRenewalFailed, LeaseRenewalRecovered
-from mainspring.policies import backoff
 from mainspring.runtime.cancellation import SpuriousAsError
 from mainspring.runtime.interval import Periodic
+from mainspring.runtime.retry import Retries
 from mainspring.worker.delivery import Phase
 from mainspring.worker.outcome import Cause
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from mainspring.worker.delivery import Delivery
     from mainspring.worker.store_health import StoreHealth
 
-_RETRY_FACTOR = 2.0
 SETTLE_TIMEOUT = 30.0
 """Seconds after which a settlement that hangs is given up."""
 
@@ -150,7 +148,7 @@ class LeaseKeeper:
             self._retrying.discard(delivery)
 
     async def _renew_or_lose(self, delivery: Delivery) -> None:
-        failures = 0
+        retries = Retries(initial=self._period / 16, maximum=self._period / 2)
         while delivery.phase is not Phase.DONE:
             began = anyio.current_time()
             if began >= delivery.trusted_until:
@@ -177,30 +175,21 @@ class LeaseKeeper:
                 delivery.trusted_until = max(delivery.trusted_until, began + self._visibility)
                 delivery.renew_at = began + self._period
                 self._timer.wake_by(delivery.renew_at)
-                self._answers(again=failures > 0)
+                self._answers(again=retries.failures > 0)
                 return
-            failures += 1
             self._retrying.add(delivery)
             try:
-                await self._back_off(delivery, error, failures)
+                await self._back_off(delivery, error, retries.failed())
             finally:
                 del error  # its traceback refers to this frame
 
-    async def _back_off(self, delivery: Delivery, error: Exception, failures: int) -> None:
-        """Wait before the next try, well inside what is left of the lease."""
+    async def _back_off(self, delivery: Delivery, error: Exception, wait: float) -> None:
+        """Wait before the next try, at most as long as the lease lasts."""
         now = anyio.current_time()
         left = max(0.0, delivery.trusted_until - now)
         first, self._failures = not self._failures, self._failures + 1
         self._store_health.failed(error)
         self._dispatcher.dispatch(LeaseRenewalFailed(self._name, delivery.message_id, describe(error), left, first))
-        wait = backoff(
-            failures,
-            initial=self._period / 16,
-            maximum=self._period / 2,
-            factor=_RETRY_FACTOR,
-            jitter="full",
-            rng=random.rng(),
-        )
         await anyio.sleep(min(wait, left))
 
     def _lose(self, delivery: Delivery) -> None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from mainspring.core import random
 from mainspring.core.loggers import Logger
 from mainspring.core.tracebacks import where_raised
 from mainspring.errors import (
@@ -27,8 +26,8 @@ from mainspring.events import (
     SettlementRecovered,
 )
 from mainspring.mailbox.message import Ack, Return
-from mainspring.policies import backoff
 from mainspring.runtime.cancellation import is_spurious_cancellation
+from mainspring.runtime.retry import Retries
 from mainspring.worker.delivery import Phase
 from mainspring.worker.outcome import DONE, LOST, RELEASED, Decision, Outcome, as_settled, is_unanswered
 
@@ -150,7 +149,7 @@ class Settler:
             self._retrying -= 1
 
     async def _until_written(self, delivery: Delivery, decision: Decision, error: Exception) -> Decision:
-        failures = 0
+        retries = Retries(initial=0.1, maximum=5.0)
         try:
             while True:
                 if isinstance(error, ReceiptHandleExpiredError):
@@ -167,15 +166,14 @@ class Settler:
                     )
                     return LOST
                 else:
-                    failures += 1
-                    await self._pause(delivery, decision, error, failures)
+                    await self._pause(delivery, decision, error, retries.failed())
                 try:
                     assert decision.settlement is not None
                     await delivery.message.settle(decision.settlement)
                 except Exception as again:
                     error = again
                 else:
-                    self.written(again=failures > 0)
+                    self.written(again=retries.failures > 0)
                     return decision
         finally:
             del error, decision  # the error's traceback refers to this frame
@@ -212,10 +210,8 @@ class Settler:
             text = "%s: what the handler returned for message %s, which it had settled by itself, was not sent: %s"
             _log.warning(text, self._name, delivery.message_id, describe(error))
 
-    async def _pause(self, delivery: Delivery, decision: Decision, error: Exception, failures: int) -> None:
-        left = delivery.trusted_until - anyio.current_time()
-        wait = backoff(failures, initial=0.1, maximum=5.0, factor=2.0, jitter="full", rng=random.rng())
-        wait = max(0.0, min(wait, left))
+    async def _pause(self, delivery: Delivery, decision: Decision, error: Exception, wait: float) -> None:
+        wait = max(0.0, min(wait, delivery.trusted_until - anyio.current_time()))
         first, self._failures = not self._failures, self._failures + 1
         reply = getattr(decision.settlement, "reply", None)
         if reply is None or self._mailbox._is_here(reply.reply_to or ""):  # else it may be the requester's that is away  # noqa: SLF001 - this package's own

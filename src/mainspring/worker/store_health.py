@@ -123,13 +123,9 @@ class OpenReceive:
 
     message_id: str | None = None
 
-    def __init__(
-        self, name: str, mailbox: str, admission: Admission, clock: Callable[[], float], failures: int = 0
-    ) -> None:
+    def __init__(self, name: str, mailbox: str, admission: Admission, clock: Callable[[], float]) -> None:
         self.name = name
         self.scope = anyio.CancelScope()
-        self.failures = failures
-        """How many receives of this receiver have failed since one was answered."""
         self.error: MailboxConnectionError | None = None
         """Why it was cancelled by the watchdog, unless the answer came in spite of that."""
         self._mailbox = mailbox

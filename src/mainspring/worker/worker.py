@@ -26,11 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from mainspring.core import random
 from mainspring.core.clock import loop_clock, thread_clock
 from mainspring.errors import MainspringError, TaskExitError
-from mainspring.policies import backoff
 from mainspring.runtime.cancellation import SpuriousAsError, is_spurious_cancellation
+from mainspring.runtime.retry import Retries
 from mainspring.runtime.scope import DaemonScope, first_error
 from mainspring.threads.entry import AnywhereEvent, Entry
 from mainspring.worker.delivery import Delivery, HandlerRuns, WorkerSettings
@@ -218,24 +217,22 @@ class Worker:
             raise TaskExitError("receiving was cancelled by itself, and not by the loop")
 
     async def _receiver(self, max_iterations: int | None) -> None:
-        failures = 0
+        retries = Retries(initial=RECONNECT_INITIAL, maximum=RECONNECT_MAXIMUM)
         while self._receives_on(max_iterations):
-            receive = OpenReceive(self.name, self._mailbox.name, self.admission, self._clock, failures)
+            receive = OpenReceive(self.name, self._mailbox.name, self.admission, self._clock)
             self._open_receives.append(receive)
             try:
                 with receive.scope:
-                    await self._claim_on(receive, max_iterations)
+                    await self._claim_on(receive, retries, max_iterations)
             finally:
                 self._open_receives.remove(receive)
-            failures = receive.failures
             if receive.error is not None:
-                failures += 1
-                await self._pause_after(receive.error, failures)
+                await self._pause_after(receive.error, retries)
 
     def _receives_on(self, max_iterations: int | None) -> bool:
         return self.admission.open and (max_iterations is None or self._iterations < max_iterations)
 
-    async def _claim_on(self, receive: OpenReceive, max_iterations: int | None) -> None:
+    async def _claim_on(self, receive: OpenReceive, retries: Retries, max_iterations: int | None) -> None:
         """Claim until told to stop, or until the watchdog cancels ``receive``."""
         while self._receives_on(max_iterations):
             free = self._slots.free
@@ -252,10 +249,9 @@ class Worker:
             except (MainspringError, OSError) as error:
                 if isinstance(error, MainspringError) and not error.retryable:
                     raise
-                receive.failures += 1
-                await self._pause_after(error, receive.failures)
+                await self._pause_after(error, retries)
             else:
-                receive.failures = 0
+                retries.succeeded()
                 self.store_health.received()
             finally:
                 self._slots.claiming -= free
@@ -293,16 +289,9 @@ class Worker:
         if self.admission.open and not self._waking:
             self._wake_slot()
 
-    async def _pause_after(self, error: Exception, failures: int) -> None:
+    async def _pause_after(self, error: Exception, retries: Retries) -> None:
         """Wait before the next try. The loop is not stalled meanwhile."""
-        pause = backoff(
-            failures,
-            initial=RECONNECT_INITIAL,
-            maximum=RECONNECT_MAXIMUM,
-            factor=2.0,
-            jitter="full",
-            rng=random.rng(),
-        )
+        pause = retries.failed()
         self.store_health.receive_failed(error, pause)
         await anyio.sleep(pause)
         self._heartbeat.beat()
