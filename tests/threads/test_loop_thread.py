@@ -853,20 +853,12 @@ def interrupt_each_line(modules, prepare, act, handler, check, *, least):
     in_thread(each_line, 80)
 
 
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_signal_handler_may_stop_it_wherever_it_interrupts_a_start_or_a_stop(make, begun):
+def test_a_signal_handler_may_stop_it_wherever_it_interrupts_a_stop(make):
     def prepare():
         nonlocal thread
         thread = make(name="own", stop_timeout=90)
-        if begun:
-            thread.start()
+        thread.start()
         answers.clear()
-
-    def start_and_stop():
-        if not begun:
-            with suppress(LoopNotRunningError):
-                thread.start()
-        thread.stop()
 
     def stop():
         answers.append(thread.stop())
@@ -877,7 +869,25 @@ def test_a_signal_handler_may_stop_it_wherever_it_interrupts_a_start_or_a_stop(m
         assert answers == [True] * interrupted
 
     thread, answers = None, []
-    interrupt_each_line((threads, threading, TRIOS_WAY_IN), prepare, start_and_stop, stop, check, least=20)
+    interrupt_each_line((threads, threading, TRIOS_WAY_IN), prepare, lambda: thread.stop(), stop, check, least=20)
+
+
+def test_a_signal_handler_that_stops_what_is_being_started_waits_no_longer_than_its_timeout(make):
+    def prepare():
+        nonlocal thread
+        thread = make(name="own", stop_timeout=0, cancel_grace=0.02)
+
+    def start():
+        with suppress(LoopNotRunningError):
+            thread.start()
+
+    def check(_):
+        thread.stop(timeout=PATIENCE)
+        assert thread.state is LoopThreadState.STOPPED
+        assert not living("own")
+
+    thread = None
+    interrupt_each_line((threads, threading), prepare, start, lambda: thread.stop(), check, least=20)
 
 
 def test_a_signal_handler_may_stop_it_wherever_it_interrupts_a_post(make):
@@ -902,32 +912,6 @@ def test_a_signal_handler_may_stop_it_wherever_it_interrupts_a_post(make):
 
     thread, called, accepted, answers = None, [], [], []
     interrupt_each_line((threads, TRIOS_WAY_IN), prepare, post, stop, check, least=6)
-
-
-def test_a_signal_handler_that_starts_what_is_being_started_is_told_or_finds_it_running(make):
-    def prepare():
-        nonlocal thread
-        thread = make()
-
-    def start():
-        try:
-            thread.start()
-        except LoopNotRunningError as error:
-            answers.append(str(error))
-        else:
-            answers.append("running")
-
-    thread, answers = None, []
-    interrupt_each_line(
-        (threads,),
-        prepare,
-        lambda: thread.start(),
-        start,
-        lambda _: thread.stop(),
-        least=6,
-    )
-    told = "loop thread 'loop thread' is being started by what this signal handler has interrupted"
-    assert {*answers} == {"running", told}
 
 
 def test_a_callback_that_blocks_is_named_and_no_wait_for_ever(make, caplog):

@@ -92,8 +92,7 @@ class LoopThread:
         Not from a signal handler: a thread needs locks of the interpreter's to begin, and what the handler has interrupted may
         hold one of them.
 
-        :raises LoopNotRunningError: it was stopped, before or meanwhile; make a new one. Or this is a signal handler in the
-            midst of the start itself.
+        :raises LoopNotRunningError: it was stopped, before or meanwhile; make a new one.
         :raises BaseException: what kept the event loop from starting.
         """
         self._core.start()
@@ -187,10 +186,10 @@ class LoopThread:
         From any thread, any number of times; all calls wait for the same end, and the shortest timeout holds. After one has
         returned False all do, and where the event loop broke. In the event loop's own thread, as in a callback, and in a worker
         thread that works for it, as a plain handler does, it does not wait, and returns True. In another event loop it blocks
-        that one: there, ``await anyio.to_thread.run_sync(thread.stop)``. From a signal handler too: one in the midst of the
-        :meth:`start` does not wait, and that raises; nor does one that has interrupted, on trio, the call that wakes the event
-        loop, which can end only behind that. What still runs may need a lock that the interrupted code holds; it is then
-        cancelled or given up at the timeouts.
+        that one: there, ``await anyio.to_thread.run_sync(thread.stop)``. From a signal handler too: one that has interrupted,
+        on trio, the call that wakes the event loop does not wait, since the loop can end only behind that. What still runs may
+        need something that the interrupted code has to do, as the :meth:`start` of this thread; it is then cancelled or given
+        up at the timeouts.
 
         :raises InvalidParameterError: ``timeout`` is not a time.
         """

@@ -230,8 +230,7 @@ class LoopCore:
         self.life = Life()
         self._pid: int | None = None
         self._thread: threading.Thread | None = None
-        self._starter: dict[str, tuple[int, object]] = {}
-        self._launched = False
+        self._starter = threading.Lock()  # taken by the first thread to start it, and never given back
         self._ready = Gate()
         self._over = Gate()
         self._error: BaseException | None = None
@@ -276,12 +275,8 @@ class LoopCore:
 
     def start(self) -> None:
         self._claim()
-        mine = (threading.get_ident(), object())
-        first = self._starter.setdefault("", mine)  # one step: of all who come at once one is the starter
-        if first is mine:
+        if self._starter.acquire(blocking=False):
             self._launch()
-        elif self._interrupts_the_launch():
-            raise LoopNotRunningError(f"{self} is being started by what this signal handler has interrupted")
         self._ready.wait()
         if self._error is not None:
             raise self._error
@@ -289,25 +284,18 @@ class LoopCore:
             raise self.not_running()
 
     def _launch(self) -> None:
+        self.life.leave(IDLE, STARTING)
+        if not self.life.was_started:  # it was stopped before
+            self._ready.open()
+            return
+        # A daemon, since Python waits for all others before it calls what `atexit` holds, and would wait for ever.
+        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+        atexit.register(self._at_exit)
         try:
-            self.life.leave(IDLE, STARTING)
-            if not self.life.was_started:  # it was stopped before
-                self._ready.open()
-                return
-            # A daemon, since Python waits for all others before it calls what `atexit` holds, and would wait for ever.
-            self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
-            atexit.register(self._at_exit)
-            try:
-                self._thread.start()
-            except BaseException as error:
-                self._end(error)
-                raise
-        finally:
-            self._launched = True
-
-    def _interrupts_the_launch(self) -> bool:
-        """Whether this is a signal handler in the midst of the start: it must not wait for what can only come behind it."""
-        return not self._launched and self._starter.get("", (0,))[0] == threading.get_ident()
+            self._thread.start()
+        except BaseException as error:
+            self._end(error)
+            raise
 
     def _call_soon(self, fn: Callable[[], object]) -> None:
         """From outside of the event loop. A function of its own, since :meth:`_interrupts_a_call` looks for its frame."""
@@ -376,7 +364,7 @@ class LoopCore:
     def stop(self, timeout: float | None) -> bool:
         self._claim()
         self._ask_to_stop(timeout)
-        if not self.life.was_started or self._is_within() or self._interrupts_the_launch() or self._interrupts_a_call():
+        if not self.life.was_started or self._is_within() or self._interrupts_a_call():
             return True
         began = clock.monotonic()
         while not self._over.is_open and (left := began + self._stop_within(timeout) - clock.monotonic()) > 0:
