@@ -937,3 +937,19 @@ async def test_a_group_passes_messages_of_ones_own_on():
     actor = told(lambda message: 2 * message.per_second)
     async with LoopGroup([actor]) as group:
         assert await group.actors[0].ask(SetRate(per_second=3), timeout=5) == 6
+
+
+async def test_a_loop_that_is_told_to_stop_by_itself_stops_its_actor(virtual_clock):
+    """By its own calls, past the actor: that is then stopping as after a DrainRequest."""
+
+    async def handle(_: str):
+        actor.loop.request_shutdown()
+        assert actor.stopped.is_set()
+        health.append((await actor.ask(HealthCheckRequest())).reason)
+
+    health = []
+    async with InMemoryMailbox() as mailbox:
+        actor = LoopActor(MainLoop(mailbox, handle))
+        await mailbox.send("x")
+        await actor.run()
+    assert health == ["stopping"]

@@ -117,12 +117,11 @@ class ManagedLoop:
     async def run(self, keywords: dict[str, Any]) -> None:
         """Run the loop until it ends for good. Its last error is kept, not raised: the group decides what it means."""
         self.actor.on_stop = self._enter_stopping
-        self.loop.on_stop = self._pass_on_stop
         try:
             async with self.actor.serving():
                 await self._run_until_told(keywords)
         finally:
-            self.actor.on_stop = self.loop.on_stop = None
+            self.actor.on_stop = None
             for unsubscribe in self._unsubscribe:
                 unsubscribe()
             self._enter_stopping()
@@ -182,11 +181,6 @@ class ManagedLoop:
             self.stop_began = now
             self._enter_stopping()  # also where no actor serves yet
             self.actor.tell(DrainRequest(within=within))
-
-    def _pass_on_stop(self) -> None:
-        """The loop was told past its actor, by its own ``shutdown()``: that stops the member, as any other way does."""
-        if self.actor._stop_began is None:  # noqa: SLF001 - this package's own
-            self.actor.tell(DrainRequest())
 
     def _enter_stopping(self) -> None:
         if self._machine.can(ServiceState.STOPPING):

@@ -263,6 +263,11 @@ class LoopActor:
                     self.loop.stop_within = within
                 self.loop.stop_intake()
 
+    def _loop_was_told(self) -> None:
+        """Take a stop of the loop by its own ``shutdown()``, past the actor, for a drain."""
+        if self._stop_began is None:
+            self.tell(DrainRequest())
+
     def _hurry(self, message: ShutdownRequest) -> None:
         if message.timeout <= 0:
             self.cancel_work()  # at once: turns of the event loop can be rare, where handlers are what is wrong with it
@@ -300,9 +305,11 @@ class LoopActor:
                 self._come_from_a_fork()
             with self._lock:
                 self._event_loop = event_loop()
+            self.loop.on_stop = self._loop_was_told
             try:
                 yield
             finally:
+                self.loop.on_stop = None
                 self._end()
 
     async def _run_loop(self, **keywords: Any) -> None:
