@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mainspring.mailbox.message import Ack, Counts, Dead, Delivery, Envelope, Return
-from mainspring.testing.simulation.event_log import Journal
+from mainspring.testing.simulation.event_log import EventLog
 from mainspring.testing.simulation.ledger import TOLERANCE, Ledger
 
 
@@ -17,7 +17,7 @@ class Story:
     def __init__(self) -> None:
         self.now = 0.0
         self.stopped = 0
-        self.ledger = Ledger(Journal(lambda: self.now), lambda: self.now, self._stop)
+        self.ledger = Ledger(EventLog(lambda: self.now), lambda: self.now, self._stop)
         self._receipts = 0
 
     def _stop(self) -> None:
@@ -273,10 +273,10 @@ def test_replies(story: Story) -> None:
     story.begin("w0", held)
     story.end(held)
     story.ledger.settled("w0", held, Ack(Envelope("r", b"1")))
-    assert story.ledger.reply_seen("a")
+    story.ledger.reply_seen("a")
     story.ledger.close(all_replies=True)
     assert story.broken is None
-    assert not story.ledger.reply_seen("a")
+    story.ledger.reply_seen("a")
     assert story.broken == "replies"
 
 

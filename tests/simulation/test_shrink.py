@@ -11,7 +11,7 @@ import pytest
 from mainspring import Context, LoopGroup, MainLoop
 from mainspring.testing import Faults, Simulation, simulate
 from mainspring.testing.simulation import shrink
-from mainspring.testing.simulation.event_log import Entry, around, as_svg, as_text, picture
+from mainspring.testing.simulation.event_log import LogEntry, around, as_svg, as_text, timeline_of
 from mainspring.testing.simulation.run import subsets
 
 if TYPE_CHECKING:
@@ -97,20 +97,20 @@ def test_chosen_seeds_without_shrinking() -> None:
 # ------------------------------------------------------------------------------------------------------------ drawing
 
 LOG = [
-    Entry(0.0, "w0.0", "starts"),
-    Entry(10.0, "w0.0", "started", "m1"),
-    Entry(30.0, "w0.0", "returned", "m1"),
-    Entry(40.0, "w0.0", "started", "m2"),
-    Entry(60.0, "w0.0", "killed"),
-    Entry(60.0, "w0.0", "died with its worker", "m2"),
-    Entry(70.0, "w1.0", "started", "m2"),
-    Entry(80.0, "store", "goes down"),
-    Entry(100.0, "ledger", "BROKEN <rule>", "m2", "it broke & stopped"),
+    LogEntry(0.0, "w0.0", "starts"),
+    LogEntry(10.0, "w0.0", "started", "m1"),
+    LogEntry(30.0, "w0.0", "returned", "m1"),
+    LogEntry(40.0, "w0.0", "started", "m2"),
+    LogEntry(60.0, "w0.0", "killed"),
+    LogEntry(60.0, "w0.0", "died with its worker", "m2"),
+    LogEntry(70.0, "w1.0", "started", "m2"),
+    LogEntry(80.0, "store", "goes down"),
+    LogEntry(100.0, "ledger", "BROKEN <rule>", "m2", "it broke & stopped"),
 ]
 
 
 def test_lanes_spans_and_marks() -> None:
-    drawn = picture(LOG)
+    drawn = timeline_of(LOG)
     assert [lane.name for lane in drawn.lanes] == ["store", "w0", "w1"]
     assert [(s.message, s.began, s.ended, s.how) for s in drawn.lanes[1].spans] == [
         ("m1", 10.0, 30.0, "ok"),
@@ -121,7 +121,7 @@ def test_lanes_spans_and_marks() -> None:
 
 
 def test_a_timeline_for_the_terminal() -> None:
-    lines = as_text(picture(LOG), width=108).splitlines()
+    lines = as_text(timeline_of(LOG), width=108).splitlines()
     rows = {line.split()[0]: line[7:] for line in lines[:3]}
     assert rows["w0"][11] == rows["w0"][29] == "="
     assert rows["w0"][35] == "."
@@ -132,17 +132,19 @@ def test_a_timeline_for_the_terminal() -> None:
 
 
 def test_a_part_of_the_time() -> None:
-    drawn = picture(LOG, start=50, end=90)
+    drawn = timeline_of(LOG, start=50, end=90)
     assert [span.message for lane in drawn.lanes for span in lane.spans] == ["m2", "m2"]
     assert (drawn.start, drawn.end) == (50, 90)
 
 
 def test_a_drawing_is_well_formed(failing: SimulationReport) -> None:
-    for drawn in (picture(LOG), around(failing), picture([])):
+    for drawn in (timeline_of(LOG), around(failing), timeline_of([])):
         root = ElementTree.fromstring(as_svg(drawn))
         assert root.tag.endswith("svg")
     titles = [
-        title.text or "" for title in ElementTree.fromstring(as_svg(picture(LOG))).iter() if title.tag.endswith("title")
+        title.text or ""
+        for title in ElementTree.fromstring(as_svg(timeline_of(LOG))).iter()
+        if title.tag.endswith("title")
     ]
     assert "m1: 10.000 to 30.000 s, ok" in titles
     assert any("it broke & stopped" in title for title in titles)

@@ -1,4 +1,4 @@
-"""``Journal``: what happened in a run, as data that becomes text when somebody reads it."""
+"""The event log of a run, and timelines drawn from it for the terminal and as SVG."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One thing that happened: when, to whom (``w0.2``: the second life of worker 0), what, and to which message."""
+class LogEntry:
+    """One event. ``lane`` is its subject: ``w0.2`` is the third process of worker 0; others are store, client, world."""
 
     at: float
     lane: str
@@ -28,8 +28,8 @@ class Entry:
         return f"{self.at:12.3f} {self.lane:<8} {self.what}{message}{detail}"
 
 
-class Journal:
-    """The entries of a run, in order. Messages are named m1, m2 … in the order in which the store accepted them."""
+class EventLog:
+    """The events of a run, in order. Messages are named m1, m2 … in the order in which the store accepted them."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -37,29 +37,29 @@ class Journal:
         self.closed_at: float | None = None
 
     def add(self, lane: str, what: str, message: str = "", detail: str = "") -> None:
-        """Note it; after the end of the run nothing is noted any more."""
+        """Append an entry, unless the log is closed."""
         if self.closed_at is None:
             self._entries.append((self._clock(), lane, what, message, detail))
 
     def close(self) -> None:
-        """The run is over."""
+        """Close the log at the end of the run (idempotent)."""
         if self.closed_at is None:
             self.closed_at = self._clock()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[Entry]:
-        return (Entry(*entry) for entry in self._entries)
+    def __iter__(self) -> Iterator[LogEntry]:
+        return (LogEntry(*entry) for entry in self._entries)
 
     def lines(self) -> list[str]:
-        """All of it as text, one line an entry."""
+        """Return the entries as text, one line each."""
         return [str(entry) for entry in self]
 
     def of(self, messages: Iterable[str], most: int = 20) -> list[str]:
-        """The last ``most`` lines about ``messages``."""
+        """Return the last ``most`` lines about ``messages``."""
         wanted = set(messages)
-        return [str(Entry(*entry)) for entry in self._entries if entry[3] in wanted][-most:]
+        return [str(LogEntry(*entry)) for entry in self._entries if entry[3] in wanted][-most:]
 
 
 ENDINGS = {"returned": "ok", "failed": "failed", "cancelled": "cancelled", "died with its worker": "died"}
@@ -81,7 +81,7 @@ MARKS = {
     "lost its lease": "!",
     "acked": "a",
 }
-"""What is drawn as a mark, and its letter in the terminal; a later entry of this table wins a crowded place least."""
+"""The events that are drawn as marks, and their letters in the terminal."""
 COLOURS = {"ok": "#4c9a6a", "failed": "#d08a2e", "cancelled": "#8d8d8d", "died": "#c0504d"}
 
 
@@ -96,29 +96,29 @@ class Span:
 
 
 @dataclass(slots=True)
-class Lane:
-    """What happened to one worker (all its lives), to the store, or to the world as a whole."""
+class TimelineLane:
+    """The spans and marks of one worker (all its processes), of the store, or of the world."""
 
     name: str
     spans: list[Span] = field(default_factory=list)
-    marks: list[Entry] = field(default_factory=list)
+    marks: list[LogEntry] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class Picture:
-    """The lanes of a log between two instants, and where it broke."""
+class Timeline:
+    """The lanes of a log between two instants, and the entry at which an invariant broke."""
 
-    lanes: list[Lane]
+    lanes: list[TimelineLane]
     start: float
     end: float
-    broken: Entry | None
+    broken: LogEntry | None
 
 
-def picture(entries: Iterable[Entry], *, start: float | None = None, end: float | None = None) -> Picture:
-    """Sort a log into lanes; ``start`` and ``end`` (virtual seconds) cut it to a part."""
-    lanes: dict[str, Lane] = {}
+def timeline_of(entries: Iterable[LogEntry], *, start: float | None = None, end: float | None = None) -> Timeline:
+    """Build the timeline of a log, cut to ``start`` and ``end`` (virtual seconds) if given."""
+    lanes: dict[str, TimelineLane] = {}
     running: dict[tuple[str, str], Span] = {}
-    broken: Entry | None = None
+    broken: LogEntry | None = None
     last = 0.0
     for entry in entries:
         last = max(last, entry.at)
@@ -128,7 +128,7 @@ def picture(entries: Iterable[Entry], *, start: float | None = None, end: float 
         name = entry.lane.partition(".")[0]
         if name == "client":
             continue
-        lane = lanes.setdefault(name, Lane(name))
+        lane = lanes.setdefault(name, TimelineLane(name))
         key = (entry.lane, entry.message)
         if entry.what == "started":
             running[key] = Span(entry.message, entry.at, entry.at, "running")
@@ -145,29 +145,29 @@ def picture(entries: Iterable[Entry], *, start: float | None = None, end: float 
     for lane in lanes.values():
         lane.spans = [span for span in lane.spans if span.ended >= first and span.began <= final]
         lane.marks = [mark for mark in lane.marks if first <= mark.at <= final]
-    return Picture(sorted(lanes.values(), key=lambda lane: lane.name), first, max(final, first + 1e-3), broken)
+    return Timeline(sorted(lanes.values(), key=lambda lane: lane.name), first, max(final, first + 1e-3), broken)
 
 
-def around(report: SimulationReport, seconds: float = 300.0) -> Picture:
-    """The last ``seconds`` before a run broke, or the whole of it where that is shorter or it did not break."""
+def around(report: SimulationReport, seconds: float = 300.0) -> Timeline:
+    """Return the timeline of the last ``seconds`` before the violation, or of the whole run if no invariant broke."""
     broken = report.violation
     if broken is None:
-        return picture(report.entries)
-    return picture(report.entries, start=max(0.0, broken.at - seconds), end=broken.at)
+        return timeline_of(report.entries)
+    return timeline_of(report.entries, start=max(0.0, broken.at - seconds), end=broken.at)
 
 
-def as_text(drawn: Picture, width: int = 100) -> str:
-    """The picture for a terminal of ``width`` columns."""
-    margin = max((len(lane.name) for lane in drawn.lanes), default=2) + 2
+def as_text(timeline: Timeline, width: int = 100) -> str:
+    """Draw a timeline for a terminal of ``width`` columns."""
+    margin = max((len(lane.name) for lane in timeline.lanes), default=2) + 2
     columns = max(20, width - margin)
-    scale = (columns - 1) / (drawn.end - drawn.start)
+    scale = (columns - 1) / (timeline.end - timeline.start)
 
     def column(at: float) -> int:
-        return min(columns - 1, max(0, int((at - drawn.start) * scale)))
+        return min(columns - 1, max(0, int((at - timeline.start) * scale)))
 
-    focus = drawn.broken.message if drawn.broken is not None else ""
+    focus = timeline.broken.message if timeline.broken is not None else ""
     lines = []
-    for lane in drawn.lanes:
+    for lane in timeline.lanes:
         row = ["."] * columns if lane.name.startswith("w") and lane.name != "world" else [" "] * columns
         for span in lane.spans:
             letter = "#" if focus and span.message == focus else "="
@@ -176,8 +176,8 @@ def as_text(drawn: Picture, width: int = 100) -> str:
         for mark in sorted(lane.marks, key=lambda mark: mark.what in ("acked", "starts"), reverse=True):
             row[column(mark.at)] = MARKS[mark.what]
         lines.append(f"{lane.name:<{margin}}{''.join(row)}".rstrip())
-    scale_line = f"{drawn.start:.0f} s"
-    last = f"{drawn.end:.0f} s"
+    scale_line = f"{timeline.start:.0f} s"
+    last = f"{timeline.end:.0f} s"
     lines.append(" " * margin + scale_line + last.rjust(columns - len(scale_line)))
     focused = f", # {focus}" if focus else ""
     lines.append(f"= a handler runs{focused}, a acknowledged, X killed, T SIGTERM, D deploy, ( ) frozen, [ ] cut off,")
@@ -185,21 +185,21 @@ def as_text(drawn: Picture, width: int = 100) -> str:
     return "\n".join(lines)
 
 
-def as_svg(drawn: Picture, width: int = 1200) -> str:
-    """The picture as an SVG document; each span and mark says what it is when pointed at."""
+def as_svg(timeline: Timeline, width: int = 1200) -> str:
+    """Draw a timeline as an SVG document. Each span and mark has a tooltip."""
     left, top, height = 70, 30, 46
-    scale = (width - left - 20) / (drawn.end - drawn.start)
+    scale = (width - left - 20) / (timeline.end - timeline.start)
 
     def x(at: float) -> float:
-        return left + (min(max(at, drawn.start), drawn.end) - drawn.start) * scale
+        return left + (min(max(at, timeline.start), timeline.end) - timeline.start) * scale
 
-    total = top + height * len(drawn.lanes) + 30
-    focus = drawn.broken.message if drawn.broken is not None else ""
+    total = top + height * len(timeline.lanes) + 30
+    focus = timeline.broken.message if timeline.broken is not None else ""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{total}" font-family="sans-serif" font-size="11">',
         f'<rect width="{width}" height="{total}" fill="white"/>',
     ]
-    for index, lane in enumerate(drawn.lanes):
+    for index, lane in enumerate(timeline.lanes):
         y = top + height * index
         parts.append(f'<text x="8" y="{y + 22}" font-size="13">{escape(lane.name)}</text>')
         parts.append(f'<line x1="{left}" x2="{width - 20}" y1="{y + 30}" y2="{y + 30}" stroke="#cccccc"/>')
@@ -208,12 +208,12 @@ def as_svg(drawn: Picture, width: int = 1200) -> str:
                 _span_svg(span, x(span.began), x(span.ended), y, focused=bool(focus) and span.message == focus)
             )
         parts += [_mark_svg(mark, x(mark.at), y) for mark in lane.marks if mark.what != "acked"]
-    bottom = top + height * len(drawn.lanes)
-    parts.append(f'<text x="{left}" y="{bottom + 18}">{drawn.start:.0f} s</text>')
-    parts.append(f'<text x="{width - 20}" y="{bottom + 18}" text-anchor="end">{drawn.end:.0f} s</text>')
-    if drawn.broken is not None and drawn.start <= drawn.broken.at <= drawn.end:
-        at = x(drawn.broken.at)
-        title = escape(f"{drawn.broken.what}: {drawn.broken.detail}")
+    bottom = top + height * len(timeline.lanes)
+    parts.append(f'<text x="{left}" y="{bottom + 18}">{timeline.start:.0f} s</text>')
+    parts.append(f'<text x="{width - 20}" y="{bottom + 18}" text-anchor="end">{timeline.end:.0f} s</text>')
+    if timeline.broken is not None and timeline.start <= timeline.broken.at <= timeline.end:
+        at = x(timeline.broken.at)
+        title = escape(f"{timeline.broken.what}: {timeline.broken.detail}")
         parts.append(
             f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{top - 8}" y2="{bottom}" stroke="#c00000" stroke-width="2">'
             f"<title>{title}</title></line>"
@@ -232,7 +232,7 @@ def _span_svg(span: Span, x1: float, x2: float, y: int, *, focused: bool) -> str
     )
 
 
-def _mark_svg(mark: Entry, x: float, y: int) -> str:
+def _mark_svg(mark: LogEntry, x: float, y: int) -> str:
     title = escape(f"{mark.at:.3f} s {mark.lane} {mark.what} {mark.detail}".strip())
     letter = escape(MARKS[mark.what])
     return (

@@ -1,4 +1,4 @@
-"""``Faults``: how often the world fails; and the plan of a run: every planned fault, drawn from the seed before it begins."""
+"""``Faults``: how often what fails; and the plan of a run: each planned fault, drawn from the seed before the run starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 EVENTS: Final = ("crash", "signal", "deploy", "partition", "store_restart", "clock_jump", "freeze")
-"""The faults that happen at an instant; their rates are per hour of virtual time, for the whole fleet."""
+"""The faults that happen at an instant. Their rates are per hour of virtual time, for the whole fleet."""
 CHANCES: Final = (
     "second_signal",
     "slow_call",
@@ -23,36 +23,36 @@ CHANCES: Final = (
     "poison",
     "duplicate",
 )
-"""The faults that befall single signals, calls, handler runs and messages; their values are probabilities."""
+"""The faults of single signals, calls, handler runs and messages. Their values are probabilities."""
 PARTITIONS: Final = ("hang", "fail", "lost")
 HOUR: Final = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """How often the world fails. The defaults add up to one event an hour and spare few kinds of trouble.
+    """How often what fails. The defaults add up to one event an hour and include every kind of fault.
 
     Events, as rates per hour of virtual time over the whole fleet:
 
-    :param crash: a worker is gone, as by SIGKILL: nothing it was doing goes on; another is started in its place.
-    :param signal: SIGTERM to one worker; it shuts down and is started again.
-    :param deploy: all workers get SIGTERM one after the other, each when the one before is up again.
-    :param partition: one worker does not reach the store for a while: calls hang, or fail, or take effect and then fail.
-    :param store_restart: the store is away for a while, for everybody; what it had accepted it keeps.
-    :param clock_jump: one worker's wall clock jumps by up to some hours, either way.
-    :param freeze: one worker stands still (SIGSTOP, a suspended machine) for longer than its leases last, then goes on.
+    :param crash: a worker dies, as by SIGKILL; another is started in its place.
+    :param signal: one worker gets SIGTERM, shuts down, and is started again.
+    :param deploy: all workers get SIGTERM one after the other, each once the previous one is up again.
+    :param partition: one worker cannot reach the store for a while: calls hang, fail, or take effect and then fail.
+    :param store_restart: the store is unavailable to all for a while; it keeps what it has accepted.
+    :param clock_jump: one worker's wall clock jumps by up to four hours, either way.
+    :param freeze: one worker freezes (SIGSTOP, a suspended machine), mostly for longer than its leases last, then continues.
 
     Probabilities:
 
-    :param second_signal: that a second signal follows a SIGTERM during the shutdown.
-    :param slow_call: of a call to the store, to be on its way for up to 5 s, before or after it takes effect.
-    :param slow_handler: of a handler run, to take up to five minutes longer.
-    :param hanging_handler: of a handler run, to hang until it is cancelled.
-    :param failing_handler: of a handler run, to raise.
-    :param swallowing_handler: of a handler run, to be slow and to ignore its cancellation for up to 20 s.
-    :param poison: of a message, to be one that nobody understands: no JSON, or of another shape.
-    :param duplicate: of a message, to be sent again as if the first answer had been lost.
-    :raises ConfigError: a value is no rate, or no probability.
+    :param second_signal: a second signal follows a SIGTERM during the shutdown.
+    :param slow_call: a call to the store takes up to 5 s, before or after it takes effect.
+    :param slow_handler: a handler takes up to five minutes longer.
+    :param hanging_handler: a handler hangs until it is cancelled.
+    :param failing_handler: a handler raises.
+    :param swallowing_handler: a handler is slow and ignores its cancellation for up to 20 s.
+    :param poison: a message cannot be decoded: it is no JSON, or has the wrong shape.
+    :param duplicate: a message is sent again, as if the first answer had been lost.
+    :raises ConfigError: a value is out of range.
     """
 
     crash: float = 0.25
@@ -83,19 +83,19 @@ class Faults:
 
     @classmethod
     def none(cls) -> Self:
-        """A world in which nothing fails."""
+        """Return faults that never happen."""
         return cls(**dict.fromkeys(cls.kinds, 0.0))
 
     @classmethod
     def just(cls, **values: float) -> Self:
-        """A world in which nothing fails but what is named: ``Faults.just(crash=4, slow_call=0.1)``."""
+        """Return faults of the named kinds only: ``Faults.just(crash=4, slow_call=0.1)``."""
         unknown = sorted(set(values) - set(cls.kinds))
         if unknown:
             raise _unknown(unknown[0])
         return cls(**{**dict.fromkeys(cls.kinds, 0.0), **values})
 
     def only(self, kinds: Iterable[str]) -> Self:
-        """These faults, but of the named kinds only; an unknown one is a :class:`ConfigError` that lists them all."""
+        """Return these faults, restricted to ``kinds``. An unknown kind is a :class:`ConfigError` that lists all kinds."""
         chosen = set(kinds)
         unknown = sorted(chosen - set(self.kinds))
         if unknown:
@@ -103,7 +103,7 @@ class Faults:
         return replace(self, **{name: 0.0 for name in self.kinds if name not in chosen})
 
     def times(self, factor: float) -> Self:
-        """These faults, ``factor`` times as often (probabilities at most 1)."""
+        """Return these faults, ``factor`` times as often. Probabilities become at most 1."""
         scaled = {name: min(getattr(self, name) * factor, 1.0 if name in CHANCES else 3600.0) for name in self.kinds}
         return replace(self, **scaled)
 
@@ -112,7 +112,7 @@ class Faults:
         return ", ".join(told) or "none"
 
     def source(self) -> str:
-        """The expression that makes it."""
+        """Return the Python expression that makes these faults."""
         changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         present = {name: getattr(self, name) for name in self.kinds if getattr(self, name)}
         name, values = ("Faults", changed) if len(changed) <= len(present) else ("Faults.just", present)
@@ -125,7 +125,7 @@ def _unknown(kind: str) -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class PlannedFault:
-    """One event of the plan. ``number`` is its place in the whole plan, by which a replay can choose it."""
+    """One fault of the plan. ``number`` is its index in the whole plan; a replay selects faults by it."""
 
     number: int
     at: float
@@ -136,17 +136,17 @@ class PlannedFault:
 
     def __str__(self) -> str:
         what = f"{self.kind} ({self.mode})" if self.mode else self.kind
-        who = f"worker {self.worker}" if self.kind not in ("deploy", "store_restart") else "everybody"
+        who = f"worker {self.worker}" if self.kind not in ("deploy", "store_restart") else "all workers"
         how = f" for {self.seconds:.1f} s" if self.kind in ("partition", "store_restart", "freeze") else ""
         return f"#{self.number} {what}, {who}, at {self.at:.1f} s{how}"
 
 
 def plan(faults: Faults, *, seed: int, duration: float, workers: int, lease: float = 60.0) -> list[PlannedFault]:
-    """The events of a run of ``duration`` seconds, in the order of time: the same for the same arguments.
+    """Return the faults of a run of ``duration`` seconds, in order of time. Equal arguments give equal plans.
 
-    Each kind has a generator of its own, so that switching one off leaves the others where they were; and the instants do
-    not depend on ``duration``, so that a shorter run has the same plan, cut off. ``lease`` is the longest lease that
-    workers take: a freeze lasts from about half of it to three times.
+    Each kind has its own random generator, so that disabling one kind does not move the others. Instants do not depend on
+    ``duration``, so that a shorter run has the same plan, truncated. ``lease`` is the longest lease that workers take; a
+    freeze lasts from half of it to three times as long.
     """
     found: list[tuple[float, str, int, float, str]] = []
     for kind in EVENTS:
@@ -164,9 +164,9 @@ def plan(faults: Faults, *, seed: int, duration: float, workers: int, lease: flo
 
 
 def _extent(kind: str, stretch: float, mode: float, lease: float) -> tuple[float, str]:
-    """How long it lasts, in seconds, and in which way it comes, from two even draws."""
+    """Return how long a fault lasts, in seconds, and its mode, from two draws between 0 and 1."""
     if kind in ("crash", "signal", "deploy"):
-        return 0.5 + 20 * stretch, ""  # until the next one is started
+        return 0.5 + 20 * stretch, ""  # until the next process is started
     if kind == "partition":
         return 1.0 + lease * 3 * stretch**2, PARTITIONS[int(mode * len(PARTITIONS))]
     if kind == "store_restart":

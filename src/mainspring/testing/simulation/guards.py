@@ -1,4 +1,4 @@
-"""What has no place in a simulated world: sockets, threads, real sleep, blocking; found and named, not waited for."""
+"""Guards: code under simulation that opens sockets, starts threads, sleeps in real time or blocks is found and named."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ if TYPE_CHECKING:
 _STDLIB = sysconfig.get_path("stdlib") + "/"
 _MACHINERY = frozenset({"mainspring", "trio", "anyio", "outcome"})
 LOOK = 0.25
-"""Real seconds between two looks at whether a run gets on."""
+"""Real seconds between two checks for progress."""
 
 
 class RealWorldError(MainspringError):
-    """The code under simulation reached for the real world (a socket, a thread, real time), or blocked.
+    """The code under simulation used the real world (a socket, a thread, real time), or blocked.
 
-    The message names the line. Such code gives another run each time, so a simulation cannot judge it: hand the group a
-    stand-in instead.
+    The message names the line. Such code makes runs unrepeatable: give the group a fake instead.
     """
 
     fault = "caller"
 
 
 class Guards:
-    """Watches one run. ``error`` is what was found first; ``stop`` is called then, on the event loop's own thread."""
+    """Guards one run. ``error`` is the first violation; ``stop`` is then called on the thread of the event loop."""
 
     def __init__(self, stop: Callable[[], object], sign_of_life: Callable[[], object], patience: float) -> None:
         self.error: RealWorldError | None = None
@@ -56,7 +55,7 @@ class Guards:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Forbid all that inside the block."""
+        """Install the guards inside the block."""
         with self._stack as stack:
             stack.callback(self._over.set)
             watcher = threading.Thread(target=self._watch, name="mainspring-simulation-watch", daemon=True)
@@ -65,7 +64,7 @@ class Guards:
                 (socket.socket, "__init__", "opened a socket"),
                 (subprocess.Popen, "__init__", "started a process"),
                 (threading.Thread, "start", "started a thread"),
-                (anyio.to_thread, "run_sync", "started a thread"),  # also one that idles in a pool since before
+                (anyio.to_thread, "run_sync", "started a thread"),  # may reuse an idle thread, so that none is started
                 (trio.to_thread, "run_sync", "started a thread"),
             ):
                 stack.enter_context(_replaced(owner, name, self._forbidden(what, getattr(owner, name))))
@@ -81,7 +80,7 @@ class Guards:
         self._stop()
 
     def close(self) -> None:
-        """Allow everything again, where the run was left without an end of the block (idempotent)."""
+        """Remove the guards, if the run was left without the end of the block (idempotent)."""
         self._stack.close()
 
     def _forbidden(self, what: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,8 +93,8 @@ class Guards:
 
     def _found(self, what: str) -> RealWorldError:
         error = RealWorldError(
-            f"the simulated code {what}: a simulation has no real world, and would not be the same twice; build the group"
-            " for it on stand-ins (a plain `def` handler runs in a thread: make it `async def`)"
+            f"the simulated code {what}: a simulation could not repeat it; build the group"
+            " with fakes instead (a plain `def` handler runs in a thread: make it `async def`)"
         )
         if self.error is None:
             self.error = error
@@ -103,7 +102,7 @@ class Guards:
         return error
 
     def _watch(self) -> None:
-        """On its own thread: look whether virtual time or the run's work gets on."""
+        """Check on a thread of its own that virtual time or the log makes progress."""
         before: object = None
         still = 0.0
         while not self._over.wait(LOOK):
@@ -117,25 +116,25 @@ class Guards:
     def _interrupt(self) -> None:
         line = _line_of(self._thread_id)
         self.error = self.error or RealWorldError(
-            f"the simulated code has blocked the event loop for {self._patience:g} real seconds at {line}: await something"
-            " there, and in virtual time"
+            f"the simulated code has blocked the event loop for {self._patience:g} real seconds at {line}: await"
+            " something there, in virtual time"
         )
-        if not self._told.is_set():  # a loop that turns hears of it, and may then be left in peace
+        if not self._told.is_set():  # a loop that still runs ends the run itself
             process.call_soon(self._loop, self._tell)
             if self._told.wait(LOOK):
                 return
         if self._in_main_thread:
-            signal.pthread_kill(self._thread_id, signal.SIGALRM)  # also ends a wait outside of the interpreter
+            signal.pthread_kill(self._thread_id, signal.SIGALRM)  # also ends a blocking system call
         else:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread_id), ctypes.py_object(_Blocked))
 
 
 class _Blocked(BaseException):
-    """Raised in the blocked thread to get it out."""
+    """Raised in the blocked thread to unblock it."""
 
 
 def _line_of(thread_id: int) -> str:
-    """Where that thread stands, in whoever's code it is that is neither the standard library's nor the machinery's."""
+    """Describe where that thread is, in the innermost frame outside the standard library, Mainspring, trio and anyio."""
     for frame, line in stack_of(thread_id):
         path, name = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
         if not path.startswith((_STDLIB, "<")) and name.partition(".")[0] not in _MACHINERY:
@@ -162,7 +161,7 @@ def _replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterato
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The event log of a run says it all; its warnings are part of the plan."""
+    """Silence Mainspring's logger: warnings are part of the plan, and the event log has them."""
     logger = logging.getLogger("mainspring")
     before = logger.level
     logger.setLevel(logging.CRITICAL + 1)

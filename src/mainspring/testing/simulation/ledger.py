@@ -1,7 +1,7 @@
-"""``Ledger``: the books that a run is judged by. Plain synchronous bookkeeping: it is told what took effect, and when.
+"""``Ledger``: an independent account of every message, by which a run is judged. It is synchronous and does no I/O.
 
-It knows nothing of how the store or the engine come to their decisions. It keeps a second account of every message from
-what it is told, by the rules of the mailbox's semantics, and the first entry that contradicts it is the violation.
+The store and the processes report what took effect. The ledger applies the rules of mailbox semantics to these reports and
+knows nothing of how the store or the engine decide. The first report that contradicts its account is the violation.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from mainspring.mailbox.message import Counts, Delivery, Settlement
-    from mainspring.testing.simulation.event_log import Journal
+    from mainspring.testing.simulation.event_log import EventLog
 
 TOLERANCE = 6.0
-"""Seconds for which a handler may go on after its lease is over: what its clean-up may take, and a moment."""
+"""Seconds for which a handler may continue after its lease has ended: the time of its clean-up, and a margin."""
 ROUNDING = 1e-6
-"""Seconds within which sums of instants may differ; at that very instant the store may say either."""
+"""Rounding error of sums of instants, in seconds. Within it the store may decide either way."""
 
 
-class Place(StrEnum):
-    """Where a message is, as far as the ledger can tell; whether a lease has run out it looks at when it matters."""
+class MessageState(StrEnum):
+    """The state of a message. A lease that has run out is still ``LEASED`` until the next claim."""
 
     QUEUED = "queued"
     LEASED = "leased"
@@ -35,8 +35,8 @@ class Place(StrEnum):
 
 
 @dataclass(slots=True)
-class Work:
-    """One handler run, as the world around it sees it."""
+class HandlerRun:
+    """One call of a handler."""
 
     worker: str
     label: str
@@ -49,10 +49,10 @@ class Work:
 
 @dataclass(slots=True)
 class Account:
-    """What the ledger knows of one message."""
+    """The account of one message."""
 
     label: str
-    place: Place = Place.QUEUED
+    state: MessageState = MessageState.QUEUED
     ready_at: float = 0.0
     charged: int = 0
     crashes: int = 0
@@ -62,14 +62,14 @@ class Account:
     lease_until: float = 0.0
     undecodable: bool = False
     finished: bool = False
-    early: Work | None = None
+    early: HandlerRun | None = None
     replies: int = 0
     seen_replies: int = 0
-    works: dict[str, Work] = field(default_factory=dict)
+    runs: dict[str, HandlerRun] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class BrokenInvariant:
     """An invariant that did not hold."""
 
     rule: str
@@ -79,75 +79,76 @@ class Broken:
 
 
 class Ledger:
-    """Keeps the account of every message, and stops the run at the first that does not add up.
+    """Keeps the account of every message, and stops the run at the first contradiction.
 
-    :param journal: where what happens is noted.
+    :param log: the event log to append to.
+    :param clock: returns the virtual time.
     :param stop: called once, when an invariant is broken.
-    :param max_attempts: the policy's limit on charged attempts.
-    :param max_crashes: its limit on those whose leases ran out.
+
+    ``max_attempts`` and ``max_crashes`` are the limits of the dead-letter policy, set before the run.
     """
 
-    def __init__(self, journal: Journal, clock: Callable[[], float], stop: Callable[[], object]) -> None:
+    def __init__(self, log: EventLog, clock: Callable[[], float], stop: Callable[[], object]) -> None:
         self.max_attempts = 20
         self.max_crashes = 5
-        self.broken: Broken | None = None
+        self.broken: BrokenInvariant | None = None
         self.accounts: dict[str, Account] = {}
         self.last_progress = 0.0
-        self._journal = journal
+        self._log = log
         self._now = clock
         self._stop = stop
-        self._active: dict[tuple[str, str], Work] = {}
+        self._active: dict[tuple[str, str], HandlerRun] = {}
         self._frozen: set[str] = set()
-        self._overlaps: dict[tuple[str, str], tuple[Account, Work, float]] = {}
+        self._overlaps: dict[tuple[str, str], tuple[Account, HandlerRun, float]] = {}
 
     def label(self, message_id: str) -> str:
-        """The short name of a message."""
+        """Return the short name of a message."""
         account = self.accounts.get(message_id)
         return account.label if account is not None else message_id[-6:]
 
     def fail(self, rule: str, text: str, message: str = "") -> None:
-        """An invariant is broken; only the first counts."""
-        if self.broken is None and self._journal.closed_at is None:
-            self.broken = Broken(rule, text, self._now(), message)
-            self._journal.add("ledger", f"BROKEN {rule}", message, text)
+        """Record a broken invariant and stop the run. Only the first one counts."""
+        if self.broken is None and self._log.closed_at is None:
+            self.broken = BrokenInvariant(rule, text, self._now(), message)
+            self._log.add("ledger", f"BROKEN {rule}", message, text)
             self._stop()
 
     # ----------------------------------------------------------------------------------------------- told by the store
 
     def accepted(self, lane: str, ids: Iterable[str], delays: Iterable[float], *, undecodable: bool = False) -> None:
-        """The store has taken messages in."""
+        """Record that the store accepted messages."""
         now = self._now()
         for message_id, delay in zip(ids, delays, strict=True):
             known = self.accounts.get(message_id)
             if known is not None:  # a dedup_key has matched
-                if known.place in (Place.SETTLED, Place.DEAD):
+                if known.state in (MessageState.SETTLED, MessageState.DEAD):
                     self.fail("accepted", "a send was answered with the id of a finished message", known.label)
-                self._journal.add(lane, "sent again", known.label)
+                self._log.add(lane, "sent again", known.label)
                 continue
             label = f"m{len(self.accounts) + 1}"
             self.accounts[message_id] = Account(label, ready_at=now + delay, undecodable=undecodable)
-            self._journal.add(lane, "sent", label)
+            self._log.add(lane, "sent", label)
 
     def claimed(self, worker: str, deliveries: Iterable[Delivery], lease: float) -> None:
-        """The store has leased messages to ``worker`` for ``lease`` seconds from now."""
+        """Record that the store leased messages to ``worker`` for ``lease`` seconds from now."""
         now = self._now()
         for delivery in deliveries:
             account = self.accounts.get(delivery.message_id)
             if account is None:
-                self.fail("delivered", f"{worker} was given a message that nobody sent", delivery.message_id[-6:])
+                self.fail("delivered", f"{worker} was given a message that was never sent", delivery.message_id[-6:])
                 continue
             self._check_claim(account, worker, delivery, now)
             account.deliveries += 1
-            account.place, account.holder, account.receipt = Place.LEASED, worker, delivery.receipt_handle
+            account.state, account.holder, account.receipt = MessageState.LEASED, worker, delivery.receipt_handle
             account.lease_until = now + lease
             self.last_progress = now
-            self._journal.add(worker, "claimed", account.label, f"attempt {delivery.attempt}")
+            self._log.add(worker, "claimed", account.label, f"attempt {delivery.attempt}")
 
     def _check_claim(self, account: Account, worker: str, delivery: Delivery, now: float) -> None:
         label = account.label
-        if account.place in (Place.SETTLED, Place.DEAD):
-            self.fail("settled once", f"{worker} was given a message that is {account.place} already", label)
-        elif account.place is Place.LEASED:
+        if account.state in (MessageState.SETTLED, MessageState.DEAD):
+            self.fail("settled once", f"{worker} was given a message that is {account.state} already", label)
+        elif account.state is MessageState.LEASED:
             if now < account.lease_until - ROUNDING:
                 left = account.lease_until - now
                 self.fail(
@@ -155,91 +156,91 @@ class Ledger:
                 )
             account.charged += 1  # that lease ran out
             account.crashes += 1
-            self._journal.add("store", "lease ran out", label, account.holder)
+            self._log.add("store", "lease ran out", label, account.holder)
         elif now < account.ready_at - ROUNDING:
             self.fail("delay", f"{worker} was given it {account.ready_at - now:.3f} s before its delay was over", label)
         if delivery.attempt != account.charged + 1:
             told = f"this is charged attempt {account.charged + 1}, the store says {delivery.attempt}"
             self.fail("attempts", told, label)
-        for receipt, work in account.works.items():
-            if not work.ended and work.worker != worker and not work.stubborn:
-                self._overlaps[delivery.message_id, receipt] = (account, work, max(now, work.excused_at))
+        for receipt, run in account.runs.items():
+            if not run.ended and run.worker != worker and not run.stubborn:
+                self._overlaps[delivery.message_id, receipt] = (account, run, max(now, run.excused_at))
 
     def extended(self, worker: str, delivery: Delivery, timeout: float) -> None:
-        """The store has extended a lease."""
+        """Record that the store extended a lease."""
         account = self._holding(worker, delivery, "extend")
         if account is not None:
             account.lease_until = max(account.lease_until, self._now() + timeout)
-            self._journal.add(worker, "renewed", account.label)
+            self._log.add(worker, "renewed", account.label)
 
     def refused(self, worker: str, delivery: Delivery, what: str) -> None:
-        """The store has refused a receipt."""
+        """Record that the store refused a receipt handle."""
         account = self.accounts[delivery.message_id]
         if self._holds(account, delivery, -ROUNDING):
             self.fail("lease kept", f"{worker}: {what} was refused although it holds the lease", account.label)
-        self._journal.add(worker, f"{what} refused", account.label)
+        self._log.add(worker, f"{what} refused", account.label)
 
     def settled(self, worker: str, delivery: Delivery, settlement: Settlement) -> None:
-        """The store has settled a delivery."""
+        """Record that the store settled a delivery."""
         what = type(settlement).__name__.lower()
         account = self._holding(worker, delivery, what)
         if account is None:
             return
         now = self._now()
         self.last_progress = now
-        work = account.works.get(delivery.receipt_handle)
+        run = account.runs.get(delivery.receipt_handle)
         if isinstance(settlement, Ack):
-            self._acknowledged(account, work, worker)
-            account.place = Place.SETTLED
+            self._acknowledged(account, run, worker)
+            account.state = MessageState.SETTLED
             account.replies += settlement.reply is not None
         elif isinstance(settlement, Dead):
-            account.place = Place.DEAD
-            self._journal.add(worker, "dead-lettered", account.label, settlement.error_type)
+            account.state = MessageState.DEAD
+            self._log.add(worker, "dead-lettered", account.label, settlement.error_type)
         else:
-            self._returned(account, work, worker, settlement, now)
+            self._returned(account, run, worker, settlement, now)
         account.holder = account.receipt = ""
 
-    def _acknowledged(self, account: Account, work: Work | None, worker: str) -> None:
-        self._journal.add(worker, "acked", account.label)
-        if work is None:
+    def _acknowledged(self, account: Account, run: HandlerRun | None, worker: str) -> None:
+        self._log.add(worker, "acked", account.label)
+        if run is None:
             self.fail("work done", f"{worker} acknowledged it, and no handler ever saw it", account.label)
-        elif not work.ended:
-            account.early = work  # fine, if the handler comes to its end
-        elif work.ended != "returned" and not account.finished:
-            self.fail("work done", f"{worker} acknowledged it although its handler {work.ended}", account.label)
+        elif not run.ended:
+            account.early = run  # fine, if the handler comes to its end
+        elif run.ended != "returned" and not account.finished:
+            self.fail("work done", f"{worker} acknowledged it although its handler {run.ended}", account.label)
 
-    def _returned(self, account: Account, work: Work | None, worker: str, how: Return, now: float) -> None:
-        account.place, account.ready_at = Place.QUEUED, now + how.delay
-        self._journal.add(worker, "retried" if how.charge else "released", account.label, f"in {how.delay:.3f} s")
+    def _returned(self, account: Account, run: HandlerRun | None, worker: str, how: Return, now: float) -> None:
+        account.state, account.ready_at = MessageState.QUEUED, now + how.delay
+        self._log.add(worker, "retried" if how.charge else "released", account.label, f"in {how.delay:.3f} s")
         if not how.charge:
             return
         account.charged += 1
-        if work is None and not account.undecodable:
+        if run is None and not account.undecodable:
             self.fail("attempts", f"{worker} charged an attempt although no handler ran", account.label)
-        elif work is not None and work.cause == "shutdown" and work.ended == "cancelled":
+        elif run is not None and run.cause == "shutdown" and run.ended == "cancelled":
             self.fail("attempts", f"{worker} charged an attempt that its shutdown cancelled", account.label)
 
     def purged(self) -> None:
-        """The store has dropped all that waits."""
+        """Record that the store purged all unfinished messages."""
         for account in self.accounts.values():
-            if account.place in (Place.QUEUED, Place.LEASED):
-                account.place = Place.SETTLED
+            if account.state in (MessageState.QUEUED, MessageState.LEASED):
+                account.state = MessageState.SETTLED
 
     def replayed(self, before: set[str], after: set[str]) -> None:
-        """Dead letters (their ids before and after) have been sent again."""
+        """Record a replay, given the ids of the dead letters before and after it."""
         for message_id in before - after:
             account = self.accounts[message_id]
-            account.place, account.charged, account.crashes = Place.QUEUED, 0, 0
+            account.state, account.charged, account.crashes = MessageState.QUEUED, 0, 0
             account.ready_at = self._now()
 
     def discarded(self, before: set[str], after: set[str]) -> None:
-        """Dead letters (their ids before and after) have been forgotten."""
+        """Record a purge of dead letters, given their ids before and after it."""
         for message_id in before - after:
-            self.accounts[message_id].place = Place.SETTLED
+            self.accounts[message_id].state = MessageState.SETTLED
 
     def _holds(self, account: Account, delivery: Delivery, margin: float) -> bool:
         return (
-            account.place is Place.LEASED
+            account.state is MessageState.LEASED
             and account.receipt == delivery.receipt_handle
             and self._now() < account.lease_until + margin
         )
@@ -248,105 +249,106 @@ class Ledger:
         account = self.accounts[delivery.message_id]
         if self._holds(account, delivery, ROUNDING):
             return account
-        if account.receipt == delivery.receipt_handle and account.place is Place.LEASED:
+        if account.receipt == delivery.receipt_handle and account.state is MessageState.LEASED:
             why = f"its lease ended {self._now() - account.lease_until:.3f} s ago"
         else:
-            why = f"the message is {account.place}" + (f" to {account.holder}" if account.holder else "")
+            why = f"the message is {account.state}" + (f" to {account.holder}" if account.holder else "")
         self.fail("fencing", f"{what} of {worker} took effect though its receipt is stale: {why}", account.label)
         return None
 
     # ------------------------------------------------------------------------------------------- told by the workers
 
-    def began(self, worker: str, message_id: str, receipt: str, attempt: int, *, stubborn: bool) -> Work:
-        """A handler is about to run. ``stubborn``: it is one that ignores its cancellation."""
+    def began(self, worker: str, message_id: str, receipt: str, attempt: int, *, stubborn: bool) -> HandlerRun:
+        """Record the start of a handler. ``stubborn``: it ignores its cancellation."""
         account = self.accounts[message_id]
         now = self._now()
-        work = account.works[receipt] = self._active[message_id, receipt] = Work(worker, account.label, now, stubborn)
-        self._journal.add(worker, "started", account.label, f"attempt {attempt}")
+        run = account.runs[receipt] = self._active[message_id, receipt] = HandlerRun(
+            worker, account.label, now, stubborn
+        )
+        self._log.add(worker, "started", account.label, f"attempt {attempt}")
         if attempt > self.max_attempts:
             self.fail("attempts", f"{worker} runs attempt {attempt} of at most {self.max_attempts}", account.label)
         if account.crashes >= self.max_crashes:
             self.fail("attempts", f"{worker} runs it although {account.crashes} of its leases ran out", account.label)
         if account.receipt != receipt or now > account.lease_until + ROUNDING:
             self.fail("one lease", f"{worker} starts its handler without a valid lease", account.label)
-        return work
+        return run
 
     def ended(self, message_id: str, receipt: str, how: str, cause: str = "") -> None:
-        """A handler has ended: it returned, failed, or was cancelled (for ``cause``), or died with its worker."""
+        """Record the end of a handler: it returned, failed, was cancelled (for ``cause``), or died with its worker."""
         account = self.accounts[message_id]
-        work = account.works.get(receipt)
-        if work is None or work.ended:
+        run = account.runs.get(receipt)
+        if run is None or run.ended:
             return
-        work.ended, work.cause = how, cause
+        run.ended, run.cause = how, cause
         del self._active[message_id, receipt]
         account.finished |= how == "returned"
-        self._journal.add(work.worker, how, account.label, cause)
+        self._log.add(run.worker, how, account.label, cause)
         self._check_overlap((message_id, receipt))
-        if account.early is work and how != "returned" and not account.finished:
-            told = f"{work.worker} had acknowledged it before its handler {how}: the work is lost"
+        if account.early is run and how != "returned" and not account.finished:
+            told = f"{run.worker} had acknowledged it before its handler {how}: the work is lost"
             self.fail("work done", told, account.label)
 
     def unanswered(self, delivery: Delivery) -> None:
-        """Who settled a delivery does not know that it took effect: a handler that ends there has not left its work."""
+        """Record that the settling worker got no answer. A handler that then ends has not acknowledged too early."""
         account = self.accounts.get(delivery.message_id)
-        if account is not None and account.early is account.works.get(delivery.receipt_handle):
+        if account is not None and account.early is account.runs.get(delivery.receipt_handle):
             account.early = None
 
     def died(self, worker: str) -> None:
-        """``worker`` is gone, and with it what it was handling."""
-        for (message_id, receipt), work in list(self._active.items()):
-            if work.worker == worker:
+        """Record that ``worker`` died, and its handlers with it."""
+        for (message_id, receipt), run in list(self._active.items()):
+            if run.worker == worker:
                 self.ended(message_id, receipt, "died with its worker")
 
     def froze(self, worker: str) -> None:
-        """``worker`` stands still: it cannot know what happens meanwhile."""
+        """Record that ``worker`` froze. Its lateness is excused until it thaws."""
         self._frozen.add(worker)
 
     def thawed(self, worker: str) -> None:
-        """``worker`` goes on: what it is late with is counted from now on."""
+        """Record that ``worker`` continues. Its lateness counts from now on."""
         until = self._now()
         self._frozen.discard(worker)
-        for key, work in self._active.items():
-            if work.worker == worker:
-                work.excused_at = until
+        for key, run in self._active.items():
+            if run.worker == worker:
+                run.excused_at = until
                 if key in self._overlaps:
-                    self._overlaps[key] = (self._overlaps[key][0], work, until)
+                    self._overlaps[key] = (self._overlaps[key][0], run, until)
 
     def _check_overlap(self, key: tuple[str, str], *, final: bool = True) -> None:
         found = self._overlaps.get(key)
         if found is None:
             return
-        account, work, since = found
+        account, run, since = found
         if final:
             del self._overlaps[key]
-        if self._now() - since > TOLERANCE and work.worker not in self._frozen:
+        if self._now() - since > TOLERANCE and run.worker not in self._frozen:
             late = self._now() - since
-            told = f"{work.worker} went on with it for {late:.1f} s after {account.holder or 'another'} had got it"
+            told = f"{run.worker} went on with it for {late:.1f} s after {account.holder or 'another'} had got it"
             self.fail("one worker", told, account.label)
 
-    def reply_seen(self, request_id: str | None) -> bool:
-        """A requester has received a reply; whether it is the first to its request."""
+    def reply_seen(self, request_id: str | None) -> None:
+        """Record that a requester received a reply."""
         account = self.accounts.get(request_id or "")
         if account is None:
-            self.fail("replies", f"a reply to {request_id!r}, which nobody asked")
-            return False
+            self.fail("replies", f"a reply to {request_id!r}, which was no request")
+            return
         account.seen_replies += 1
-        self._journal.add("client", "got the reply to", account.label)
+        self._log.add("client", "got the reply to", account.label)
         if account.seen_replies > account.replies:
             self.fail("replies", f"reply {account.seen_replies} to it; {account.replies} had been given", account.label)
-        return account.seen_replies == 1
 
     # ----------------------------------------------------------------------------------------------------- the balance
 
     def check(self, counts: Counts) -> None:
-        """Do the store's numbers add up to what it accepted?"""
+        """Compare the store's counts with the accounts."""
         for key in list(self._overlaps):
             self._check_overlap(key, final=False)
-        tally = dict.fromkeys(Place, 0)
+        tally = dict.fromkeys(MessageState, 0)
         for account in self.accounts.values():
-            tally[account.place] += 1
-        waiting = tally[Place.QUEUED] + tally[Place.LEASED]
-        mine = (waiting, tally[Place.SETTLED], tally[Place.DEAD])
+            tally[account.state] += 1
+        waiting = tally[MessageState.QUEUED] + tally[MessageState.LEASED]
+        mine = (waiting, tally[MessageState.SETTLED], tally[MessageState.DEAD])
         theirs = (counts.waiting, counts.settled, counts.dead)
         if mine != theirs:
             self.fail(
@@ -355,18 +357,19 @@ class Ledger:
             )
 
     def close(self, *, all_replies: bool) -> None:
-        """The end of the run: what should have come by now has come."""
+        """Check at the end of the run that nothing is outstanding."""
         for account in self.accounts.values():
-            if account.place is Place.SETTLED and account.early is not None and not account.finished:
+            if account.state is MessageState.SETTLED and account.early is not None and not account.finished:
                 self.fail("work done", "it was acknowledged, and no handler has come to its end", account.label)
             if all_replies and account.replies != account.seen_replies:
                 told = f"{account.replies} replies were given, the requester saw {account.seen_replies}"
                 self.fail("replies", told, account.label)
 
     def waiting(self, until: float = math.inf) -> list[Account]:
-        """Return the messages that are not finished, without those whose next try is to come after ``until``."""
+        """Return the unfinished messages, except those whose next attempt is due after ``until``."""
         return [
             account
             for account in self.accounts.values()
-            if account.place is Place.LEASED or (account.place is Place.QUEUED and account.ready_at <= until)
+            if account.state is MessageState.LEASED
+            or (account.state is MessageState.QUEUED and account.ready_at <= until)
         ]

@@ -1,4 +1,4 @@
-"""``Process``: one life of a worker: its group, its link, its clocks, and the ways in which it ends."""
+"""``Process``: one simulated process of a worker: its group, its connection, its clocks, and the ways in which it ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import trio
 
 from mainspring import events
 from mainspring.core import clock, random
-from mainspring.testing.simulation.store import Link, LinkedMailbox
+from mainspring.testing.simulation.store import SimulatedMailbox, StoreConnection
 from mainspring.worker.main_loop import MainLoop
 
 if TYPE_CHECKING:
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     from mainspring.testing.simulation.world import World
 
 SLOW_HANDLER = 300.0
-"""Seconds that a slow handler may take longer."""
+"""Longest delay of a slow handler, in seconds."""
 SWALLOWED = 20.0
-"""Seconds for which a handler may ignore its cancellation."""
+"""Longest time for which a handler ignores its cancellation, in seconds."""
 
 inside: ContextVar[Process | None] = ContextVar("mainspring_simulated_process", default=None)
-"""The process that a task belongs to; its tasks are told by it when they are to stand still."""
+"""The process that the current task belongs to. A task is held while its process is frozen or dead."""
 
 
 class InjectedError(Exception):
-    """What a handler raises that was chosen to fail."""
+    """Raised in a handler that was drawn to fail."""
 
 
 class _Killed(BaseException):
-    """Raised where the watchdog would send SIGKILL to its own process: nothing after it may run."""
+    """Raised where the watchdog would send SIGKILL to its own process, so that no later code runs."""
 
 
 class Process:
-    """One process of the fleet. It is ``halted`` while it stands still, and ``gone`` when it will never go on."""
+    """One process of the fleet. ``halted``: its tasks are held; ``gone``: it is dead."""
 
     def __init__(self, world: World, worker: int, life: int) -> None:
         self.world = world
@@ -59,8 +59,8 @@ class Process:
         self.wall = clock.WallSkew()
         self.stubborn_until = -math.inf
         rng = Random(f"{world.seed} {self.lane}")  # noqa: S311 - reproducibility is the point
-        self.link = Link(world.store, self.lane, rng, world.journal, world.faults.slow_call)
-        self.mailbox = LinkedMailbox(world.name, self.link)
+        self.connection = StoreConnection(world.store, self.lane, rng, world.log, world.faults.slow_call)
+        self.mailbox = SimulatedMailbox(world.name, self.connection)
         self.group: LoopGroup | None = None
         self._randomness = rng.getrandbits(64)
 
@@ -68,7 +68,7 @@ class Process:
         return f"<Process {self.lane}{' gone' if self.gone else ' halted' if self.halted else ''}>"
 
     async def run(self) -> None:
-        """Build the group and run it to its end, as the program of a process would."""
+        """Build the group and run it to its end."""
         inside.set(self)
         self.task = trio.lowlevel.current_task()
         random.seed(self._randomness)
@@ -83,8 +83,8 @@ class Process:
                 if rest is not None:
                     raise rest from None
         if not self.gone:
-            world.look_for_leftovers(self)
-            self.link.die()
+            world.check_task_leaks(self)
+            self.connection.die()
         self.ended.set()
 
     async def _run_group(self) -> None:
@@ -92,81 +92,80 @@ class Process:
         try:
             self.group = group = world.build(self.mailbox)
             self._prepare(group)
-            world.journal.add(self.lane, "starts")
+            world.log.add(self.lane, "starts")
             report = await group.run(install_signals=False)
-            world.journal.add(self.lane, "ended", detail=f"exit status {report.exit_status}")
+            world.log.add(self.lane, "ended", detail=f"exit status {report.exit_status}")
         except Exception as error:
             if self.group is None:
                 world.fail_build(error)
             elif not world.over:
-                world.journal.add(self.lane, "crashed", detail=repr(error))
+                world.log.add(self.lane, "crashed", detail=repr(error))
                 world.ledger.fail("no crash", f"the group of {self.lane} crashed: {error!r}")
 
     # ------------------------------------------------------------------------------------------------------- its end
 
     def crash(self, why: str = "killed") -> None:
-        """Be gone, as by SIGKILL: none of its tasks runs again, and nothing it was about to do reaches anybody."""
+        """Die, as by SIGKILL: none of its tasks runs again, and its connection never answers."""
         if self.gone or self.ended.is_set():
             return
         self.gone = self.halted = True
-        self.world.journal.add(self.lane, why)
+        self.world.log.add(self.lane, why)
         self.world.hold.start()
-        self.link.die()
+        self.connection.die()
         self.world.ledger.died(self.lane)
         self.ended.set()
         self.thawed.set()
 
     def freeze(self) -> None:
-        """Stand still."""
+        """Hold all tasks of the process."""
         self.halted = True
         self.thawed = trio.Event()
-        self.world.journal.add(self.lane, "frozen")
+        self.world.log.add(self.lane, "frozen")
         self.world.ledger.froze(self.lane)
         self.world.hold.start()
 
     def thaw(self, seconds: float) -> None:
-        """Go on after ``seconds``; what is late by then is not held against it."""
+        """Continue after a freeze of ``seconds``, which does not count as lateness."""
         self.frozen += seconds
         self.thawed.set()
         if self.gone:
             return
         self.halted = False
-        self.world.journal.add(self.lane, "goes on")
+        self.world.log.add(self.lane, "goes on")
         self.world.ledger.thawed(self.lane)
         self.world.hold.let_go()
 
     async def stop(self, *, second_after: float | None = None) -> None:
-        """SIGTERM (and a second one); where it does not leave in its time, it leaves by force, as ``run()`` has it."""
+        """Send SIGTERM, and a second one after ``second_after`` seconds. A process that misses its deadline is killed."""
         if self.halted and not self.gone:
             await self.thawed.wait()
         if self.ended.is_set() or self.group is None:
             return
         settings = self.group.settings
         began, frozen = trio.current_time(), self.frozen
-        self.world.journal.add(self.lane, "SIGTERM")
+        self.world.log.add(self.lane, "SIGTERM")
         self.group.request_shutdown("SIGTERM")
         budget = settings.drain_delay + settings.shutdown_timeout + settings.hard_limit
         if second_after is not None:
             with trio.move_on_after(second_after):
                 await self.ended.wait()
             if not self.ended.is_set() and not self.halted:
-                self.world.journal.add(self.lane, "second SIGTERM")
+                self.world.log.add(self.lane, "second SIGTERM")
                 self.group.force_shutdown()
                 budget = min(budget, second_after + settings.hard_limit)
         with trio.move_on_at(began + budget):
             await self.ended.wait()
         if self.ended.is_set():
             return
-        # A process that stood still, whose handler does not let itself be cancelled, or whose store does not answer, has to
-        # leave by force; any other must not need it.
+        # A process may miss its deadline if it was frozen, its handler ignores cancellation, or its store does not answer.
         stubborn = self.stubborn_until > trio.current_time() - SWALLOWED
-        if not (stubborn or self.frozen > frozen or self.halted or self.link.is_slow):
+        if not (stubborn or self.frozen > frozen or self.halted or self.connection.is_slow):
             told = f"{self.lane} has not ended {budget:g} s after SIGTERM; {self.where()}"
             self.world.ledger.fail("shutdown in time", told)
         self.crash("leaves by force")
 
     def where(self) -> str:
-        """What its work waits for."""
+        """Describe what the handlers of the process wait for."""
         if self.group is None:
             return "it has no group yet"
         status = self.group.status()
@@ -176,10 +175,9 @@ class Process:
     # ------------------------------------------------------------------------------------------------ its own group
 
     def _prepare(self, group: LoopGroup) -> None:
-        """Watch the group, and put the handlers' faults around its handlers.
+        """Subscribe to the events of the group, and wrap its handlers.
 
-        What belongs to a real process has no place in a simulated one: its health server, its guardian, and the SIGTERM that
-        an embedded group sends to the process around it.
+        A simulated process has no health server and no guardian, and a crashed group must not signal the real process.
         """
         group.settings = replace(
             group.settings, on_crash="report", guardian=False, block_threshold=None, health_port=None, kill=self._kill
@@ -187,20 +185,20 @@ class Process:
         for loop in group.loops:
             if isinstance(loop, MainLoop) and loop.mailbox is self.mailbox:
                 loop.wrap(self._around(loop))
-        journal, lane, label = self.world.journal, self.lane, self.world.ledger.label
+        log, lane, label = self.world.log, self.lane, self.world.ledger.label
 
         def changed(event: events.GroupStateChanged) -> None:
-            journal.add(lane, f"group {event.new}")
+            log.add(lane, f"group {event.new}")
             if event.new == "running":
                 self.started.set()
 
         told: dict[type[Any], Callable[[Any], None]] = {
             events.GroupStateChanged: changed,
-            events.HandlerStalled: lambda e: journal.add(lane, "stalled", label(e.message_id)),
-            events.LeaseLost: lambda e: journal.add(lane, "lost its lease", label(e.message_id)),
-            events.LeaseRenewalFailed: lambda e: journal.add(lane, "renewal failed", label(e.message_id), e.error),
-            events.SettlementFailed: lambda e: journal.add(lane, "settlement failed", label(e.message_id), e.error),
-            events.ReceiveRecovered: lambda e: journal.add(lane, "receives again"),
+            events.HandlerStalled: lambda e: log.add(lane, "stalled", label(e.message_id)),
+            events.LeaseLost: lambda e: log.add(lane, "lost its lease", label(e.message_id)),
+            events.LeaseRenewalFailed: lambda e: log.add(lane, "renewal failed", label(e.message_id), e.error),
+            events.SettlementFailed: lambda e: log.add(lane, "settlement failed", label(e.message_id), e.error),
+            events.ReceiveRecovered: lambda e: log.add(lane, "receives again"),
         }
         for kind, subscriber in told.items():
             group.dispatcher.subscribe(kind, subscriber)
@@ -210,7 +208,7 @@ class Process:
         raise _Killed
 
     def _around(self, loop: MainLoop) -> Callable[[Message[Any, Any], Callable[[], Awaitable[Any]]], Awaitable[Any]]:
-        """The wrapper of a loop's handlers: tells the ledger, and lets chosen runs go wrong."""
+        """Return the wrapper of a loop's handlers: it reports to the ledger and injects faults."""
         ledger = self.world.ledger
 
         async def watched(message: Message[Any, Any], call: Callable[[], Awaitable[Any]]) -> Any:
@@ -238,9 +236,9 @@ class Process:
         return watched
 
     async def _go_wrong(self, fault: str, size: float, label: str) -> None:
-        self.world.journal.add(self.lane, fault.replace("_", " "), label)
+        self.world.log.add(self.lane, fault.replace("_", " "), label)
         if fault == "failing_handler":
-            raise InjectedError("chosen to fail")
+            raise InjectedError("drawn to fail")
         if fault == "hanging_handler":
             await trio.sleep_forever()
         if fault == "slow_handler":
@@ -249,7 +247,7 @@ class Process:
         try:
             await trio.sleep(size * SLOW_HANDLER)
         except trio.Cancelled:
-            self.world.journal.add(self.lane, "ignores its cancellation", label)
+            self.world.log.add(self.lane, "ignores its cancellation", label)
             self.stubborn_until = trio.current_time() + size * SWALLOWED
             with trio.CancelScope(shield=True):
                 await trio.sleep(size * SWALLOWED)

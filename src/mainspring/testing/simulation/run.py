@@ -1,4 +1,4 @@
-"""``Simulation``: a fleet, a store and a day of trouble, in seconds, and the same each time."""
+"""``Simulation`` and its report; ``shrink``, which makes a failing run small; ``simulate``, which runs many seeds."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
     from mainspring.group.group import LoopGroup
     from mainspring.mailbox.mailbox import Mailbox
-    from mainspring.testing.simulation.event_log import Entry
+    from mainspring.testing.simulation.event_log import LogEntry
     from mainspring.testing.simulation.world import World
 
 
 HISTORY = 30
-"""How many of the last events of a message a violation tells."""
+"""Number of the last events of a message that a violation shows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """An invariant that did not hold: which, at which virtual second, to which message, and what had become of it."""
+    """A broken invariant: which one, at which virtual second, for which message, and the last events of that message."""
 
     rule: str
     text: str
@@ -51,7 +51,7 @@ class Violation:
 
 @dataclass(frozen=True)
 class SimulationReport:
-    """What a run came to. ``failed`` says whether an invariant was broken; ``events`` is its log, one line an event."""
+    """The result of a run. ``failed`` is true if an invariant was broken; ``events`` is the log, one line per event."""
 
     simulation: Simulation
     plan: tuple[PlannedFault, ...]
@@ -59,35 +59,35 @@ class SimulationReport:
     counts: dict[str, int]
     virtual_seconds: float
     real_seconds: float
-    entries: tuple[Entry, ...] = field(repr=False)
+    entries: tuple[LogEntry, ...] = field(repr=False)
 
     @property
     def failed(self) -> bool:
-        """Whether an invariant was broken."""
+        """True if an invariant was broken."""
         return self.violation is not None
 
     @property
     def seed(self) -> int:
-        """The seed that gives this run again."""
+        """The seed that repeats this run."""
         return self.simulation.seed
 
     @cached_property
     def events(self) -> list[str]:
-        """The event log: the same for the same simulation, byte for byte."""
+        """The event log as text. Equal simulations give equal logs, byte for byte."""
         return [str(entry) for entry in self.entries]
 
     @property
     def speed(self) -> float:
-        """How many virtual seconds went into a real one."""
+        """Virtual seconds per real second."""
         return self.virtual_seconds / self.real_seconds if self.real_seconds else 0.0
 
     def check(self) -> None:
-        """Raise an :class:`AssertionError` that tells everything where an invariant was broken."""
+        """Raise an :class:`AssertionError` with the violation if an invariant was broken."""
         if self.violation is not None:
             raise AssertionError(str(self))
 
     def as_dict(self) -> dict[str, Any]:
-        """Figures and the violation, for JSON. The log is left to ``events``."""
+        """Return figures and the violation for JSON, without the log."""
         broken = self.violation
         return {
             "seed": self.seed,
@@ -121,21 +121,21 @@ class SimulationReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """A run to be made: everything in it follows from these values.
+    """The description of a run. Equal descriptions give equal runs.
 
     :param seed: of the schedule, the faults, the workload and all of Mainspring's randomness.
-    :param duration: virtual seconds of work and trouble; then what is left gets time to finish, and everything shuts down.
+    :param duration: virtual seconds of work and faults; then the remaining messages are finished, and all shut down.
     :param workers: how many processes.
-    :param faults: how often what fails; :meth:`Faults.none` for a peaceful world.
-    :param body: the body of message number n; by default an example is made up from the handler's type.
-    :param send: sends the n-th message by itself, ``async def send(mailbox, n)``; then there are no requests with replies.
-    :param per_minute: messages a worker and minute.
-    :param keep: the numbers of the planned faults that happen; None: all. Replays of a shrunk run use it.
+    :param faults: how often what fails; :meth:`Faults.none` for no faults.
+    :param body: the body of message number n; by default derived from the handler's type.
+    :param send: sends message number n, ``async def send(mailbox, n)``; then there are no requests with replies.
+    :param per_minute: messages per worker and minute.
+    :param keep: the numbers of the planned faults that happen; None: all. For replays of a shrunk run.
     :param store: makes the mailbox that plays the server; by default ``InMemoryMailbox(serialize=True)``. For tests of the
-        simulation itself, or of a store of one's own that runs on trio and in memory.
-    :param patience: real seconds without any progress after which the code under test is said to block.
-    :param target: how the command line names the build function, for the replay command; ``target_options`` go with it.
-    :raises ConfigError: a value is impossible.
+        simulation itself, or of another backend that runs on trio and in memory.
+    :param patience: real seconds without progress after which the code under test counts as blocked.
+    :param target: name of the build function on the command line, for the replay command, with ``target_options``.
+    :raises ConfigError: a value is out of range.
     """
 
     seed: int = 0
@@ -164,34 +164,34 @@ class Simulation:
             raise ConfigError(f"Simulation: faults must be Faults(…), not {self.faults!r}")
 
     def run(self, build: Callable[[Mailbox[Any, Any]], LoopGroup]) -> SimulationReport:
-        """Run ``build(mailbox)``'s group as each worker's program, and judge the run.
+        """Run the group of ``build(mailbox)`` in each simulated process, and judge the run.
 
         :raises ConfigError: the group cannot be simulated; the message says why.
-        :raises RealWorldError: its code opens sockets, starts threads, sleeps in real time, or blocks.
+        :raises RealWorldError: the code opens sockets, starts threads, sleeps in real time, or blocks.
         """
         began = clock.monotonic()
-        course = _Course(self, build)
+        run = _Run(self, build)
         try:
-            run_virtual(course.main, seed=self.seed)
+            run_virtual(run.main, seed=self.seed)
         except BaseException as error:
-            if course.guards is None or course.guards.error is None:
+            if run.guards is None or run.guards.error is None:
                 raise lone_error(error) from None
         finally:
-            if course.guards is not None:
-                course.guards.close()
-        if course.guards is not None and course.guards.error is not None:
-            raise course.guards.error
-        world = course.world
+            if run.guards is not None:
+                run.guards.close()
+        if run.guards is not None and run.guards.error is not None:
+            raise run.guards.error
+        world = run.world
         assert world is not None
         if world.broken_build is not None:
             raise world.broken_build
-        entries = tuple(world.journal)
+        entries = tuple(world.log)
         return SimulationReport(
             self,
-            tuple(course.planned),
+            tuple(run.planned),
             self._violation(world),
             _count(world),
-            course.ended_at,
+            run.ended_at,
             clock.monotonic() - began,
             entries,
         )
@@ -200,12 +200,12 @@ class Simulation:
         broken = world.ledger.broken
         if broken is None:
             return None
-        journal = world.journal
-        history = journal.of([broken.message], HISTORY) if broken.message else journal.lines()[-HISTORY:]
+        log = world.log
+        history = log.of([broken.message], HISTORY) if broken.message else log.lines()[-HISTORY:]
         return Violation(broken.rule, broken.text, broken.at, broken.message, tuple(history), self.replay())
 
     def replay(self) -> str:
-        """The command (or, where it was not run by one, the expression) that runs it again."""
+        """Return the command (or, without a ``target``, the expression) that repeats the run."""
         if self.target is None:
             rest = "" if self.keep is None else f", keep={self.keep!r}"
             rest += "" if self.per_minute == 1 else f", per_minute={self.per_minute!r}"
@@ -229,12 +229,12 @@ class Simulation:
         return shlex.join(words + list(self.target_options))
 
     def but(self, **changes: Any) -> Simulation:
-        """The same with other values."""
+        """Return a copy with other values."""
         return replace(self, **changes)
 
 
-class _Course:
-    """The one event loop of a run, and what is looked at when it is over."""
+class _Run:
+    """The event loop of a run, and what the report needs afterwards."""
 
     def __init__(self, simulation: Simulation, build: Callable[[Mailbox[Any, Any]], LoopGroup]) -> None:
         self.world: World | None = None
@@ -248,43 +248,43 @@ class _Course:
         import trio
 
         from mainspring.testing.simulation.guards import Guards
-        from mainspring.testing.simulation.store import LinkedMailbox
-        from mainspring.testing.simulation.workload import Probe
+        from mainspring.testing.simulation.store import SimulatedMailbox
+        from mainspring.testing.simulation.workload import GroupUnderTest
         from mainspring.testing.simulation.world import World
 
         simulation = self._simulation
         virtual = VirtualClock()
         guards = self.guards = Guards(self._stop, lambda: (virtual.now, self._work()), simulation.patience)
         with guards():
-            mailbox = LinkedMailbox("jobs", None)  # type: ignore[arg-type]  # only looked at
+            mailbox = SimulatedMailbox("jobs", None)  # type: ignore[arg-type]  # never called
             group = self._build(mailbox)
-            probe = Probe(group, mailbox, simulation.body, sends=simulation.send is not None)
+            under_test = GroupUnderTest(group, mailbox, simulation.body, sends=simulation.send is not None)
             planned: Sequence[PlannedFault] = plan(
                 simulation.faults,
                 seed=simulation.seed,
                 duration=simulation.duration,
                 workers=simulation.workers,
-                lease=probe.lease,
+                lease=under_test.lease,
             )
             if simulation.keep is not None:
                 planned = [fault for fault in planned if fault.number in simulation.keep]
             self.planned = planned
-            self.world = World(simulation, self._build, probe)
+            self.world = World(simulation, self._build, under_test)
             try:
                 await self.world.main(planned)
             finally:
-                self.ended_at = self.world.journal.closed_at or trio.current_time()
+                self.ended_at = self.world.log.closed_at or trio.current_time()
 
     def _stop(self) -> None:
         if self.world is not None:
             self.world.stop()
 
     def _work(self) -> int:
-        return len(self.world.journal) if self.world is not None else 0
+        return len(self.world.log) if self.world is not None else 0
 
 
 def _count(world: World) -> dict[str, int]:
-    what = Counter(entry.what for entry in world.journal)
+    what = Counter(entry.what for entry in world.log)
     names = {
         "sent": "sent",
         "claimed": "deliveries",
@@ -300,9 +300,9 @@ def _count(world: World) -> dict[str, int]:
 
 
 TRIES = 150
-"""How many runs a shrinking may take; each is no longer than the one it began with."""
+"""Most runs of one shrinking. None is longer than the failing run."""
 MARGIN = 1.0
-"""Virtual seconds that a shortened run goes on after the instant at which the rule was broken."""
+"""Virtual seconds for which a shortened run continues after the instant of the violation."""
 
 
 def shrink(
@@ -312,10 +312,13 @@ def shrink(
     tries: int = TRIES,
     progress: Callable[[SimulationReport], object] = lambda report: None,
 ) -> SimulationReport:
-    """The smallest failing run found with at most ``tries`` runs; ``report`` itself where it is none that failed.
+    """Return the smallest run found that breaks the same invariant; ``report`` itself if it did not fail.
 
-    ``run`` runs a simulation, as in ``lambda simulation: simulation.run(build)``. ``progress`` is told each smaller run.
-    Nothing is random in it: the same report gives the same small run.
+    A smaller run is shorter, or has fewer faults or workers. The search is deterministic.
+
+    :param run: runs a simulation, as in ``lambda simulation: simulation.run(build)``.
+    :param tries: most runs of the search.
+    :param progress: called with each smaller failing run.
     """
     if report.violation is None:
         return report
@@ -341,7 +344,7 @@ def shrink(
 
 
 def candidates(report: SimulationReport) -> Iterator[Simulation]:
-    """Smaller simulations to try, the boldest first. A pure function of the report."""
+    """Yield smaller simulations to try, those with the greatest reduction first."""
     simulation = report.simulation
     assert report.violation is not None
     at = report.violation.at + MARGIN
@@ -355,7 +358,7 @@ def candidates(report: SimulationReport) -> Iterator[Simulation]:
     for name in present:
         yield simulation.but(faults=replace(simulation.faults, **{name: 0.0}))
     for workers in range(1, simulation.workers):
-        # The workers share what the same number of clients send, so that the messages come as they did.
+        # First with the same total rate, so that messages arrive as before.
         rate = simulation.per_minute * simulation.workers / workers
         yield simulation.but(workers=workers, per_minute=rate)
         yield simulation.but(workers=workers)
@@ -364,7 +367,7 @@ def candidates(report: SimulationReport) -> Iterator[Simulation]:
 
 
 def subsets(numbers: list[int]) -> Iterator[list[int]]:
-    """Without all of them, without each half, each quarter …, down to without each one."""
+    """Yield ``numbers`` without all of them, without each half, each quarter, down to without each one."""
     size = len(numbers)
     while size >= 1:
         for start in range(0, len(numbers), size):
@@ -377,7 +380,7 @@ def _key(simulation: Simulation) -> tuple[object, ...]:
 
 
 HOURLY = 20.0
-"""Events an hour in a short run: what befalls a fleet in a day, in one virtual hour."""
+"""Factor for the faults of a short run: about the faults of a day in one virtual hour."""
 
 
 def simulate(
@@ -396,9 +399,12 @@ def simulate(
         def test_loses_nothing():
             simulate(build, seeds=50)
 
-    The error tells the invariant, the events that led to it, the replay, and draws the timeline, of a smaller run where
-    ``shrink`` finds one. ``seeds`` is how many (from 0), or which. ``faults`` are by default ``Faults().times(20)``: a day's
-    trouble in each virtual hour. The other options are those of :class:`Simulation`.
+    The error shows the invariant, the last events, the replay command and the timeline, of a smaller run if ``shrink`` finds
+    one.
+
+    :param seeds: a number of seeds (from 0), or the seeds.
+    :param faults: by default ``Faults().times(20)``: about the faults of a day in each virtual hour.
+    :param options: the other parameters of :class:`Simulation`.
     """
     chosen = Faults().times(HOURLY) if faults is None else faults
     for seed in range(seeds) if isinstance(seeds, int) else seeds:

@@ -1,10 +1,16 @@
-"""The store's side of a run: one real in-memory mailbox, the sessions of its clients, and the ledger that watches both."""
+"""The store of a run, and how a simulated process reaches it.
+
+The store is one in-memory mailbox. Its calls take effect at once; delays and failures happen in ``StoreConnection``. A claim
+that waits is served by a ``ClaimSession``, a task of the store, so that a frozen or dead client cannot block other clients.
+"""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from contextvars import copy_context
+from dataclasses import fields
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import trio
@@ -21,30 +27,30 @@ if TYPE_CHECKING:
     from mainspring.mailbox.codec import Codec
     from mainspring.mailbox.message import Counts, Dead, Envelope, Settlement
     from mainspring.runtime.scope import DaemonScope
-    from mainspring.testing.simulation.event_log import Journal
+    from mainspring.testing.simulation.event_log import EventLog
     from mainspring.testing.simulation.ledger import Ledger
 
 
-# The hooks of the mailbox that is the store are called as a server would call them: this module is that server.
+_VALUES = attrgetter(*(part.name for part in fields(Delivery)))
+
+# This module plays the server: it calls the hooks of the store's mailbox directly.
 # ruff: noqa: SLF001
 
 
-class Store:
-    """What all processes of a run share. Its calls take effect at once; what is slow or fails is the way to it."""
+class SimulatedStore:
+    """The store that all processes of a run share. It reports each change to the ledger."""
 
     def __init__(self, mailbox: Mailbox[Any, Any], codec: Codec, ledger: Ledger, nursery: trio.Nursery) -> None:
         self.mailbox = mailbox
         self.ledger = ledger
         self.down = False
-        self.calls = 0
         self._nursery = nursery
         self._context = copy_context()
         self._up = trio.Event()
         self._codec = codec
 
     async def put(self, lane: str, envelopes: list[Envelope]) -> list[str]:
-        """Store messages."""
-        self.calls += 1
+        """SimulatedStore messages."""
         ids = await self.mailbox._put(envelopes)
         broken = len(envelopes) == 1 and not self._is_understood(envelopes[0].body)
         self.ledger.accepted(lane, ids, [envelope.delay for envelope in envelopes], undecodable=broken)
@@ -58,17 +64,13 @@ class Store:
         return True
 
     async def claim(self, lane: str, most: int, visibility: float, wait: float) -> list[Delivery]:
-        """Lease messages; copies, since nothing that a store hands out stays its own on the other side."""
-        self.calls += 1
-        entries = await self.mailbox._claim(most, visibility, wait)
-        if not entries:
-            return []
-        self.ledger.claimed(lane, entries, visibility)
-        return [_copy(entry) for entry in entries]
+        """Lease messages. Return copies, because a client of a real store never shares objects with it."""
+        deliveries = await self.mailbox._claim(most, visibility, wait)
+        self.ledger.claimed(lane, deliveries, visibility)
+        return [_copy(delivery) for delivery in deliveries]
 
     async def settle(self, lane: str, delivery: Delivery, settlement: Settlement) -> None:
-        """End a delivery."""
-        self.calls += 1
+        """Settle a delivery."""
         try:
             await self.mailbox._settle(delivery, settlement)
         except ReceiptHandleExpiredError:
@@ -77,8 +79,7 @@ class Store:
         self.ledger.settled(lane, delivery, settlement)
 
     async def acknowledge(self, lane: str, deliveries: list[Delivery]) -> dict[int, Exception]:
-        """Acknowledge deliveries, in one step."""
-        self.calls += 1
+        """Acknowledge several deliveries in one call. Return the errors of those that were refused, by index."""
         refused = await self.mailbox._acknowledge_many(deliveries)
         for number, delivery in enumerate(deliveries):
             if number in refused:
@@ -89,7 +90,6 @@ class Store:
 
     async def extend(self, lane: str, delivery: Delivery, timeout: float) -> None:
         """Extend a lease."""
-        self.calls += 1
         try:
             await self.mailbox._extend(delivery, timeout)
         except ReceiptHandleExpiredError:
@@ -98,8 +98,7 @@ class Store:
         self.ledger.extended(lane, delivery, timeout)
 
     async def save_checkpoint(self, lane: str, delivery: Delivery, state: bytes) -> None:
-        """Keep a checkpoint."""
-        self.calls += 1
+        """Save a checkpoint."""
         try:
             await self.mailbox._save_checkpoint(delivery, state)
         except ReceiptHandleExpiredError:
@@ -107,20 +106,20 @@ class Store:
             raise
 
     async def purge(self) -> int:
-        """Drop what waits."""
+        """Purge all unfinished messages."""
         dropped = await self.mailbox._purge()
         self.ledger.purged()
         return dropped
 
     async def replay(self, message_ids: list[str] | None) -> int:
-        """Send dead letters again."""
+        """Replay dead letters."""
         before = await self._dead()
         replayed = await self.mailbox._replay(message_ids)
         self.ledger.replayed(before, await self._dead())
         return replayed
 
     async def discard_dead(self, message_ids: list[str] | None) -> int:
-        """Forget dead letters."""
+        """Purge dead letters."""
         before = await self._dead()
         discarded = await self.mailbox._discard_dead(message_ids)
         self.ledger.discarded(before, await self._dead())
@@ -130,31 +129,31 @@ class Store:
         return {delivery.message_id for delivery, _, _ in await self.mailbox._dead_letters(1 << 30, None)}
 
     async def check(self) -> None:
-        """Have the ledger compare its numbers with the store's."""
+        """Have the ledger compare its counts with those of the store."""
         self.ledger.check(await self.mailbox._counts())
 
     # ------------------------------------------------------------------------------------------------------- outages
 
     def stop(self) -> None:
-        """The store is away from now on; what it has accepted it keeps."""
+        """Make the store unavailable. Accepted messages are kept."""
         self.down = True
         self._up = trio.Event()
 
     def start(self) -> None:
-        """It is back."""
+        """Make the store available again."""
         self.down = False
         self._up.set()
 
     # ------------------------------------------------------------------------------------------------------ sessions
 
-    def session(self, lane: str) -> Session:
-        """A session for one client: the task of the store's that waits on the client's behalf."""
-        session = Session(self, lane)
+    def open_session(self, lane: str) -> ClaimSession:
+        """Start a session for one client."""
+        session = ClaimSession(self, lane)
         self._start(session.run, f"session of {lane}")
         return session
 
     def run_later(self, call: Any) -> None:
-        """Make a call whose request was on its way when its client went; nobody hears the answer."""
+        """Make a call whose request was in transit when its client gave up. The answer is discarded."""
 
         async def arrive() -> None:
             try:
@@ -165,12 +164,12 @@ class Store:
         self._start(arrive, "a request that comes late")
 
     def _start(self, fn: Callable[[], Awaitable[None]], name: str) -> None:
-        """A task of the store's own, whoever's request it serves: it does not stand still with that process."""
+        """Start a task in the store's own context, so that it does not freeze with the process it serves."""
         self._context.run(partial(self._nursery.start_soon, fn, name=name))
 
 
-class Ask:
-    """A waiting claim of a client. ``answer`` is None until the store has answered; who withdraws waits for that, too."""
+class WaitingClaim:
+    """A client's claim that waits for messages. ``answer`` is None until the store has answered, also after a withdrawal."""
 
     __slots__ = ("answer", "answered", "most", "until", "visibility", "withdrawn")
 
@@ -183,101 +182,88 @@ class Ask:
         self.withdrawn = False
 
 
-class Session:
-    """Waits for messages on behalf of one client, as the store's side of a connection does.
+class ClaimSession:
+    """The store's side of one client connection: waits for messages on behalf of the client.
 
-    So the wait is the store's: a client that stands still, or is gone, neither holds up the others nor takes their wake-ups,
-    and what is claimed for one that does not listen any more stays leased until that lease ends.
+    A frozen or dead client therefore neither blocks other clients nor takes their wake-ups. A message that is claimed for a
+    client that no longer listens stays leased until its lease ends.
     """
 
-    def __init__(self, store: Store, lane: str) -> None:
+    def __init__(self, store: SimulatedStore, lane: str) -> None:
         self._store = store
         self._lane = lane
-        self._ask: Ask | None = None
-        self._asked = trio.Event()
+        self._claim_waited_for: WaitingClaim | None = None
+        self._woken = trio.Event()
         self._scope: trio.CancelScope | None = None
         self.ended = False
 
-    def ask(self, ask: Ask) -> None:
-        """Begin to wait for ``ask``."""
-        self._ask = ask
-        self._asked.set()
+    def wait_for(self, claim: WaitingClaim) -> None:
+        """Start waiting on behalf of ``claim``."""
+        self._claim_waited_for = claim
+        self._woken.set()
 
-    def withdraw(self, ask: Ask) -> None:
-        """The client does not want it any more: it is answered with what had been claimed by then, mostly nothing."""
-        ask.withdrawn = True
-        if self._ask is ask and self._scope is not None:
+    def withdraw(self, claim: WaitingClaim) -> None:
+        """Stop waiting. The answer is what had been claimed by then, usually nothing."""
+        claim.withdrawn = True
+        if self._claim_waited_for is claim and self._scope is not None:
             self._scope.cancel()
-        elif ask.answer is None:
-            self._answer(ask, [])
+        elif claim.answer is None:
+            self._answer(claim, [])
 
     def retire(self) -> None:
-        """What it waits for is the last."""
+        """End the session after its present claim."""
         self.ended = True
-        self._asked.set()
+        self._woken.set()
 
     def end(self) -> None:
-        """The connection is gone, and the store notices."""
+        """End the session at once: the store has noticed that the connection is lost."""
         self.ended = True
-        self._ask = None
+        self._claim_waited_for = None
         if self._scope is not None:
             self._scope.cancel()
-        self._asked.set()
+        self._woken.set()
 
     async def run(self) -> None:
-        """Serve until ended."""
+        """Serve claims until the session ends."""
         while True:
-            ask = self._ask
-            if ask is None or ask.answer is not None:
+            claim = self._claim_waited_for
+            if claim is None or claim.answer is not None:
                 if self.ended:
                     return
-                self._asked = trio.Event()
-                await self._asked.wait()
+                self._woken = trio.Event()
+                await self._woken.wait()
                 continue
             claimed: list[Delivery] = []
-            if not ask.withdrawn:
+            if not claim.withdrawn:
                 with trio.CancelScope() as self._scope:
-                    wait = max(0.0, ask.until - trio.current_time())
-                    claimed = await self._store.claim(self._lane, ask.most, ask.visibility, wait)
+                    wait = max(0.0, claim.until - trio.current_time())
+                    claimed = await self._store.claim(self._lane, claim.most, claim.visibility, wait)
                 self._scope = None
-            self._answer(ask, claimed)
+            self._answer(claim, claimed)
 
-    def _answer(self, ask: Ask, claimed: list[Delivery]) -> None:
-        ask.answer = claimed
-        ask.answered.set()
+    def _answer(self, claim: WaitingClaim, claimed: list[Delivery]) -> None:
+        claim.answer = claimed
+        claim.answered.set()
 
 
-def _copy(entry: Delivery) -> Delivery:
-    return Delivery(
-        entry.message_id,
-        entry.body,
-        entry.receipt_handle,
-        entry.delivery_count,
-        entry.attempt,
-        entry.enqueued_at,
-        entry.first_received_at,
-        entry.reply_to,
-        entry.headers,
-        entry.checkpoint,
-        entry.leased_at,
-        entry.history,
-    )
+def _copy(delivery: Delivery) -> Delivery:
+    return Delivery(*_VALUES(delivery))
 
 
 V = TypeVar("V")
 
 LONGEST_CALL = 5.0
-"""Seconds that a slow call may be on its way."""
+"""Longest delay of a slow call, in seconds."""
 
 
-class Link:
+class StoreConnection:
     """One process's connection to the store.
 
-    ``mode`` is what a partition does to calls: ``"hang"`` (they wait until it is over; a request whose caller gives up may
-    still arrive then), ``"fail"``, or ``"lost"`` (they take effect, and their answer is lost). A dead link never answers.
+    A partition has a mode. ``"hang"``: calls wait until it is over, and a request whose caller gives up may still arrive then.
+    ``"fail"``: calls fail. ``"lost"``: calls take effect and their answers are lost. A dead connection never answers.
     """
 
-    def __init__(self, store: Store, lane: str, rng: Random, journal: Journal, slow_call: float = 0.0) -> None:
+    def __init__(self, store: SimulatedStore, lane: str, rng: Random, log: EventLog, slow_call: float = 0.0) -> None:
         self.store = store
         self.lane = lane
         self.dead = False
@@ -286,32 +272,32 @@ class Link:
         self._slow_until = 0.0
         self._healed = trio.Event()
         self._rng = rng
-        self._journal = journal
+        self._log = log
         self._late: list[Callable[[], Awaitable[Any]]] = []
-        self._sessions: list[Session] = []  # those that wait for nothing just now
-        self._asks: dict[Ask, tuple[Session, trio.CancelScope]] = {}
+        self._sessions: list[ClaimSession] = []  # those that wait for nothing just now
+        self._waiting: dict[WaitingClaim, tuple[ClaimSession, trio.CancelScope]] = {}
 
     # --------------------------------------------------------------------------------------------------------- faults
 
     @property
     def is_cut(self) -> bool:
-        """Whether a partition is under way."""
+        """True during a partition."""
         return self._mode is not None
 
     @property
     def is_slow(self) -> bool:
-        """Whether a call may be on its way for long just now, or was until a moment ago."""
+        """True if calls may take long now, or did so until a moment ago."""
         return self._mode is not None or self.store.down or trio.current_time() < self._slow_until
 
     def cut(self, mode: str) -> None:
-        """The partition begins."""
+        """Start a partition."""
         self._mode = mode
         self._healed = trio.Event()
         if mode != "hang":
             self._break_waits()
 
     def heal(self) -> None:
-        """The partition is over; requests that were on their way arrive."""
+        """End the partition. Requests in transit arrive now."""
         self._mode = None
         self._slow_until = trio.current_time() + LONGEST_CALL
         self._healed.set()
@@ -320,51 +306,51 @@ class Link:
             self.store.run_later(call)
 
     def reset(self) -> None:
-        """The store went away: waits end, and their sessions with them."""
+        """End all waits and sessions, as a store that goes down does."""
         self._end_sessions()
         self._break_waits()
 
     def die(self) -> None:
-        """The process is gone."""
+        """Never answer again: the process is dead."""
         self.dead = True
         self._late.clear()
         self._end_sessions()
 
     def _break_waits(self) -> None:
-        for _, scope in self._asks.values():
+        for _, scope in self._waiting.values():
             scope.cancel()
 
     def end_waits(self) -> None:
-        """The mailbox is being closed: what waits returns with nothing."""
-        for ask, (session, _) in list(self._asks.items()):
-            session.withdraw(ask)
+        """End all waiting claims: the mailbox is being closed."""
+        for claim, (session, _) in list(self._waiting.items()):
+            session.withdraw(claim)
 
     def _end_sessions(self) -> None:
-        for session in (*self._sessions, *(session for session, _ in self._asks.values())):
+        for session in (*self._sessions, *(session for session, _ in self._waiting.values())):
             session.end()
         self._sessions.clear()
 
     # ---------------------------------------------------------------------------------------------------------- calls
 
-    def pieces(self, most: int) -> tuple[bool, int]:
-        """Whether what could be one call is ``most`` this time; and at which of them the connection breaks, if it does."""
+    def split(self, most: int) -> tuple[bool, int]:
+        """Draw whether a joint call is split, and before which of its ``most`` parts the connection breaks (``most``: none)."""
         apart = self._rng.random() < 0.5
         breaks = apart and self.slow_call > 0 and self._rng.random() < self.slow_call
         return apart, self._rng.randrange(most) if breaks else most
 
-    async def break_in(self, what: str, effect: Callable[[], Awaitable[Any]]) -> None:
-        """A call in which the connection breaks: it takes effect, or does not, and nobody hears."""
+    async def break_during(self, what: str, effect: Callable[[], Awaitable[Any]]) -> None:
+        """Break the connection during a call, which may or may not have taken effect, and raise."""
         await self._request(what, None)
         if self._rng.random() < 0.5:
             with suppress(ReceiptHandleExpiredError):
                 await effect()
-            self._journal.add(self.lane, f"{what} took effect, answer lost")
+            self._log.add(self.lane, f"{what} took effect, answer lost")
         else:
-            self._journal.add(self.lane, f"{what} failed", detail="the connection broke")
+            self._log.add(self.lane, f"{what} failed", detail="the connection broke")
         raise MailboxConnectionError(f"{what}: the connection broke before the answer came")
 
     async def call(self, what: str, effect: Callable[[], Awaitable[V]]) -> V:
-        """Have the store do ``effect``, as far as the link lets that happen."""
+        """Call ``effect`` on the store, subject to the faults of this connection."""
         if not self.dead and self._mode is None and not self.slow_call and not self.store.down:
             return await effect()
         late = await self._request(what, effect)
@@ -373,12 +359,12 @@ class Link:
         return answer
 
     async def _request(self, what: str, effect: Callable[[], Awaitable[Any]] | None) -> bool:
-        """The way there; whether the way back is slow instead."""
+        """Transmit a request. Return True if the answer, not the request, is slow."""
         late = False
         if self.slow_call and self._rng.random() < self.slow_call:
             late = self._rng.random() < 0.5
             if not late:
-                await self._be_slow(what)
+                await self._delay(what)
         while True:
             if self.dead:
                 await trio.sleep_forever()
@@ -387,7 +373,7 @@ class Link:
                 continue
             if self._mode == "fail" or self.store.down:
                 why = "the store is away" if self.store.down else "no route to the store"
-                self._journal.add(self.lane, f"{what} failed", detail=why)
+                self._log.add(self.lane, f"{what} failed", detail=why)
                 await trio.lowlevel.checkpoint()
                 raise MailboxConnectionError(f"{what}: {why}")
             return late
@@ -397,81 +383,81 @@ class Link:
             await self._healed.wait()
         except trio.Cancelled:
             if effect is not None and self._mode == "hang" and self._rng.random() < 0.5:
-                self._journal.add(self.lane, f"{what} given up, on its way")
+                self._log.add(self.lane, f"{what} given up, on its way")
                 self._late.append(effect)
             raise
 
-    async def _be_slow(self, what: str) -> None:
+    async def _delay(self, what: str) -> None:
         seconds = self._rng.random() ** 2 * LONGEST_CALL
         self._slow_until = max(self._slow_until, trio.current_time() + seconds)
-        self._journal.add(self.lane, f"{what} is slow", detail=f"{seconds:.3f} s")
+        self._log.add(self.lane, f"{what} is slow", detail=f"{seconds:.3f} s")
         await trio.sleep(seconds)
 
     async def _answer(self, what: str, late: bool) -> None:
-        """The way back."""
+        """Transmit an answer."""
         if late:
-            await self._be_slow(what)
+            await self._delay(what)
         if self.dead:
             await trio.sleep_forever()
         while self._mode == "hang":
             await self._healed.wait()
         if self._mode == "lost":
-            self._journal.add(self.lane, f"{what} took effect, answer lost")
+            self._log.add(self.lane, f"{what} took effect, answer lost")
             raise MailboxConnectionError(f"{what}: the connection broke before the answer came")
 
     # --------------------------------------------------------------------------------------------------------- claims
 
     async def claim(self, most: int, visibility: float, wait: float) -> list[Delivery]:
-        """A claim, which may wait: then the store waits for the client."""
+        """Claim messages, waiting up to ``wait`` seconds in the store."""
         late = await self._request("claim", None)
         claimed = await self.store.claim(self.lane, most, visibility, 0.0)
         if not claimed and wait > 0:
-            claimed = await self._wait_for_claim(Ask(most, visibility, trio.current_time() + wait))
+            claimed = await self._wait_for_claim(WaitingClaim(most, visibility, trio.current_time() + wait))
         if self._mode is None and not late and not self.dead:
             return claimed
         if not claimed:
             await self._answer("claim", late)
             return claimed
-        # Something is leased to this process: whoever is cancelled now still takes it, so that it can be handed back.
+        # A message is leased to this process: a caller that is cancelled now must still get it, to release it.
         with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_TIMEOUT) as scope:
             await self._answer("claim", late)
         if scope.cancelled_caught:
             raise MailboxConnectionError("claim: the answer did not come in time")
         return claimed
 
-    async def _wait_for_claim(self, ask: Ask) -> list[Delivery]:
-        session = self._sessions.pop() if self._sessions else self.store.session(self.lane)
-        session.ask(ask)
+    async def _wait_for_claim(self, claim: WaitingClaim) -> list[Delivery]:
+        session = self._sessions.pop() if self._sessions else self.store.open_session(self.lane)
+        session.wait_for(claim)
         with trio.CancelScope() as broken:
-            self._asks[ask] = session, broken
+            self._waiting[claim] = session, broken
             try:
-                await ask.answered.wait()
+                await claim.answered.wait()
             except trio.Cancelled:
                 reachable = not broken.cancel_called and self._mode is None and not self.dead
-                if reachable and await self._withdrawn(session, ask):
-                    return ask.answer or []
+                if reachable and await self._withdrawn(session, claim):
+                    return claim.answer or []
                 raise
             finally:
-                del self._asks[ask]
-                if ask.answer is None:
-                    session.retire()  # nobody listens, and the store cannot know that
+                del self._waiting[claim]
+                if claim.answer is None:
+                    session.retire()  # the store cannot know that its client has stopped listening
                 elif not session.ended:
                     self._sessions.append(session)
-        if ask.answer is None:
-            self._journal.add(self.lane, "claim failed", detail="the connection broke")
+        if claim.answer is None:
+            self._log.add(self.lane, "claim failed", detail="the connection broke")
             raise MailboxConnectionError("claim: the connection broke")
-        return ask.answer
+        return claim.answer
 
-    async def _withdrawn(self, session: Session, ask: Ask) -> bool:
-        """Tell the store that nobody waits any more; whether it had claimed something by then."""
-        session.withdraw(ask)
+    async def _withdrawn(self, session: ClaimSession, claim: WaitingClaim) -> bool:
+        """Withdraw a claim. Return True if the store had already claimed messages for it."""
+        session.withdraw(claim)
         with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_TIMEOUT):
-            await ask.answered.wait()
-        return bool(ask.answer)
+            await claim.answered.wait()
+        return bool(claim.answer)
 
 
-class LinkedMailbox(Mailbox[Any, Any]):
-    """The mailbox of one simulated process: the port's own code on hooks that go through a :class:`Link` to the store."""
+class SimulatedMailbox(Mailbox[Any, Any]):
+    """The mailbox of one simulated process. Its hooks call the store through a :class:`StoreConnection`."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         durable=True,
@@ -483,50 +469,52 @@ class LinkedMailbox(Mailbox[Any, Any]):
         async_backends=frozenset({"trio"}),
     )
 
-    def __init__(self, name: str, link: Link, *, body: Any = None, reply: Any = None) -> None:
+    def __init__(self, name: str, connection: StoreConnection, *, body: Any = None, reply: Any = None) -> None:
         super().__init__(name, body=body, reply=reply)
-        self._link = link
+        self._connection = connection
 
     async def _open(self, scope: DaemonScope) -> None:
-        """There is nothing to connect: each call goes as the link is at that moment."""
+        """Do nothing: a simulated connection needs no set-up."""
 
     async def _close(self) -> None:
-        """As above."""
+        """Do nothing."""
 
     def _wake_all(self) -> None:
-        self._link.end_waits()
+        self._connection.end_waits()
 
     async def _put(self, envelopes: list[Envelope]) -> list[str]:
-        link = self._link
-        return await link.call("send", partial(link.store.put, link.lane, envelopes))
+        connection = self._connection
+        return await connection.call("send", partial(connection.store.put, connection.lane, envelopes))
 
     async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
-        return await self._link.claim(max_messages, visibility_timeout, wait_time_seconds)
+        return await self._connection.claim(max_messages, visibility_timeout, wait_time_seconds)
 
     async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
-        link = self._link
+        connection = self._connection
         what = type(settlement).__name__.lower()
         try:
-            await link.call(what, partial(link.store.settle, link.lane, delivery, settlement))
+            await connection.call(what, partial(connection.store.settle, connection.lane, delivery, settlement))
         except BaseException:
-            link.store.ledger.unanswered(delivery)
+            connection.store.ledger.unanswered(delivery)
             raise
 
     async def _acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
-        """In one call, or in one each, all of them out at once: backends do either. The link can break amid those."""
-        link = self._link
-        apart, whole = link.pieces(len(deliveries))
+        """Acknowledge in one call or in concurrent single calls: backends do either. The connection may break between those."""
+        connection = self._connection
+        apart, whole = connection.split(len(deliveries))
         if apart:
             return await self._acknowledge_each(deliveries, whole)
         try:
-            return await link.call("joint ack", partial(link.store.acknowledge, link.lane, deliveries))
+            return await connection.call(
+                "joint ack", partial(connection.store.acknowledge, connection.lane, deliveries)
+            )
         except BaseException:
             for delivery in deliveries:
-                link.store.ledger.unanswered(delivery)
+                connection.store.ledger.unanswered(delivery)
             raise
 
     async def _acknowledge_each(self, deliveries: list[Delivery], whole: int) -> dict[int, Exception]:
-        link = self._link
+        connection = self._connection
         refused: dict[int, Exception] = {}
 
         async def acknowledge(number: int) -> None:
@@ -535,8 +523,10 @@ class LinkedMailbox(Mailbox[Any, Any]):
                 if number < whole:
                     await self._settle(delivery, ACK)
                 else:
-                    link.store.ledger.unanswered(delivery)
-                    await link.break_in("joint ack", partial(link.store.settle, link.lane, delivery, ACK))
+                    connection.store.ledger.unanswered(delivery)
+                    await connection.break_during(
+                        "joint ack", partial(connection.store.settle, connection.lane, delivery, ACK)
+                    )
             except (MailboxConnectionError, ReceiptHandleExpiredError) as error:
                 refused[number] = error
 
@@ -546,29 +536,29 @@ class LinkedMailbox(Mailbox[Any, Any]):
         return refused
 
     async def _extend(self, delivery: Delivery, timeout: float) -> None:
-        link = self._link
-        await link.call("renewal", partial(link.store.extend, link.lane, delivery, timeout))
+        connection = self._connection
+        await connection.call("renewal", partial(connection.store.extend, connection.lane, delivery, timeout))
 
     async def _save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
-        link = self._link
-        await link.call("checkpoint", partial(link.store.save_checkpoint, link.lane, delivery, state))
+        connection = self._connection
+        await connection.call("checkpoint", partial(connection.store.save_checkpoint, connection.lane, delivery, state))
 
-    # The hooks of the mailbox that is the store are what the calls come down to there.
+    # Read-only calls need no entry in the ledger, so they call the store's mailbox directly.
     async def _counts(self) -> Counts:
-        return await self._link.call("counts", self._link.store.mailbox._counts)
+        return await self._connection.call("counts", self._connection.store.mailbox._counts)
 
     async def _purge(self) -> int:
-        return await self._link.call("purge", self._link.store.purge)
+        return await self._connection.call("purge", self._connection.store.purge)
 
     async def _dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
-        hook = self._link.store.mailbox._dead_letters
-        return await self._link.call("dead letters", partial(hook, limit, after))
+        hook = self._connection.store.mailbox._dead_letters
+        return await self._connection.call("dead letters", partial(hook, limit, after))
 
     async def _replay(self, message_ids: list[str] | None) -> int:
-        return await self._link.call("replay", partial(self._link.store.replay, message_ids))
+        return await self._connection.call("replay", partial(self._connection.store.replay, message_ids))
 
     async def _discard_dead(self, message_ids: list[str] | None) -> int:
-        return await self._link.call("discard", partial(self._link.store.discard_dead, message_ids))
+        return await self._connection.call("discard", partial(self._connection.store.discard_dead, message_ids))
 
     def _local_name(self, address: str) -> str | None:
-        return self._link.store.mailbox._local_name(address)
+        return self._connection.store.mailbox._local_name(address)

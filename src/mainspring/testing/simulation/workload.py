@@ -1,4 +1,4 @@
-"""``Workload``: the clients of a run: they send messages and requests, and wait for the replies."""
+"""The clients of a run, which send messages and requests; and what they must know of the group under test."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from mainspring.group.group import LoopGroup
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.testing.simulation.run import Simulation
-    from mainspring.testing.simulation.store import LinkedMailbox
+    from mainspring.testing.simulation.store import SimulatedMailbox
     from mainspring.testing.simulation.world import World
 
 
 REQUEST_EVERY = 4
-"""Which share of the messages asks for a reply."""
+"""One of this many messages asks for a reply."""
 BURST = 0.1
-"""Of how many sends several come at once: then messages wait together, are claimed together and acknowledged together."""
+"""Probability that a send is a burst, whose messages are claimed and acknowledged together."""
 BURST_SIZE = 8
-"""The most messages of a burst. The quiet after it is as long as they would have taken one by one."""
+"""Most messages of a burst. The pause after it keeps the average rate."""
 RETRY = 2.0
-"""Seconds after which a client that could not send tries again."""
+"""Seconds after which a failed send is retried."""
 NO_JSON = b"\xff\x00 no JSON"
 STRANGE = (b'{"poison":true}', b'"poison"', b"null", b"[[]]", b"-1")
-"""JSON of which one is surely of another shape than a body, unless anything goes."""
+"""JSON documents, of which at least one does not fit a body type other than ``Any``."""
 
 
 class Workload:
-    """Sends ``per_minute`` messages a worker and minute, unevenly, and keeps the mailbox to which replies go."""
+    """Sends ``per_minute`` messages per worker and minute, unevenly, and owns the mailbox for replies."""
 
-    def __init__(self, world: World, mailbox: LinkedMailbox, simulation: Simulation) -> None:
+    def __init__(self, world: World, mailbox: SimulatedMailbox, simulation: Simulation) -> None:
         self._world = world
         self._mailbox = mailbox
         self._simulation = simulation
@@ -69,7 +69,7 @@ class Workload:
                 elif self._simulation.send is not None:
                     await self._simulation.send(self._mailbox, number)
                 else:
-                    body = self._world.probe.body(number)
+                    body = self._world.under_test.body(number)
                     reply_to = self._replies.address if number % REQUEST_EVERY == 0 else None
                     key = f"key {number}" if keyed else None
                     for _ in range(2 if twice else 1):
@@ -84,7 +84,7 @@ class Workload:
         await self._mailbox._send_encoded(Envelope(self._mailbox.new_id(), raw))  # noqa: SLF001 - this package's own
 
     async def receive_replies(self) -> None:
-        """Receive replies until cancelled, as the requesters would."""
+        """Receive replies until cancelled, on behalf of the requesters."""
         async with self._replies as replies:
             while True:
                 for message in await replies.receive(max_messages=100, wait_time_seconds=86_400):
@@ -92,7 +92,7 @@ class Workload:
                     await message.acknowledge()
 
 
-def _fits(mailbox: LinkedMailbox, raw: bytes) -> bool:
+def _fits(mailbox: SimulatedMailbox, raw: bytes) -> bool:
     try:
         mailbox.codec.decode(raw)
     except SerializationError:
@@ -101,15 +101,15 @@ def _fits(mailbox: LinkedMailbox, raw: bytes) -> bool:
 
 
 SPARE = 600.0
-"""Virtual seconds on top of all that a group's own settings explain, before standing still counts as being stuck."""
+"""Virtual seconds without progress, beyond what the settings of a group explain, after which it counts as stuck."""
 DEPTH = 6
-"""How deep an example of a body is nested."""
+"""Greatest nesting depth of an example body."""
 
 
-class Probe:
-    """A look at one group that ``build`` made on ``mailbox``.
+class GroupUnderTest:
+    """What a run must know of the group under test: the type of its bodies, its leases, its limits.
 
-    :raises ConfigError: it is no group, has no MainLoop on the mailbox it was given, or no example of a body fits.
+    :raises ConfigError: ``group`` is no group, has no MainLoop on ``mailbox``, or no example of a body fits.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Probe:
             self._try_body()
 
     def body(self, number: int) -> Any:
-        """The body of message ``number``."""
+        """Return the body of message ``number``."""
         if self._body is not None:
             return self._body(number)
         return self.codec.decode(_json(example(self._schema, number)))
@@ -160,14 +160,14 @@ class Probe:
 
     def _no_example(self, error: Exception) -> ConfigError:
         reason = str(error).partition("\n")[0]
-        how = "body= gave none" if self._body is not None else "none could be made up from its type"
+        how = "body= gave none" if self._body is not None else "none could be derived from its type"
         return ConfigError(
             f"simulation: no body for {self.codec.name} ({how}: {reason}); pass body=, a function of the message's number"
         )
 
 
 def example(schema: dict[str, Any], number: int, root: dict[str, Any] | None = None, depth: int = 0) -> Any:
-    """Some value that a JSON schema of pydantic's allows, different for each ``number`` where it can be."""
+    """Return a value that a JSON schema of pydantic allows, different for each ``number`` if possible."""
     root = schema if root is None else root
     if "$ref" in schema:
         return example(root["$defs"][schema["$ref"].rpartition("/")[2]], number, root, depth)

@@ -1,4 +1,4 @@
-"""``World``: everything that one run consists of: the store, the fleet, its clients, and the trouble that befalls them."""
+"""``World``: one run: the store, the fleet, its clients, and the faults."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import trio
 
 from mainspring.core.tracebacks import where
 from mainspring.mailbox.memory.mailbox import InMemoryMailbox
-from mainspring.testing.simulation.event_log import Journal
+from mainspring.testing.simulation.event_log import EventLog
 from mainspring.testing.simulation.ledger import Ledger
 from mainspring.testing.simulation.process import Process, inside
-from mainspring.testing.simulation.store import Link, LinkedMailbox, Store
+from mainspring.testing.simulation.store import SimulatedMailbox, SimulatedStore, StoreConnection
 from mainspring.testing.simulation.workload import Workload
 from mainspring.testing.trio_internals import TaskHold, descendants
 
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.testing.simulation.faults import Faults, PlannedFault
     from mainspring.testing.simulation.run import Simulation
-    from mainspring.testing.simulation.workload import Probe
+    from mainspring.testing.simulation.workload import GroupUnderTest
 
 CHECK_INTERVAL = 600.0
-"""Virtual seconds between two comparisons of the ledger with the store's own numbers."""
+"""Virtual seconds between two comparisons of the ledger with the store's counts."""
 STOPPING = 86_400.0
-"""Virtual seconds within which the last shutdown surely ends; each process's own budget is far below it."""
+"""Virtual seconds allowed for the final shutdown. The budget of each process is far below it."""
 SETTLING = 4 * 3600.0
-"""Virtual seconds after the last fault within which what is left is given time to finish."""
+"""Virtual seconds after the last fault in which the fleet may finish the remaining messages."""
 RETRYING = 600.0
-"""Virtual seconds after the last fault: a message whose next try comes later is left waiting for it."""
+"""Messages whose next attempt is due later than this many virtual seconds after the last fault are not waited for."""
 
 
 class World:
-    """One run. ``main`` is its whole course; what it found stands in ``ledger`` and ``journal`` afterwards."""
+    """One run. ``main`` runs it; its result is in ``ledger`` and ``log``."""
 
-    def __init__(self, simulation: Simulation, build: Callable[[Any], LoopGroup], probe: Probe) -> None:
+    def __init__(self, simulation: Simulation, build: Callable[[Any], LoopGroup], under_test: GroupUnderTest) -> None:
         self.seed = simulation.seed
         self.name = "jobs"
         self.faults: Faults = simulation.faults
         self.build = build
-        self.probe = probe
+        self.under_test = under_test
         self.over = False
         self.broken_build: Exception | None = None
         self._simulation = simulation
@@ -56,32 +56,32 @@ class World:
         self.current: list[Process | None] = [None] * simulation.workers
         self._stopping = False
         self._ended = trio.Event()
-        self.journal = Journal(trio.current_time)
-        self.ledger = Ledger(self.journal, trio.current_time, self.stop)
-        self.ledger.max_attempts, self.ledger.max_crashes = probe.max_attempts, probe.max_crashes
+        self.log = EventLog(trio.current_time)
+        self.ledger = Ledger(self.log, trio.current_time, self.stop)
+        self.ledger.max_attempts, self.ledger.max_crashes = under_test.max_attempts, under_test.max_crashes
         self.hold = TaskHold(_is_halted)
-        self.store: Store
+        self.store: SimulatedStore
         self._root = trio.lowlevel.current_root_task()
         self._nursery: trio.Nursery
 
     def stop(self) -> None:
-        """End the run at once: something is broken."""
+        """End the run at once."""
         self._ended.set()
 
     def fail_build(self, error: Exception) -> None:
-        """The user's function does not give a group."""
+        """Record that the user's build function failed, and end the run."""
         self.broken_build = self.broken_build or error
         self.stop()
 
     async def main(self, planned: Sequence[PlannedFault]) -> None:
-        """The run: work and trouble, then time to finish, then a shutdown of everything."""
+        """Run work and faults, then let the fleet finish, then shut everything down."""
         make = self._simulation.store or (lambda: InMemoryMailbox("store", serialize=True))
         async with trio.open_nursery() as self._nursery, make() as mailbox:
-            self.store = Store(mailbox, self.probe.codec, self.ledger, self._nursery)
+            self.store = SimulatedStore(mailbox, self.under_test.codec, self.ledger, self._nursery)
             try:
                 async with trio.open_nursery() as course:
                     course.start_soon(self._watch_the_end, course.cancel_scope)
-                    await self._course(planned, mailbox)
+                    await self._run(planned, mailbox)
                     course.cancel_scope.cancel()
             finally:
                 await self._tear_down()
@@ -90,65 +90,67 @@ class World:
         await self._ended.wait()
         scope.cancel()
 
-    async def _course(self, planned: Sequence[PlannedFault], mailbox: Mailbox[Any, Any]) -> None:
+    async def _run(self, planned: Sequence[PlannedFault], mailbox: Mailbox[Any, Any]) -> None:
         for worker in range(self._simulation.workers):
-            self._nursery.start_soon(self._keep_up, worker, name=f"keeper of worker {worker}")
-        link = Link(self.store, "client", Random(f"{self.seed} client"), self.journal)  # noqa: S311
+            self._nursery.start_soon(self._supervise, worker, name=f"keeper of worker {worker}")
+        connection = StoreConnection(self.store, "client", Random(f"{self.seed} client"), self.log)  # noqa: S311
         async with (
-            LinkedMailbox(self.name, link, body=self.probe.body_type) as client,
+            SimulatedMailbox(self.name, connection, body=self.under_test.body_type) as client,
             trio.open_nursery() as nursery,
         ):
             workload = Workload(self, client, self._simulation)
             nursery.start_soon(workload.receive_replies)
-            nursery.start_soon(self._check_now_and_then)
+            nursery.start_soon(self._check_regularly)
             with trio.CancelScope(deadline=self._simulation.duration):
                 async with trio.open_nursery() as trouble:
                     trouble.start_soon(workload.send)
                     for fault in planned:
                         await trio.sleep_until(fault.at)
-                        trouble.start_soon(self._befall, fault)
+                        trouble.start_soon(self._inject, fault)
                     await trio.sleep_forever()
-            self.journal.add("world", "no more work, no more trouble")
-            await self._settle()
+            self.log.add("world", "no more work, no more trouble")
+            await self._drain()
             self._stopping = True
             with trio.move_on_after(STOPPING) as late:
                 async with trio.open_nursery() as stopping:
                     for process in filter(None, self.current):
                         stopping.start_soon(process.stop)
             if late.cancelled_caught:
-                told = f"the fleet has not come to its end within {STOPPING:g} s.\n{self.who_waits()}"
+                told = f"the fleet has not come to its end within {STOPPING:g} s.\n{self.describe_waits()}"
                 self.ledger.fail("progress", told)
             await trio.sleep(1.0)
             await self.store.check()
             self.ledger.close(all_replies=True)
             nursery.cancel_scope.cancel()
 
-    async def _settle(self) -> None:
-        """Let the fleet finish what is there; of what fails again and again, only the next tries."""
+    async def _drain(self) -> None:
+        """Wait until the fleet has finished the messages that are due within ``RETRYING`` seconds."""
         now = trio.current_time()
         while self.ledger.waiting(until=now + RETRYING) and trio.current_time() < now + SETTLING:
             await trio.sleep(5.0)
             self._check_progress()
 
-    async def _check_now_and_then(self) -> None:
+    async def _check_regularly(self) -> None:
         while True:
             await trio.sleep(CHECK_INTERVAL)
             await self.store.check()
             self._check_progress()
 
     def _check_progress(self) -> None:
-        """Work that waits for longer than anything can take is stuck."""
+        """Fail if messages have waited for longer than the settings of the group explain."""
         now = trio.current_time()
-        patience = self.probe.patience
+        patience = self.under_test.patience
         if now - self.ledger.last_progress < patience:
             return
         ready = [account for account in self.ledger.waiting() if account.ready_at < now - patience]
         if ready:
-            told = f"{len(ready)} messages wait, and nothing has happened for {patience:.0f} s.\n{self.who_waits()}"
+            told = (
+                f"{len(ready)} messages wait, and nothing has happened for {patience:.0f} s.\n{self.describe_waits()}"
+            )
             self.ledger.fail("progress", told, ready[0].label)
 
-    def who_waits(self) -> str:
-        """What each process, and each of its tasks, waits for."""
+    def describe_waits(self) -> str:
+        """Describe what each process, and each of its tasks, waits for."""
         lines = []
         for process in filter(None, self.current):
             state = "gone" if process.gone else "frozen" if process.halted else process.where()
@@ -159,8 +161,8 @@ class World:
 
     # ------------------------------------------------------------------------------------------------------- the fleet
 
-    async def _keep_up(self, worker: int) -> None:
-        """Run one life of the worker after the other, as an orchestrator does."""
+    async def _supervise(self, worker: int) -> None:
+        """Start a new process each time the worker's process ends, as an orchestrator does."""
         life = 0
         while not self._stopping:
             before, process = self.current[worker], Process(self, worker, life)
@@ -173,8 +175,8 @@ class World:
             await trio.sleep(process.restart_in)
             life += 1
 
-    def look_for_leftovers(self, process: Process) -> None:
-        """Does a task of a process that has ended still exist?"""
+    def check_task_leaks(self, process: Process) -> None:
+        """Fail if a task of an ended process still exists."""
         if self.over:
             return
         assert self._root is not None
@@ -184,7 +186,7 @@ class World:
                 self.ledger.fail("no task left", told)
 
     def handler_fault(self, message_id: str, delivery: int) -> tuple[str, float]:
-        """What befalls this handler run (mostly nothing), and to which extent, from 0 to 1: the same in each replay."""
+        """Draw the fault of a handler run, if any, and its extent from 0 to 1. A replay draws the same."""
         if not self._handler_faults:
             return "", 0.0
         rng = Random(f"{self.seed} {self.ledger.label(message_id)} {delivery}")  # noqa: S311
@@ -195,17 +197,17 @@ class World:
             drawn -= chance
         return "", 0.0
 
-    # ------------------------------------------------------------------------------------------------------ the trouble
+    # ------------------------------------------------------------------------------------------------------ the faults
 
-    async def _befall(self, fault: PlannedFault) -> None:
-        """Let a planned fault happen; whatever it holds up goes on when the run's trouble ends."""
+    async def _inject(self, fault: PlannedFault) -> None:
+        """Make a planned fault happen. Cancelled, it ends the partition, outage or freeze."""
         process = self.current[fault.worker]
         if fault.kind == "store_restart":
             await self._restart_store(fault.seconds)
         elif fault.kind == "deploy":
             await self._deploy(fault.seconds)
         elif process is None or process.ended.is_set() or process.halted:
-            self.journal.add("world", f"{fault.kind} missed", detail=f"worker {fault.worker} is not up")
+            self.log.add("world", f"{fault.kind} missed", detail=f"worker {fault.worker} is not up")
         elif fault.kind == "crash":
             process.restart_in = fault.seconds
             process.crash()
@@ -215,31 +217,31 @@ class World:
             again = rng.random() < self.faults.second_signal
             with trio.CancelScope(shield=True):
                 await process.stop(second_after=rng.random() * 10 if again else None)
-        elif fault.kind == "partition" and process.link.is_cut:
-            self.journal.add("world", "partition missed", detail=f"worker {fault.worker} is cut off already")
+        elif fault.kind == "partition" and process.connection.is_cut:
+            self.log.add("world", "partition missed", detail=f"worker {fault.worker} is cut off already")
         elif fault.kind == "partition":
             await self._partition(process, fault)
         elif fault.kind == "freeze":
             await self._freeze(process, fault.seconds)
         else:
             process.wall.seconds += fault.seconds
-            self.journal.add(process.lane, "wall clock jumps", detail=f"{fault.seconds:+.0f} s")
+            self.log.add(process.lane, "wall clock jumps", detail=f"{fault.seconds:+.0f} s")
 
     async def _restart_store(self, seconds: float) -> None:
         if self.store.down:
             return
-        self.journal.add("store", "goes down")
+        self.log.add("store", "goes down")
         self.store.stop()
         for process in filter(None, self.current):
-            process.link.reset()
+            process.connection.reset()
         try:
             await trio.sleep(seconds)
         finally:
             self.store.start()
-            self.journal.add("store", "is back")
+            self.log.add("store", "is back")
 
     async def _deploy(self, seconds: float) -> None:
-        self.journal.add("world", "deploy")
+        self.log.add("world", "deploy")
         for worker in range(len(self.current)):
             process = self.current[worker]
             if process is None or process.ended.is_set():
@@ -254,13 +256,13 @@ class World:
                     await following.started.wait()
 
     async def _partition(self, process: Process, fault: PlannedFault) -> None:
-        self.journal.add(process.lane, "partition", detail=f"calls {fault.mode}")
-        process.link.cut(fault.mode)
+        self.log.add(process.lane, "partition", detail=f"calls {fault.mode}")
+        process.connection.cut(fault.mode)
         try:
             await trio.sleep(fault.seconds)
         finally:
-            process.link.heal()
-            self.journal.add(process.lane, "partition over")
+            process.connection.heal()
+            self.log.add(process.lane, "partition over")
 
     async def _freeze(self, process: Process, seconds: float) -> None:
         process.freeze()
@@ -273,12 +275,12 @@ class World:
     # --------------------------------------------------------------------------------------------------------- the end
 
     async def _tear_down(self) -> None:
-        """Nothing is judged any more: let go of everything, cancelled, with links that never answer."""
+        """Cancel all processes, with connections that never answer. Nothing is judged any more."""
         self.over = True
-        self.journal.close()
+        self.log.close()
         self._stopping = True
         for process in self.processes:
-            process.link.die()
+            process.connection.die()
             process.halted = False
             process.scope.cancel()
         self.hold.let_go()
