@@ -9,7 +9,16 @@ from typing_extensions import TypedDict
 
 from mainspring.errors import ConfigError, SerializationError
 from mainspring.mailbox.codec import MAX_DEPTH
-from mainspring.testing.mailbox_contract.harness import Harness, behaviour, check, equal, raises, texts
+from mainspring.testing.mailbox_contract.harness import (
+    AnyMailbox,
+    Harness,
+    behaviour,
+    check,
+    equal,
+    on_mailbox,
+    raises,
+    texts,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,15 +48,14 @@ class Point(TypedDict):
     y: float
 
 
-@behaviour()
-async def a_dataclass_arrives_as_one(h: Harness) -> None:
+@on_mailbox(body=Order)
+async def a_dataclass_arrives_as_one(h: Harness, box: AnyMailbox) -> None:
     """A dataclass, nested ones included, is received as an equal object of its class."""
     order = Order(7, [Part("wheel", [1, 2]), Part("axle")], "quick")
-    async with h.open(body=Order) as box:
-        await box.send(order)
-        received = (await h.one(box)).body
-        equal(received, order, "the body")
-        equal((type(received), type(received.parts[0])), (Order, Part), "its classes")
+    await box.send(order)
+    received = (await h.one(box)).body
+    equal(received, order, "the body")
+    equal((type(received), type(received.parts[0])), (Order, Part), "its classes")
 
 
 @behaviour()
@@ -62,14 +70,13 @@ async def a_pydantic_model_arrives_as_one(h: Harness) -> None:
         equal((type(received), received.name, received.age), (model, "Ada", 3), "class and fields")
 
 
-@behaviour()
-async def a_typed_dict_arrives_as_a_dict(h: Harness) -> None:
+@on_mailbox(body=Point)
+async def a_typed_dict_arrives_as_a_dict(h: Harness, box: AnyMailbox) -> None:
     """A TypedDict is received as a dict, and one without a key is refused."""
-    async with h.open(body=Point) as box:
-        await box.send({"x": 1.5, "y": -2.0})
-        equal((await h.one(box)).body, {"x": 1.5, "y": -2.0}, "the body")
-        with raises(SerializationError, "a TypedDict without a key"):
-            await box.send({"x": 1.0})
+    await box.send({"x": 1.5, "y": -2.0})
+    equal((await h.one(box)).body, {"x": 1.5, "y": -2.0}, "the body")
+    with raises(SerializationError, "a TypedDict without a key"):
+        await box.send({"x": 1.0})
 
 
 @behaviour()
@@ -82,8 +89,8 @@ async def a_union_arrives_as_its_member(h: Harness) -> None:
         equal(texts(await h.all(box)), bodies, "the bodies")
 
 
-@behaviour()
-async def plain_json_arrives_unchanged(h: Harness) -> None:
+@on_mailbox()
+async def plain_json_arrives_unchanged(h: Harness, box: AnyMailbox) -> None:
     """Without a type, everything that JSON can say arrives as it was, down to empty and large values."""
     bodies: list[Any] = [
         "",
@@ -102,67 +109,61 @@ async def plain_json_arrives_unchanged(h: Harness) -> None:
         [[], [None]],
         {"": {"a": [1, "two", None, {"three": 3.0}]}},
     ]
-    async with h.open() as box:
-        await box.send_many(bodies)
-        received = texts(await h.all(box))
-        equal(received, bodies, "the bodies")
-        equal([type(body) for body in received], [type(body) for body in bodies], "their types")
+    await box.send_many(bodies)
+    received = texts(await h.all(box))
+    equal(received, bodies, "the bodies")
+    equal([type(body) for body in received], [type(body) for body in bodies], "their types")
 
 
-@behaviour()
-async def a_large_body_arrives_unchanged(h: Harness) -> None:
+@on_mailbox(body=str)
+async def a_large_body_arrives_unchanged(h: Harness, box: AnyMailbox) -> None:
     """A megabyte arrives whole."""
     body = "x" * 1_000_000 + "end"
-    async with h.open(body=str) as box:
-        await box.send(body)
-        check((await h.one(box)).body == body, "the large body was changed")
+    await box.send(body)
+    check((await h.one(box)).body == body, "the large body was changed")
 
 
-@behaviour()
-async def an_int_is_not_taken_for_a_str(h: Harness) -> None:
+@on_mailbox(body=str)
+async def an_int_is_not_taken_for_a_str(h: Harness, box: AnyMailbox) -> None:
     """The type is checked as it is, nothing is coerced at send."""
-    async with h.open(body=str) as box:
-        with raises(SerializationError, "an int where a str is wanted"):
-            await box.send(5)
-        await h.counts(box)
+    with raises(SerializationError, "an int where a str is wanted"):
+        await box.send(5)
+    await h.counts(box)
 
 
-@behaviour()
-async def a_type_is_bound_once(h: Harness) -> None:
+@on_mailbox()
+async def a_type_is_bound_once(h: Harness, box: AnyMailbox) -> None:
     """bind() says a missing type; one that differs from the mailbox's is a ConfigError."""
-    async with h.open() as box:
-        box.bind(body=int)
-        with raises(SerializationError, "a str in a mailbox bound to int"):
-            await box.send("x")
-        box.bind(body=int)
-        with raises(ConfigError, "binding another type"):
-            box.bind(body=str)
+    box.bind(body=int)
+    with raises(SerializationError, "a str in a mailbox bound to int"):
+        await box.send("x")
+    box.bind(body=int)
+    with raises(ConfigError, "binding another type"):
+        box.bind(body=str)
 
 
-@behaviour("serializes")
-async def bytes_that_are_no_json_go_to_the_dead_letters(h: Harness) -> None:
+@on_mailbox("serializes")
+async def bytes_that_are_no_json_go_to_the_dead_letters(h: Harness, box: AnyMailbox) -> None:
     """Undecodable bytes never come out of receive: they are dead-lettered with the bytes and the error."""
     raw = b"\xff\xfe not json"
-    async with h.open() as box:
-        await h.corrupt(box, raw)
-        await h.none(box, "it cannot be decoded")
-        await h.counts(box, dead=1)
-        (letter,) = await box.dead_letters()
-        equal((letter.raw, letter.body), (raw, None), "raw bytes and body")
-        check(bool(letter.error) and bool(letter.error_type), "it does not say why")
+    await h.corrupt(box, raw)
+    await h.none(box, "it cannot be decoded")
+    await h.counts(box, dead=1)
+    (letter,) = await box.dead_letters()
+    equal((letter.raw, letter.body), (raw, None), "raw bytes and body")
+    check(bool(letter.error) and bool(letter.error_type), "it does not say why")
 
 
-@behaviour("serializes")
-async def undecodable_bytes_do_not_harm_their_neighbours(h: Harness) -> None:
+@on_mailbox("serializes", body=int)
+async def undecodable_bytes_do_not_harm_their_neighbours(h: Harness, box: AnyMailbox) -> None:
     """The messages before and after undecodable bytes are received by the same call."""
-    async with h.open(body=int) as box:
-        await box.send(1)
-        await h.corrupt(box, b"{")
-        await box.send(2)
-        await h.corrupt(box, b"")
-        await box.send(3)
-        equal(texts(await h.all(box)), [1, 2, 3], "what was received")
-        await h.counts(box, in_flight=3, dead=2)
+    await box.send(1)
+    await h.corrupt(box, b"{")
+    await box.send(2)
+    await h.corrupt(box, b"")
+    await box.send(3)
+    equal(texts(await h.all(box)), [1, 2, 3], "what was received")
+    await h.counts(box, in_flight=3, dead=2)
 
 
 @behaviour("serializes")
@@ -189,19 +190,18 @@ async def undecodable_bytes_do_not_end_a_wait(h: Harness) -> None:
         await h.counts(box, in_flight=1, dead=2)
 
 
-@behaviour("serializes")
-async def a_body_of_the_wrong_shape_is_a_failed_attempt(h: Harness) -> None:
+@on_mailbox("serializes", body=Order)
+async def a_body_of_the_wrong_shape_is_a_failed_attempt(h: Harness, box: AnyMailbox) -> None:
     """JSON that does not fit the type is delivered; .body raises SerializationError, and a nack charges as ever."""
-    async with h.open(body=Order) as box:
-        await h.corrupt(box, b'{"number": "seven"}')
-        for number in (1, 2):
-            message = await h.one(box)
-            equal((message.delivery_count, message.attempt), (number, number), "counts")
-            with raises(SerializationError, "reading a body of the wrong shape") as caught:
-                _ = message.body
-            check("Order" in str(caught[0]), f"the error does not name the type: {caught[0]}")
-            await message.nack()
-        await h.counts(box, pending=1)
+    await h.corrupt(box, b'{"number": "seven"}')
+    for number in (1, 2):
+        message = await h.one(box)
+        equal((message.delivery_count, message.attempt), (number, number), "counts")
+        with raises(SerializationError, "reading a body of the wrong shape") as caught:
+            _ = message.body
+        check("Order" in str(caught[0]), f"the error does not name the type: {caught[0]}")
+        await message.nack()
+    await h.counts(box, pending=1)
 
 
 @behaviour("serializes")
@@ -220,16 +220,15 @@ async def a_body_that_nobody_could_read_is_refused(h: Harness) -> None:
         equal((await h.one(box)).body, deepest, "the deepest body")
 
 
-@behaviour("serializes")
-async def a_body_of_the_wrong_shape_can_be_given_up(h: Harness) -> None:
+@on_mailbox("serializes", body=Order)
+async def a_body_of_the_wrong_shape_can_be_given_up(h: Harness, box: AnyMailbox) -> None:
     """Dead-lettered, it keeps its bytes; its decoded body is None."""
     raw = b'{"number": "seven"}'
-    async with h.open(body=Order) as box:
-        await h.corrupt(box, raw)
-        message = await h.one(box)
-        await message.dead_letter("not understood")
-        (letter,) = await box.dead_letters()
-        equal((letter.raw, letter.body, letter.error), (raw, None, "not understood"), "the dead letter")
+    await h.corrupt(box, raw)
+    message = await h.one(box)
+    await message.dead_letter("not understood")
+    (letter,) = await box.dead_letters()
+    equal((letter.raw, letter.body, letter.error), (raw, None, "not understood"), "the dead letter")
 
 
 @behaviour("serializes")

@@ -10,47 +10,44 @@ import anyio
 import anyio.lowlevel
 
 from mainspring.mailbox.message import Counts
-from mainspring.testing.mailbox_contract.harness import Harness, behaviour, check, equal
+from mainspring.testing.mailbox_contract.harness import AnyMailbox, Harness, behaviour, check, equal, on_mailbox
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from mainspring.mailbox.mailbox import Mailbox
     from mainspring.mailbox.message import Message
 
 
-@behaviour()
-async def counts_follow_every_step(h: Harness) -> None:
+@on_mailbox()
+async def counts_follow_every_step(h: Harness, box: AnyMailbox) -> None:
     """Through a message's whole life counts() says the part that it is in."""
-    async with h.open() as box:
-        await h.counts(box)
-        await box.send("x")
-        await h.counts(box, pending=1)
-        message = await h.one(box)
-        await h.counts(box, in_flight=1)
-        await message.nack(delay=3_600)
-        await h.counts(box, delayed=1)
-        await box.send("y")
-        await (await h.one(box)).release()
-        await h.counts(box, delayed=1, pending=1)
-        await (await h.one(box)).dead_letter("no")
-        await h.counts(box, delayed=1, dead=1)
-        await box.replay_dead_letters()
-        await h.counts(box, delayed=1, pending=1)
-        await (await h.one(box)).acknowledge()
-        await h.counts(box, delayed=1, settled=1)
+    await h.counts(box)
+    await box.send("x")
+    await h.counts(box, pending=1)
+    message = await h.one(box)
+    await h.counts(box, in_flight=1)
+    await message.nack(delay=3_600)
+    await h.counts(box, delayed=1)
+    await box.send("y")
+    await (await h.one(box)).release()
+    await h.counts(box, delayed=1, pending=1)
+    await (await h.one(box)).dead_letter("no")
+    await h.counts(box, delayed=1, dead=1)
+    await box.replay_dead_letters()
+    await h.counts(box, delayed=1, pending=1)
+    await (await h.one(box)).acknowledge()
+    await h.counts(box, delayed=1, settled=1)
 
 
-@behaviour()
-async def counts_see_what_time_alone_has_done(h: Harness) -> None:
+@on_mailbox()
+async def counts_see_what_time_alone_has_done(h: Harness, box: AnyMailbox) -> None:
     """The end of a lease shows in counts() without anybody having received."""
-    async with h.open() as box:
-        await box.send_many(["a", "b"])
-        with h.within(h.short):
-            await h.one(box, lease=h.short)
-            await h.counts(box, pending=1, in_flight=1)
-        await h.pass_time(h.short)
-        await h.due_counts(box, pending=2)
+    await box.send_many(["a", "b"])
+    with h.within(h.short):
+        await h.one(box, lease=h.short)
+        await h.counts(box, pending=1, in_flight=1)
+    await h.pass_time(h.short)
+    await h.due_counts(box, pending=2)
 
 
 @behaviour("cross_process", "expiry", "lease_ends_seen")
@@ -66,136 +63,129 @@ async def the_end_of_a_lease_shows_to_everybody(h: Harness) -> None:
         await h.due_counts(other, pending=1, dead=1)
 
 
-@behaviour()
-async def forgotten_dead_letters_still_add_up(h: Harness) -> None:
+@on_mailbox()
+async def forgotten_dead_letters_still_add_up(h: Harness, box: AnyMailbox) -> None:
     """The parts add up to all that was ever accepted, also after dead letters were forgotten."""
-    async with h.open() as box:
-        await box.send_many(range(4))
-        for message in await box.receive(max_messages=3):
-            await message.dead_letter("no")
-        await box.purge_dead_letters()
-        counts = await box.counts()
-        equal(_total(counts), 4, f"the sum of {counts}")
+    await box.send_many(range(4))
+    for message in await box.receive(max_messages=3):
+        await message.dead_letter("no")
+    await box.purge_dead_letters()
+    counts = await box.counts()
+    equal(_total(counts), 4, f"the sum of {counts}")
 
 
-@behaviour()
-async def counts_add_up_under_any_use(h: Harness) -> None:
+@on_mailbox()
+async def counts_add_up_under_any_use(h: Harness, box: AnyMailbox) -> None:
     """Over 300 random steps, counts() says what a model of the mailbox says."""
-    async with h.open() as box:
-        model = _Model(box, delays=h.capabilities.delay)
-        for step in range(300):
-            what = await model.step()
-            counts = await box.counts()
-            equal(counts, model.counts(), f"counts after step {step} ({what})")
-            equal(await box.approximate_count(), counts.waiting, "approximate_count")
+    model = _Model(box, delays=h.capabilities.delay)
+    for step in range(300):
+        what = await model.step()
+        counts = await box.counts()
+        equal(counts, model.counts(), f"counts after step {step} ({what})")
+        equal(await box.approximate_count(), counts.waiting, "approximate_count")
 
 
-@behaviour()
-async def counts_add_up_under_concurrency(h: Harness) -> None:
+@on_mailbox()
+async def counts_add_up_under_concurrency(h: Harness, box: AnyMailbox) -> None:
     """While many tasks send, receive and settle, every look at the counts adds up to what was accepted so far."""
-    async with h.open() as box:
-        accepted = started = 0
+    accepted = started = 0
 
-        async def send() -> None:
-            nonlocal accepted, started
-            for _ in range(20):
-                started += 3
-                await box.send_many(range(3))
-                accepted += 3
+    async def send() -> None:
+        nonlocal accepted, started
+        for _ in range(20):
+            started += 3
+            await box.send_many(range(3))
+            accepted += 3
 
-        async def work() -> None:
-            settle = 0
-            while messages := await box.receive(max_messages=2, visibility_timeout=600, wait_time_seconds=h.short):
-                for message in messages:
-                    settle += 1
-                    await (message.nack() if settle % 5 == 0 else message.acknowledge())
+    async def work() -> None:
+        settle = 0
+        while messages := await box.receive(max_messages=2, visibility_timeout=600, wait_time_seconds=h.short):
+            for message in messages:
+                settle += 1
+                await (message.nack() if settle % 5 == 0 else message.acknowledge())
 
-        async with anyio.create_task_group() as group:
-            for _ in range(3):
-                group.start_soon(send)
-                group.start_soon(work)
-            for _ in range(30):
-                least = accepted
-                total = _total(await box.counts())
-                equal(least <= total <= started, True, f"{least} <= {total} <= {started}")
-                await anyio.lowlevel.checkpoint()
-        await h.counts(box, settled=180)
+    async with anyio.create_task_group() as group:
+        for _ in range(3):
+            group.start_soon(send)
+            group.start_soon(work)
+        for _ in range(30):
+            least = accepted
+            total = _total(await box.counts())
+            equal(least <= total <= started, True, f"{least} <= {total} <= {started}")
+            await anyio.lowlevel.checkpoint()
+    await h.counts(box, settled=180)
 
 
-@behaviour("queue_age")
-async def the_queue_age_is_that_of_the_oldest_pending_message(h: Harness) -> None:
+@on_mailbox("queue_age")
+async def the_queue_age_is_that_of_the_oldest_pending_message(h: Harness, box: AnyMailbox) -> None:
     """counts().queue_age is the time since the first send of the oldest pending message, and 0 where none is pending."""
-    async with h.open() as box:
-        await _expect_age(h, box, None)
-        old = await _sent(box, "old")
-        await h.spend(h.short)
-        new = await _sent(box, "new")
-        await _expect_age(h, box, old)
-        held = await h.one(box)
-        await _expect_age(h, box, new)
-        other = await h.one(box)
-        await _expect_age(h, box, None)
-        await held.nack()
-        await _expect_age(h, box, old)
-        await other.acknowledge()
-        await (await h.one(box)).dead_letter("no")
-        await _expect_age(h, box, None)
-        await box.replay_dead_letters()
-        await _expect_age(h, box, old)
-        await box.purge()
-        await _expect_age(h, box, None)
+    await _expect_age(h, box, None)
+    old = await _sent(box, "old")
+    await h.spend(h.short)
+    new = await _sent(box, "new")
+    await _expect_age(h, box, old)
+    held = await h.one(box)
+    await _expect_age(h, box, new)
+    other = await h.one(box)
+    await _expect_age(h, box, None)
+    await held.nack()
+    await _expect_age(h, box, old)
+    await other.acknowledge()
+    await (await h.one(box)).dead_letter("no")
+    await _expect_age(h, box, None)
+    await box.replay_dead_letters()
+    await _expect_age(h, box, old)
+    await box.purge()
+    await _expect_age(h, box, None)
 
 
-@behaviour("queue_age", "delay")
-async def the_queue_age_includes_the_delay(h: Harness) -> None:
+@on_mailbox("queue_age", "delay")
+async def the_queue_age_includes_the_delay(h: Harness, box: AnyMailbox) -> None:
     """A delayed message has no part in the queue_age; once it is due, its age runs from its send."""
-    async with h.open() as box:
-        since = anyio.current_time()
-        with h.within(h.short, since):
-            late = await _sent(box, "late", delay=h.short)
-            await _expect_age(h, box, None)
-        await h.pass_time(h.short)
-        await h.due_counts(box, pending=1)
-        await _expect_age(h, box, late)
+    since = anyio.current_time()
+    with h.within(h.short, since):
+        late = await _sent(box, "late", delay=h.short)
+        await _expect_age(h, box, None)
+    await h.pass_time(h.short)
+    await h.due_counts(box, pending=1)
+    await _expect_age(h, box, late)
 
 
-@behaviour("queue_age")
-async def the_queue_age_sees_a_lease_that_has_ended(h: Harness) -> None:
+@on_mailbox("queue_age")
+async def the_queue_age_sees_a_lease_that_has_ended(h: Harness, box: AnyMailbox) -> None:
     """A message whose lease has ended is pending, and as old as before."""
-    async with h.open() as box:
-        lost = await _sent(box, "lost")
-        await h.spend(h.short)
-        with h.within(h.short):
-            await h.one(box, lease=h.short)
-            await _expect_age(h, box, None)
-        await h.pass_time(h.short)
-        await h.due_counts(box, pending=1)
-        await _expect_age(h, box, lost)
+    lost = await _sent(box, "lost")
+    await h.spend(h.short)
+    with h.within(h.short):
+        await h.one(box, lease=h.short)
+        await _expect_age(h, box, None)
+    await h.pass_time(h.short)
+    await h.due_counts(box, pending=1)
+    await _expect_age(h, box, lost)
 
 
-@behaviour("queue_age", "priority")
-async def the_queue_age_looks_at_each_priority(h: Harness) -> None:
+@on_mailbox("queue_age", "priority")
+async def the_queue_age_looks_at_each_priority(h: Harness, box: AnyMailbox) -> None:
     """An old message of a low priority counts, though newer ones of higher priorities come before it."""
-    async with h.open() as box:
-        low = await _sent(box, "low", priority=-5)
-        await h.spend(h.short)
-        middle = await _sent(box, "middle")
-        await _sent(box, "high", priority=7)
-        await _expect_age(h, box, low)
-        for message in await box.receive(max_messages=3):
-            if message.body == "middle":
-                await message.release()
-        await _expect_age(h, box, middle)
+    low = await _sent(box, "low", priority=-5)
+    await h.spend(h.short)
+    middle = await _sent(box, "middle")
+    await _sent(box, "high", priority=7)
+    await _expect_age(h, box, low)
+    for message in await box.receive(max_messages=3):
+        if message.body == "middle":
+            await message.release()
+    await _expect_age(h, box, middle)
 
 
-async def _sent(box: Mailbox[Any, Any], body: str, **options: Any) -> tuple[float, float]:
+async def _sent(box: AnyMailbox, body: str, **options: Any) -> tuple[float, float]:
     """Send it; the times between which it was sent."""
     before = anyio.current_time()
     await box.send(body, **options)
     return before, anyio.current_time()
 
 
-async def _expect_age(h: Harness, box: Mailbox[Any, Any], sent: tuple[float, float] | None) -> None:
+async def _expect_age(h: Harness, box: AnyMailbox, sent: tuple[float, float] | None) -> None:
     """The queue_age is that of the message sent between those times; None: no message is pending."""
     before = anyio.current_time()
     age = (await box.counts()).queue_age
@@ -213,7 +203,7 @@ def _total(counts: Counts) -> int:
 class _Model:
     """A mailbox in which no time passes, as a table of where each message is."""
 
-    def __init__(self, box: Mailbox[Any, Any], *, delays: bool) -> None:
+    def __init__(self, box: AnyMailbox, *, delays: bool) -> None:
         self.box = box
         self.delays = delays
         self.where: dict[str, str] = {}

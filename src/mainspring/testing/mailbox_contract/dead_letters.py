@@ -9,16 +9,24 @@ from typing import TYPE_CHECKING, Any
 from mainspring.core import clock
 from mainspring.mailbox.dead_letter_queue import DeadLetterView, Replay
 from mainspring.mailbox.history import LAST, LEASE_EXPIRED
-from mainspring.testing.mailbox_contract.harness import Harness, behaviour, check, equal, ids, texts
+from mainspring.testing.mailbox_contract.harness import (
+    AnyMailbox,
+    Harness,
+    behaviour,
+    check,
+    equal,
+    ids,
+    on_mailbox,
+    texts,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from mainspring.mailbox.history import Failure
-    from mainspring.mailbox.mailbox import Mailbox
 
 
-async def _dead(h: Harness, box: Mailbox[Any, Any], count: int) -> list[str]:
+async def _dead(h: Harness, box: AnyMailbox, count: int) -> list[str]:
     """Send that many and dead-letter them one after the other; their ids."""
     sent = await box.send_many(range(count))
     for message in await h.all(box):
@@ -56,162 +64,149 @@ async def a_dead_letter_says_everything(h: Harness) -> None:
     )
 
 
-@behaviour()
-async def a_dead_letter_takes_a_plain_reason(h: Harness) -> None:
+@on_mailbox()
+async def a_dead_letter_takes_a_plain_reason(h: Harness, box: AnyMailbox) -> None:
     """dead_letter("reason") keeps the reason, without a traceback."""
-    async with h.open() as box:
-        await _dead(h, box, 1)
-        (letter,) = await box.dead_letters()
-        equal((letter.error, letter.traceback), ("reason 0", ""), "reason and traceback")
-        check(bool(letter.error_type), "there is no error_type")
+    await _dead(h, box, 1)
+    (letter,) = await box.dead_letters()
+    equal((letter.error, letter.traceback), ("reason 0", ""), "reason and traceback")
+    check(bool(letter.error_type), "there is no error_type")
 
 
-@behaviour("serializes")
-async def a_dead_letter_keeps_the_raw_body(h: Harness) -> None:
+@on_mailbox("serializes")
+async def a_dead_letter_keeps_the_raw_body(h: Harness, box: AnyMailbox) -> None:
     """`raw` holds the JSON bytes as they were stored."""
-    async with h.open() as box:
-        await _dead(h, box, 1)
-        (letter,) = await box.dead_letters()
-        equal(letter.raw, b"0", "the raw body")
+    await _dead(h, box, 1)
+    (letter,) = await box.dead_letters()
+    equal(letter.raw, b"0", "the raw body")
 
 
-@behaviour()
-async def a_dead_letter_never_expires_back(h: Harness) -> None:
+@on_mailbox()
+async def a_dead_letter_never_expires_back(h: Harness, box: AnyMailbox) -> None:
     """The end of the lease it had does not bring a dead message back."""
     lease = h.ample(1.0)
-    async with h.open() as box:
-        await box.send("x")
-        with h.within(lease):
-            await (await h.one(box, lease=lease)).dead_letter("no")
-        await h.pass_time(lease)
-        await h.none(box, "it is dead")
-        await h.counts(box, dead=1)
+    await box.send("x")
+    with h.within(lease):
+        await (await h.one(box, lease=lease)).dead_letter("no")
+    await h.pass_time(lease)
+    await h.none(box, "it is dead")
+    await h.counts(box, dead=1)
 
 
-@behaviour()
-async def dead_letters_come_oldest_first_in_pages(h: Harness) -> None:
+@on_mailbox()
+async def dead_letters_come_oldest_first_in_pages(h: Harness, box: AnyMailbox) -> None:
     """dead_letters() lists the oldest first; limit and after walk through all of them, each once."""
-    async with h.open() as box:
-        sent = await _dead(h, box, 7)
-        equal([letter.message_id for letter in await box.dead_letters()], sent, "all dead letters")
-        walked: list[str] = []
-        while page := await box.dead_letters(limit=3, after=walked[-1] if walked else None):
-            check(len(page) <= 3, f"a page of {len(page)} with limit=3")
-            walked += [letter.message_id for letter in page]
-        equal(walked, sent, "the pages joined")
+    sent = await _dead(h, box, 7)
+    equal([letter.message_id for letter in await box.dead_letters()], sent, "all dead letters")
+    walked: list[str] = []
+    while page := await box.dead_letters(limit=3, after=walked[-1] if walked else None):
+        check(len(page) <= 3, f"a page of {len(page)} with limit=3")
+        walked += [letter.message_id for letter in page]
+    equal(walked, sent, "the pages joined")
 
 
-@behaviour()
-async def dead_letters_are_in_the_order_of_their_deaths(h: Harness) -> None:
+@on_mailbox()
+async def dead_letters_are_in_the_order_of_their_deaths(h: Harness, box: AnyMailbox) -> None:
     """The oldest is the one that died first, whenever it was sent."""
-    async with h.open() as box:
-        await box.send_many(["a", "b", "c"])
-        for message in reversed(await h.all(box)):
-            await message.dead_letter("no")
-            await h.pass_time(0.01)
-        equal([letter.body for letter in await box.dead_letters()], ["c", "b", "a"], "the order")
+    await box.send_many(["a", "b", "c"])
+    for message in reversed(await h.all(box)):
+        await message.dead_letter("no")
+        await h.pass_time(0.01)
+    equal([letter.body for letter in await box.dead_letters()], ["c", "b", "a"], "the order")
 
 
-@behaviour()
-async def listing_changes_nothing(h: Harness) -> None:
+@on_mailbox()
+async def listing_changes_nothing(h: Harness, box: AnyMailbox) -> None:
     """Dead letters are there after they were listed."""
-    async with h.open() as box:
-        await _dead(h, box, 2)
-        for _ in range(2):
-            equal(len(await box.dead_letters()), 2, "dead letters")
-        await h.counts(box, dead=2)
+    await _dead(h, box, 2)
+    for _ in range(2):
+        equal(len(await box.dead_letters()), 2, "dead letters")
+    await h.counts(box, dead=2)
 
 
-@behaviour()
-async def a_replay_sends_them_all_again(h: Harness) -> None:
+@on_mailbox()
+async def a_replay_sends_them_all_again(h: Harness, box: AnyMailbox) -> None:
     """replay_dead_letters() puts all at the tail, in order, with fresh counts and their ids, bodies and headers."""
-    async with h.open() as box:
-        await box.send_many(["a", "b"], headers={"k": "v"}, reply_to="elsewhere")
-        died = await h.all(box)
-        for message in died:
-            await message.nack()
-        for message in await h.all(box):
-            await message.dead_letter("no")
-        await box.send("c")
-        equal(await box.replay_dead_letters(), 2, "replayed")
-        await h.counts(box, pending=3)
-        equal(await box.dead_letters(), [], "dead letters left")
-        c, a, b = await h.all(box)
-        equal(texts([c, a, b]), ["c", "a", "b"], "the order")
-        equal(ids([a, b]), ids(died), "ids")
-        for message in (a, b):
-            equal((message.delivery_count, message.attempt), (1, 1), "counts of a replayed message")
-            equal((dict(message.headers), message.reply_to), ({"k": "v"}, "elsewhere"), "headers and reply_to")
+    await box.send_many(["a", "b"], headers={"k": "v"}, reply_to="elsewhere")
+    died = await h.all(box)
+    for message in died:
+        await message.nack()
+    for message in await h.all(box):
+        await message.dead_letter("no")
+    await box.send("c")
+    equal(await box.replay_dead_letters(), 2, "replayed")
+    await h.counts(box, pending=3)
+    equal(await box.dead_letters(), [], "dead letters left")
+    c, a, b = await h.all(box)
+    equal(texts([c, a, b]), ["c", "a", "b"], "the order")
+    equal(ids([a, b]), ids(died), "ids")
+    for message in (a, b):
+        equal((message.delivery_count, message.attempt), (1, 1), "counts of a replayed message")
+        equal((dict(message.headers), message.reply_to), ({"k": "v"}, "elsewhere"), "headers and reply_to")
 
 
-@behaviour()
-async def a_replay_can_be_of_some(h: Harness) -> None:
+@on_mailbox()
+async def a_replay_can_be_of_some(h: Harness, box: AnyMailbox) -> None:
     """replay_dead_letters(ids) takes those; ids of no dead letter are ignored and not counted."""
-    async with h.open() as box:
-        sent = await _dead(h, box, 4)
-        equal(await box.replay_dead_letters([sent[1], sent[3], "no such id"]), 2, "replayed")
-        await h.counts(box, pending=2, dead=2)
-        equal(texts(await h.all(box)), [1, 3], "what can be received")
-        equal(await box.replay_dead_letters([]), 0, "replayed of no ids")
-        equal(await box.replay_dead_letters(iter(sent)), 2, "replayed of those that are left")
+    sent = await _dead(h, box, 4)
+    equal(await box.replay_dead_letters([sent[1], sent[3], "no such id"]), 2, "replayed")
+    await h.counts(box, pending=2, dead=2)
+    equal(texts(await h.all(box)), [1, 3], "what can be received")
+    equal(await box.replay_dead_letters([]), 0, "replayed of no ids")
+    equal(await box.replay_dead_letters(iter(sent)), 2, "replayed of those that are left")
 
 
-@behaviour("dedup")
-async def a_replayed_message_has_its_dedup_key_again(h: Harness) -> None:
+@on_mailbox("dedup")
+async def a_replayed_message_has_its_dedup_key_again(h: Harness, box: AnyMailbox) -> None:
     """While it is unfinished, a send with its key returns its id; a key that another message has by now stays that one's."""
-    async with h.open() as box:
-        first, other = [await box.send("dies", dedup_key=key) for key in ("k", "taken")]
-        for message in await h.all(box):
-            await message.dead_letter("no")
-        newer = await box.send("newer", dedup_key="taken")
-        equal(await box.replay_dead_letters(), 2, "replayed")
-        equal(await box.send("again", dedup_key="k"), first, "the id of a send with the key of a replayed message")
-        equal(await box.send("again", dedup_key="taken"), newer, "the id of a send with a key that another message has")
-        for message in await h.all(box):
-            await message.acknowledge()
-        check(await box.send("later", dedup_key="k") not in {first, other, newer}, "a finished message kept its key")
-        check(
-            await box.send("later", dedup_key="taken") not in {first, other, newer}, "a finished message kept its key"
-        )
+    first, other = [await box.send("dies", dedup_key=key) for key in ("k", "taken")]
+    for message in await h.all(box):
+        await message.dead_letter("no")
+    newer = await box.send("newer", dedup_key="taken")
+    equal(await box.replay_dead_letters(), 2, "replayed")
+    equal(await box.send("again", dedup_key="k"), first, "the id of a send with the key of a replayed message")
+    equal(await box.send("again", dedup_key="taken"), newer, "the id of a send with a key that another message has")
+    for message in await h.all(box):
+        await message.acknowledge()
+    check(await box.send("later", dedup_key="k") not in {first, other, newer}, "a finished message kept its key")
+    check(await box.send("later", dedup_key="taken") not in {first, other, newer}, "a finished message kept its key")
 
 
-@behaviour()
-async def a_replayed_message_can_die_again(h: Harness) -> None:
+@on_mailbox()
+async def a_replayed_message_can_die_again(h: Harness, box: AnyMailbox) -> None:
     """A replayed message that dies once more is one dead letter, with the new error."""
-    async with h.open() as box:
-        sent = await _dead(h, box, 1)
-        await box.replay_dead_letters()
-        await (await h.one(box)).dead_letter("again")
-        letters = await box.dead_letters()
-        equal([(letter.message_id, letter.error) for letter in letters], [(sent[0], "again")], "dead letters")
-        await h.counts(box, dead=1)
+    sent = await _dead(h, box, 1)
+    await box.replay_dead_letters()
+    await (await h.one(box)).dead_letter("again")
+    letters = await box.dead_letters()
+    equal([(letter.message_id, letter.error) for letter in letters], [(sent[0], "again")], "dead letters")
+    await h.counts(box, dead=1)
 
 
-@behaviour()
-async def dead_letters_can_be_forgotten(h: Harness) -> None:
+@on_mailbox()
+async def dead_letters_can_be_forgotten(h: Harness, box: AnyMailbox) -> None:
     """purge_dead_letters(ids) forgets those, without ids all; it returns how many and touches nothing else."""
-    async with h.open() as box:
-        sent = await _dead(h, box, 4)
-        await box.send("alive")
-        equal(await box.purge_dead_letters([sent[0], "no such id"]), 1, "forgotten")
-        equal([letter.message_id for letter in await box.dead_letters()], sent[1:], "dead letters left")
-        equal(await box.purge_dead_letters([]), 0, "forgotten of no ids")
-        equal(await box.purge_dead_letters(), 3, "forgotten of all")
-        equal(await box.dead_letters(), [], "dead letters left")
-        equal(await box.replay_dead_letters(), 0, "replayed of forgotten ones")
-        counts = await box.counts()
-        equal((counts.pending, counts.dead, counts.waiting), (1, 0, 1), "what is left")
+    sent = await _dead(h, box, 4)
+    await box.send("alive")
+    equal(await box.purge_dead_letters([sent[0], "no such id"]), 1, "forgotten")
+    equal([letter.message_id for letter in await box.dead_letters()], sent[1:], "dead letters left")
+    equal(await box.purge_dead_letters([]), 0, "forgotten of no ids")
+    equal(await box.purge_dead_letters(), 3, "forgotten of all")
+    equal(await box.dead_letters(), [], "dead letters left")
+    equal(await box.replay_dead_letters(), 0, "replayed of forgotten ones")
+    counts = await box.counts()
+    equal((counts.pending, counts.dead, counts.waiting), (1, 0, 1), "what is left")
 
 
 @asynccontextmanager
-async def _view(h: Harness, box: Mailbox[Any, Any]) -> AsyncIterator[DeadLetterView]:
+async def _view(h: Harness, box: AnyMailbox) -> AsyncIterator[DeadLetterView]:
     """The dead letters of ``box``; what the view leaves on the store is taken away."""
     async with DeadLetterView(box, look_every=h.short / 4) as view:
         yield view
         await view.purge()
 
 
-async def _dead_of(box: Mailbox[Any, Any], *bodies: str) -> list[str]:
+async def _dead_of(box: AnyMailbox, *bodies: str) -> list[str]:
     sent = await box.send_many(bodies)
     for message in await box.receive(max_messages=len(bodies)):
         await message.dead_letter(f"reason {message.body}")
@@ -304,18 +299,17 @@ async def a_message_remembers_its_failures(h: Harness) -> None:
     check(all(letter.enqueued_at <= at <= letter.dead_lettered_at for at in times), f"the times are {times}")
 
 
-@behaviour("history")
-async def a_release_and_an_uncharged_nack_leave_the_history(h: Harness) -> None:
+@on_mailbox("history")
+async def a_release_and_an_uncharged_nack_leave_the_history(h: Harness, box: AnyMailbox) -> None:
     """What is not charged is no failure: the history stays as it was."""
-    async with h.open() as box:
-        await box.send("x")
-        await (await h.one(box)).nack(error="one")
-        await (await h.one(box)).release()
-        await (await h.one(box)).nack(charge=False, error="not counted")
-        await (await h.one(box)).nack(delay=h.short, error="two")
-        await h.pass_time(h.short)
-        last = await h.one(box, wait=h.patience)
-        equal(_told(last.history), [(1, "Reject", "one"), (2, "Reject", "two")], "history")
+    await box.send("x")
+    await (await h.one(box)).nack(error="one")
+    await (await h.one(box)).release()
+    await (await h.one(box)).nack(charge=False, error="not counted")
+    await (await h.one(box)).nack(delay=h.short, error="two")
+    await h.pass_time(h.short)
+    last = await h.one(box, wait=h.patience)
+    equal(_told(last.history), [(1, "Reject", "one"), (2, "Reject", "two")], "history")
 
 
 @behaviour("history")
@@ -340,27 +334,26 @@ async def a_lease_that_ran_out_is_in_the_history(h: Harness) -> None:
     equal((letter.history[1].error_type, letter.history[1].at), (LEASE_EXPIRED, None), "the silent one")
 
 
-@behaviour("history")
-async def crashes_are_told_from_failures(h: Harness) -> None:
+@on_mailbox("history")
+async def crashes_are_told_from_failures(h: Harness, box: AnyMailbox) -> None:
     """Message.crashes counts the deliveries whose leases ran out, and no other: also once their failures are forgotten."""
-    async with h.open() as box:
-        await box.send("x")
-        equal((await h.one(box, lease=h.short)).crashes, 0, "crashes at the first delivery")
-        await h.pass_time(h.short)
-        for number in range(2, LAST + 3):
-            message = await h.one(box, wait=h.patience)
-            equal((message.attempt, message.crashes), (number, 1), "attempt and crashes after failures")
-            await message.nack(error=f"{number}")
-        await (await h.one(box)).nack(charge=False)
-        await (await h.one(box)).release()
-        message = await h.one(box, lease=h.short)
-        equal((message.attempt, message.crashes), (LAST + 3, 1), "attempt and crashes after what is not charged")
-        await h.pass_time(h.short)
+    await box.send("x")
+    equal((await h.one(box, lease=h.short)).crashes, 0, "crashes at the first delivery")
+    await h.pass_time(h.short)
+    for number in range(2, LAST + 3):
         message = await h.one(box, wait=h.patience)
-        equal((message.attempt, message.crashes), (LAST + 4, 2), "attempt and crashes after another crash")
-        await message.dead_letter("enough")
-        await box.replay_dead_letters()
-        equal((await h.one(box)).crashes, 0, "crashes of a replayed message")
+        equal((message.attempt, message.crashes), (number, 1), "attempt and crashes after failures")
+        await message.nack(error=f"{number}")
+    await (await h.one(box)).nack(charge=False)
+    await (await h.one(box)).release()
+    message = await h.one(box, lease=h.short)
+    equal((message.attempt, message.crashes), (LAST + 3, 1), "attempt and crashes after what is not charged")
+    await h.pass_time(h.short)
+    message = await h.one(box, wait=h.patience)
+    equal((message.attempt, message.crashes), (LAST + 4, 2), "attempt and crashes after another crash")
+    await message.dead_letter("enough")
+    await box.replay_dead_letters()
+    equal((await h.one(box)).crashes, 0, "crashes of a replayed message")
 
 
 @behaviour("history")
@@ -376,26 +369,24 @@ async def the_history_is_bounded(h: Harness) -> None:
     check(all(len(failure.error) < 1_000 for failure in history), "an error was kept whole")
 
 
-@behaviour("history")
-async def a_replayed_message_begins_a_new_history(h: Harness) -> None:
+@on_mailbox("history")
+async def a_replayed_message_begins_a_new_history(h: Harness, box: AnyMailbox) -> None:
     """A dead letter that is sent again has fresh counts and no history."""
-    async with h.open() as box:
-        await box.send("x")
-        await (await h.one(box)).nack(error="one")
-        await (await h.one(box)).dead_letter("two")
-        await box.replay_dead_letters()
-        equal((await h.one(box)).history, (), "history")
+    await box.send("x")
+    await (await h.one(box)).nack(error="one")
+    await (await h.one(box)).dead_letter("two")
+    await box.replay_dead_letters()
+    equal((await h.one(box)).history, (), "history")
 
 
-@behaviour()
-async def a_dead_letter_can_be_found_by_its_id(h: Harness) -> None:
+@on_mailbox()
+async def a_dead_letter_can_be_found_by_its_id(h: Harness, box: AnyMailbox) -> None:
     """dead_letter(id) gives that dead letter, and None where there is none of that id."""
-    async with h.open() as box:
-        sent = await box.send_many(["a", "b", "c"])
-        for message in await h.all(box):
-            if message.body != "c":
-                await message.dead_letter(f"reason {message.body}")
-        letter = await box.dead_letter(sent[1])
-        check(letter is not None and (letter.body, letter.error) == ("b", "reason b"), f"found {letter!r}")
-        equal(await box.dead_letter(sent[2]), None, "the dead letter of a living message")
-        equal(await box.dead_letter("no-such-id"), None, "the dead letter of no message")
+    sent = await box.send_many(["a", "b", "c"])
+    for message in await h.all(box):
+        if message.body != "c":
+            await message.dead_letter(f"reason {message.body}")
+    letter = await box.dead_letter(sent[1])
+    check(letter is not None and (letter.body, letter.error) == ("b", "reason b"), f"found {letter!r}")
+    equal(await box.dead_letter(sent[2]), None, "the dead letter of a living message")
+    equal(await box.dead_letter("no-such-id"), None, "the dead letter of no message")

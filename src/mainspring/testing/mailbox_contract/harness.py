@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from unittest import SkipTest
 
 import anyio
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
     from types import ModuleType
 
+
+AnyMailbox: TypeAlias = Mailbox[Any, Any]
 
 REAL_LIMIT = 180.0
 """Real seconds after which a behaviour is taken to hang. Some open dozens of mailboxes, on a machine that may be busy."""
@@ -294,6 +297,22 @@ def behaviour(*needs: str) -> Callable[[Callable[[Harness], Awaitable[None]]], B
     def make(function: Callable[[Harness], Awaitable[None]]) -> Behaviour:
         claim = " ".join((function.__doc__ or "").split())
         return Behaviour(function.__name__, claim, frozenset(needs), function)
+
+    return make
+
+
+def on_mailbox(
+    *needs: str, body: Any = None, reply: Any = None
+) -> Callable[[Callable[[Harness, AnyMailbox], Awaitable[None]]], Behaviour]:
+    """Make a function a behaviour of one mailbox, which is opened for it and closed after it."""
+
+    def make(function: Callable[[Harness, AnyMailbox], Awaitable[None]]) -> Behaviour:
+        @wraps(function)
+        async def with_mailbox(h: Harness) -> None:
+            async with h.open(body=body, reply=reply) as box:
+                await function(h, box)
+
+        return behaviour(*needs)(with_mailbox)
 
     return make
 

@@ -9,7 +9,15 @@ import anyio
 
 from mainspring.core import clock
 from mainspring.errors import MessageSettledError, ReceiptHandleExpiredError
-from mainspring.testing.mailbox_contract.harness import Behaviour, Harness, behaviour, check, equal, raises
+from mainspring.testing.mailbox_contract.harness import (
+    AnyMailbox,
+    Behaviour,
+    Harness,
+    check,
+    equal,
+    on_mailbox,
+    raises,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -17,165 +25,156 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Message
 
 
-@behaviour()
-async def a_receipt_handle_is_new_each_delivery(h: Harness) -> None:
+@on_mailbox()
+async def a_receipt_handle_is_new_each_delivery(h: Harness, box: AnyMailbox) -> None:
     """Every delivery of a message has a receipt handle of its own."""
-    async with h.open() as box:
-        await box.send("x")
-        handles = set()
-        for _ in range(3):
-            message = await h.one(box)
-            handles.add(message.receipt_handle)
-            await message.nack()
-        for _ in range(3):
-            message = await h.one(box)
-            handles.add(message.receipt_handle)
-            await message.release()
-        equal(len(handles), 6, "different receipt handles of six deliveries")
-
-
-@behaviour()
-async def an_expired_lease_charges_and_delivers_again(h: Harness) -> None:
-    """When its lease runs out, a message is pending again: the next delivery counts as one more attempt."""
-    async with h.open() as box:
-        await box.send("x")
-        with h.within(h.short):
-            await h.one(box, lease=h.short)
-            await h.counts(box, in_flight=1)
-        await h.pass_time(h.short)
-        await h.due_counts(box, pending=1)
-        second = await h.one(box, lease=h.short, wait=h.patience)
-        equal((second.delivery_count, second.attempt), (2, 2), "counts of the second delivery")
-        await h.pass_time(h.short)
-        third = await h.one(box, wait=h.patience)
-        equal((third.delivery_count, third.attempt), (3, 3), "counts of the third delivery")
-
-
-@behaviour("fencing")
-async def a_lease_ends_at_its_instant(h: Harness) -> None:
-    """Up to its last moment a lease holds; from the instant of its end on it does not, whether a reaper ran or not."""
-    async with h.open() as box:
-        await box.send_many(["in time", "too late"])
-        virtual = clock.virtual_clock()
-        with h.within(h.short):
-            early, late = await box.receive(max_messages=2, visibility_timeout=h.short)
-            if virtual is not None:  # jumped, not slept: no other task has run when the calls are made
-                virtual.jump(h.short - h.slack - 0.001)
-            await early.acknowledge()
-        if virtual is not None:
-            virtual.jump(0.001 + 2 * h.slack)
-        else:
-            await h.pass_time(h.short)
-        with raises(ReceiptHandleExpiredError, "an acknowledgement at the end of the lease"):
-            await late.acknowledge()
-        check(not late.is_settled, "a refused acknowledgement settled the message")
-        await h.due_counts(box, pending=1, settled=1)
-
-
-@behaviour("fencing")
-async def a_lease_of_no_length_is_over_at_once(h: Harness) -> None:
-    """visibility_timeout=0 delivers the message and leaves it available; its holder can settle nothing."""
-    async with h.open() as box:
-        await box.send("x")
-        glimpse = await h.one(box, lease=0)
-        with raises(ReceiptHandleExpiredError, "an acknowledgement without a lease"):
-            await glimpse.acknowledge()
+    await box.send("x")
+    handles = set()
+    for _ in range(3):
         message = await h.one(box)
-        equal((message.body, message.delivery_count), ("x", 2), "the next delivery")
-        await message.acknowledge()
+        handles.add(message.receipt_handle)
+        await message.nack()
+    for _ in range(3):
+        message = await h.one(box)
+        handles.add(message.receipt_handle)
+        await message.release()
+    equal(len(handles), 6, "different receipt handles of six deliveries")
 
 
-@behaviour()
-async def extend_lengthens_a_lease_from_now(h: Harness) -> None:
+@on_mailbox()
+async def an_expired_lease_charges_and_delivers_again(h: Harness, box: AnyMailbox) -> None:
+    """When its lease runs out, a message is pending again: the next delivery counts as one more attempt."""
+    await box.send("x")
+    with h.within(h.short):
+        await h.one(box, lease=h.short)
+        await h.counts(box, in_flight=1)
+    await h.pass_time(h.short)
+    await h.due_counts(box, pending=1)
+    second = await h.one(box, lease=h.short, wait=h.patience)
+    equal((second.delivery_count, second.attempt), (2, 2), "counts of the second delivery")
+    await h.pass_time(h.short)
+    third = await h.one(box, wait=h.patience)
+    equal((third.delivery_count, third.attempt), (3, 3), "counts of the third delivery")
+
+
+@on_mailbox("fencing")
+async def a_lease_ends_at_its_instant(h: Harness, box: AnyMailbox) -> None:
+    """Up to its last moment a lease holds; from the instant of its end on it does not, whether a reaper ran or not."""
+    await box.send_many(["in time", "too late"])
+    virtual = clock.virtual_clock()
+    with h.within(h.short):
+        early, late = await box.receive(max_messages=2, visibility_timeout=h.short)
+        if virtual is not None:  # jumped, not slept: no other task has run when the calls are made
+            virtual.jump(h.short - h.slack - 0.001)
+        await early.acknowledge()
+    if virtual is not None:
+        virtual.jump(0.001 + 2 * h.slack)
+    else:
+        await h.pass_time(h.short)
+    with raises(ReceiptHandleExpiredError, "an acknowledgement at the end of the lease"):
+        await late.acknowledge()
+    check(not late.is_settled, "a refused acknowledgement settled the message")
+    await h.due_counts(box, pending=1, settled=1)
+
+
+@on_mailbox("fencing")
+async def a_lease_of_no_length_is_over_at_once(h: Harness, box: AnyMailbox) -> None:
+    """visibility_timeout=0 delivers the message and leaves it available; its holder can settle nothing."""
+    await box.send("x")
+    glimpse = await h.one(box, lease=0)
+    with raises(ReceiptHandleExpiredError, "an acknowledgement without a lease"):
+        await glimpse.acknowledge()
+    message = await h.one(box)
+    equal((message.body, message.delivery_count), ("x", 2), "the next delivery")
+    await message.acknowledge()
+
+
+@on_mailbox()
+async def extend_lengthens_a_lease_from_now(h: Harness, box: AnyMailbox) -> None:
     """After extend_visibility(s) the lease lasts s seconds from that moment."""
     first = h.ample(2.0)
-    async with h.open() as box:
-        await box.send("x")
-        with h.within(first):
-            message = await h.one(box, lease=first)
-            if h.virtual:
-                await h.spend(first / 2)
-            extended = anyio.current_time()
-            await message.extend_visibility(2 * first)
-        with h.within(2 * first, extended):
-            await h.spend(first + first / 2)
-            await h.none(box, "the lease was extended")
-            await message.extend_visibility(first)
-            await message.acknowledge()
-        await h.counts(box, settled=1)
-
-
-@behaviour()
-async def extend_never_shortens(h: Harness) -> None:
-    """extend_visibility with less than what is left, also with 0, changes nothing."""
-    async with h.open() as box:
-        await box.send("x")
-        message = await h.one(box, lease=600)
-        for timeout in (0, h.short, 0):
-            await message.extend_visibility(timeout)
-        await h.pass_time(h.short)
-        await h.none(box, "a lease of ten minutes cannot have been shortened")
-        await h.counts(box, in_flight=1)
+    await box.send("x")
+    with h.within(first):
+        message = await h.one(box, lease=first)
+        if h.virtual:
+            await h.spend(first / 2)
+        extended = anyio.current_time()
+        await message.extend_visibility(2 * first)
+    with h.within(2 * first, extended):
+        await h.spend(first + first / 2)
+        await h.none(box, "the lease was extended")
+        await message.extend_visibility(first)
         await message.acknowledge()
-        await h.counts(box, settled=1)
+    await h.counts(box, settled=1)
 
 
-@behaviour()
-async def a_lease_can_be_kept_for_ever(h: Harness) -> None:
+@on_mailbox()
+async def extend_never_shortens(h: Harness, box: AnyMailbox) -> None:
+    """extend_visibility with less than what is left, also with 0, changes nothing."""
+    await box.send("x")
+    message = await h.one(box, lease=600)
+    for timeout in (0, h.short, 0):
+        await message.extend_visibility(timeout)
+    await h.pass_time(h.short)
+    await h.none(box, "a lease of ten minutes cannot have been shortened")
+    await h.counts(box, in_flight=1)
+    await message.acknowledge()
+    await h.counts(box, settled=1)
+
+
+@on_mailbox()
+async def a_lease_can_be_kept_for_ever(h: Harness, box: AnyMailbox) -> None:
     """Extended again and again, a lease lasts; the message is delivered once."""
     lease = h.short if h.virtual else max(h.ample(1.0), 2 * h.short) + 3 * h.backend.lateness
-    async with h.open() as box:
-        await box.send("x")
-        extended = anyio.current_time()
-        message = await h.one(box, lease=lease)
-        for _ in range(6):
-            with h.within(lease, extended):
-                await h.spend(lease / 3)
-                extended = anyio.current_time()
-                await message.extend_visibility(lease)
+    await box.send("x")
+    extended = anyio.current_time()
+    message = await h.one(box, lease=lease)
+    for _ in range(6):
         with h.within(lease, extended):
-            await h.none(box, "the lease was renewed in time")
-            await message.acknowledge()
-        await h.counts(box, settled=1)
+            await h.spend(lease / 3)
+            extended = anyio.current_time()
+            await message.extend_visibility(lease)
+    with h.within(lease, extended):
+        await h.none(box, "the lease was renewed in time")
+        await message.acknowledge()
+    await h.counts(box, settled=1)
 
 
-@behaviour()
-async def leases_are_each_messages_own(h: Harness) -> None:
+@on_mailbox()
+async def leases_are_each_messages_own(h: Harness, box: AnyMailbox) -> None:
     """The messages of one batch expire, are extended and settled each by itself."""
     lease = h.ample(1.0)
-    async with h.open() as box:
-        await box.send_many(["kept", "lost"])
-        with h.within(lease):
-            kept, _lost = await box.receive(max_messages=2, visibility_timeout=lease)
-            await kept.extend_visibility(600)
-        await h.pass_time(lease)
-        equal((await h.one(box, wait=h.patience)).body, "lost", "what came back")
-        await kept.acknowledge()
-        await h.counts(box, in_flight=1, settled=1)
+    await box.send_many(["kept", "lost"])
+    with h.within(lease):
+        kept, _lost = await box.receive(max_messages=2, visibility_timeout=lease)
+        await kept.extend_visibility(600)
+    await h.pass_time(lease)
+    equal((await h.one(box, wait=h.patience)).body, "lost", "what came back")
+    await kept.acknowledge()
+    await h.counts(box, in_flight=1, settled=1)
 
 
-@behaviour("checkpoints")
-async def a_checkpoint_survives_every_return(h: Harness) -> None:
+@on_mailbox("checkpoints")
+async def a_checkpoint_survives_every_return(h: Harness, box: AnyMailbox) -> None:
     """A checkpoint comes with the next delivery after a nack, a release and an expiry; the last one written counts."""
-    async with h.open() as box:
-        await box.send("x")
-        message = await h.one(box)
-        equal(message.checkpoint, None, "the checkpoint of a first delivery")
-        await message.save_checkpoint(b"1")
-        await message.save_checkpoint(b'{"step":2}')
-        equal(message.checkpoint, b'{"step":2}', "the checkpoint where it was saved")
-        await message.nack()
-        message = await h.one(box)
-        equal(message.checkpoint, b'{"step":2}', "the checkpoint after a nack")
-        await message.release()
-        message = await h.one(box, lease=h.short)
-        equal(message.checkpoint, b'{"step":2}', "the checkpoint after a release")
-        await h.pass_time(h.short)
-        message = await h.one(box, wait=h.patience)
-        equal(message.checkpoint, b'{"step":2}', "the checkpoint after an expiry")
-        await message.save_checkpoint(b"3")
-        await message.nack()
-        equal((await h.one(box)).checkpoint, b"3", "a checkpoint of the third delivery")
+    await box.send("x")
+    message = await h.one(box)
+    equal(message.checkpoint, None, "the checkpoint of a first delivery")
+    await message.save_checkpoint(b"1")
+    await message.save_checkpoint(b'{"step":2}')
+    equal(message.checkpoint, b'{"step":2}', "the checkpoint where it was saved")
+    await message.nack()
+    message = await h.one(box)
+    equal(message.checkpoint, b'{"step":2}', "the checkpoint after a nack")
+    await message.release()
+    message = await h.one(box, lease=h.short)
+    equal(message.checkpoint, b'{"step":2}', "the checkpoint after a release")
+    await h.pass_time(h.short)
+    message = await h.one(box, wait=h.patience)
+    equal(message.checkpoint, b'{"step":2}', "the checkpoint after an expiry")
+    await message.save_checkpoint(b"3")
+    await message.nack()
+    equal((await h.one(box)).checkpoint, b"3", "a checkpoint of the third delivery")
 
 
 @dataclass(frozen=True)
@@ -274,27 +273,25 @@ STALE = [make(one) for one in OPERATIONS for make in (_after_expiry, _after_rede
 """A behaviour for each operation and each way in which a lease is lost or has ended."""
 
 
-@behaviour("fencing")
-async def after_a_purge_every_holder_is_refused(h: Harness) -> None:
+@on_mailbox("fencing")
+async def after_a_purge_every_holder_is_refused(h: Harness, box: AnyMailbox) -> None:
     """A purge takes the messages in flight too: what their holders then do raises ReceiptHandleExpiredError."""
-    async with h.open() as box:
-        operations = [op for op in OPERATIONS if not op.needs]
-        await box.send_many(op.name for op in operations)
-        held = await h.all(box)
-        equal(await box.purge(), len(operations), "purged messages")
-        for operation, message in zip(operations, held, strict=True):
-            with raises(ReceiptHandleExpiredError, f"{operation.name} after a purge"):
-                await operation.call(message)
-        await h.counts(box, settled=len(operations))
+    operations = [op for op in OPERATIONS if not op.needs]
+    await box.send_many(op.name for op in operations)
+    held = await h.all(box)
+    equal(await box.purge(), len(operations), "purged messages")
+    for operation, message in zip(operations, held, strict=True):
+        with raises(ReceiptHandleExpiredError, f"{operation.name} after a purge"):
+            await operation.call(message)
+    await h.counts(box, settled=len(operations))
 
 
-@behaviour("fencing")
-async def a_refused_holder_can_be_refused_again(h: Harness) -> None:
+@on_mailbox("fencing")
+async def a_refused_holder_can_be_refused_again(h: Harness, box: AnyMailbox) -> None:
     """A call that was refused does not settle the delivery: the next one is refused for the same reason."""
-    async with h.open() as box:
-        await box.send("x")
-        stale = await h.one(box, lease=h.short)
-        await h.pass_time(h.short)
-        for _ in range(2):
-            with raises(ReceiptHandleExpiredError, "a stale acknowledgement"):
-                await stale.acknowledge()
+    await box.send("x")
+    stale = await h.one(box, lease=h.short)
+    await h.pass_time(h.short)
+    for _ in range(2):
+        with raises(ReceiptHandleExpiredError, "a stale acknowledgement"):
+            await stale.acknowledge()

@@ -11,12 +11,20 @@ import anyio
 import anyio.lowlevel
 
 from mainspring.errors import ConfigError, MailboxClosedError
-from mainspring.testing.mailbox_contract.harness import Harness, behaviour, check, equal, ids, raises, texts
+from mainspring.testing.mailbox_contract.harness import (
+    AnyMailbox,
+    Harness,
+    behaviour,
+    check,
+    equal,
+    ids,
+    on_mailbox,
+    raises,
+    texts,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
-
-    from mainspring.mailbox.mailbox import Mailbox
 
 
 @behaviour()
@@ -58,16 +66,15 @@ async def a_message_of_a_closed_mailbox_cannot_be_settled(h: Harness) -> None:
     check(not message.is_settled, "the message counts as settled though nothing was")
 
 
-@behaviour()
-async def a_forked_child_is_refused_every_call(h: Harness) -> None:
+@on_mailbox()
+async def a_forked_child_is_refused_every_call(h: Harness, box: AnyMailbox) -> None:
     """In a child that is forked while a mailbox is open, each call on it raises ConfigError; the parent's goes on."""
-    async with h.open() as box:
-        await box.send("held")
-        message = await h.one(box)
-        calls = (lambda: box.send("late"), box.receive, box.counts, box.purge, box.dead_letters, message.acknowledge)
-        equal(_refused_in_a_child(calls), len(calls), "calls refused in the child")
-        await message.acknowledge()
-        await h.counts(box, settled=1)
+    await box.send("held")
+    message = await h.one(box)
+    calls = (lambda: box.send("late"), box.receive, box.counts, box.purge, box.dead_letters, message.acknowledge)
+    equal(_refused_in_a_child(calls), len(calls), "calls refused in the child")
+    await message.acknowledge()
+    await h.counts(box, settled=1)
 
 
 def _refused_in_a_child(calls: Sequence[Callable[[], Coroutine[Any, Any, object]]]) -> int:
@@ -103,13 +110,12 @@ async def close_is_idempotent(h: Harness) -> None:
     await box.close()
 
 
-@behaviour()
-async def opening_an_open_mailbox_is_a_config_error(h: Harness) -> None:
+@on_mailbox()
+async def opening_an_open_mailbox_is_a_config_error(h: Harness, box: AnyMailbox) -> None:
     """Entering a mailbox that is open raises ConfigError and leaves it open."""
-    async with h.open() as box:
-        with raises(ConfigError, "opening it twice"):
-            await box.__aenter__()
-        await box.send("still open")
+    with raises(ConfigError, "opening it twice"):
+        await box.__aenter__()
+    await box.send("still open")
 
 
 @behaviour()
@@ -129,7 +135,7 @@ async def close_ends_a_waiting_receive_at_once(h: Harness) -> None:
     results: list[list[Any]] = []
     ended = anyio.Event()
 
-    async def wait(box: Mailbox[Any, Any]) -> None:
+    async def wait(box: AnyMailbox) -> None:
         results.append(await box.receive(wait_time_seconds=h.wait))
         if len(results) == 3:
             ended.set()
@@ -220,7 +226,7 @@ async def a_receive_that_meets_a_close_leaves_nothing_leased(h: Harness) -> None
     for steps in range(8):
         name, got = f"close-{steps}", list[Any]()
 
-        async def receive(box: Mailbox[Any, Any], got: list[Any]) -> None:
+        async def receive(box: AnyMailbox, got: list[Any]) -> None:
             with suppress(MailboxClosedError):  # it came too late
                 got.extend(await box.receive(visibility_timeout=600, wait_time_seconds=h.wait))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import anyio
 
 from mainspring.errors import (
@@ -16,11 +14,17 @@ from mainspring.errors import (
     SerializationError,
 )
 from mainspring.mailbox.message import Counts
-from mainspring.testing.mailbox_contract.harness import Harness, TooLateError, behaviour, check, equal, raises
+from mainspring.testing.mailbox_contract.harness import (
+    AnyMailbox,
+    Harness,
+    TooLateError,
+    behaviour,
+    check,
+    equal,
+    on_mailbox,
+    raises,
+)
 from mainspring.worker.main_loop import MainLoop
-
-if TYPE_CHECKING:
-    from mainspring.mailbox.mailbox import Mailbox
 
 
 @behaviour("transactional_reply")
@@ -71,53 +75,49 @@ async def a_reply_wakes_the_requester(h: Harness) -> None:
         equal(got, ["answer"], "what the requester got")
 
 
-@behaviour("transactional_reply", "durable")
-async def replies_to_a_mailbox_nobody_has_open_are_kept(h: Harness) -> None:
+@on_mailbox("transactional_reply", "durable")
+async def replies_to_a_mailbox_nobody_has_open_are_kept(h: Harness, box: AnyMailbox) -> None:
     """On a durable store a reply to a name that nobody has open waits there."""
-    async with h.open() as box:
-        await box.send("ask", reply_to=h.named("replies"))
-        await (await h.one(box)).reply("answer")
-        async with h.open("replies") as replies:
-            equal((await h.one(replies)).body, "answer", "the reply")
+    await box.send("ask", reply_to=h.named("replies"))
+    await (await h.one(box)).reply("answer")
+    async with h.open("replies") as replies:
+        equal((await h.one(replies)).body, "answer", "the reply")
 
 
-@behaviour()
-async def a_reply_nobody_asked_for_is_an_error(h: Harness) -> None:
+@on_mailbox()
+async def a_reply_nobody_asked_for_is_an_error(h: Harness, box: AnyMailbox) -> None:
     """Without reply_to, reply() raises ReplyNotAvailableError; the message is not settled and can be acknowledged."""
-    async with h.open() as box:
-        await box.send("x")
-        message = await h.one(box)
-        with raises(ReplyNotAvailableError, "a reply without reply_to"):
-            await message.reply("answer")
-        check(not message.is_settled, "the refused reply settled the message")
-        await h.counts(box, in_flight=1)
-        await message.acknowledge()
-        await h.counts(box, settled=1)
+    await box.send("x")
+    message = await h.one(box)
+    with raises(ReplyNotAvailableError, "a reply without reply_to"):
+        await message.reply("answer")
+    check(not message.is_settled, "the refused reply settled the message")
+    await h.counts(box, in_flight=1)
+    await message.acknowledge()
+    await h.counts(box, settled=1)
 
 
-@behaviour()
-async def a_reply_to_nowhere_is_an_error(h: Harness) -> None:
+@on_mailbox()
+async def a_reply_to_nowhere_is_an_error(h: Harness, box: AnyMailbox) -> None:
     """Where reply_to cannot be reached by its name, reply() raises ReplyNotAvailableError and settles nothing."""
-    async with h.open() as box:
-        await box.send("x", reply_to="nowhere://at-all")
-        message = await h.one(box)
-        with raises(ReplyNotAvailableError, "a reply to an address that cannot be opened"):
-            await message.reply("answer")
-        check(not message.is_settled, "the refused reply settled the message")
-        await message.acknowledge()
+    await box.send("x", reply_to="nowhere://at-all")
+    message = await h.one(box)
+    with raises(ReplyNotAvailableError, "a reply to an address that cannot be opened"):
+        await message.reply("answer")
+    check(not message.is_settled, "the refused reply settled the message")
+    await message.acknowledge()
 
 
-@behaviour()
-async def a_reply_to_a_strange_store_is_an_error(h: Harness) -> None:
+@on_mailbox()
+async def a_reply_to_a_strange_store_is_an_error(h: Harness, box: AnyMailbox) -> None:
     """A reply_to on a store that nothing here has named is ReplyNotAvailableError at once: that store is not called."""
-    async with h.open() as box:
-        for url in ("redis://strange.invalid/0", "nats://strange.invalid", "postgresql://strange.invalid/db"):
-            await box.send("x", reply_to=url)
-            message = await h.one(box)
-            with raises(ReplyNotAvailableError, f"a reply to {url}"):
-                await message.reply("answer")
-            await message.acknowledge()
-        await h.counts(box, settled=3)
+    for url in ("redis://strange.invalid/0", "nats://strange.invalid", "postgresql://strange.invalid/db"):
+        await box.send("x", reply_to=url)
+        message = await h.one(box)
+        with raises(ReplyNotAvailableError, f"a reply to {url}"):
+            await message.reply("answer")
+        await message.acknowledge()
+    await h.counts(box, settled=3)
 
 
 @behaviour("transactional_reply")
@@ -149,15 +149,14 @@ async def an_acknowledge_after_a_reply_does_nothing(h: Harness) -> None:
         await h.counts(replies, pending=1)
 
 
-@behaviour("transactional_reply")
-async def a_mailbox_can_reply_to_itself(h: Harness) -> None:
+@on_mailbox("transactional_reply")
+async def a_mailbox_can_reply_to_itself(h: Harness, box: AnyMailbox) -> None:
     """reply_to may name the mailbox of the request: the reply then queues there."""
-    async with h.open() as box:
-        sent = await box.send("ask", reply_to=box.name)
-        await (await h.one(box)).reply("answer")
-        await h.counts(box, pending=1, settled=1)
-        reply = await h.one(box)
-        equal((reply.body, reply.headers.get("request_id")), ("answer", sent), "the reply")
+    sent = await box.send("ask", reply_to=box.name)
+    await (await h.one(box)).reply("answer")
+    await h.counts(box, pending=1, settled=1)
+    reply = await h.one(box)
+    equal((reply.body, reply.headers.get("request_id")), ("answer", sent), "the reply")
 
 
 @behaviour()
@@ -174,36 +173,34 @@ async def a_reply_reaches_another_store(h: Harness) -> None:
         await h.counts(box, settled=1)
 
 
-async def _answer(h: Harness, box: Mailbox[Any, Any], count: int = 1) -> None:
+async def _answer(h: Harness, box: AnyMailbox, count: int = 1) -> None:
     """Be the worker: reply to that many requests with twice their bodies."""
     for _ in range(count):
         request = await h.one(box, wait=h.wait)
         await request.reply(2 * request.body)
 
 
-@behaviour("siblings")
-async def a_request_returns_its_reply(h: Harness) -> None:
+@on_mailbox("siblings")
+async def a_request_returns_its_reply(h: Harness, box: AnyMailbox) -> None:
     """request() returns what was replied, at once when it was, and leaves nothing behind."""
-    async with h.open() as box:
-        async with anyio.create_task_group() as group:
-            group.start_soon(_answer, h, box)
-            with h.at_once("the reply"):
-                equal(await box.request(21, timeout=h.wait), 42, "reply")
-        await h.counts(box, settled=1)  # only now: the reply can be there before the acknowledgement is
+    async with anyio.create_task_group() as group:
+        group.start_soon(_answer, h, box)
+        with h.at_once("the reply"):
+            equal(await box.request(21, timeout=h.wait), 42, "reply")
+    await h.counts(box, settled=1)  # only now: the reply can be there before the acknowledgement is
 
 
-@behaviour("siblings")
-async def replies_find_their_requests(h: Harness) -> None:
+@on_mailbox("siblings")
+async def replies_find_their_requests(h: Harness, box: AnyMailbox) -> None:
     """Of many requests at once each gets its own reply, whatever the order of the replies."""
-    async with h.open() as box:
-        pending = [await box.submit(number) for number in range(20)]
-        requests = await h.all(box)
-        equal(len(requests), 20, "requests received")
-        for request in reversed(requests):
-            await request.reply(2 * request.body)
-        for number, waiter in enumerate(pending):
-            equal(await waiter.result(timeout=h.wait), 2 * number, "reply")
-        equal(box.forgotten_replies, 0, "forgotten replies")
+    pending = [await box.submit(number) for number in range(20)]
+    requests = await h.all(box)
+    equal(len(requests), 20, "requests received")
+    for request in reversed(requests):
+        await request.reply(2 * request.body)
+    for number, waiter in enumerate(pending):
+        equal(await waiter.result(timeout=h.wait), 2 * number, "reply")
+    equal(box.forgotten_replies, 0, "forgotten replies")
 
 
 @behaviour("siblings")
@@ -220,51 +217,48 @@ async def a_reply_has_the_type_of_the_replies(h: Harness) -> None:
                 await pending.result(timeout=h.wait)
 
 
-@behaviour("siblings")
-async def a_request_that_dies_tells_its_requester(h: Harness) -> None:
+@on_mailbox("siblings")
+async def a_request_that_dies_tells_its_requester(h: Harness, box: AnyMailbox) -> None:
     """Where a request is dead-lettered its requester gets RequestFailedError with the reason, at once."""
-    async with h.open() as box:
-        pending = await box.submit("x")
-        request = await h.one(box)
-        with h.at_once("the news"):
-            await request.dead_letter(LookupError("nowhere to be found"))
-            with raises(RequestFailedError, "the result of a dead request") as caught:
-                await pending.result(timeout=h.wait)
-        (error,) = caught
-        assert isinstance(error, RequestFailedError)
-        equal((error.error_type, error.error), ("LookupError", "nowhere to be found"), "the reason")
-        await h.counts(box, dead=1)
+    pending = await box.submit("x")
+    request = await h.one(box)
+    with h.at_once("the news"):
+        await request.dead_letter(LookupError("nowhere to be found"))
+        with raises(RequestFailedError, "the result of a dead request") as caught:
+            await pending.result(timeout=h.wait)
+    (error,) = caught
+    assert isinstance(error, RequestFailedError)
+    equal((error.error_type, error.error), ("LookupError", "nowhere to be found"), "the reason")
+    await h.counts(box, dead=1)
 
 
-@behaviour("siblings", "cancel")
-async def a_request_nobody_waits_for_is_withdrawn(h: Harness) -> None:
+@on_mailbox("siblings", "cancel")
+async def a_request_nobody_waits_for_is_withdrawn(h: Harness, box: AnyMailbox) -> None:
     """At its timeout a request() raises RequestTimeoutError, and the request leaves the queue."""
     timeout = h.ample(2.0)  # the sending counts too, and a slow store must have done it by then
-    async with h.open() as box:
-        with h.takes(timeout, "the request"), raises(RequestTimeoutError, "a request that nobody answers"):
-            await box.request("x", timeout=timeout)
+    with h.takes(timeout, "the request"), raises(RequestTimeoutError, "a request that nobody answers"):
+        await box.request("x", timeout=timeout)
 
-        async def withdrawn() -> bool:
-            return not (await box.counts()).waiting
+    async def withdrawn() -> bool:
+        return not (await box.counts()).waiting
 
-        await h.until(withdrawn, "the request was withdrawn")
-        if not h.virtual and await box.counts() == Counts():
-            raise TooLateError(f"what was to be sent within {timeout:g} s was not sent at all")
-        await h.counts(box, settled=1)
+    await h.until(withdrawn, "the request was withdrawn")
+    if not h.virtual and await box.counts() == Counts():
+        raise TooLateError(f"what was to be sent within {timeout:g} s was not sent at all")
+    await h.counts(box, settled=1)
 
 
-@behaviour("siblings", "cancel")
-async def a_cancelled_request_tells_its_requester(h: Harness) -> None:
+@on_mailbox("siblings", "cancel")
+async def a_cancelled_request_tells_its_requester(h: Harness, box: AnyMailbox) -> None:
     """Whoever cancels a request, through whatever mailbox object: its requester gets RequestCancelledError."""
-    async with h.open() as box:
-        for in_flight in (False, True):
-            pending = await box.submit("x")
-            if in_flight:
-                await h.one(box)
-            await box.cancel(pending.id)
-            with raises(RequestCancelledError, "the result of a cancelled request"):
-                await pending.result(timeout=h.wait)
-        await h.counts(box, settled=2)
+    for in_flight in (False, True):
+        pending = await box.submit("x")
+        if in_flight:
+            await h.one(box)
+        await box.cancel(pending.id)
+        with raises(RequestCancelledError, "the result of a cancelled request"):
+            await pending.result(timeout=h.wait)
+    await h.counts(box, settled=2)
 
 
 @behaviour("siblings")
@@ -281,23 +275,22 @@ async def a_reply_to_a_requester_that_is_gone_is_dropped(h: Harness) -> None:
         await h.counts(worker, settled=1)
 
 
-@behaviour("siblings")
-async def a_second_reply_is_dropped(h: Harness) -> None:
+@on_mailbox("siblings")
+async def a_second_reply_is_dropped(h: Harness, box: AnyMailbox) -> None:
     """A reply that comes again, or that nobody waits for, is dropped and counted."""
-    async with h.open() as box:
-        pending = await box.submit("x")
-        request = await h.one(box)
-        address = request.reply_to or ""
-        async with box._sibling(address) as replies:  # noqa: SLF001 - as another worker's reply would come
-            for answer in ("first", "second"):
-                await replies.send(answer, headers={"request_id": request.id})
-            check(await pending.result(timeout=h.wait) in ("first", "second"), "another reply")
+    pending = await box.submit("x")
+    request = await h.one(box)
+    address = request.reply_to or ""
+    async with box._sibling(address) as replies:  # noqa: SLF001 - as another worker's reply would come
+        for answer in ("first", "second"):
+            await replies.send(answer, headers={"request_id": request.id})
+        check(await pending.result(timeout=h.wait) in ("first", "second"), "another reply")
 
-            async def forgotten() -> bool:
-                return box.forgotten_replies > 0
+        async def forgotten() -> bool:
+            return box.forgotten_replies > 0
 
-            await h.until(forgotten, "the second reply was counted")
-        equal(box.forgotten_replies, 1, "forgotten replies")
+        await h.until(forgotten, "the second reply was counted")
+    equal(box.forgotten_replies, 1, "forgotten replies")
 
 
 @behaviour("siblings")

@@ -6,357 +6,344 @@ import anyio
 
 from mainspring.errors import MessageSettledError, ReceiptHandleExpiredError
 from mainspring.mailbox.message import CancelOutcome
-from mainspring.testing.mailbox_contract.harness import Harness, behaviour, check, equal, raises, texts
+from mainspring.testing.mailbox_contract.harness import (
+    AnyMailbox,
+    Harness,
+    behaviour,
+    check,
+    equal,
+    on_mailbox,
+    raises,
+    texts,
+)
 
 
-@behaviour()
-async def an_acknowledged_message_is_gone(h: Harness) -> None:
+@on_mailbox()
+async def an_acknowledged_message_is_gone(h: Harness, box: AnyMailbox) -> None:
     """acknowledge() settles: the message never comes again, also not after its lease would have ended."""
     lease = h.ample(1.0)
-    async with h.open() as box:
-        await box.send("x")
-        with h.within(lease):
-            message = await h.one(box, lease=lease)
-            await message.acknowledge()
-        check(message.is_settled, "is_settled is not set")
-        await h.counts(box, settled=1)
-        await h.pass_time(lease)
-        await h.none(box, "it was acknowledged")
-        await h.counts(box, settled=1)
+    await box.send("x")
+    with h.within(lease):
+        message = await h.one(box, lease=lease)
+        await message.acknowledge()
+    check(message.is_settled, "is_settled is not set")
+    await h.counts(box, settled=1)
+    await h.pass_time(lease)
+    await h.none(box, "it was acknowledged")
+    await h.counts(box, settled=1)
 
 
-@behaviour()
-async def messages_are_settled_in_any_order(h: Harness) -> None:
+@on_mailbox()
+async def messages_are_settled_in_any_order(h: Harness, box: AnyMailbox) -> None:
     """The messages of a batch can be settled in any order, each in its own way."""
-    async with h.open() as box:
-        await box.send_many(["a", "b", "c", "d"])
-        a, b, c, d = await h.all(box)
-        await d.acknowledge()
-        await b.dead_letter("no")
-        await c.nack()
-        await a.release()
-        await h.counts(box, pending=2, settled=1, dead=1)
+    await box.send_many(["a", "b", "c", "d"])
+    a, b, c, d = await h.all(box)
+    await d.acknowledge()
+    await b.dead_letter("no")
+    await c.nack()
+    await a.release()
+    await h.counts(box, pending=2, settled=1, dead=1)
 
 
-@behaviour()
-async def messages_are_acknowledged_in_one_call(h: Harness) -> None:
+@on_mailbox()
+async def messages_are_acknowledged_in_one_call(h: Harness, box: AnyMailbox) -> None:
     """acknowledge_many() settles each of its messages, but for one whose lease has run out: that one it names."""
-    async with h.open() as box:
-        await box.send_many(["a", "b", "c"])
-        late = await h.one(box, lease=h.short)
-        others = await h.all(box)
-        await h.pass_time(h.short)
-        refused = await box.acknowledge_many([others[0], late, others[1]])
-        equal(list(refused), [1], "numbers of the refused")
-        check(isinstance(refused[1], ReceiptHandleExpiredError), f"it was refused by {refused[1]!r}")
-        equal([message.is_settled for message in (others[0], late, others[1])], [True, False, True], "is_settled")
-        await (await h.one(box, wait=h.patience)).release()
-        await h.counts(box, pending=1, settled=2)
+    await box.send_many(["a", "b", "c"])
+    late = await h.one(box, lease=h.short)
+    others = await h.all(box)
+    await h.pass_time(h.short)
+    refused = await box.acknowledge_many([others[0], late, others[1]])
+    equal(list(refused), [1], "numbers of the refused")
+    check(isinstance(refused[1], ReceiptHandleExpiredError), f"it was refused by {refused[1]!r}")
+    equal([message.is_settled for message in (others[0], late, others[1])], [True, False, True], "is_settled")
+    await (await h.one(box, wait=h.patience)).release()
+    await h.counts(box, pending=1, settled=2)
 
 
-@behaviour()
-async def a_message_that_is_named_twice_is_acknowledged_once(h: Harness) -> None:
+@on_mailbox()
+async def a_message_that_is_named_twice_is_acknowledged_once(h: Harness, box: AnyMailbox) -> None:
     """acknowledge_many() refuses what it is given again with MessageSettledError, or as it refused it the first time."""
-    async with h.open() as box:
-        await box.send_many(["a", "b", "c"])
-        late = await h.one(box, lease=h.short)
-        b, c = await h.all(box)
-        await h.pass_time(h.short)
-        refused = await box.acknowledge_many([b, late, b, c, late])
-        kinds = {number: type(error) for number, error in sorted(refused.items())}
-        expired, settled = ReceiptHandleExpiredError, MessageSettledError
-        equal(kinds, {1: expired, 2: settled, 4: expired}, "what was refused")
-        equal([message.is_settled for message in (b, late, c)], [True, False, True], "is_settled")
-        equal(await box.acknowledge_many([]), {}, "what was refused of none")
-        await (await h.one(box, wait=h.patience)).release()
-        await h.counts(box, pending=1, settled=2)
+    await box.send_many(["a", "b", "c"])
+    late = await h.one(box, lease=h.short)
+    b, c = await h.all(box)
+    await h.pass_time(h.short)
+    refused = await box.acknowledge_many([b, late, b, c, late])
+    kinds = {number: type(error) for number, error in sorted(refused.items())}
+    expired, settled = ReceiptHandleExpiredError, MessageSettledError
+    equal(kinds, {1: expired, 2: settled, 4: expired}, "what was refused")
+    equal([message.is_settled for message in (b, late, c)], [True, False, True], "is_settled")
+    equal(await box.acknowledge_many([]), {}, "what was refused of none")
+    await (await h.one(box, wait=h.patience)).release()
+    await h.counts(box, pending=1, settled=2)
 
 
-@behaviour()
-async def a_settled_message_is_not_acknowledged_with_others(h: Harness) -> None:
+@on_mailbox()
+async def a_settled_message_is_not_acknowledged_with_others(h: Harness, box: AnyMailbox) -> None:
     """acknowledge_many() of messages of which one is settled already raises MessageSettledError, and settles none."""
-    async with h.open() as box:
-        await box.send_many(["a", "b"])
-        a, b = await h.all(box)
-        await b.release()
-        with raises(MessageSettledError, "an acknowledgement of one that was released"):
-            await box.acknowledge_many([a, b])
-        check(not a.is_settled, "is_settled is set")
-        await a.acknowledge()
-        await h.counts(box, pending=1, settled=1)
+    await box.send_many(["a", "b"])
+    a, b = await h.all(box)
+    await b.release()
+    with raises(MessageSettledError, "an acknowledgement of one that was released"):
+        await box.acknowledge_many([a, b])
+    check(not a.is_settled, "is_settled is set")
+    await a.acknowledge()
+    await h.counts(box, pending=1, settled=1)
 
 
-@behaviour()
-async def a_nack_charges_an_attempt(h: Harness) -> None:
+@on_mailbox()
+async def a_nack_charges_an_attempt(h: Harness, box: AnyMailbox) -> None:
     """After nack() the next delivery has delivery_count and attempt one higher."""
-    async with h.open() as box:
-        await box.send("x")
-        for number in range(1, 5):
-            message = await h.one(box)
-            equal((message.delivery_count, message.attempt), (number, number), f"counts of delivery {number}")
-            await message.nack()
-            check(message.is_settled, "is_settled is not set")
-            await h.counts(box, pending=1)
+    await box.send("x")
+    for number in range(1, 5):
+        message = await h.one(box)
+        equal((message.delivery_count, message.attempt), (number, number), f"counts of delivery {number}")
+        await message.nack()
+        check(message.is_settled, "is_settled is not set")
+        await h.counts(box, pending=1)
 
 
-@behaviour()
-async def an_uncharged_nack_charges_nothing(h: Harness) -> None:
+@on_mailbox()
+async def an_uncharged_nack_charges_nothing(h: Harness, box: AnyMailbox) -> None:
     """After nack(charge=False) delivery_count is one higher and attempt is not."""
-    async with h.open() as box:
-        await box.send("x")
-        for number in range(1, 4):
-            message = await h.one(box)
-            equal((message.delivery_count, message.attempt), (number, 1), f"counts of delivery {number}")
-            await message.nack(charge=False)
-        await (await h.one(box)).nack()
-        equal((await h.one(box)).attempt, 2, "attempt after a charged nack")
+    await box.send("x")
+    for number in range(1, 4):
+        message = await h.one(box)
+        equal((message.delivery_count, message.attempt), (number, 1), f"counts of delivery {number}")
+        await message.nack(charge=False)
+    await (await h.one(box)).nack()
+    equal((await h.one(box)).attempt, 2, "attempt after a charged nack")
 
 
-@behaviour("delay")
-async def a_delayed_nack_charges_as_told(h: Harness) -> None:
+@on_mailbox("delay")
+async def a_delayed_nack_charges_as_told(h: Harness, box: AnyMailbox) -> None:
     """nack(delay=s) charges like one without a delay, and counts as delayed."""
-    async with h.open() as box:
-        await box.send("x")
-        message = await h.one(box)
-        with h.within(h.short):
-            await message.nack(delay=h.short)
-            await h.counts(box, delayed=1)
-        await h.pass_time(h.short)
-        message = await h.one(box, wait=h.patience)
-        equal((message.delivery_count, message.attempt), (2, 2), "counts after a charged one")
-        await message.nack(delay=h.short, charge=False)
-        await h.pass_time(h.short)
-        message = await h.one(box, wait=h.patience)
-        equal((message.delivery_count, message.attempt), (3, 2), "counts after an uncharged one")
-
-
-@behaviour("delay")
-async def a_nacks_delay_hides_the_message(h: Harness) -> None:
-    """During the delay of a nack nobody receives the message."""
-    async with h.open() as box:
-        await box.send("x")
-        await (await h.one(box)).nack(delay=3_600)
-        await h.none(box, "an hour's delay")
-        equal(await box.receive(wait_time_seconds=h.short), [], "what a short poll got")
+    await box.send("x")
+    message = await h.one(box)
+    with h.within(h.short):
+        await message.nack(delay=h.short)
         await h.counts(box, delayed=1)
+    await h.pass_time(h.short)
+    message = await h.one(box, wait=h.patience)
+    equal((message.delivery_count, message.attempt), (2, 2), "counts after a charged one")
+    await message.nack(delay=h.short, charge=False)
+    await h.pass_time(h.short)
+    message = await h.one(box, wait=h.patience)
+    equal((message.delivery_count, message.attempt), (3, 2), "counts after an uncharged one")
 
 
-@behaviour()
-async def a_release_charges_nothing(h: Harness) -> None:
+@on_mailbox("delay")
+async def a_nacks_delay_hides_the_message(h: Harness, box: AnyMailbox) -> None:
+    """During the delay of a nack nobody receives the message."""
+    await box.send("x")
+    await (await h.one(box)).nack(delay=3_600)
+    await h.none(box, "an hour's delay")
+    equal(await box.receive(wait_time_seconds=h.short), [], "what a short poll got")
+    await h.counts(box, delayed=1)
+
+
+@on_mailbox()
+async def a_release_charges_nothing(h: Harness, box: AnyMailbox) -> None:
     """After release() attempt is as before, and delivery_count counts the delivery."""
-    async with h.open() as box:
-        await box.send("x")
-        for number in range(1, 5):
-            message = await h.one(box)
-            equal((message.delivery_count, message.attempt), (number, 1), f"counts of delivery {number}")
-            await message.release()
-            check(message.is_settled, "is_settled is not set")
-            await h.counts(box, pending=1)
-
-
-@behaviour()
-async def attempts_add_up_over_every_kind_of_return(h: Harness) -> None:
-    """nack and expiry charge, release and an uncharged nack do not, in whatever order they come."""
-    async with h.open() as box:
-        await box.send("x")
-        await (await h.one(box)).release()
-        await (await h.one(box)).nack()
-        await h.one(box, lease=h.short)
-        await h.pass_time(h.short)
-        await (await h.one(box, wait=h.patience)).nack(charge=False)
-        await (await h.one(box)).release()
+    await box.send("x")
+    for number in range(1, 5):
         message = await h.one(box)
-        equal((message.delivery_count, message.attempt), (6, 3), "counts of the sixth delivery")
+        equal((message.delivery_count, message.attempt), (number, 1), f"counts of delivery {number}")
+        await message.release()
+        check(message.is_settled, "is_settled is not set")
+        await h.counts(box, pending=1)
 
 
-@behaviour()
-async def a_return_ends_the_old_lease(h: Harness) -> None:
+@on_mailbox()
+async def attempts_add_up_over_every_kind_of_return(h: Harness, box: AnyMailbox) -> None:
+    """nack and expiry charge, release and an uncharged nack do not, in whatever order they come."""
+    await box.send("x")
+    await (await h.one(box)).release()
+    await (await h.one(box)).nack()
+    await h.one(box, lease=h.short)
+    await h.pass_time(h.short)
+    await (await h.one(box, wait=h.patience)).nack(charge=False)
+    await (await h.one(box)).release()
+    message = await h.one(box)
+    equal((message.delivery_count, message.attempt), (6, 3), "counts of the sixth delivery")
+
+
+@on_mailbox()
+async def a_return_ends_the_old_lease(h: Harness, box: AnyMailbox) -> None:
     """A message given back and received again has a lease of its own: the end of the first one changes nothing."""
     lease = h.ample(1.0)
-    async with h.open() as box:
-        await box.send("x")
-        with h.within(lease):
-            await (await h.one(box, lease=lease)).nack()
-        again = await h.one(box, lease=600)
-        await h.pass_time(lease)
-        await h.none(box, "the second lease still runs")
-        await again.acknowledge()
-        await h.counts(box, settled=1)
+    await box.send("x")
+    with h.within(lease):
+        await (await h.one(box, lease=lease)).nack()
+    again = await h.one(box, lease=600)
+    await h.pass_time(lease)
+    await h.none(box, "the second lease still runs")
+    await again.acknowledge()
+    await h.counts(box, settled=1)
 
 
-@behaviour()
-async def a_purge_drops_what_is_not_dead(h: Harness) -> None:
+@on_mailbox()
+async def a_purge_drops_what_is_not_dead(h: Harness, box: AnyMailbox) -> None:
     """purge() drops what is delayed, pending and in flight and returns how many; dead letters stay; it all adds up."""
-    async with h.open() as box:
-        await box.send_many(["dead", "held", "pending"])
-        dead, held = await box.receive(max_messages=2)
-        await dead.dead_letter("no")
-        if h.capabilities.delay:
-            await box.send("later", delay=3_600)
-        dropped = 2 + int(h.capabilities.delay)
-        equal(await box.purge(), dropped, "purged messages")
-        await h.counts(box, settled=dropped, dead=1)
-        await h.none(box, "everything was purged")
-        check(not held.is_settled, "a purge settled somebody's delivery")
-        equal(await box.purge(), 0, "messages of a second purge")
-        await box.send("new")
-        equal((await h.one(box)).body, "new", "what was sent after the purge")
+    await box.send_many(["dead", "held", "pending"])
+    dead, held = await box.receive(max_messages=2)
+    await dead.dead_letter("no")
+    if h.capabilities.delay:
+        await box.send("later", delay=3_600)
+    dropped = 2 + int(h.capabilities.delay)
+    equal(await box.purge(), dropped, "purged messages")
+    await h.counts(box, settled=dropped, dead=1)
+    await h.none(box, "everything was purged")
+    check(not held.is_settled, "a purge settled somebody's delivery")
+    equal(await box.purge(), 0, "messages of a second purge")
+    await box.send("new")
+    equal((await h.one(box)).body, "new", "what was sent after the purge")
 
 
-@behaviour("cancel")
-async def a_pending_message_can_be_cancelled(h: Harness) -> None:
+@on_mailbox("cancel")
+async def a_pending_message_can_be_cancelled(h: Harness, box: AnyMailbox) -> None:
     """cancel() of a pending message removes it; its neighbours keep their order, and it counts as settled."""
-    async with h.open() as box:
-        sent = await box.send_many(["a", "b", "c"])
-        equal(await box.cancel(sent[1]), CancelOutcome.REMOVED, "outcome")
-        await h.counts(box, pending=2, settled=1)
-        equal(texts(await h.all(box)), ["a", "c"], "what is left")
+    sent = await box.send_many(["a", "b", "c"])
+    equal(await box.cancel(sent[1]), CancelOutcome.REMOVED, "outcome")
+    await h.counts(box, pending=2, settled=1)
+    equal(texts(await h.all(box)), ["a", "c"], "what is left")
 
 
-@behaviour("cancel", "delay")
-async def a_delayed_message_can_be_cancelled(h: Harness) -> None:
+@on_mailbox("cancel", "delay")
+async def a_delayed_message_can_be_cancelled(h: Harness, box: AnyMailbox) -> None:
     """cancel() of a delayed message removes it: it does not come when its delay is over."""
-    async with h.open() as box:
-        with h.within(h.short):
-            sent = await box.send("x", delay=h.short)
-            equal(await box.cancel(sent), CancelOutcome.REMOVED, "outcome")
-        await h.counts(box, settled=1)
-        await h.pass_time(h.short)
-        await h.none(box, "it was cancelled")
+    with h.within(h.short):
+        sent = await box.send("x", delay=h.short)
+        equal(await box.cancel(sent), CancelOutcome.REMOVED, "outcome")
+    await h.counts(box, settled=1)
+    await h.pass_time(h.short)
+    await h.none(box, "it was cancelled")
 
 
-@behaviour("cancel")
-async def a_returned_message_can_be_cancelled(h: Harness) -> None:
+@on_mailbox("cancel")
+async def a_returned_message_can_be_cancelled(h: Harness, box: AnyMailbox) -> None:
     """A message that came back, at once or with a delay, can be cancelled like any other."""
-    async with h.open() as box:
-        sent = await box.send_many(["now", "later", "kept"])
-        now, later, kept = await h.all(box)
-        await kept.nack()
-        await now.nack()
-        await later.nack(delay=600)
-        equal(await box.cancel(sent[0]), CancelOutcome.REMOVED, "outcome of the pending one")
-        equal(await box.cancel(sent[1]), CancelOutcome.REMOVED, "outcome of the delayed one")
-        await h.counts(box, pending=1, settled=2)
-        equal((await h.one(box)).body, "kept", "what is left")
+    sent = await box.send_many(["now", "later", "kept"])
+    now, later, kept = await h.all(box)
+    await kept.nack()
+    await now.nack()
+    await later.nack(delay=600)
+    equal(await box.cancel(sent[0]), CancelOutcome.REMOVED, "outcome of the pending one")
+    equal(await box.cancel(sent[1]), CancelOutcome.REMOVED, "outcome of the delayed one")
+    await h.counts(box, pending=1, settled=2)
+    equal((await h.one(box)).body, "kept", "what is left")
 
 
-@behaviour("cancel", "expiry")
-async def a_cancelled_message_does_not_expire(h: Harness) -> None:
+@on_mailbox("cancel", "expiry")
+async def a_cancelled_message_does_not_expire(h: Harness, box: AnyMailbox) -> None:
     """A message with an expires_in that was cancelled does not become a dead letter when that is over."""
-    async with h.open() as box:
-        with h.within(h.short):
-            sent = await box.send("x", expires_in=h.short)
-            equal(await box.cancel(sent), CancelOutcome.REMOVED, "outcome")
-        await h.pass_time(h.short)
-        await h.counts(box, settled=1)
-        equal(await box.dead_letters(), [], "dead letters")
+    with h.within(h.short):
+        sent = await box.send("x", expires_in=h.short)
+        equal(await box.cancel(sent), CancelOutcome.REMOVED, "outcome")
+    await h.pass_time(h.short)
+    await h.counts(box, settled=1)
+    equal(await box.dead_letters(), [], "dead letters")
 
 
-@behaviour("cancel")
-async def a_message_in_flight_can_be_cancelled(h: Harness) -> None:
+@on_mailbox("cancel")
+async def a_message_in_flight_can_be_cancelled(h: Harness, box: AnyMailbox) -> None:
     """cancel() of a message in flight revokes its lease: its holder is refused, and it never comes again."""
-    async with h.open() as box:
-        sent = await box.send("x")
-        with h.within(h.short):
-            message = await h.one(box, lease=h.short)
-            equal(await box.cancel(sent), CancelOutcome.CANCELLED, "outcome")
-        await h.counts(box, settled=1)
-        for what, call in (
-            ("extend_visibility", message.extend_visibility(600)),
-            ("nack", message.nack()),
-            ("release", message.release()),
-            ("dead_letter", message.dead_letter("why")),
-            ("acknowledge", message.acknowledge()),
-        ):
-            with raises(ReceiptHandleExpiredError, f"{what} of a cancelled message"):
-                await call
-        await h.pass_time(h.short)
-        await h.none(box, "it was cancelled")
-        await h.counts(box, settled=1)
+    sent = await box.send("x")
+    with h.within(h.short):
+        message = await h.one(box, lease=h.short)
+        equal(await box.cancel(sent), CancelOutcome.CANCELLED, "outcome")
+    await h.counts(box, settled=1)
+    for what, call in (
+        ("extend_visibility", message.extend_visibility(600)),
+        ("nack", message.nack()),
+        ("release", message.release()),
+        ("dead_letter", message.dead_letter("why")),
+        ("acknowledge", message.acknowledge()),
+    ):
+        with raises(ReceiptHandleExpiredError, f"{what} of a cancelled message"):
+            await call
+    await h.pass_time(h.short)
+    await h.none(box, "it was cancelled")
+    await h.counts(box, settled=1)
 
 
-@behaviour("cancel")
-async def a_cancellation_is_announced(h: Harness) -> None:
+@on_mailbox("cancel")
+async def a_cancellation_is_announced(h: Harness, box: AnyMailbox) -> None:
     """Who holds messages of the mailbox object that cancels hears the id of a cancelled one at once."""
-    async with h.open() as box:
-        sent = await box.send("x")
-        await h.one(box)
-        heard: list[str] = []
-        told = anyio.Event()
+    sent = await box.send("x")
+    await h.one(box)
+    heard: list[str] = []
+    told = anyio.Event()
 
-        def hear(message_ids: list[str]) -> None:
-            heard.extend(message_ids)
-            told.set()
+    def hear(message_ids: list[str]) -> None:
+        heard.extend(message_ids)
+        told.set()
 
-        stop = box._listen_for_cancelled(hear)  # noqa: SLF001 - this package's own
-        with h.at_once("the announcement"):
-            await box.cancel(sent)
-            with anyio.move_on_after(h.wait):
-                await told.wait()
-        stop()
-        equal(heard, [sent], "ids heard")
-        sent = await box.send("y")
-        await h.one(box)
+    stop = box._listen_for_cancelled(hear)  # noqa: SLF001 - this package's own
+    with h.at_once("the announcement"):
         await box.cancel(sent)
-        equal(len(heard), 1, "ids heard after the listener was taken away")
+        with anyio.move_on_after(h.wait):
+            await told.wait()
+    stop()
+    equal(heard, [sent], "ids heard")
+    sent = await box.send("y")
+    await h.one(box)
+    await box.cancel(sent)
+    equal(len(heard), 1, "ids heard after the listener was taken away")
 
 
-@behaviour("cancel")
-async def what_is_over_cannot_be_cancelled(h: Harness) -> None:
+@on_mailbox("cancel")
+async def what_is_over_cannot_be_cancelled(h: Harness, box: AnyMailbox) -> None:
     """A message that is settled or dead, one that was cancelled before, and an id of no message are UNKNOWN, and stay."""
-    async with h.open() as box:
-        done, dead, gone = await box.send_many(["done", "dead", "gone"])
-        for message in await h.all(box):
-            if message.body == "done":
-                await message.acknowledge()
-            elif message.body == "dead":
-                await message.dead_letter("why")
-        await box.cancel(gone)
-        for message_id in (done, dead, gone, "no-such-id"):
-            equal(await box.cancel(message_id), CancelOutcome.UNKNOWN, "outcome")
-        await h.counts(box, settled=2, dead=1)
+    done, dead, gone = await box.send_many(["done", "dead", "gone"])
+    for message in await h.all(box):
+        if message.body == "done":
+            await message.acknowledge()
+        elif message.body == "dead":
+            await message.dead_letter("why")
+    await box.cancel(gone)
+    for message_id in (done, dead, gone, "no-such-id"):
+        equal(await box.cancel(message_id), CancelOutcome.UNKNOWN, "outcome")
+    await h.counts(box, settled=2, dead=1)
 
 
-@behaviour("cancel")
-async def an_id_is_forgotten_when_its_message_is_over(h: Harness) -> None:
+@on_mailbox("cancel")
+async def an_id_is_forgotten_when_its_message_is_over(h: Harness, box: AnyMailbox) -> None:
     """After a first cancel(), which may make an index of ids: what ends later is UNKNOWN, what comes back is not."""
-    async with h.open() as box:
-        equal(await box.cancel("no-such-id"), CancelOutcome.UNKNOWN, "outcome")
-        done, dead, back, replayed = await box.send_many(["done", "dead", "back", "replayed"])
-        messages = {message.body: message for message in await h.all(box)}
-        await messages["done"].acknowledge()
-        await messages["dead"].dead_letter("why")
-        await messages["back"].nack()
-        await messages["replayed"].dead_letter("why")
-        for message_id in (done, dead, replayed):
-            equal(await box.cancel(message_id), CancelOutcome.UNKNOWN, "outcome for a message that is over")
-        await h.counts(box, pending=1, settled=1, dead=2)
-        await box.replay_dead_letters([replayed])
-        for message_id in (back, replayed):
-            equal(await box.cancel(message_id), CancelOutcome.REMOVED, "outcome for a message that came back")
-            equal(await box.cancel(message_id), CancelOutcome.UNKNOWN, "outcome of the second call")
-        await h.counts(box, settled=3, dead=1)
-        purged = await box.send("purged")
-        await box.purge()
-        equal(await box.cancel(purged), CancelOutcome.UNKNOWN, "outcome after a purge")
-        await h.counts(box, settled=4, dead=1)
+    equal(await box.cancel("no-such-id"), CancelOutcome.UNKNOWN, "outcome")
+    done, dead, back, replayed = await box.send_many(["done", "dead", "back", "replayed"])
+    messages = {message.body: message for message in await h.all(box)}
+    await messages["done"].acknowledge()
+    await messages["dead"].dead_letter("why")
+    await messages["back"].nack()
+    await messages["replayed"].dead_letter("why")
+    for message_id in (done, dead, replayed):
+        equal(await box.cancel(message_id), CancelOutcome.UNKNOWN, "outcome for a message that is over")
+    await h.counts(box, pending=1, settled=1, dead=2)
+    await box.replay_dead_letters([replayed])
+    for message_id in (back, replayed):
+        equal(await box.cancel(message_id), CancelOutcome.REMOVED, "outcome for a message that came back")
+        equal(await box.cancel(message_id), CancelOutcome.UNKNOWN, "outcome of the second call")
+    await h.counts(box, settled=3, dead=1)
+    purged = await box.send("purged")
+    await box.purge()
+    equal(await box.cancel(purged), CancelOutcome.UNKNOWN, "outcome after a purge")
+    await h.counts(box, settled=4, dead=1)
 
 
-@behaviour("cancel", "expiry")
-async def an_expired_message_cannot_be_cancelled(h: Harness) -> None:
+@on_mailbox("cancel", "expiry")
+async def an_expired_message_cannot_be_cancelled(h: Harness, box: AnyMailbox) -> None:
     """A message that expired, pending or given back, is UNKNOWN to cancel() and stays a dead letter."""
     life = h.short + 1.0
-    async with h.open() as box:
-        await box.cancel("no-such-id")
-        with h.within(life):
-            sent = [await box.send("x", expires_in=life) for _ in range(2)]
-            message = await h.one(box)
-        await h.pass_time(life)
-        await h.due_counts(box, in_flight=1, dead=1)
-        await message.nack()
-        for message_id in sent:
-            equal(await box.cancel(message_id), CancelOutcome.UNKNOWN, "outcome")
-        await h.counts(box, dead=2)
+    await box.cancel("no-such-id")
+    with h.within(life):
+        sent = [await box.send("x", expires_in=life) for _ in range(2)]
+        message = await h.one(box)
+    await h.pass_time(life)
+    await h.due_counts(box, in_flight=1, dead=1)
+    await message.nack()
+    for message_id in sent:
+        equal(await box.cancel(message_id), CancelOutcome.UNKNOWN, "outcome")
+    await h.counts(box, dead=2)
 
 
 @behaviour("cancel")
@@ -368,26 +355,24 @@ async def another_mailboxs_message_is_unknown(h: Harness) -> None:
         await h.counts(others, pending=1)
 
 
-@behaviour("cancel")
-async def a_replayed_message_can_be_cancelled(h: Harness) -> None:
+@on_mailbox("cancel")
+async def a_replayed_message_can_be_cancelled(h: Harness, box: AnyMailbox) -> None:
     """A dead letter that was sent again can be cancelled by its id, which it kept."""
-    async with h.open() as box:
-        sent = await box.send("x")
-        await (await h.one(box)).dead_letter("why")
-        await box.replay_dead_letters()
-        equal(await box.cancel(sent), CancelOutcome.REMOVED, "outcome")
-        await h.counts(box, settled=1)
+    sent = await box.send("x")
+    await (await h.one(box)).dead_letter("why")
+    await box.replay_dead_letters()
+    equal(await box.cancel(sent), CancelOutcome.REMOVED, "outcome")
+    await h.counts(box, settled=1)
 
 
-@behaviour("cancel", "dedup")
-async def a_cancelled_message_frees_its_dedup_key(h: Harness) -> None:
+@on_mailbox("cancel", "dedup")
+async def a_cancelled_message_frees_its_dedup_key(h: Harness, box: AnyMailbox) -> None:
     """The dedup_key of a cancelled message, pending or in flight, is free for another one."""
-    async with h.open() as box:
-        first = await box.send("x", dedup_key="k")
-        await box.cancel(first)
-        second = await box.send("x", dedup_key="k")
-        check(second != first, "the key of a removed message is still taken")
-        await h.one(box)
-        await box.cancel(second)
-        third = await box.send("x", dedup_key="k")
-        check(third not in (first, second), "the key of a cancelled message is still taken")
+    first = await box.send("x", dedup_key="k")
+    await box.cancel(first)
+    second = await box.send("x", dedup_key="k")
+    check(second != first, "the key of a removed message is still taken")
+    await h.one(box)
+    await box.cancel(second)
+    third = await box.send("x", dedup_key="k")
+    check(third not in (first, second), "the key of a cancelled message is still taken")
