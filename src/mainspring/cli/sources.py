@@ -33,17 +33,18 @@ def loaded_directories() -> list[str]:
 def snapshot(directories: Iterable[str]) -> Snapshot:
     """When each Python file right in these directories was last written, and its size."""
     found: Snapshot = {}
-    for directory in directories:
-        try:
-            with os.scandir(directory) as entries:
-                for entry in entries:
-                    if entry.name.endswith(".py"):
-                        with suppress(OSError):  # a link to nothing, as editors make beside an unsaved file
-                            status = entry.stat()
-                            found[entry.path] = (status.st_mtime_ns, status.st_size)
-        except OSError:  # gone, or going while we look
-            continue
+    for path in [path for directory in directories for path in _python_files(directory)]:
+        with suppress(OSError):  # a link to nothing, as editors make beside an unsaved file
+            status = os.stat(path)
+            found[path] = (status.st_mtime_ns, status.st_size)
     return found
+
+
+def _python_files(directory: str) -> list[str]:
+    try:
+        return [os.path.join(directory, name) for name in os.listdir(directory) if name.endswith(".py")]
+    except OSError:  # gone, or going while we look
+        return []
 
 
 def changed(before: Snapshot, after: Snapshot) -> str | None:

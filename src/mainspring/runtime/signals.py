@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from contextvars import Context
     from types import FrameType, TracebackType
 
-    from anyio.abc import TaskStatus
+    from anyio.abc import TaskGroup, TaskStatus
 
 _log = Logger("mainspring.signals")
 
@@ -569,17 +569,20 @@ class ShutdownCoordinator:
         async with anyio.create_task_group() as tasks:
             while True:
                 block.wake = anyio.Event()
-                while (callback := self._take()) is not None:
-                    try:
-                        context = block.context.copy()
-                        outcome = _call(callback, context)
-                        if inspect.isawaitable(outcome):
-                            await tasks.start(_await_outcome, callback, outcome, context, block)
-                    finally:
-                        self._turn.release()
+                await self._call_due(block, tasks)
                 if block.leaving:
                     return
                 await block.wake.wait()
+
+    async def _call_due(self, block: _Block, tasks: TaskGroup) -> None:
+        while (callback := self._take()) is not None:
+            try:
+                context = block.context.copy()
+                outcome = _call(callback, context)
+                if inspect.isawaitable(outcome):
+                    await tasks.start(_await_outcome, callback, outcome, context, block)
+            finally:
+                self._turn.release()
 
 
 class _Block:

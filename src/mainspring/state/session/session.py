@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, cast, overload
+from urllib.parse import unquote, urlsplit
 
 from anyio.lowlevel import checkpoint
 from typing_extensions import TypeVar
@@ -10,6 +12,7 @@ from typing_extensions import TypeVar
 from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.events import Dispatcher
 from mainspring.state.session.history import History
+from mainspring.state.session.journal import Journal
 from mainspring.state.session.slices import NOT_GIVEN, Slices
 from mainspring.state.session.snapshot import Snapshot, is_child_name
 from mainspring.state.session.transaction import Transaction
@@ -17,13 +20,11 @@ from mainspring.state.session.writer import Cell, Writer, work
 from mainspring.threads.ticket import Ticket
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Mapping
     from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
     from mainspring.events import DispatchResult
-    from mainspring.state.session.journal import Journal
     from mainspring.state.session.slices import Reducer
 
     Where: TypeAlias = str | os.PathLike[str] | Journal
@@ -127,10 +128,8 @@ class Session(Generic[S]):
         it holds what was never written, :class:`UnknownEventError` and :class:`UnknownVersionError` where it holds events
         that this code does not know, and :class:`JournalError` where it cannot be read, or does not answer within 30 s.
         """
-        from mainspring.state.session.open_journal import open_journal
-
         session: Session[Any] = Session.__new__(cls)
-        session._make(state, name, dispatcher, open_journal(journal), None)
+        session._make(state, name, dispatcher, _journal_of(journal), None)
         session._history.up_to_damage = up_to_damage
         return session
 
@@ -394,3 +393,28 @@ class Session(Generic[S]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         return await self._history.close(kind, error, trace)
+
+
+def _journal_of(given: Where) -> Journal:
+    """The journal that ``given`` means, unopened: itself, ``"sqlite:///file.db"``, or the path of a ``.jsonl`` file.
+
+    :raises ConfigError: it means none.
+    """
+    if isinstance(given, Journal):
+        return given
+    text = os.fspath(given) if isinstance(given, str | os.PathLike) else given
+    if isinstance(text, str) and "\0" in unquote(text):
+        raise ConfigError(f"{text!r} is no journal: a path has no NUL character")
+    if isinstance(text, str) and text.startswith("sqlite://"):
+        parts = urlsplit(text)
+        path = unquote(parts.path)[1:]
+        if parts.netloc or not path or parts.query:
+            raise ConfigError(f"{text!r}: a SQLite journal is sqlite:///relative.db or sqlite:////absolute/path.db")
+        from mainspring.state.session.journal_sqlite import SQLiteJournal
+
+        return SQLiteJournal(path)
+    if isinstance(text, str) and "://" not in text and text.endswith(".jsonl"):
+        from mainspring.state.session.journal_file import FileJournal
+
+        return FileJournal(text)
+    raise ConfigError(f"{given!r} is no journal: write 'sqlite:///session.db' or 'session.jsonl', or give a Journal")
