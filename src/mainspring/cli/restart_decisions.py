@@ -46,12 +46,12 @@ class AwaitChange:
     """It cannot run as the source stands: start it again when a file changes."""
 
 
-Verdict: TypeAlias = Restart | Leave | GiveUp | AwaitChange
+RestartDecision: TypeAlias = Restart | Leave | GiveUp | AwaitChange
 
 
 def after_exit(
     ended: Ended, *, stopping: bool, reload: bool, told: bool, restarts: int, policy: RestartPolicy, rng: Random
-) -> Verdict:
+) -> RestartDecision:
     """Decide what happens to a worker that has ended.
 
     ``stopping``: the supervisor itself is stopping. ``told``: the supervisor asked this worker to stop, for a reload. A worker

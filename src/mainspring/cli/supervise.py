@@ -29,7 +29,7 @@ from mainspring.runtime.signals import ShutdownCoordinator
 if TYPE_CHECKING:
     from socket import socket
 
-    from mainspring.cli.restart_decisions import Verdict
+    from mainspring.cli.restart_decisions import RestartDecision
     from mainspring.cli.run import RunOptions
 
 NEWS_LIMIT = 1 << 20
@@ -151,14 +151,14 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------------------- workers
 
     async def _keep(self, worker: Worker) -> None:
-        """Run a worker, and another one in its place for as long as the verdicts say so."""
+        """Run a worker, and another one in its place for as long as the decisions say so."""
         while not self._stopping.is_set():
             began = anyio.current_time()
             returncode = await self._run_once(worker)
             ended = Ended(exit_status(returncode), anyio.current_time() - began, worker.finished)
             if self._stopping.is_set() and not worker.heard and returncode in {-signal.SIGTERM, -signal.SIGINT}:
                 ended = Ended(0, ended.ran_for)  # told to stop before it had a handler: nothing was running
-            verdict = after_exit(
+            decision = after_exit(
                 ended,
                 stopping=self._stopping.is_set(),
                 reload=self._watch is not None,
@@ -167,39 +167,39 @@ class Supervisor:
                 policy=self._policy,
                 rng=random.rng(),
             )
-            self._tell(worker, returncode, verdict)
+            self._tell(worker, returncode, decision)
             worker.process = None
-            if not await self._follow(worker, ended, verdict):
+            if not await self._follow(worker, ended, decision):
                 return
 
-    async def _follow(self, worker: Worker, ended: Ended, verdict: Verdict) -> bool:
-        """Wait as the verdict says; whether to start the worker again."""
-        if isinstance(verdict, Restart):
-            worker.restarts = verdict.restarts
-            with anyio.move_on_after(verdict.delay):
+    async def _follow(self, worker: Worker, ended: Ended, decision: RestartDecision) -> bool:
+        """Wait as the decision says; whether to start the worker again."""
+        if isinstance(decision, Restart):
+            worker.restarts = decision.restarts
+            with anyio.move_on_after(decision.delay):
                 await self._stopping.wait()
-        elif isinstance(verdict, AwaitChange):
+        elif isinstance(decision, AwaitChange):
             worker.restarts = 0
             await worker.change.wait()
         else:
             self._statuses.append(ended.status)
-            if isinstance(verdict, GiveUp):
+            if isinstance(decision, GiveUp):
                 self._stop(signal.SIGTERM)
             return False
         worker.change = anyio.Event()
         return True
 
-    def _tell(self, worker: Worker, returncode: int, verdict: Verdict) -> None:
+    def _tell(self, worker: Worker, returncode: int, decision: RestartDecision) -> None:
         if worker.problem is not None and worker.problem not in self._problems:
             self._problems.add(worker.problem)
             say(worker.problem)
-        if isinstance(verdict, Restart) and not worker.told:
-            nth = f" (restart {verdict.restarts} of {self._policy.max_retries})" if verdict.restarts else ""
-            soon = f"in {verdict.delay:.1f} s" if verdict.delay else "now"
+        if isinstance(decision, Restart) and not worker.told:
+            nth = f" (restart {decision.restarts} of {self._policy.max_retries})" if decision.restarts else ""
+            soon = f"in {decision.delay:.1f} s" if decision.delay else "now"
             say(f"{worker} has ended, {how(returncode)}; starting another one {soon}{nth}")
-        elif isinstance(verdict, AwaitChange):
+        elif isinstance(decision, AwaitChange):
             say(f"{worker} has ended, {how(returncode)}; waiting for a source file to change")
-        elif isinstance(verdict, GiveUp) and exit_status(returncode) != WRONG_USE:
+        elif isinstance(decision, GiveUp) and exit_status(returncode) != WRONG_USE:
             say(f"{worker} has ended, {how(returncode)}, after {worker.restarts} restarts; stopping the others")
 
     async def _run_once(self, worker: Worker) -> int:

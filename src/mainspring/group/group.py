@@ -18,7 +18,7 @@ from mainspring.group.calibration import all_rules
 from mainspring.group.lifetime import Lifetime
 from mainspring.group.managed_loop import actors_of
 from mainspring.group.settings import GroupSettings, OnCrash
-from mainspring.group.status import picture, picture_at_rest
+from mainspring.group.status import status_at_rest, status_of
 from mainspring.runtime.scope import DaemonScope
 from mainspring.telemetry import logs
 from mainspring.threads.ticket import Ticket
@@ -390,14 +390,14 @@ class LoopGroup:
             await self._lifetime.checks.refresh()
 
     def status(self) -> GroupStatus:
-        """The present picture of the group and its loops.
+        """The present status of the group and its loops.
 
         :raises ConfigError: the group runs in another thread.
         """
         if self._lifetime is None:
-            return picture_at_rest(self.name, self._crash)
+            return status_at_rest(self.name, self._crash)
         self._check_thread()
-        return picture(self._lifetime)
+        return status_of(self._lifetime)
 
     def _check_thread(self) -> None:
         if self._thread != get_ident():

@@ -90,7 +90,7 @@ class Lifetime:
         self._warnings = warnings
         self._dispatcher = dispatcher
         self._serve = serve
-        self._leftovers = ThreadLeaks()
+        self._thread_leaks = ThreadLeaks()
         self._exit_at = math.inf
         self._starting = anyio.CancelScope()
         self._watch: BlockWatch | None = None
@@ -129,8 +129,8 @@ class Lifetime:
         finally:
             if self._watch is not None:
                 self._watch.call_off()
-            if self._owner and self.report is not None and self._leftovers.threads():
-                self._leftovers.leave_by(self._exit_at, EXIT_CANCELLED, self.report)
+            if self._owner and self.report is not None and self._thread_leaks.threads():
+                self._thread_leaks.leave_by(self._exit_at, EXIT_CANCELLED, self.report)
             if not self._owner:
                 ShutdownCoordinator._warn_of_unentered()  # noqa: SLF001 - this package's own
             self.ended.set()
@@ -192,8 +192,8 @@ class Lifetime:
                 run = partial(_run_within, capacity, managed, managed.loop)
             scope.start_soon(run, self._keywords, name=f"loop {managed.name}")
         if self._until_empty:
-            burst = UntilEmpty(self._loops, self.mailboxes(), self._dispatcher, self._found_empty)
-            scope.start_soon(burst.run, name="until empty")
+            until_empty = UntilEmpty(self._loops, self.mailboxes(), self._dispatcher, self._found_empty)
+            scope.start_soon(until_empty.run, name="until empty")
         self.started = True
 
     def _found_empty(self) -> None:

@@ -1,4 +1,4 @@
-"""The present picture of a group: what ``/status``, the probes and the dashboard show, as one frozen value."""
+"""The present status of a group: what ``/status``, the probes and the dashboard show, as one frozen value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mainspring.group.managed_loop import ManagedLoop
 
 
-def picture_at_rest(name: str, crash: BaseException | None) -> GroupStatus:
+def status_at_rest(name: str, crash: BaseException | None) -> GroupStatus:
     """A group that does not run."""
     why = "not running" if crash is None else f"not running: it crashed with {type(crash).__name__}: {crash}"
     return GroupStatus(
@@ -24,7 +24,7 @@ def picture_at_rest(name: str, crash: BaseException | None) -> GroupStatus:
     )  # fmt: skip
 
 
-def picture(lifetime: Lifetime) -> GroupStatus:
+def status_of(lifetime: Lifetime) -> GroupStatus:
     """A group that runs."""
     now = anyio.current_time()
     threshold = lifetime.settings.watchdog_threshold

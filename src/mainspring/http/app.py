@@ -76,7 +76,7 @@ class Source(Protocol):
     """The events that the metrics count."""
 
     def status(self) -> GroupStatus:
-        """The present picture."""
+        """The present status."""
 
     def request_drain(self, reason: str) -> None:
         """Ask for a drain: no new work, finish, end. Returns at once; asking again changes nothing."""

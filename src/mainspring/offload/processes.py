@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Lifeline:
+class ParentDeathPipe:
     """One worker's pipe. ``theirs`` is the descriptor that the worker gets."""
 
     def __init__(self) -> None:
         self.theirs, self._ours = os.pipe()
-        process.on_fork(self, Lifeline._forget)
+        process.on_fork(self, ParentDeathPipe._forget)
 
     def given(self) -> None:
         """The worker has its end, or never will."""
@@ -334,10 +334,10 @@ class WorkerProcess:
         self._reap_within = reap_within
         try:
             self._connection, theirs = Pipe()
-            self._lifeline = Lifeline()
+            self._parent_death = ParentDeathPipe()
         except OSError as error:
             raise OffloadWorkerDiedError(f"a worker process could not be started: {error}") from error
-        passed = (theirs.fileno(), self._lifeline.theirs)
+        passed = (theirs.fileno(), self._parent_death.theirs)
         try:
             # -P: the package's folder must not be where the child imports from.
             command = [sys.executable, "-P", worker_main.__file__, *map(str, passed), str(os.getpid())]
@@ -345,11 +345,11 @@ class WorkerProcess:
             self._end = os.pidfd_open(self._child.pid)
         except OSError as error:
             self._connection.close()
-            self._lifeline.close()
+            self._parent_death.close()
             raise OffloadWorkerDiedError(f"a worker process could not be started: {error}") from error
         finally:
             theirs.close()
-            self._lifeline.given()
+            self._parent_death.given()
         self._jobs = 0
         self._killed = False
         self._family: list[int] = []
@@ -433,7 +433,7 @@ class WorkerProcess:
             _log.warning(text, self.pid, self._reap_within)
         os.close(self._end)
         self._connection.close()
-        self._lifeline.close()
+        self._parent_death.close()
 
     def _receive(self, seconds: float | None = None) -> bytes | None:
         """What it says next; None where it has ended, or said nothing for so long and is killed for that."""

@@ -73,10 +73,10 @@ def _lost(what: str, error: BaseException, text: str = "") -> bytes:
     return _answer("lost", f"{what} ({type(error).__qualname__}: {said})", text)
 
 
-def main(descriptor: int, lifeline: int, owner: int) -> None:
+def main(descriptor: int, parent_death: int, owner: int) -> None:
     """Take jobs until told to leave. The process ``owner`` is at the other end of the connection ``descriptor``, and holds
-    that of the pipe ``lifeline`` for as long as it lives."""
-    _die_with_the_owner(lifeline)
+    that of the pipe ``parent_death`` for as long as it lives."""
+    _die_with_the_owner(parent_death)
     # The owner decides when a worker ends: a service manager signals all of a service's processes at once, and a job in
     # hand is to be finished. A handler, unlike SIG_IGN, is not passed on to programs that a job starts.
     handlers = {signum: signal.signal(signum, _leave_it_to_the_owner) for signum in (signal.SIGINT, signal.SIGTERM)}
@@ -132,15 +132,15 @@ def _leave_it_to_the_owner(signum: int, frame: Any) -> None:
     """Do nothing."""
 
 
-def _die_with_the_owner(lifeline: int) -> None:
+def _die_with_the_owner(parent_death: int) -> None:
     """Have the kernel kill this process, and what its jobs start, once the other end is closed.
 
     No thread of this process could: a job may hold the interpreter's lock for ever.
     """
-    os.set_inheritable(lifeline, False)
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    os.set_inheritable(parent_death, False)
+    fcntl.fcntl(parent_death, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(parent_death, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(parent_death, fcntl.F_SETFL, fcntl.fcntl(parent_death, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _watch_the_owner(descriptor: int, owner: int) -> None:

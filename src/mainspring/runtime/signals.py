@@ -1,7 +1,8 @@
 """Signals and the one place that is told of a shutdown: ``ShutdownCoordinator``.
 
-A signal has one receiver in the process, which tells every listener: in an event loop that of anyio (``_Hub``), outside of one
-a plain handler (``_PlainHub``). An event loop that runs inside of a plain block receives instead, and tells both.
+A signal has one receiver in the process, which tells every listener. In an event loop it is that of anyio
+(``_SharedReceiver``), outside of one a plain handler (``_PlainReceiver``). An event loop that runs inside of a plain block
+receives instead, and tells both.
 
 A coordinator is made, installed (it is the current one, and no block has been entered), entered (by ``async with``, by
 ``with``, or by a group's run, each also within another), and left. The process has a list of those that are installed or
@@ -78,7 +79,7 @@ class EarlySignals:
         return count
 
 
-class _Hub:
+class _SharedReceiver:
     """The process's one receiver of one signal, shared by all who listen to it.
 
     anyio's receivers do not nest on asyncio and leave the default handler behind, so there is one a signal, opened by the
@@ -86,14 +87,14 @@ class _Hub:
     it ends, another's goes on with the same receiver, so that no signal falls between two.
     """
 
-    def __init__(self, signum: int, around: _PlainHub | None) -> None:
+    def __init__(self, signum: int, around: _PlainReceiver | None) -> None:
         self.signum = signum
         self.around = around
         self.loop = process.event_loop()
         self.listeners: list[Callable[[int], None]] = []
         self._turn = anyio.Lock()
         self._previous = signal.getsignal(signum)
-        process.on_fork(self, _Hub._forget)
+        process.on_fork(self, _SharedReceiver._forget)
         self._context: AbstractContextManager[Any] = anyio.open_signal_receiver(signal.Signals(signum))
         self._receiver = self._context.__enter__()
         self._held = _held(signum)
@@ -132,7 +133,7 @@ def _restore(signum: int, previous: Any) -> None:
     signal.signal(signum, previous)
 
 
-class _PlainHub:
+class _PlainReceiver:
     """The receiver of one signal where no event loop runs: its listeners are told in the signal handler."""
 
     around = None
@@ -141,7 +142,7 @@ class _PlainHub:
         self.signum = signum
         self.listeners: list[Callable[[int], None]] = []
         self._previous = signal.signal(signum, self._tell)
-        process.on_fork(self, _PlainHub._forget)
+        process.on_fork(self, _PlainReceiver._forget)
 
     def close(self) -> None:
         if self._previous is not None:
@@ -161,35 +162,35 @@ def _held(signum: int) -> int:
     return early.take(signum) if early is not None else 0
 
 
-def _join(signum: int, listener: Callable[[int], None]) -> _Hub:
-    hub: _Hub | _PlainHub | None = process.current(f"signal {signum}")
-    if isinstance(hub, _Hub) and hub.loop is not process.event_loop():
+def _join(signum: int, listener: Callable[[int], None]) -> _SharedReceiver:
+    receiver: _SharedReceiver | _PlainReceiver | None = process.current(f"signal {signum}")
+    if isinstance(receiver, _SharedReceiver) and receiver.loop is not process.event_loop():
         raise ConfigError(
             f"{signal.Signals(signum).name} is received by another event loop of this process; use install_signals=False"
         )
-    if not isinstance(hub, _Hub):
-        hub = _Hub(signum, hub)
-        process.set_current(f"signal {signum}", hub)
-    hub.listeners.append(listener)
-    return hub
+    if not isinstance(receiver, _SharedReceiver):
+        receiver = _SharedReceiver(signum, receiver)
+        process.set_current(f"signal {signum}", receiver)
+    receiver.listeners.append(listener)
+    return receiver
 
 
-def _join_plain(signum: int, listener: Callable[[int], None]) -> _PlainHub:
-    hub: _PlainHub | None = process.current(f"signal {signum}")
-    if hub is None:
-        hub = _PlainHub(signum)
-        process.set_current(f"signal {signum}", hub)
-    hub.listeners.append(listener)
+def _join_plain(signum: int, listener: Callable[[int], None]) -> _PlainReceiver:
+    receiver: _PlainReceiver | None = process.current(f"signal {signum}")
+    if receiver is None:
+        receiver = _PlainReceiver(signum)
+        process.set_current(f"signal {signum}", receiver)
+    receiver.listeners.append(listener)
     for _ in range(_held(signum)):
         listener(signum)
-    return hub
+    return receiver
 
 
-def _leave(hub: _Hub | _PlainHub, listener: Callable[[int], None]) -> None:
-    hub.listeners.remove(listener)
-    if not hub.listeners:
-        process.set_current(f"signal {hub.signum}", hub.around)
-        hub.close()
+def _leave(receiver: _SharedReceiver | _PlainReceiver, listener: Callable[[int], None]) -> None:
+    receiver.listeners.remove(listener)
+    if not receiver.listeners:
+        process.set_current(f"signal {receiver.signum}", receiver.around)
+        receiver.close()
 
 
 def _warn_of(callbacks: list[list[Callable[[], object]]], of_process: object) -> None:
@@ -266,7 +267,7 @@ class ShutdownCoordinator:
         self._plain_blocks = 0
         self._loop: object | None = None
         self._entry: Entry | None = None
-        self._plain_hubs: list[_PlainHub] = []
+        self._plain_receivers: list[_PlainReceiver] = []
         self._warning = weakref.finalize(self, _warn_of, self._callbacks, process.identity())
 
     @classmethod
@@ -466,7 +467,7 @@ class ShutdownCoordinator:
         self._expect_no_block()
         self._list()
         if self._plain_blocks == 1:
-            self._plain_hubs = [_join_plain(signum, self._on_signal) for signum in self.signals]
+            self._plain_receivers = [_join_plain(signum, self._on_signal) for signum in self.signals]
         return self
 
     def __exit__(
@@ -478,9 +479,9 @@ class ShutdownCoordinator:
         finally:
             self._plain_blocks -= 1
             if not self._plain_blocks:
-                hubs, self._plain_hubs = self._plain_hubs, []
-                for hub in hubs:
-                    _leave(hub, self._on_signal)
+                receivers, self._plain_receivers = self._plain_receivers, []
+                for receiver in receivers:
+                    _leave(receiver, self._on_signal)
             self._unlist()
 
     async def _finish(self) -> None:
@@ -531,8 +532,8 @@ class ShutdownCoordinator:
         self._blocks.append(block)
         try:
             for signum in signals:
-                block.hubs.append(_join(signum, self._on_signal))
-                block.scope.start_soon(block.hubs[-1].receive, name=f"receiver of {signal.Signals(signum).name}")
+                block.receivers.append(_join(signum, self._on_signal))
+                block.scope.start_soon(block.receivers[-1].receive, name=f"receiver of {signal.Signals(signum).name}")
             block.scope.start_soon(self._run_callbacks, block, name="shutdown callbacks", stop=block.leave)
         except BaseException as error:
             self._release(block)
@@ -558,8 +559,8 @@ class ShutdownCoordinator:
             self._unlist()
 
     def _release(self, block: _Block) -> None:
-        for hub in block.hubs:
-            _leave(hub, self._on_signal)
+        for receiver in block.receivers:
+            _leave(receiver, self._on_signal)
         self._blocks.remove(block)
         if not self._blocks:
             self._loop = self._entry = None
@@ -592,7 +593,7 @@ class _Block:
         self.task = anyio.get_current_task().id
         self.context = copy_context()
         self.scope = DaemonScope("shutdown coordinator", timeout=CALLBACK_TIMEOUT)
-        self.hubs: list[_Hub] = []
+        self.receivers: list[_SharedReceiver] = []
         self.wake = anyio.Event()
         self.leaving = False
 

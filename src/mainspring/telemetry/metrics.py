@@ -59,10 +59,10 @@ _BOUNDS = (*map(floatToGoString, BUCKETS), "+Inf")
 
 
 class StatusSource(Protocol):
-    """Who can be asked for the present picture."""
+    """Who can be asked for the present status."""
 
     def status(self) -> GroupStatus:
-        """The present picture."""
+        """The present status."""
 
 
 class _Histogram:

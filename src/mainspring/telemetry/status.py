@@ -1,4 +1,4 @@
-"""What a running group says of itself: one frozen picture for probes, ``/status``, the dashboard and the CLI."""
+"""What a running group says of itself: one frozen value for probes, ``/status``, the dashboard and the CLI."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict(Generic[K]):
+class Judgement(Generic[K]):
     """One look's result: whom to cancel, who did not end although cancelled, and when to look again."""
 
     cancel: tuple[K, ...]
@@ -128,7 +128,7 @@ class Verdict(Generic[K]):
     next_look: float
 
 
-def judge(now: float, ages: Mapping[K, float], stalled: Mapping[K, float], limits: Limits) -> Verdict[K]:
+def judge(now: float, ages: Mapping[K, float], stalled: Mapping[K, float], limits: Limits) -> Judgement[K]:
     """Decide what to cancel and what is stuck. ``ages``: seconds since each last beat; ``stalled``: when each was cancelled.
 
     Only subjects in ``ages`` are judged. A cancelled one is judged by whether it is still there, no longer by its beats. The
@@ -150,7 +150,7 @@ def judge(now: float, ages: Mapping[K, float], stalled: Mapping[K, float], limit
             next_look = min(next_look, now + limits.cancel_grace)
         else:
             next_look = min(next_look, now + limits.threshold - age)
-    return Verdict(tuple(cancel), tuple(stuck), next_look)
+    return Judgement(tuple(cancel), tuple(stuck), next_look)
 
 
 @dataclass(slots=True)
@@ -239,14 +239,14 @@ class Watchdog:
         self._reported &= living.keys()
         ages = {key: age - self._pardons.since(now - age) for key, age in raw.items() if key not in self._reported}
         stalled = {key: since + self._pardons.since(since) for key, (_, since) in self._stalled.items()}
-        verdict = judge(now, ages, stalled, self._limits)
-        for key in verdict.cancel:
+        judgement = judge(now, ages, stalled, self._limits)
+        for key in judgement.cancel:
             self._cancel(living[key], ages[key], now)
-        for key in verdict.stuck:
+        for key in judgement.stuck:
             self._reported.add(key)  # a `kill` that returns is told once
             self._end(living[key], raw[key])
         self._pardons.forget_before(now - max(raw.values(), default=0.0))
-        return verdict.next_look
+        return judgement.next_look
 
     def _cancel(self, subject: Subject, age: float, now: float) -> None:
         self._stalled[id(subject)] = (subject, now)

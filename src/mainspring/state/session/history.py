@@ -10,7 +10,7 @@ from mainspring.errors import ConfigError, JournalDamagedError, JournalLockedErr
 from mainspring.runtime.scope import DaemonScope
 from mainspring.state.session.journal import JournalCalls
 from mainspring.state.session.records import REMEDY, Entry, EventCodecs, Stored, entry_of_snapshot, read_entry
-from mainspring.state.session.snapshot import Picture, Snapshot
+from mainspring.state.session.snapshot import Snapshot, SnapshotCodec
 from mainspring.state.session.writer import CLOSE_TIMEOUT
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class History:
         self.up_to_damage = False
         """Whether a damaged journal is opened with what comes before the damage."""
         self._cells: dict[str, Cell] = {}
-        self._pictures: dict[str, Picture] = {}
+        self._codecs: dict[str, SnapshotCodec] = {}
         self._waiting: dict[str, list[Stored | Snapshot]] = {}
         """By path, what happened to children that are not made (again) yet."""
         self._restoring: Restored | None = None
@@ -60,7 +60,7 @@ class History:
         path, restored = cell.path, self._on_its_way()
         if self._writer.journal is not None and (self._scope is not None or path in self._waiting):
             cell.codecs = EventCodecs(cell.name, path, cell.slices.event_types)
-        self._pictures[path] = Picture(cell.name, cell.slices)
+        self._codecs[path] = SnapshotCodec(cell.name, cell.slices)
         values = tip = self._after(cell, self._waiting.get(path, ()))
         if restored is not None:
             tip = self._after(cell, restored.waiting.get(path, ()))
@@ -80,7 +80,7 @@ class History:
 
     def _next(self, cell: Cell, values: Values, what: Stored | Snapshot) -> Values:
         if isinstance(what, Snapshot):
-            return self._pictures[cell.path].read(what)
+            return self._codecs[cell.path].read(what)
         assert cell.codecs is not None
         return self._writer.reduce_past(cell, values, cell.codecs.decode(what))
 
@@ -88,11 +88,11 @@ class History:
 
     def version(self, cell: Cell) -> int:
         """That of its state class."""
-        return self._pictures[cell.path].version
+        return self._codecs[cell.path].version
 
     def snapshot(self, cell: Cell, *, tip: bool, waiting: Mapping[str, Any] | None = None) -> Snapshot:
         """The slices of a session and of its children: those that everybody sees, or those of the ``tip``."""
-        picture = self._pictures[cell.path]
+        codec = self._codecs[cell.path]
         unmade = self._waiting if waiting is None else waiting
         children = {
             name: self.snapshot(self._cells[path], tip=tip, waiting=waiting)
@@ -101,7 +101,7 @@ class History:
             for name, path in _children((*self._cells, *unmade), cell.path).items()
         }
         seq, values = (self._writer.seq, cell.tip) if tip else (self._writer.seen_seq, cell.values)
-        return Snapshot(seq, picture.version, picture.take(values), children)
+        return Snapshot(seq, codec.version, codec.take(values), children)
 
     def _unmade(self, path: str, waiting: Mapping[str, list[Stored | Snapshot]]) -> Snapshot:
         children = {name: self._unmade(below, waiting) for name, below in _children(waiting, path).items()}
@@ -131,7 +131,7 @@ class History:
         if cell is None:
             waiting[path] = [replace(snapshot, children={})]
         else:
-            values[cell] = self._pictures[path].read(snapshot)
+            values[cell] = self._codecs[path].read(snapshot)
         for name, child in snapshot.children.items():
             self._read(f"{path}/{name}" if path else name, child, values, waiting)
 

@@ -94,7 +94,7 @@ def is_child_name(name: Any) -> bool:
     return isinstance(name, str) and name != "" and "/" not in name
 
 
-class Picture:
+class SnapshotCodec:
     """Takes and reads the snapshots of one set of slices."""
 
     def __init__(self, name: str, slices: Slices) -> None:
