@@ -390,12 +390,3 @@ def test_a_worker_that_nobody_hears_ends_with_its_own_status(output: str, tmp_pa
     finally:
         process.kill()
         process.wait()
-
-
-def test_a_process_that_may_open_too_few_files_says_so_before_it_begins(tmp_path: Path) -> None:
-    for verb in (["run", "app:group"], ["send", "sqlite:///jobs.db?name=jobs", "1"]):
-        command = ["/bin/sh", "-c", 'ulimit -n 12; exec "$0" "$@"', *MAINSPRING, *verb]
-        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False)
-        assert ended.returncode == 1
-        assert ended.stderr == "mainspring: this process may have too few files open: let it have 64 (ulimit -n)\n"
-    assert not (tmp_path / "jobs.db").exists()

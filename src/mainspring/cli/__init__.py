@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import resource
 import signal
 import sys
 from contextlib import suppress
@@ -15,20 +14,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-FEWEST_FILES = 64
-"""How many open files a worker needs: a few for itself, its event loop and its guardian, and those of its mailboxes."""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit status: 0 done, 1 failed, 2 wrong use, and for ``run`` that of the shutdown."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     _open_standard_descriptors()
     _escape_what_cannot_be_encoded()
-    if not _may_open_files():
-        sys.stderr.write(
-            f"mainspring: this process may have too few files open: let it have {FEWEST_FILES} (ulimit -n)\n"
-        )
-        return 1
     if (
         signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
     ):  # as a parent can leave it: the system forgets how workers end
@@ -63,17 +54,6 @@ def _escape_what_cannot_be_encoded() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-
-
-def _may_open_files() -> bool:
-    """Raise the limit of open files to the least that a worker needs; False where the system does not let it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= FEWEST_FILES:
-        return True
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (FEWEST_FILES, hard))
-        return True
-    return False
 
 
 def _take_signals() -> None:
