@@ -12,6 +12,8 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from warm_commands import LONGEST, warm_commands
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
@@ -19,11 +21,15 @@ if TYPE_CHECKING:
 PATIENCE = 60.0
 """Seconds after which something that should have happened counts as not happening; far above what it takes."""
 
+warm = True
+"""Whether commands are forked from a process that has imported the package."""
 MAINSPRING = [sys.executable, "-m", "mainspring"]
 
 
 def run(*arguments: str, cwd: Path, stdin: str | None = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """One command from start to end."""
+    """One command from start to end; in the quick run one that need not be imported, if it gets nothing special."""
+    if not environment and stdin is not None and len(stdin) < LONGEST and warm:
+        return warm_commands().run(arguments, cwd=cwd, stdin=stdin, timeout=PATIENCE)
     return subprocess.run(
         [*MAINSPRING, *arguments],
         cwd=cwd,
