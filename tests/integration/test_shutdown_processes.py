@@ -88,23 +88,45 @@ def matrix_case(how, when, backend):
 
 def cases(how, when, *, signals=((signal.SIGTERM,),), until=("begun",), bodies=("bad", "good"), loops=LOOPS, **options):
     """One for each event loop and sequence of signals."""
-    found = [Case(how, when, loop, s, until, bodies, tuple(options.items())) for loop in loops for s in signals]
-    return pytest.mark.parametrize("case", found, ids=str)
+    return each(Case(how, when, loop, s, until, bodies, tuple(options.items())) for loop in loops for s in signals)
+
+
+def each(found):
+    """One test for each of these cases, which are slow."""
+    return pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in found])
+
+
+class Processes:
+    """The processes of all cases of this run, each started a few before it is asked for.
+
+    So those of one file that goes to several processes of tests are mostly run once.
+    """
+
+    def __init__(self, cases, directory, pool):
+        self._cases = list(cases)
+        self._directory = directory
+        self._pool = pool
+        self._begun = {}
+
+    def outcome(self, case):
+        begin = self._cases.index(case)
+        for number, ahead in enumerate(self._cases[begin : begin + AT_ONCE], begin):
+            if ahead not in self._begun:
+                self._begun[ahead] = self._pool.submit(run, self._directory / f"{number}.db", ahead)
+        return self._begun[case].result()
 
 
 @pytest.fixture(scope="module")
-def outcomes(request, tmp_path_factory):
-    """The processes of all the cases that are going to be tested, a few at once (conftest.py keeps this file together)."""
-    directory = tmp_path_factory.mktemp("shutdowns")
+def processes(request, tmp_path_factory):
     items = [item for item in request.session.items if hasattr(item, "callspec")]
     wanted = dict.fromkeys(c for item in items if isinstance(c := item.callspec.params.get("case"), Case))
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield {case: pool.submit(run, directory / f"{n}.db", case) for n, case in enumerate(wanted)}
+        yield Processes(wanted, tmp_path_factory.mktemp("shutdowns"), pool)
 
 
 @pytest.fixture
-def outcome(outcomes, case):
-    return outcomes[case].result()
+def outcome(processes, case):
+    return processes.outcome(case)
 
 
 def run(path, case):
@@ -164,9 +186,7 @@ def guilty_line(how):
     return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# guilty: {how}"))
 
 
-@pytest.mark.parametrize(
-    "case", [matrix_case(how, when, loop) for how in TABLE for when in PHASES for loop in LOOPS], ids=str
-)
+@each(matrix_case(how, when, loop) for how in TABLE for when in PHASES for loop in LOOPS)
 def test_each_phase_against_each_misbehaviour(case, outcome):
     how, when = case.how, case.when
     statuses, fate = TABLE[how]
