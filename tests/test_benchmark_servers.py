@@ -37,6 +37,7 @@ async def test_a_server_with_something_in_it_is_left_alone(name, program, anyio_
             assert (await jobs.counts()).pending == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["redis", "nats"])
 def test_a_server_that_is_away_is_said_in_a_line(name):
     done = measure(name, f"{name}://127.0.0.1:1")

@@ -121,6 +121,7 @@ def command_of_the_image() -> list[str]:
     return [*in_brackets(stage("mainspring"), "ENTRYPOINT"), *in_brackets(stage("worker"), "CMD")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["image", "manifest"])
 def test_the_command_serves_the_probes_and_ends_clean(where: str, tmp_path: Path) -> None:
     if where == "image":

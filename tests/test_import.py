@@ -25,6 +25,7 @@ def test_the_package_alone_imports_nothing_heavy():
     assert loaded("import mainspring") == set()
 
 
+@pytest.mark.slow
 def test_the_core_names_import_nothing_that_only_some_need():
     """What a loop needs is anyio; pydantic comes with the first body type, apsw with the first file, and so on."""
     code = "from mainspring import MainLoop, LoopGroup, InMemoryMailbox, RetryPolicy, open_mailbox, ShutdownCoordinator"

@@ -128,6 +128,7 @@ def test_where_nobody_listens_nobody_says_anything() -> None:
     assert servers.first_words(ports.free_port(), b"PING\r\n") == b""
 
 
+@pytest.mark.slow
 def test_of_a_killed_server_nothing_is_left_that_answers() -> None:
     with servers.PostgresServer() as server, closing(psycopg.connect(server.url, autocommit=True)) as wire:
         at_work = psutil.Process(wire.info.backend_pid)

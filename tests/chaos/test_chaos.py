@@ -13,6 +13,8 @@ from chaos_backends import BACKENDS
 from chaos_plan import Kind
 from chaos_run import one, short
 
+pytestmark = pytest.mark.slow
+
 MESSAGES = 1_000
 SEED = 1
 

@@ -64,6 +64,7 @@ def test_a_server_that_is_not_installed_is_told_by_name(tmp_path):
         anyio.run(partial(one, backend, short(100, 1), tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -78,6 +79,7 @@ def test_a_wrong_word_is_one_line_and_status_2(words, said):
     assert said in ran.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_is_ended_leaves_nothing_running(number, tmp_path):
     """Its workers and senders, which lead sessions of their own, and their guardians."""

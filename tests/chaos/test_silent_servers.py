@@ -13,7 +13,7 @@ from chaos_proxy import Proxy
 
 from mainspring import LoopGroup, MainLoop, open_mailbox
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 async def handle(job: dict) -> None: ...

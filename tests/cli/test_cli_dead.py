@@ -165,6 +165,7 @@ def test_a_window_that_holds_no_time(url: str, ids: list[str], capsys: Any) -> N
     assert counts(url) == (1, 6, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["latin-1", "cp1252:strict", "utf-8:strict"])
 def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path, url: str, encoding: str) -> None:
     async def fill(mailbox: Mailbox[Any, Any]) -> str:
@@ -343,6 +344,7 @@ def test_purge_with_yes(url: str, ids: list[str]) -> None:
     assert counts(url) == (1, 0, 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("answer", "status", "left"), [(b"y\n", 0, 0), (b"n\n", 1, 6)])
 def test_purge_asks_at_a_terminal(url: str, ids: list[str], answer: bytes, status: int, left: int) -> None:
     master, slave = pty.openpty()

@@ -53,6 +53,7 @@ async def look(store: Store) -> Counts:
         return await mailbox.counts()
 
 
+@pytest.mark.slow
 def test_the_verbs(store: Store, capsys: Any) -> None:
     ids = anyio.run(fill, store)
     url = store.url()

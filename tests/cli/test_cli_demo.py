@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.slow
 def test_every_file_is_accounted_for_though_workers_are_killed_and_stopped(tmp_path: Path) -> None:
     ended = run("demo", "--files", "500", "--json", "--dir", "work", cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -38,6 +39,7 @@ def test_every_file_is_accounted_for_though_workers_are_killed_and_stopped(tmp_p
     assert "holds an earlier run" in only_line(again.stderr)
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_workers_and_leaves_no_files(tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -51,6 +53,7 @@ def test_ctrl_c_stops_the_workers_and_leaves_no_files(tmp_path: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_killed_it_leaves_no_workers_behind(tmp_path: Path) -> None:
     with started("demo", "--json", "--dir", str(tmp_path / "work"), cwd=tmp_path) as command:
         command.expect("done, .* in flight")

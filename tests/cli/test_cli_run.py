@@ -45,6 +45,7 @@ def test_it_runs_until_sigterm_and_reports(tmp_path: Path, loop: str) -> None:
         assert "handle: finished" in command.text
 
 
+@pytest.mark.slow
 def test_a_function_that_returns_the_group_and_ctrl_c(tmp_path: Path) -> None:
     write(tmp_path, GROUP + "\ndef make() -> LoopGroup:\n    return group\n")
     with started("run", "app:make", cwd=tmp_path) as command:
@@ -54,6 +55,7 @@ def test_a_function_that_returns_the_group_and_ctrl_c(tmp_path: Path) -> None:
         assert "shutdown (SIGINT)" in command.text
 
 
+@pytest.mark.slow
 def test_a_dotted_module_and_attribute(tmp_path: Path) -> None:
     (tmp_path / "shop").mkdir()
     write(tmp_path / "shop", "")
@@ -211,6 +213,7 @@ except BaseException:
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("source", [SLOW_IMPORT, DEAF_IMPORT], ids=["slow", "deaf"])
 def test_a_signal_during_the_import_ends_it_cleanly(tmp_path: Path, signum: signal.Signals, source: str) -> None:
@@ -223,6 +226,7 @@ def test_a_signal_during_the_import_ends_it_cleanly(tmp_path: Path, signum: sign
         assert "Traceback" not in command.text
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_an_import_that_swallowed_the_first(tmp_path: Path) -> None:
     write(
         tmp_path,
@@ -254,6 +258,7 @@ group = Between([MainLoop(InMemoryMailbox("jobs"), handle)])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", ["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop", "trio"])
 def test_a_signal_between_import_and_start_is_not_lost(tmp_path: Path, loop: str, signum: str) -> None:
@@ -294,6 +299,7 @@ def test_loops_that_end_by_themselves_end_the_run(tmp_path: Path) -> None:
     assert "shutdown (all loops ended)" in ended.stderr
 
 
+@pytest.mark.slow
 def test_work_that_had_to_be_cancelled_is_status_70(tmp_path: Path) -> None:
     write(tmp_path, OWN_LOOP.format(body="await anyio.sleep(600)"))
     with started("run", "app:group", cwd=tmp_path) as command:
@@ -303,6 +309,7 @@ def test_work_that_had_to_be_cancelled_is_status_70(tmp_path: Path) -> None:
         assert "not clean, exit status 70" in command.text
 
 
+@pytest.mark.slow
 def test_the_health_port_of_the_command_line(tmp_path: Path) -> None:
     write(tmp_path, GROUP)
     with started("run", "app:group", "--health-port", "0", cwd=tmp_path) as command:
@@ -313,6 +320,7 @@ def test_the_health_port_of_the_command_line(tmp_path: Path) -> None:
         assert command.wait() == 0
 
 
+@pytest.mark.slow
 def test_the_health_host_of_the_command_line(tmp_path: Path) -> None:
     write(tmp_path, GROUP)
     with started("run", "app:group", "--health-port", "0", "--health-host", "127.0.0.2", cwd=tmp_path) as command:
@@ -362,6 +370,7 @@ def test_logs_as_json_lines_with_the_report_in_the_last_one(tmp_path: Path) -> N
     assert lines[-1]["exit_status"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", ["closed from the start", "gone meanwhile"])
 def test_a_worker_that_nobody_hears_ends_with_its_own_status(output: str, tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(

@@ -74,6 +74,7 @@ def test_a_dash_is_standard_input(tmp_path: Path) -> None:
     assert bodies(tmp_path) == [[1]]
 
 
+@pytest.mark.slow
 def test_a_large_file_is_sent_in_order(tmp_path: Path) -> None:
     (tmp_path / "jobs.jsonl").write_text("".join(f'{{"n": {n}}}\n' for n in range(2_501)), encoding="utf-8")
     ended = run("send", URL, "--file", "jobs.jsonl", cwd=tmp_path)
@@ -246,6 +247,7 @@ def test_a_pipe_is_read_to_its_end_a_directory_is_refused_and_nothing_is_nothing
     assert (nothing.returncode, nothing.stderr) == (0, "mainspring: there was nothing to send\n")
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_gone_changes_no_status(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)

@@ -46,6 +46,7 @@ def test_the_directories_of_loaded_modules_without_python_and_installed_packages
     assert not any(directory.startswith(str(Path(mainspring.__file__).parent)) for directory in found)
 
 
+@pytest.mark.slow
 async def test_each_change_is_told_once_and_added_directories_count_from_then_on(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for directory in (first, second):

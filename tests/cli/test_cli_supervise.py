@@ -9,6 +9,7 @@ from textwrap import dedent
 from typing import TYPE_CHECKING
 
 import anyio
+import pytest
 from cli_helpers import Command, alive, only_line, run, started, wait_until, wait_until_gone
 
 from mainspring.cli.link import VARIABLE
@@ -21,7 +22,7 @@ from ports import neighbours
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import pytest
+pytestmark = pytest.mark.slow
 
 SERVICE = """
 import os, sys

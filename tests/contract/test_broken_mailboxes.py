@@ -13,6 +13,7 @@ from mainspring.testing.mailbox_contract import ContractError
 from wrapped_backend import WrappedBackend
 
 
+@pytest.mark.slow
 def test_the_base_of_them_is_whole() -> None:
     report = run_virtual(mailbox_contract.run, broken(WrappedBackend))
     assert report.ok, str(report)

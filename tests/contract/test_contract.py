@@ -31,6 +31,7 @@ async def test_in_virtual_time(
     await behaviour(backend(name, tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_in_real_time(
     tmp_path: Path, anyio_backend: object, judged: Callable[[mailbox_contract.Report, set[str]], None]

@@ -15,6 +15,8 @@ from mainspring.testing.mailbox_contract.harness import behaviours_of
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 RACY = [found.name for found in behaviours_of(receiving)] + [
     "close_ends_a_waiting_receive_at_once",
     "counts_add_up_under_concurrency",

@@ -34,6 +34,7 @@ def test_it_is_large_and_each_behaviour_says_what_it_claims() -> None:
         assert "  " not in one.claim
 
 
+@pytest.mark.slow
 def test_it_needs_no_pytest() -> None:
     code = (
         "import sys; sys.modules['pytest'] = None\n"
@@ -70,6 +71,7 @@ class SkipsWhatIsHard(WrappedBackend):
         raise SkipTest("purging is hard")
 
 
+@pytest.mark.slow
 def test_a_skip_that_the_capabilities_do_not_declare_is_a_failure() -> None:
     async def main() -> mailbox_contract.Report:
         return await mailbox_contract.run(broken(SkipsWhatIsHard))
@@ -158,6 +160,7 @@ def test_the_users_corruption_is_used() -> None:
     assert not report.ok
 
 
+@pytest.mark.slow
 def test_the_adapter_for_pytest(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
@@ -204,6 +207,7 @@ class CancelsLate(WrappedBackend):
         return self.says or done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lease", "late", "says", "told"),
     [
@@ -246,6 +250,7 @@ class SendsLate(WrappedBackend):
         return await self.inner.send(envelopes)
 
 
+@pytest.mark.slow
 def test_in_real_time_a_request_that_was_not_sent_in_its_time_is_tried_again() -> None:
     late = [2.2, 0.0]
 
@@ -277,6 +282,7 @@ class ActsLate(WrappedBackend):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lateness", [0.1, 0.01], ids=["acts by itself", "decides when asked"])
 @pytest.mark.parametrize(
     "name",
@@ -294,6 +300,7 @@ def test_in_real_time_a_store_that_acts_by_itself_may_be_late(name: str, latenes
     assert anyio.run(main).ok is (lateness == 0.1)
 
 
+@pytest.mark.slow
 def test_in_real_time_a_store_that_never_acts_is_caught() -> None:
     async def main() -> None:
         harness = Harness(acting_late(3_600, lateness=0.1))

@@ -93,7 +93,11 @@ PASSWORDS = ("S3C@RET", "S3C/RET", "S3C?RET", "S3C#RET", "S3C RET", "S3C%ZZRET",
 PLACES = ("h:1/0?name=j", "h:badport/0", "[bad", "h:99999/0", "h,h:x/0/1/2", "h/0?nope=1&nope=2", "")
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    "scheme",
+    # A rediss:// URL that is whole enough has the certificates of the system read, each time.
+    [pytest.param(scheme, marks=pytest.mark.slow if scheme == "rediss" else ()) for scheme in SCHEMES],
+)
 @pytest.mark.parametrize("slashes", ["://", ":/", ":", ":///", " ://", "//"])
 def test_no_error_about_a_malformed_url_shows_its_password(scheme, slashes):
     for login, password, place in product(("u:{}@", ":{}@", "u@x:{}@"), PASSWORDS, PLACES):

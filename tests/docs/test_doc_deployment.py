@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import yaml
 from doc_blocks import blocks_of
 from starlette.routing import Route
@@ -47,6 +48,7 @@ def test_the_probes_ask_for_what_there_is() -> None:
     assert {container()[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")} <= routes
 
 
+@pytest.mark.slow
 def test_the_command_of_the_image_runs_and_ends_clean(session: Session, tmp_path: Path) -> None:
     (line,) = [line for line in last("Dockerfile").splitlines() if line.startswith("CMD ")]
     command = json.loads(line.removeprefix("CMD "))

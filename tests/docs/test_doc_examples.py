@@ -12,6 +12,8 @@ from doc_blocks import blocks_of, pattern_of, steps_of
 if TYPE_CHECKING:
     from doc_session import Session
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]

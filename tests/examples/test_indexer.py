@@ -83,6 +83,7 @@ def test_tests_and_nested_environments_are_not_indexed(indexer: Any, tmp_path: P
     assert indexer.find_sources([root], limit=1) == [str(root / "a.py")]
 
 
+@pytest.mark.slow
 def test_the_commands_of_its_text(tmp_path: Path) -> None:
     sources = tmp_path / "sources"
     sources.mkdir()

@@ -309,6 +309,7 @@ async def test_a_loop_that_owes_no_receive_is_no_stall(rest, virtual_clock):
     assert group.report.exit_status == 0
 
 
+@pytest.mark.slow
 async def test_an_idle_loop_and_a_finished_one_are_no_stall(virtual_clock):
     idle, done = box("idle"), Foreign(name="done")
 

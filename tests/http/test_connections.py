@@ -181,6 +181,7 @@ anyio.run(main, backend=sys.argv[1])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @pytest.mark.parametrize("descriptors", ["free", "exhausted"])
 def test_a_storm_of_idle_connections_is_one_line_in_the_log(backend: str, descriptors: str) -> None:

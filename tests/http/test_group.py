@@ -21,7 +21,7 @@ from mainspring.http.server import bind
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.every_loop]
 
 
 async def until(client: httpx.AsyncClient, path: str, status: int) -> httpx.Response:
@@ -159,6 +159,7 @@ sys.exit(anyio.run(group.run, backend=backend, backend_options=options).exit_sta
 """
 
 
+@pytest.mark.slow
 async def test_sigterm_ends_a_real_process_with_its_server(tmp_path: Path, anyio_backend: object) -> None:
     backend, options = anyio_backend  # type: ignore[misc]
     path = tmp_path / "health.sock"

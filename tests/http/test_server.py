@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from anyio.abc import ByteStream, TaskStatus
     from starlette.requests import Request
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.every_loop]
 
 AN_HOUR = 3600.0
 

@@ -27,6 +27,8 @@ from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 from ports import free_port
 from support import FaultyMailbox, fail
 
+pytestmark = pytest.mark.slow
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # newer ones would rather have httpx2
     from starlette.testclient import TestClient

@@ -92,6 +92,7 @@ def run(tmp_path, how, loop, handler, count=1):
     assert none_left(mark)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "loop", "handler"), SOME)
 def test_a_handler_may_start_processes_and_end_them(tmp_path, how, loop, handler):
     run(tmp_path, how, loop, handler)
@@ -103,6 +104,7 @@ def test_so_it_is_in_every_way(tmp_path, how, loop, handler):
     run(tmp_path, how, loop, handler, RUNS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "loop", "handler"), ALL if RUNS else [("terminate-fork", "asyncio", "plain")])
 def test_so_it_is_under_a_supervisor(tmp_path, how, loop, handler):
     count = RUNS or 2
@@ -126,6 +128,7 @@ def test_so_it_is_under_a_supervisor(tmp_path, how, loop, handler):
     assert none_left(mark)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loop", "handler"), [("asyncio", "async"), ("trio", "plain")])
 def test_a_forked_child_that_comes_back_from_the_handler_is_ended(tmp_path, loop, handler):
     mark, variables = environment("return", handler)

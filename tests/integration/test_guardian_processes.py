@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).with_name("blocked_program.py")
 THRESHOLD = 0.6
 LIMIT = 60.0  # no claim about speed: what hangs must not hang the suite

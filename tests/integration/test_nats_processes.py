@@ -23,10 +23,7 @@ from servers import NatsServer
 from stopwatch import Stopwatch
 
 PROGRAM = Path(__file__).with_name("nats_program.py")
-pytestmark = [
-    pytest.mark.anyio,
-    pytest.mark.loops("asyncio", "uvloop"),
-]
+pytestmark = [pytest.mark.anyio, pytest.mark.loops("asyncio", "uvloop"), pytest.mark.slow]
 
 
 async def send_until_it_fails(box):

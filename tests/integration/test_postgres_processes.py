@@ -19,7 +19,7 @@ from postgres_support import Place, drop_schema, new_schema
 from restarts import goes_on_after_a_restart
 from servers import PATIENCE, PostgresServer
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 PROGRAM = Path(__file__).with_name("postgres_program.py")
 MESSAGES = 600

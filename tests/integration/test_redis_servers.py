@@ -102,6 +102,7 @@ async def test_a_waiting_receive_is_called_by_the_server_that_came_back(server, 
             assert watch.seconds < 2, "nobody has called: it was found by looking again"
 
 
+@pytest.mark.slow
 async def test_a_silent_server_ends_a_call_at_its_timeout(server, anyio_backend):
     with place(server.url) as here:
         async with here.mailbox(timeout=2) as mailbox:
@@ -115,6 +116,7 @@ async def test_a_silent_server_ends_a_call_at_its_timeout(server, anyio_backend)
             await mailbox.send("y")
 
 
+@pytest.mark.slow
 async def test_a_listener_to_whom_nobody_speaks_asks_whether_the_server_is_there(server, anyio_backend):
     """One that answers is kept; one that does not is left, and listened to again once it is back."""
     with place(server.url) as here:
@@ -138,6 +140,7 @@ async def test_a_listener_to_whom_nobody_speaks_asks_whether_the_server_is_there
             assert [message.body for message in got] == ["x"]
 
 
+@pytest.mark.slow
 async def test_a_call_whose_caller_was_cancelled_is_waited_for_and_no_longer_than_its_timeout(server, anyio_backend):
     """Its answer is not taken for that to another call; a claim is taken back; the connection stays."""
     with place(server.url) as here:
@@ -329,6 +332,7 @@ def sentinel_of(primary: RedisServer):
         yield stack.enter_context(sentinel)
 
 
+@pytest.mark.slow
 def test_a_failover_is_followed():
     """The primary dies; the sentinel promotes the replica; sends go on there. On the three event loops beside each other."""
     with ExitStack() as stack:
@@ -423,6 +427,7 @@ async def _agreed(places) -> None:
     await until(ok, "a cluster that agrees")
 
 
+@pytest.mark.slow
 async def test_the_contract_holds_in_a_cluster(cluster, anyio_backend):
     """Mailboxes lie on different nodes; whichever node is named, each is found. Replies go from node to node.
 
@@ -524,6 +529,7 @@ async def asked(mailbox, addresses):
     return await mailbox.receive(max_messages=len(addresses))
 
 
+@pytest.mark.slow
 @ON_ONE_LOOP
 async def test_a_node_that_does_not_answer_holds_up_no_reply_to_another(cluster, nodes, anyio_backend):
     here, dead, living = map(names_on, nodes)

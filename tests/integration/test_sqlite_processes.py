@@ -17,6 +17,8 @@ import pytest
 from mainspring.mailbox.message import Counts
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).with_name("sqlite_program.py")
 
 

@@ -13,6 +13,8 @@ import pytest
 
 from mainspring import open_mailbox
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).with_name("tool_call_program.py")
 
 

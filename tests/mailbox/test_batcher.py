@@ -12,7 +12,7 @@ from mainspring.mailbox.batcher import Batcher, Command
 from mainspring.mailbox.limits import CLOSE_TIMEOUT, COURTESY
 from mainspring.runtime.scope import DaemonScope
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.every_loop]
 
 
 class Add(Command):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import os
 import sys
@@ -35,6 +37,7 @@ tell()
 """
 
 
+@pytest.mark.slow
 def test_what_forked_children_send_has_ids_of_its_own(path):
     """The mailbox was open in the parent before, and each child goes on from the same state of it.
 

@@ -18,6 +18,7 @@ from silent_line import Line
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.slow
 @pytest.mark.loops("asyncio")
 @pytest.mark.parametrize("kind", ["nats", "redis", "postgres"])
 async def test_a_silent_connection_is_given_up_and_made_anew(

@@ -26,7 +26,7 @@ from silent_line import Line
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 BOUND = 10.0
 
 

@@ -354,6 +354,7 @@ def test_each_name_and_signature_is_the_async_ones(url):
         assert name in SyncMailbox.__doc__
 
 
+@pytest.mark.slow
 def test_a_forked_child_is_told(tmp_path):
     program = f"""
         import os, sys
@@ -382,6 +383,7 @@ def test_a_forked_child_is_told(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "['child']\n7\n1\n", "")
 
 
+@pytest.mark.slow
 def test_a_forked_child_opens_what_its_parent_could_not_or_no_longer_has(tmp_path):
     program = f"""
         import os, sys

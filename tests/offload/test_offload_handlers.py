@@ -206,6 +206,7 @@ async def test_who_stalls_while_its_process_is_still_starting_goes_back_uncharge
         assert await box.dead_letters() == []
 
 
+@pytest.mark.slow
 @pytest.mark.loops("asyncio", "trio")
 async def test_the_start_of_a_process_does_not_use_up_the_timeout_of_its_handler(held_start):
     box = InMemoryMailbox()

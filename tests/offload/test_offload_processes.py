@@ -178,6 +178,7 @@ async def test_a_call_that_kills_whoever_receives_it_is_given_up(tmp_path, monke
         assert await pool.run(len, b"harmless") == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_seen", [True, False], ids=["seen", "just_now"])
 async def test_of_workers_that_died_idle_none_costs_a_call_its_try(is_seen, tmp_path):
     done = []
@@ -365,6 +366,7 @@ async def test_a_killed_process_that_does_not_end_is_not_waited_for_without_end(
         assert await pool.run(offload_work.pid) != worker
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")  # which is so
 async def test_a_worker_that_does_not_end_is_left_behind(monkeypatch, caplog):
     async with OffloadPool("process", workers=1, cancel_grace=0.05) as pool:
@@ -412,6 +414,7 @@ async def test_a_worker_that_hangs_as_it_starts_is_killed(monkeypatch, tmp_path)
 # -------------------------------------------------------------------------------------------------------------- closing
 
 
+@pytest.mark.slow
 async def test_closing_waits_and_then_kills(tmp_path):
     path, results = tmp_path / "pid", []
 
@@ -464,6 +467,7 @@ async def test_a_call_that_comes_to_its_worker_when_the_pool_is_closed_starts_no
     assert not (tmp_path / "started").exists()
 
 
+@pytest.mark.slow
 def test_no_descriptor_and_no_process_is_left(anyio_backend):
     async def main():
         async with OffloadPool("process", workers=2) as pool:
@@ -516,6 +520,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forks", [False, True])
 @pytest.mark.parametrize("fn", ["work", "hold"])
 async def test_the_death_of_the_owner_ends_a_busy_worker_and_what_it_has_started(fn, forks, tmp_path):
@@ -557,6 +562,7 @@ async def test_what_a_finished_job_has_left_running_is_killed_when_the_pool_is_c
         await ended(process)
 
 
+@pytest.mark.slow
 async def test_a_script_without_a_guard_is_told_of_it(tmp_path):
     program = tmp_path / "unguarded.py"
     program.write_text(

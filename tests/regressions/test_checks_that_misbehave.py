@@ -52,6 +52,7 @@ async def test_whatever_a_check_raises_is_its_answer(error):
     assert [type(error).__name__ in answer for answer in checks.results.values()] == [True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_the_end_of_the_program_waits_for_no_check(backend):
     ended = subprocess.run(

@@ -45,6 +45,7 @@ async def test_a_file_in_its_place_is_not_taken_for_it(path):
         assert (await mailbox.counts()).waiting == 0
 
 
+@pytest.mark.slow
 async def test_a_service_that_waits_hears_of_it_and_ends_with_the_error(path):
     async def handle(letter: str) -> None:
         raise AssertionError(letter)

@@ -80,11 +80,13 @@ def made(tmp_path):
     assert mainspring("send", URL, "0", cwd=tmp_path, stdout=subprocess.DEVNULL)[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("made")
 def test_a_closed_standard_output_is_no_failure(tmp_path):
     assert mainspring("send", URL, "1", cwd=tmp_path, preexec_fn=closed(1)) == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("made")
 def test_ids_that_cannot_be_printed_are_told_apart_from_messages_that_were_not_sent(tmp_path):
     with open("/dev/full", "w") as full:

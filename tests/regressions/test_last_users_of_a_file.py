@@ -35,6 +35,7 @@ class User(threading.Thread):
         anyio.run(use)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["comes", "leaves"])
 def test_whatever_the_thread_that_closes_the_file_does_just_then_another_user_is_served(tmp_path, other):
     """Each time the other one comes, or leaves, as the thread comes to one line more."""

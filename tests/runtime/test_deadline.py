@@ -175,6 +175,7 @@ async def test_a_handler_ends_at_its_messages_deadline(mailbox, virtual_clock):
     assert finished[0].outcome == "dead_lettered"
 
 
+@pytest.mark.every_loop
 async def test_on_each_event_loop(anyio_backend):
     ended = []
 

@@ -138,6 +138,7 @@ def test_virtual_time_does_not_pass_a_look_up() -> None:
     run_virtual(main)
 
 
+@pytest.mark.slow
 @pytest.mark.loops("asyncio")
 @pytest.mark.parametrize("kind", ["nats", "redis", "postgres"])
 async def test_a_mailbox_connects_to_a_name_while_no_thread_is_free(

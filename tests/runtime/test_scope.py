@@ -22,7 +22,7 @@ from mainspring.runtime.scope import lone_error
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.every_loop]
 
 
 async def forever() -> None:

@@ -14,6 +14,8 @@ from interrupts import Interruption
 from mainspring import Heartbeat, LoopThread, ShutdownCoordinator, runtime, threads
 from stopwatch import Stopwatch
 
+pytestmark = pytest.mark.every_loop
+
 PATIENCE = 60
 
 

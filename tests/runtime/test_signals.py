@@ -16,7 +16,7 @@ from anyio import to_thread
 from mainspring import ShutdownCoordinator
 from mainspring.errors import ConfigError
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.every_loop]
 
 USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
 
@@ -297,6 +297,7 @@ os.kill(os.getpid(), signal.SIGTERM)  # as uvicorn does with the signal that has
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "warned"), [("never entered", True), ("entered", False), ("by hand", False)])
 def test_an_embedded_group_tells_of_callbacks_that_nothing_has_called(how, warned):
     program = subprocess.run([sys.executable, "-c", EMBEDDED, how], capture_output=True, text=True, timeout=60)

@@ -102,6 +102,7 @@ def carefree(culprit: Callable[[], None]) -> Callable[[Any], LoopGroup]:
     return build
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [in_build, in_handler, carefree])
 @pytest.mark.parametrize(("culprit", "what"), CULPRITS, ids=lambda value: getattr(value, "__name__", ""))
 def test_the_culprit_is_named(culprit: Callable[[], None], what: str, place: Any) -> None:
@@ -122,6 +123,7 @@ def test_a_plain_handler_runs_in_a_thread_and_is_refused() -> None:
         SHORT.run(build)
 
 
+@pytest.mark.slow
 def test_a_task_that_spins_without_time_passing_is_found() -> None:
     import anyio
 
@@ -149,6 +151,7 @@ def test_everything_is_as_before_afterwards() -> None:
     assert signal.getsignal(signal.SIGALRM) is before
 
 
+@pytest.mark.slow
 def test_it_works_in_another_thread() -> None:
     errors: list[BaseException] = []
 

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
     Wrong = Callable[[Any], WrappedBackend]
 
+pytestmark = pytest.mark.slow
+
 ASKED = os.environ.get("MAINSPRING_MODEL_EXAMPLES")
 _names = count()
 

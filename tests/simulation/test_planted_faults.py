@@ -11,6 +11,8 @@ from simulation_planting import VARIANTS, Variant
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+pytestmark = pytest.mark.slow
+
 
 def variants() -> Iterable[Variant]:
     return VARIANTS.values()

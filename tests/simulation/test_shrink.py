@@ -40,6 +40,7 @@ def failing() -> SimulationReport:
     return Simulation(seed=4, duration=7200, workers=4, faults=Faults().times(10)).run(hasty)
 
 
+@pytest.mark.slow
 def test_a_failing_run_is_made_small(failing: SimulationReport) -> None:
     steps: list[SimulationReport] = []
     small = shrink(failing, lambda simulation: simulation.run(hasty), progress=steps.append)
@@ -55,6 +56,7 @@ def test_a_failing_run_is_made_small(failing: SimulationReport) -> None:
     assert again.events == small.events
 
 
+@pytest.mark.slow
 def test_shrinking_stops_when_its_tries_are_used_up(failing: SimulationReport) -> None:
     runs: list[Simulation] = []
 
@@ -76,10 +78,12 @@ def test_subsets_go_from_none_to_all_but_one() -> None:
     assert list(subsets([])) == []
 
 
+@pytest.mark.slow
 def test_three_lines_of_a_users_test() -> None:
     simulate(patient, seeds=3, duration=1800)
 
 
+@pytest.mark.slow
 def test_three_lines_that_find_a_mistake() -> None:
     with pytest.raises(AssertionError) as found:
         simulate(hasty, seeds=20)

@@ -55,11 +55,13 @@ def module(tmp_path: Path) -> str:
     return f"simulated_{tmp_path.name}".replace("-", "_")
 
 
+@pytest.mark.slow
 def test_what_holds(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["simulate", f"{module}:build_patient", "--seeds", "3", *SHORT]) == 0
     assert "3 seeds: " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_duration_may_be_left_out(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         call(["simulate", f"{module}:build_patient", "--seeds", "1", "--faults", "none", "--per-minute", "0.01"]) == 0
@@ -67,6 +69,7 @@ def test_the_duration_may_be_left_out(module: str, capsys: pytest.CaptureFixture
     assert "1 seeds: 24.0 virtual hours" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_several_processes_find_the_same(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     printed = []
     for jobs in ("1", "2"):
@@ -76,6 +79,7 @@ def test_several_processes_find_the_same(module: str, capsys: pytest.CaptureFixt
     assert printed[0] == printed[1]
 
 
+@pytest.mark.slow
 def test_what_breaks_is_told_and_its_command_tells_the_same(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["simulate", f"{module}:build_hasty", *SHORT, "--svg", "x.svg", "--log", "x.log"]) == 1
     told = capsys.readouterr().out

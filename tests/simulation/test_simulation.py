@@ -22,6 +22,8 @@ from mainspring.testing.simulation.faults import EVENTS
 
 EACH = 50
 """Seeds of one part of the three hundred."""
+QUICK = ("crash", "slow_call")
+"""The kinds of trouble of the quick run."""
 
 
 def every(kind: str) -> Faults:
@@ -31,12 +33,14 @@ def every(kind: str) -> Faults:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(6))
 def test_the_honest_system_passes_three_hundred_seeds(part: int) -> None:
     for seed in range(part * EACH, part * EACH + EACH):
         Simulation(seed=seed, duration=900, workers=2 + seed % 3, faults=TROUBLE).run(honest).check()
 
 
+@pytest.mark.slow
 def test_joint_acknowledgements_pass_while_the_link_breaks_amid_them() -> None:
     seen: set[str] = set()
     for seed in range(10):
@@ -47,7 +51,9 @@ def test_joint_acknowledgements_pass_while_the_link_breaks_amid_them() -> None:
     assert {"joint ack failed", "joint ack took effect, answer lost", "joint ack is slow"} <= seen
 
 
-@pytest.mark.parametrize("kind", Faults.kinds)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in Faults.kinds]
+)
 def test_each_kind_of_trouble_happens_and_is_survived(kind: str) -> None:
     report = Simulation(seed=5, duration=3600, workers=3, faults=every(kind)).run(honest)
     report.check()
@@ -73,6 +79,7 @@ TRACES = {
 }
 
 
+@pytest.mark.slow
 def test_a_demanding_group() -> None:
     """Short leases, renewal by beats, two loops, checkpoints, retries of its own, a bound on all of it."""
 
@@ -125,6 +132,7 @@ sys.stdout.write("\\n".join(report.events))
 """
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_log_in_another_process() -> None:
     outputs = []
     for hash_seed in ("1", "4242"):
@@ -147,6 +155,7 @@ def digest(lines: list[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
+@pytest.mark.slow
 def test_a_part_of_the_plan_can_be_replayed() -> None:
     whole = Simulation(seed=3, duration=3600, workers=2, faults=every("crash")).run(honest)
     kept = whole.simulation.but(keep=(1,)).run(honest)

@@ -208,6 +208,7 @@ def test_many_threads_lose_nothing():
     assert tracker.used == Usage(8_000, 0, 8_000, Decimal(800))
 
 
+@pytest.mark.slow
 def test_a_child_that_is_forked_while_a_thread_adds_can_add():
     tracker, ended = BudgetTracker(Budget()), threading.Event()
 

@@ -321,6 +321,7 @@ anyio.run(main)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.loops("asyncio")
 async def test_processes_that_are_killed_leave_whole_versions(anyio_backend, overrides):
     written = []

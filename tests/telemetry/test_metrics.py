@@ -341,6 +341,7 @@ async def test_the_default_registry_is_served_without_being_named() -> None:
         REGISTRY.unregister(gauge)
 
 
+@pytest.mark.slow
 async def test_with_several_processes_the_files_of_all_are_served(tmp_path: Path) -> None:
     code = (
         "import prometheus_client as p; p.Counter('orders', 'Orders.').inc(2);"

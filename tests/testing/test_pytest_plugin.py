@@ -26,6 +26,7 @@ async def test_here_too(virtual_clock, mainspring_seed) -> None:
     assert isinstance(mainspring_seed, int)
 
 
+@pytest.mark.slow
 def test_an_async_test_needs_nothing_but_the_fixture(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
@@ -65,6 +66,7 @@ def test_an_async_test_needs_nothing_but_the_fixture(pytester: pytest.Pytester) 
     run(pytester).assert_outcomes(passed=6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fixture", ["params=['asyncio', 'trio']", ""], ids=["parametrized", "fixed"])
 def test_the_users_backends_do_not_matter(pytester: pytest.Pytester, fixture: str) -> None:
     pytester.makeconftest(
@@ -90,6 +92,7 @@ def test_the_users_backends_do_not_matter(pytester: pytest.Pytester, fixture: st
     run(pytester).assert_outcomes(passed=3 if fixture else 2)
 
 
+@pytest.mark.slow
 def test_a_failure_names_its_seed_and_the_seed_repeats_it(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
@@ -126,6 +129,7 @@ def test_a_failure_names_its_seed_and_the_seed_repeats_it(pytester: pytest.Pytes
     assert lines(f"--mainspring-seed={random_seed}") == (random_order, random_seed)
 
 
+@pytest.mark.slow
 def test_misuse_is_named(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
@@ -157,6 +161,7 @@ def test_misuse_is_named(pytester: pytest.Pytester) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_foreign_event_loop_is_noticed(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
@@ -187,6 +192,7 @@ def test_loading_it_imports_nothing_heavy() -> None:
     assert not {name.partition(".")[0] for name in done.stdout.split()} & {"trio", "pydantic", "anyio", "asyncio"}
 
 
+@pytest.mark.slow
 def test_without_trio_only_its_users_hear_of_it(pytester: pytest.Pytester) -> None:
     pytester.makeconftest("import sys\nsys.modules['trio'] = None\n")
     pytester.makepyfile(

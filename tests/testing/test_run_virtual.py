@@ -122,6 +122,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_same_seed_same_schedule_in_any_process() -> None:
     def run(hash_seed: str) -> list[str]:
         environment = os.environ | {"PYTHONHASHSEED": hash_seed}

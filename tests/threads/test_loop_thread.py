@@ -41,6 +41,8 @@ from mainspring import (
 from mainspring.core.process import async_library, in_event_loop
 from mainspring.core.state_machine import LoopThreadState
 
+pytestmark = pytest.mark.every_loop
+
 PATIENCE = 60
 MANY = 500
 LOOPS = {
@@ -366,6 +368,7 @@ def test_a_post_that_a_stop_overtakes_is_refused(make):
     assert {*accepted} == {True, False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("submitted", [False, True])
 @pytest.mark.parametrize(  # an end of trio's cannot be made to fail
     ("anyio_backend", "breaks"),
@@ -853,6 +856,7 @@ def interrupt_each_line(modules, prepare, act, handler, check, *, least):
     in_thread(each_line, 80)
 
 
+@pytest.mark.slow
 def test_a_signal_handler_may_stop_it_wherever_it_interrupts_a_stop(make):
     def prepare():
         nonlocal thread

@@ -18,6 +18,8 @@ import pytest
 from mainspring import LoopNotRunningError, LoopThread
 from mainspring.core.state_machine import LoopThreadState
 
+pytestmark = pytest.mark.slow
+
 ROUNDS = int(os.environ.get("MAINSPRING_RACE_ROUNDS", "2000"))
 """For each of the four tests here."""
 PATIENCE = 60

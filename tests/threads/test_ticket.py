@@ -27,7 +27,7 @@ from mainspring import (
 from mainspring.core.process import call_soon, event_loop
 from stopwatch import Stopwatch
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.every_loop]
 
 
 @pytest.fixture
@@ -396,6 +396,7 @@ def test_a_writer_that_is_dropped_while_its_reader_comes():
 # ----------------------------------------------------------------------------------------------------------------- races
 
 
+@pytest.mark.slow
 def test_of_many_writers_one_is_first(eager_switching):
     for _ in range(10_000 // 8):
         ticket = Ticket()
@@ -420,6 +421,7 @@ def test_of_many_writers_one_is_first(eager_switching):
         assert won == [answer]
 
 
+@pytest.mark.slow
 async def test_no_answer_is_missed_between_threads(anyio_backend, eager_switching):
     """A thread answers just when the reader begins to wait, ten thousand times."""
     tickets = [Ticket() for _ in range(10_000)]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SURFACE = Path(__file__).with_name("surface.py")
 MARK = "  # type: ignore["
 

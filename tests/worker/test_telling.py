@@ -71,6 +71,7 @@ async def test_a_huge_error_is_cut(virtual_clock):
     assert event.error.endswith("(1,000,000 characters)")
 
 
+@pytest.mark.slow
 async def test_a_run_until_empty_ends_with_the_last_message_and_waits_days_without_effort(virtual_clock):
     looks = 0
 

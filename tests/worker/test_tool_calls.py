@@ -675,6 +675,7 @@ def simulate(seed: int, *, careful: bool) -> Bank:
     return bank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("anyio_backend", ["none"])
 @pytest.mark.parametrize("seed", range(3))
 def test_in_hours_of_killed_workers_nothing_is_charged_twice(anyio_backend, seed):
@@ -683,6 +684,7 @@ def test_in_hours_of_killed_workers_nothing_is_charged_twice(anyio_backend, seed
     assert set(bank.charges.values()) == {1}
 
 
+@pytest.mark.slow
 def test_without_asking_something_is_charged_twice():
     """So that the test above shows something."""
     assert max(simulate(0, careful=False).charges.values()) > 1

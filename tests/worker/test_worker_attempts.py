@@ -276,6 +276,7 @@ async def test_an_outage_of_hours_costs_no_message(virtual_clock):
     assert all(attempt <= 20 for _, attempt in done)
 
 
+@pytest.mark.slow
 async def test_what_always_fails_is_dead_within_the_horizon(virtual_clock):
     runs = []
 

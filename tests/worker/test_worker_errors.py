@@ -248,6 +248,7 @@ async def test_a_timeout_of_the_handlers_own_is_its_own_error(virtual_clock):
         assert dead.error_type == "TimeoutError"
 
 
+@pytest.mark.slow
 async def test_a_thread_that_outlives_its_timeout_keeps_its_lease_and_its_result_counts():
     """A thread cannot be cancelled; the worker waits for it, and nobody else gets the message meanwhile."""
     release = threading.Event()

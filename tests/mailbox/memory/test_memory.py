@@ -331,6 +331,7 @@ async def test_a_cancelled_send_has_sent_nothing_and_a_cancelled_receive_claimed
     assert (counts.pending, counts.in_flight) == (1, 0)
 
 
+@pytest.mark.slow
 async def test_memory_stays_flat_over_many_messages_though_their_leases_are_long() -> None:
     mailbox: InMemoryMailbox[bytes, Any] = InMemoryMailbox(body=bytes)
 

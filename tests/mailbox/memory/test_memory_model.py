@@ -18,6 +18,8 @@ from mainspring.mailbox.message import Dead, Delivery, Return
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.slow
+
 CAPACITY = 12
 
 

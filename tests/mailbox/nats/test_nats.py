@@ -65,6 +65,7 @@ async def test_the_server_refuses_a_holder_that_believes_in_its_lease(here, call
         assert (await one(other)).checkpoint is None
 
 
+@pytest.mark.slow
 async def test_a_settlement_whose_answer_was_lost_can_be_tried_again(here):
     names, line = here.names(), await here.line()
     async with here.box(over=line) as box:
@@ -216,6 +217,7 @@ async def test_other_programs_can_send_plain_bodies(here):
         assert (again.id, again.attempt) == ("nats-1", 2)
 
 
+@pytest.mark.slow
 async def test_a_delay_that_a_crash_left_in_both_places_is_one_message(here):
     """A holder died after it had added the delayed copy and before it had removed the message."""
     async with here.box() as box:

@@ -29,6 +29,7 @@ async def contract(url, storage, name):
         return await mailbox_contract.run(backend, concurrency=20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("anyio_backend", "storage"),
     [(LOOPS["asyncio"], "file"), (LOOPS["uvloop"], "memory")],
@@ -38,6 +39,7 @@ async def test_the_contract(nats_url, anyio_backend, storage, judged):
     judged(await contract(nats_url, storage, f"NATS, {storage} storage"), LACKING)
 
 
+@pytest.mark.slow
 @pytest.mark.loops("asyncio")
 async def test_the_contract_on_a_server_that_syncs_always(anyio_backend, judged):
     server = NatsServer.synced()

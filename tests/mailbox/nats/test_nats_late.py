@@ -20,6 +20,7 @@ GLANCE = '*"expires":20000000}*'
 """What a pull request of 20 ms says, with which a receive begins that may not wait."""
 
 
+@pytest.mark.slow
 async def test_what_came_while_its_receiver_stood_still_is_the_next_ones(here):
     line, got = await here.line(), []
     async with here.box(over=line, ack_wait=LEASE) as late, here.box() as other:
@@ -57,6 +58,7 @@ async def test_a_receive_without_a_wait_ends_although_the_server_counts_what_was
             await other.purge()
 
 
+@pytest.mark.slow
 async def test_a_cancelled_receive_ends_although_the_server_counts_what_was_purged(here):
     async with here.box() as box, here.box() as other:
         for _ in range(5):
@@ -106,6 +108,7 @@ async def test_a_receive_that_may_not_wait_has_all_there_is_from_a_server_that_i
         assert await box.counts() == Counts(settled=300)
 
 
+@pytest.mark.slow
 async def test_a_receive_that_may_not_wait_has_what_came_back_from_a_server_that_is_slow(here):
     """What was delivered before the server does not count among those that wait."""
     line = await here.line()

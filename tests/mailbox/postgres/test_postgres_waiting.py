@@ -115,6 +115,7 @@ async def test_the_next_mailbox_listens_on_when_the_first_closes(place):
             await until(lambda: not second.statistics().polling)
 
 
+@pytest.mark.slow
 async def test_a_mailbox_that_has_been_closed_leaves_nothing_in_its_process(place):
     """Each requester has one of its own for the replies, and comes and goes."""
 
@@ -143,6 +144,7 @@ async def test_a_lost_listening_connection_comes_back(place):
             place.execute("SELECT SCHEMA.put(%s, ARRAY['by hand'], ARRAY['1'::bytea])", place.number())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("servers_numbers", [False, True])
 async def test_behind_a_pooler_in_transaction_mode(place, servers_numbers):
     """One that numbers its connections itself is found out without LISTEN, which would stay with the server's process."""
@@ -173,6 +175,7 @@ async def test_behind_a_pooler_in_transaction_mode(place, servers_numbers):
     assert servers_numbers == any("LISTEN" in statement for statement in before.statements)
 
 
+@pytest.mark.slow
 async def test_behind_pgbouncer(place):
     with PgBouncer(place.url) as before:
         async with place.mailbox(url=before.url) as mailbox, place.mailbox() as direct:

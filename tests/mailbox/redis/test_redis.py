@@ -216,6 +216,7 @@ anyio.run(main)
 """
 
 
+@pytest.mark.slow
 async def test_a_killed_process_gives_its_message_back_in_time(here, never_by_itself, anyio_backend):
     """Not before its lease has run out, and within a second after, to a process that only waits."""
     async with here.mailbox() as mailbox:
@@ -371,6 +372,7 @@ async def test_statistics_tell_of_a_server_that_is_away(here, line, anyio_backen
         assert (now.unconfirmed, now.reconnects, now.polling) == (0, 2, False)
 
 
+@pytest.mark.slow
 async def test_statistics_tell_of_a_call_that_was_not_answered(line, anyio_backend):
     async with line.mailbox(timeout=1.0) as mailbox:
         line.answers.hold()

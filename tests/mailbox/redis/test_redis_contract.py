@@ -8,7 +8,7 @@ from mainspring.mailbox.redis.mailbox import RedisMailbox
 from mainspring.testing import mailbox_contract
 from redis_support import place
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 async def test_the_contract(redis_url, anyio_backend, judged):

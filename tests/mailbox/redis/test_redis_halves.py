@@ -115,6 +115,7 @@ async def test_a_user_without_a_command_is_refused_at_opening(user, command):
     assert user.here.found() == []
 
 
+@pytest.mark.slow
 async def test_a_command_that_is_taken_away_later_loses_nothing_and_stores_no_half(user):
     await each(user.here, COMMANDS, play_without_a_command)
 

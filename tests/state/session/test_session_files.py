@@ -203,6 +203,7 @@ def forks(how, journal):
     ).stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.loops("asyncio")
 @pytest.mark.parametrize("how", ["dropped", "closed", "torn down", "left"])
 async def test_a_forked_child_lets_go_of_nothing_that_is_its_parents(anyio_backend, journal, how):
@@ -211,6 +212,7 @@ async def test_a_forked_child_lets_go_of_nothing_that_is_its_parents(anyio_backe
     assert await total_of(journal) == 3  # what the killed parent was told is there
 
 
+@pytest.mark.slow
 @pytest.mark.loops("asyncio")
 async def test_a_forked_child_writes_nothing_that_its_parent_had_to_write(anyio_backend, journal):
     said = forks("writes", journal)
@@ -219,11 +221,13 @@ async def test_a_forked_child_writes_nothing_that_its_parent_had_to_write(anyio_
     assert await total_of(journal) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.loops("asyncio")
 async def test_a_forked_child_does_not_keep_the_lock(anyio_backend, journal):
     assert "parent 3" in forks("sleeps", journal)
 
 
+@pytest.mark.slow
 @pytest.mark.loops("asyncio")
 async def test_what_a_forked_child_is_told_that_opens_it(anyio_backend, tmp_path):
     *said, parent = (line for line in forks("opens", str(tmp_path / "s.jsonl")) if line != "None")

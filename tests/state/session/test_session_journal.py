@@ -502,6 +502,7 @@ anyio.run(main)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.loops("asyncio")
 async def test_killed_in_the_midst_of_writing_nothing_it_returned_for_is_lost(anyio_backend, journal):
     told = []

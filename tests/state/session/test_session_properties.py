@@ -93,12 +93,14 @@ async def play(steps, journal):
         assert session.child("kid", State).state == plain.states["kid"]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=QUIET)
 @given(st.lists(STEP, max_size=25))
 def test_a_session_is_a_fold_of_its_events(steps):
     run_virtual(partial(play, steps, MemoryJournal()))
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None, suppress_health_check=QUIET)
 @given(st.lists(st.one_of(EVENT.map(lambda event: [event]), st.lists(EVENT, max_size=3)), min_size=1, max_size=6))
 def test_at_each_crash_point_the_file_brings_back_what_was_whole(tmp_path, batches):
@@ -140,6 +142,7 @@ def test_at_each_crash_point_the_file_brings_back_what_was_whole(tmp_path, batch
     anyio.run(crash_everywhere)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=QUIET)
 @given(st.data(), st.lists(EVENT.filter(lambda e: not isinstance(e, Added) or e.number >= 0), min_size=1, max_size=6))
 def test_a_changed_byte_is_never_taken_for_what_was_written(tmp_path, data, events):

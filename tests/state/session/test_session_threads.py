@@ -139,6 +139,7 @@ async def test_an_error_is_the_tickets(anyio_backend):
         assert session.state.total == 0
 
 
+@pytest.mark.slow
 @pytest.mark.loops("asyncio")
 async def test_too_many_that_wait_are_refused(anyio_backend):
     session, begun, over = Session(State), anyio.Event(), anyio.Event()
