@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import anyio
 from typing_extensions import TypedDict
 
 from mainspring.errors import ConfigError, SerializationError
@@ -52,8 +53,7 @@ class Point(TypedDict):
 async def a_dataclass_arrives_as_one(h: Harness, box: AnyMailbox) -> None:
     """A dataclass, nested ones included, is received as an equal object of its class."""
     order = Order(7, [Part("wheel", [1, 2]), Part("axle")], "quick")
-    await box.send(order)
-    received = (await h.one(box)).body
+    received = (await h.delivery(box, order)).body
     equal(received, order, "the body")
     equal((type(received), type(received.parts[0])), (Order, Part), "its classes")
 
@@ -65,16 +65,14 @@ async def a_pydantic_model_arrives_as_one(h: Harness) -> None:
 
     model: Any = create_model("Customer", name=(str, ...), age=(int, 3))
     async with h.open(body=model) as box:
-        await box.send(model(name="Ada"))
-        received = (await h.one(box)).body
+        received = (await h.delivery(box, model(name="Ada"))).body
         equal((type(received), received.name, received.age), (model, "Ada", 3), "class and fields")
 
 
 @on_mailbox(body=Point)
 async def a_typed_dict_arrives_as_a_dict(h: Harness, box: AnyMailbox) -> None:
     """A TypedDict is received as a dict, and one without a key is refused."""
-    await box.send({"x": 1.5, "y": -2.0})
-    equal((await h.one(box)).body, {"x": 1.5, "y": -2.0}, "the body")
+    equal((await h.delivery(box, {"x": 1.5, "y": -2.0})).body, {"x": 1.5, "y": -2.0}, "the body")
     with raises(SerializationError, "a TypedDict without a key"):
         await box.send({"x": 1.0})
 
@@ -119,8 +117,7 @@ async def plain_json_arrives_unchanged(h: Harness, box: AnyMailbox) -> None:
 async def a_large_body_arrives_unchanged(h: Harness, box: AnyMailbox) -> None:
     """A megabyte arrives whole."""
     body = "x" * 1_000_000 + "end"
-    await box.send(body)
-    check((await h.one(box)).body == body, "the large body was changed")
+    check((await h.delivery(box, body)).body == body, "the large body was changed")
 
 
 @on_mailbox(body=str)
@@ -166,28 +163,18 @@ async def undecodable_bytes_do_not_harm_their_neighbours(h: Harness, box: AnyMai
     await h.counts(box, in_flight=3, dead=2)
 
 
-@behaviour("serializes")
-async def undecodable_bytes_do_not_end_a_wait(h: Harness) -> None:
+@on_mailbox("serializes", body=int)
+async def undecodable_bytes_do_not_end_a_wait(h: Harness, box: AnyMailbox) -> None:
     """A receive that meets nothing but undecodable bytes goes on waiting, and gets the next good message."""
-    import anyio
-
-    async with h.open(body=int) as box:
-        got: list[Any] = []
-
-        async def wait() -> None:
-            got.extend(await box.receive(wait_time_seconds=h.wait * 10))
-
-        await h.corrupt(box, b"nonsense")
-        async with anyio.create_task_group() as group:
-            group.start_soon(wait)
-            await h.rest()
-            await anyio.sleep(h.short / 4)
-            await h.corrupt(box, b"more nonsense")
-            await anyio.sleep(h.short / 4)
-            equal(got, [], "what the waiting receive has returned")
-            await box.send(7)
-        equal(texts(got), [7], "what was received in the end")
-        await h.counts(box, in_flight=1, dead=2)
+    await h.corrupt(box, b"nonsense")
+    async with h.waiting(box, seconds=h.wait * 10) as received:
+        await anyio.sleep(h.short / 4)
+        await h.corrupt(box, b"more nonsense")
+        await anyio.sleep(h.short / 4)
+        equal(received, [], "what the waiting receive has returned")
+        await box.send(7)
+    equal([texts(found) for found in received], [[7]], "what was received in the end")
+    await h.counts(box, in_flight=1, dead=2)
 
 
 @on_mailbox("serializes", body=Order)
@@ -216,8 +203,7 @@ async def a_body_that_nobody_could_read_is_refused(h: Harness) -> None:
         with raises(SerializationError, "sending one that is nested too deep among others"):
             await box.send_many(["x", [deepest]])
         await h.counts(box)
-        await box.send(deepest)
-        equal((await h.one(box)).body, deepest, "the deepest body")
+        equal((await h.delivery(box, deepest)).body, deepest, "the deepest body")
 
 
 @on_mailbox("serializes", body=Order)
@@ -294,8 +280,11 @@ async def without_a_type_an_object_is_sent_to_those_who_know_its_class(h: Harnes
     from mainspring.testing.mailbox_contract.body_types import Base, Holder, Sub
 
     async with h.open() as box:
-        await box.send(Holder(Base(1)))
-        equal((await h.one(box)).body, {"item": {"a": 1}, "items": []}, "what is received without a type")
+        equal(
+            (await h.delivery(box, Holder(Base(1)))).body,
+            {"item": {"a": 1}, "items": []},
+            "what is received without a type",
+        )
         with raises(SerializationError, "an object with one of a class below"):
             await box.send(Holder(Sub(1, 2)))
 
@@ -307,13 +296,11 @@ async def replies_are_received_as_they_were_sent_or_refused(h: Harness) -> None:
 
     sent: Login = ARRIVES["secrets"][1]
     async with h.open(reply=Login) as box, h.open("replies", body=Login) as replies:
-        await box.send("ask", reply_to=replies)
-        await (await h.one(box)).reply(sent)
+        await (await h.delivery(box, "ask", reply_to=replies)).reply(sent)
         _same((await h.one(replies)).body, sent, "the reply")
     for kind, reply in ((Cat | Dog, Dog("a")), (int, HUGE), (None, (1, 2))):
         async with h.open(reply=kind) as box, h.open("replies") as replies:
-            await box.send("ask", reply_to=replies)
-            message = await h.one(box)
+            message = await h.delivery(box, "ask", reply_to=replies)
             with raises(SerializationError, f"a {type(reply).__name__} as a reply"):
                 await message.reply(reply)
             check(not message.is_settled, "the message is settled by a reply that was refused")
@@ -327,8 +314,7 @@ async def a_dead_letter_is_what_was_sent(h: Harness) -> None:
 
     sent: Login = ARRIVES["secrets"][1]
     async with h.open(body=Login) as box:
-        await box.send(sent)
-        await (await h.one(box)).dead_letter("no")
+        await (await h.delivery(box, sent)).dead_letter("no")
         (letter,) = await box.dead_letters()
         _same(letter.body, sent, "the dead letter")
         await box.replay_dead_letters()

@@ -277,8 +277,7 @@ def _told(history: tuple[Failure, ...]) -> list[tuple[int, str, str]]:
 async def a_message_remembers_its_failures(h: Harness) -> None:
     """Each charged failure is kept with the message, with its attempt, type and time, and shown by its dead letter."""
     async with h.open() as box:
-        await box.send("x")
-        first = await h.one(box)
+        first = await h.delivery(box)
         equal(first.history, (), "history of a new message")
         await first.nack(error=LookupError("not there"))
         second = await h.one(box)
@@ -302,8 +301,7 @@ async def a_message_remembers_its_failures(h: Harness) -> None:
 @on_mailbox("history")
 async def a_release_and_an_uncharged_nack_leave_the_history(h: Harness, box: AnyMailbox) -> None:
     """What is not charged is no failure: the history stays as it was."""
-    await box.send("x")
-    await (await h.one(box)).nack(error="one")
+    await (await h.delivery(box)).nack(error="one")
     await (await h.one(box)).release()
     await (await h.one(box)).nack(charge=False, error="not counted")
     await (await h.one(box)).nack(delay=h.short, error="two")
@@ -317,8 +315,7 @@ async def a_lease_that_ran_out_is_in_the_history(h: Harness) -> None:
     """An attempt that ended without a word is told as one whose lease ran out, and keeps what was known before."""
     known = [(1, "Reject"), (2, LEASE_EXPIRED)]
     async with h.open() as box:
-        await box.send("x")
-        await (await h.one(box)).nack(error="one")
+        await (await h.delivery(box)).nack(error="one")
         await h.one(box, lease=h.short)
         await h.pass_time(h.short)
         last = await h.one(box, wait=h.patience)
@@ -337,8 +334,7 @@ async def a_lease_that_ran_out_is_in_the_history(h: Harness) -> None:
 @on_mailbox("history")
 async def crashes_are_told_from_failures(h: Harness, box: AnyMailbox) -> None:
     """Message.crashes counts the deliveries whose leases ran out, and no other: also once their failures are forgotten."""
-    await box.send("x")
-    equal((await h.one(box, lease=h.short)).crashes, 0, "crashes at the first delivery")
+    equal((await h.delivery(box, lease=h.short)).crashes, 0, "crashes at the first delivery")
     await h.pass_time(h.short)
     for number in range(2, LAST + 3):
         message = await h.one(box, wait=h.patience)
@@ -372,8 +368,7 @@ async def the_history_is_bounded(h: Harness) -> None:
 @on_mailbox("history")
 async def a_replayed_message_begins_a_new_history(h: Harness, box: AnyMailbox) -> None:
     """A dead letter that is sent again has fresh counts and no history."""
-    await box.send("x")
-    await (await h.one(box)).nack(error="one")
+    await (await h.delivery(box)).nack(error="one")
     await (await h.one(box)).dead_letter("two")
     await box.replay_dead_letters()
     equal((await h.one(box)).history, (), "history")

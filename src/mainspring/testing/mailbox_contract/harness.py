@@ -136,6 +136,29 @@ class Harness:
         equal(len(found), 1, "messages received")
         return found[0]
 
+    async def delivery(
+        self, mailbox: AnyMailbox, body: Any = "x", *, lease: float = 600.0, **options: Any
+    ) -> Message[Any, Any]:
+        """Send a message and receive it. ``options`` are those of :meth:`Mailbox.send`."""
+        await mailbox.send(body, **options)
+        return await self.one(mailbox, lease=lease)
+
+    @asynccontextmanager
+    async def waiting(
+        self, mailbox: AnyMailbox, receivers: int = 1, *, seconds: float = wait
+    ) -> AsyncIterator[list[list[Message[Any, Any]]]]:
+        """Start receives that wait for ``seconds``, and wait for them at the end of the block. The list has their results."""
+        results: list[list[Message[Any, Any]]] = []
+
+        async def receive() -> None:
+            results.append(await mailbox.receive(visibility_timeout=600, wait_time_seconds=seconds))
+
+        async with anyio.create_task_group() as group:
+            for _ in range(receivers):
+                group.start_soon(receive)
+            await self.rest()
+            yield results
+
     async def all(self, mailbox: Mailbox[Any, Any], *, lease: float = 600.0, due: int = 0) -> list[Message[Any, Any]]:
         """All that is available; a store that acts by itself gets time until ``due`` messages are."""
         found = await mailbox.receive(max_messages=1_000, visibility_timeout=lease)
@@ -227,7 +250,10 @@ class Harness:
         """The block takes ``seconds``: exactly in virtual time; in real time not less, and less than a poll's end."""
         began = anyio.current_time()
         yield
-        took = anyio.current_time() - began
+        self.check_duration(anyio.current_time() - began, seconds, what)
+
+    def check_duration(self, took: float, seconds: float, what: str) -> None:
+        """Raise :class:`ContractError` unless ``took`` is about ``seconds``, by the rules of :meth:`takes`."""
         allowed = self.capabilities.lease_granularity + 1e-6 if self.virtual else self.wait / 2
         least = seconds - self.capabilities.lease_granularity - (1e-6 if self.virtual else SLACK)
         check(least <= took <= seconds + allowed, f"{what} took {took:.6g} s, not {seconds:g} s")

@@ -80,8 +80,7 @@ async def a_lease_ends_at_its_instant(h: Harness, box: AnyMailbox) -> None:
 @on_mailbox("fencing")
 async def a_lease_of_no_length_is_over_at_once(h: Harness, box: AnyMailbox) -> None:
     """visibility_timeout=0 delivers the message and leaves it available; its holder can settle nothing."""
-    await box.send("x")
-    glimpse = await h.one(box, lease=0)
+    glimpse = await h.delivery(box, lease=0)
     with raises(ReceiptHandleExpiredError, "an acknowledgement without a lease"):
         await glimpse.acknowledge()
     message = await h.one(box)
@@ -111,8 +110,7 @@ async def extend_lengthens_a_lease_from_now(h: Harness, box: AnyMailbox) -> None
 @on_mailbox()
 async def extend_never_shortens(h: Harness, box: AnyMailbox) -> None:
     """extend_visibility with less than what is left, also with 0, changes nothing."""
-    await box.send("x")
-    message = await h.one(box, lease=600)
+    message = await h.delivery(box, lease=600)
     for timeout in (0, h.short, 0):
         await message.extend_visibility(timeout)
     await h.pass_time(h.short)
@@ -157,8 +155,7 @@ async def leases_are_each_messages_own(h: Harness, box: AnyMailbox) -> None:
 @on_mailbox("checkpoints")
 async def a_checkpoint_survives_every_return(h: Harness, box: AnyMailbox) -> None:
     """A checkpoint comes with the next delivery after a nack, a release and an expiry; the last one written counts."""
-    await box.send("x")
-    message = await h.one(box)
+    message = await h.delivery(box)
     equal(message.checkpoint, None, "the checkpoint of a first delivery")
     await message.save_checkpoint(b"1")
     await message.save_checkpoint(b'{"step":2}')
@@ -207,8 +204,7 @@ OPERATIONS = (
 def _after_expiry(operation: Operation) -> Behaviour:
     async def run(h: Harness) -> None:
         async with h.open() as box, h.open("replies") as replies:
-            await box.send("x", reply_to=replies.name)
-            stale = await h.one(box, lease=h.short)
+            stale = await h.delivery(box, reply_to=replies.name, lease=h.short)
             await h.pass_time(h.short)
             with raises(ReceiptHandleExpiredError, f"{operation.name} after the lease ran out"):
                 await operation.call(stale)
@@ -229,8 +225,7 @@ def _after_expiry(operation: Operation) -> Behaviour:
 def _after_redelivery(operation: Operation) -> Behaviour:
     async def run(h: Harness) -> None:
         async with h.open() as box, h.open("replies") as replies:
-            await box.send("x", reply_to=replies.name)
-            stale = await h.one(box, lease=h.short)
+            stale = await h.delivery(box, reply_to=replies.name, lease=h.short)
             await h.pass_time(h.short)
             holder = await h.one(box, lease=600, wait=h.patience)
             with raises(ReceiptHandleExpiredError, f"{operation.name} with another delivery under way"):
@@ -289,8 +284,7 @@ async def after_a_purge_every_holder_is_refused(h: Harness, box: AnyMailbox) -> 
 @on_mailbox("fencing")
 async def a_refused_holder_can_be_refused_again(h: Harness, box: AnyMailbox) -> None:
     """A call that was refused does not settle the delivery: the next one is refused for the same reason."""
-    await box.send("x")
-    stale = await h.one(box, lease=h.short)
+    stale = await h.delivery(box, lease=h.short)
     await h.pass_time(h.short)
     for _ in range(2):
         with raises(ReceiptHandleExpiredError, "a stale acknowledgement"):

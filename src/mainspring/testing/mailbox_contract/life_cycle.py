@@ -53,8 +53,7 @@ async def a_closed_mailbox_refuses_every_call(h: Harness) -> None:
 async def a_message_of_a_closed_mailbox_cannot_be_settled(h: Harness) -> None:
     """Settling, extending and checkpointing a message of a closed mailbox raises MailboxClosedError; it is not settled."""
     async with h.open() as box:
-        await box.send("held")
-        message = await h.one(box)
+        message = await h.delivery(box, "held")
     for name, call in (
         ("acknowledge", message.acknowledge),
         ("nack", message.nack),
@@ -69,8 +68,7 @@ async def a_message_of_a_closed_mailbox_cannot_be_settled(h: Harness) -> None:
 @on_mailbox()
 async def a_forked_child_is_refused_every_call(h: Harness, box: AnyMailbox) -> None:
     """In a child that is forked while a mailbox is open, each call on it raises ConfigError; the parent's goes on."""
-    await box.send("held")
-    message = await h.one(box)
+    message = await h.delivery(box, "held")
     calls = (lambda: box.send("late"), box.receive, box.counts, box.purge, box.dead_letters, message.acknowledge)
     equal(_refused_in_a_child(calls), len(calls), "calls refused in the child")
     await message.acknowledge()
@@ -129,25 +127,13 @@ async def a_closed_mailbox_can_be_opened_again(h: Harness) -> None:
         check("second life" in texts(await h.all(box)), "what was sent after reopening did not come")
 
 
-@behaviour()
-async def close_ends_a_waiting_receive_at_once(h: Harness) -> None:
+@on_mailbox()
+async def close_ends_a_waiting_receive_at_once(h: Harness, box: AnyMailbox) -> None:
     """A receive that waits when the mailbox is closed returns [] at once."""
-    results: list[list[Any]] = []
-    ended = anyio.Event()
-
-    async def wait(box: AnyMailbox) -> None:
-        results.append(await box.receive(wait_time_seconds=h.wait))
-        if len(results) == 3:
-            ended.set()
-
-    async with h.open() as box, anyio.create_task_group() as group:
-        for _ in range(3):
-            group.start_soon(wait, box)
-        await h.rest()
-        with h.at_once("ending waiting receives by close()"):
+    with h.at_once("ending waiting receives by close()"):
+        async with h.waiting(box, 3) as received:
             await box.close()
-            await ended.wait()
-    equal(results, [[], [], []], "what the waiting receives returned")
+    equal(received, [[], [], []], "what the waiting receives returned")
 
 
 @behaviour()
@@ -212,8 +198,7 @@ async def a_lease_outlasts_a_close_and_still_ends(h: Harness) -> None:
 async def a_durable_mailbox_keeps_checkpoints(h: Harness) -> None:
     """A checkpoint is there again after a reopening."""
     async with h.open() as box:
-        await box.send("x")
-        message = await h.one(box)
+        message = await h.delivery(box)
         await message.save_checkpoint(b'{"page":7}')
         await message.release()
     async with h.open() as box:
@@ -244,16 +229,9 @@ async def a_receive_that_meets_a_close_leaves_nothing_leased(h: Harness) -> None
 async def two_mailboxes_of_one_name_are_one_queue(h: Harness) -> None:
     """Two mailbox objects with one name share messages: what one sends wakes the other; each message goes to one."""
     async with h.open() as sender, h.open() as receiver:
-        got: list[Any] = []
-
-        async def wait() -> None:
-            with h.at_once("waking a receive of another mailbox object"):
-                got.append((await h.one(receiver, wait=h.wait)).body)
-
-        async with anyio.create_task_group() as group:
-            group.start_soon(wait)
-            await h.rest()
-            await sender.send("hello")
-        equal(got, ["hello"], "what the other object received")
+        with h.at_once("waking a receive of another mailbox object"):
+            async with h.waiting(receiver) as received:
+                await sender.send("hello")
+        equal([texts(found) for found in received], [["hello"]], "what the other object received")
         await h.none(sender, "the other object has leased it")
         await h.counts(sender, in_flight=1)

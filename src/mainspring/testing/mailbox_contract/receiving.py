@@ -61,8 +61,7 @@ async def receive_returns_at_most_max_messages(h: Harness, box: AnyMailbox) -> N
 @on_mailbox()
 async def a_leased_message_is_hidden_from_others(h: Harness, box: AnyMailbox) -> None:
     """A message in flight is received by nobody else while its lease runs."""
-    await box.send("x")
-    await h.one(box)
+    await h.delivery(box)
     await h.none(box, "its only message is leased")
     equal(await box.receive(wait_time_seconds=h.short), [], "what a short poll got")
     await h.counts(box, in_flight=1)
@@ -117,25 +116,31 @@ async def a_receive_cancelled_beforehand_claims_nothing(h: Harness, box: AnyMail
     await h.counts(box, pending=1 - len(got), in_flight=len(got))
 
 
+async def _receive(h: Harness, box: AnyMailbox, got: list[Any], scope: anyio.CancelScope) -> None:
+    """Wait for a message, as long as ``scope`` is not cancelled."""
+    with scope:
+        got.extend(await box.receive(visibility_timeout=600, wait_time_seconds=h.wait))
+
+
+async def _cancel_after(steps: int, scope: anyio.CancelScope) -> None:
+    """Let the other tasks run ``steps`` times before cancelling ``scope``."""
+    for _ in range(steps):
+        await anyio.lowlevel.checkpoint()
+    scope.cancel()
+
+
 @behaviour()
 async def a_cancellation_that_meets_a_send_loses_nothing(h: Harness) -> None:
     """A receive cancelled at any moment around a send has either returned the message or not claimed it."""
     for steps in range(25):
+        got: list[Any] = []
+        scope = anyio.CancelScope()
         async with h.open(f"race-{steps}") as box:
-            got: list[Any] = []
-            scope = anyio.CancelScope()
-
-            async def wait(box: AnyMailbox, got: list[Any], scope: anyio.CancelScope) -> None:
-                with scope:
-                    got.extend(await box.receive(visibility_timeout=600, wait_time_seconds=h.wait))
-
             async with anyio.create_task_group() as group:
-                group.start_soon(wait, box, got, scope)
+                group.start_soon(_receive, h, box, got, scope)
                 await h.rest()
                 group.start_soon(box.send, "x")
-                for _ in range(steps):
-                    await anyio.lowlevel.checkpoint()
-                scope.cancel()
+                await _cancel_after(steps, scope)
             await h.counts(box, pending=1 - len(got), in_flight=len(got))
             if not got:
                 message = await h.one(box)
@@ -148,25 +153,18 @@ async def a_cancelled_receive_leaves_the_expiry(h: Harness) -> None:
     async with AsyncExitStack() as boxes:
         ends: list[tuple[AnyMailbox, list[Any]]] = []
         for steps in range(16):
-            box = await boxes.enter_async_context(h.open(f"race-{steps}"))
             got: list[Any] = []
             scope = anyio.CancelScope()
+            box = await boxes.enter_async_context(h.open(f"race-{steps}"))
             send = partial(box.send, "x", expires_in=h.short)
-
-            async def wait(box: AnyMailbox, got: list[Any], scope: anyio.CancelScope) -> None:
-                with scope:
-                    got.extend(await box.receive(visibility_timeout=600, wait_time_seconds=h.wait))
-
             async with anyio.create_task_group() as group:
                 if steps % 2:
                     await send()  # so that a claim is out when the cancellation comes
-                group.start_soon(wait, box, got, scope)
+                group.start_soon(_receive, h, box, got, scope)
                 if not steps % 2:
                     await h.rest()
                     group.start_soon(send)
-                for _ in range(steps):
-                    await anyio.lowlevel.checkpoint()
-                scope.cancel()
+                await _cancel_after(steps, scope)
             ends.append((box, got))
         await h.pass_time(h.short)
         for box, got in ends:
@@ -177,35 +175,34 @@ async def a_cancelled_receive_leaves_the_expiry(h: Harness) -> None:
 async def a_cancelled_waiter_does_not_swallow_the_wake_up(h: Harness) -> None:
     """Of two waiting receives one is cancelled as a message comes: the other has the message at once."""
     for steps in range(6):
+        got: list[Any] = []
+        first, second = scopes = anyio.CancelScope(), anyio.CancelScope()
+        came = anyio.Event()
+
+        async def wait(
+            box: AnyMailbox, scope: anyio.CancelScope, got: list[Any] = got, came: anyio.Event = came
+        ) -> None:
+            await _receive(h, box, got, scope)
+            if got:
+                came.set()
+
         async with h.open(f"wake-{steps}") as box:
-            got: list[Any] = []
-            came = anyio.Event()
-            scopes = [anyio.CancelScope(), anyio.CancelScope()]
-
-            async def wait(box: AnyMailbox, got: list[Any], came: anyio.Event, scope: anyio.CancelScope) -> None:
-                with scope:
-                    got.extend(await box.receive(wait_time_seconds=h.wait))
-                    came.set()
-
             with h.at_once("receiving past a cancelled receiver"):
                 async with anyio.create_task_group() as group:
                     for scope in scopes:
-                        group.start_soon(wait, box, got, came, scope)
+                        group.start_soon(wait, box, scope)
                         await h.rest()
                     await box.send("x")
-                    for _ in range(steps):
-                        await anyio.lowlevel.checkpoint()
-                    scopes[0].cancel()
+                    await _cancel_after(steps, first)
                     await came.wait()
-                    scopes[1].cancel()
+                    second.cancel()
             equal(len(got), 1, f"messages received, cancelled after {steps} steps")
 
 
 @on_mailbox()
 async def the_same_message_has_the_same_id_and_times(h: Harness, box: AnyMailbox) -> None:
     """Later deliveries have the id, enqueued_at and first_received_at of the first."""
-    await box.send("x")
-    first = await h.one(box)
+    first = await h.delivery(box)
     await first.nack()
     await h.pass_time(h.short)
     second = await h.one(box)
@@ -215,24 +212,16 @@ async def the_same_message_has_the_same_id_and_times(h: Harness, box: AnyMailbox
 
 
 async def _woken(h: Harness, box: AnyMailbox, cause: Callable[[], Awaitable[object]], after: float, what: str) -> Any:
-    """A receive that waits while ``cause()`` is called; it has to return ``after`` seconds later. Its message."""
-    got: list[Any] = []
-    ended = anyio.Event()
-
-    async def wait() -> None:
-        got.extend(await box.receive(visibility_timeout=600, wait_time_seconds=h.wait * 10))
-        ended.set()
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(wait)
-        await h.rest()
+    """Call ``cause`` while a receive waits. Return the message, which must come ``after`` seconds later."""
+    async with h.waiting(box, seconds=h.wait * 10) as received:
         await anyio.sleep(h.short / 4)
-        check(not got, f"the waiting receive returned before {what}")
-        with h.takes(after, f"waking by {what}"):
-            await cause()
-            await ended.wait()
-    equal(len(got), 1, f"messages received after {what}")
-    return got[0]
+        check(not received, f"the waiting receive returned before {what}")
+        began = anyio.current_time()
+        await cause()
+    h.check_duration(anyio.current_time() - began, after, f"waking by {what}")
+    (found,) = received
+    equal(len(found), 1, f"messages received after {what}")
+    return found[0]
 
 
 @on_mailbox()
@@ -252,70 +241,42 @@ async def send_wakes_a_waiting_receive(h: Harness, box: AnyMailbox) -> None:
 @on_mailbox()
 async def an_endless_wait_is_woken_too(h: Harness, box: AnyMailbox) -> None:
     """wait_time_seconds may be infinite; a send ends the wait."""
-    got: list[Any] = []
-
-    async def wait() -> None:
-        got.extend(await box.receive(wait_time_seconds=math.inf))
-
     with h.at_once("waking an endless wait"):
-        async with anyio.create_task_group() as group:
-            group.start_soon(wait)
-            await h.rest()
+        async with h.waiting(box, seconds=math.inf) as received:
             await box.send("x")
-    equal([message.body for message in got], ["x"], "what was received")
+    equal([texts(found) for found in received], [["x"]], "what was received")
 
 
-@behaviour()
-async def send_many_wakes_as_many_receivers(h: Harness) -> None:
+@on_mailbox()
+async def send_many_wakes_as_many_receivers(h: Harness, box: AnyMailbox) -> None:
     """Five messages sent together wake five waiting receives at once, one message each."""
-    got: list[list[Any]] = []
-
-    async def wait(box: AnyMailbox) -> None:
-        got.append(await box.receive(wait_time_seconds=h.wait))
-
-    async with h.open() as box:
-        with h.at_once("waking five receives"):
-            async with anyio.create_task_group() as group:
-                for _ in range(5):
-                    group.start_soon(wait, box)
-                await h.rest()
-                await box.send_many(range(5))
-        equal(sorted(message.body for batch in got for message in batch), list(range(5)), "the bodies received")
-        equal([len(batch) for batch in got], [1] * 5, "messages per receive")
+    with h.at_once("waking five receives"):
+        async with h.waiting(box, 5) as received:
+            await box.send_many(range(5))
+    equal(sorted(texts(found) for found in received), [[number] for number in range(5)], "the bodies received")
 
 
-@behaviour()
-async def each_send_wakes_another_receiver(h: Harness) -> None:
+@on_mailbox()
+async def each_send_wakes_another_receiver(h: Harness, box: AnyMailbox) -> None:
     """Five sends one after the other wake five waiting receives: no wake-up is spent on one that has been woken."""
-    got: list[Any] = []
-
-    async def wait(box: AnyMailbox) -> None:
-        got.extend(await box.receive(wait_time_seconds=h.wait))
-
-    async with h.open() as box:
-        with h.at_once("waking five receives by five sends"):
-            async with anyio.create_task_group() as group:
-                for _ in range(5):
-                    group.start_soon(wait, box)
-                await h.rest()
-                for number in range(5):
-                    await box.send(number)
-        equal(sorted(message.body for message in got), list(range(5)), "the bodies received")
+    with h.at_once("waking five receives by five sends"):
+        async with h.waiting(box, 5) as received:
+            for number in range(5):
+                await box.send(number)
+    equal(sorted(texts(found) for found in received), [[number] for number in range(5)], "the bodies received")
 
 
 @on_mailbox()
 async def nack_wakes_a_waiting_receive(h: Harness, box: AnyMailbox) -> None:
     """A nack without a delay wakes a waiting receive at once."""
-    await box.send("x")
-    held = await h.one(box)
+    held = await h.delivery(box)
     equal((await _woken(h, box, held.nack, 0.0, "a nack")).delivery_count, 2, "delivery_count")
 
 
 @on_mailbox()
 async def release_wakes_a_waiting_receive(h: Harness, box: AnyMailbox) -> None:
     """A release wakes a waiting receive at once."""
-    await box.send("x")
-    held = await h.one(box)
+    held = await h.delivery(box)
     equal((await _woken(h, box, held.release, 0.0, "a release")).attempt, 1, "attempt")
 
 
@@ -336,8 +297,7 @@ async def a_shorter_delay_wakes_sooner(h: Harness, box: AnyMailbox) -> None:
 @on_mailbox()
 async def the_end_of_a_nacks_delay_wakes_a_waiting_receive(h: Harness, box: AnyMailbox) -> None:
     """A waiting receive has a message at the instant the delay of its nack ends."""
-    await box.send("x")
-    held = await h.one(box)
+    held = await h.delivery(box)
     await _woken(h, box, lambda: held.nack(delay=h.short), h.short, "the end of a nack's delay")
 
 
@@ -354,8 +314,7 @@ async def an_expired_lease_wakes_a_waiting_receive(h: Harness, box: AnyMailbox) 
 @on_mailbox()
 async def an_extended_lease_wakes_at_its_new_end(h: Harness, box: AnyMailbox) -> None:
     """A waiting receive is not given a message whose lease was extended, until the new end."""
-    await box.send("x")
-    held = await h.one(box, lease=600 if not h.virtual else h.short)
+    held = await h.delivery(box, lease=600 if not h.virtual else h.short)
     if h.virtual:
         await held.extend_visibility(3 * h.short)
         with h.takes(3 * h.short, "waiting for an extended lease"):
@@ -368,8 +327,7 @@ async def an_extended_lease_wakes_at_its_new_end(h: Harness, box: AnyMailbox) ->
 @on_mailbox()
 async def a_replay_wakes_a_waiting_receive(h: Harness, box: AnyMailbox) -> None:
     """Dead letters sent again wake a waiting receive at once."""
-    await box.send("x")
-    await (await h.one(box)).dead_letter("no")
+    await (await h.delivery(box)).dead_letter("no")
     await _woken(h, box, box.replay_dead_letters, 0.0, "a replay")
 
 
@@ -408,18 +366,11 @@ async def settling_wakes_nobody(h: Harness, box: AnyMailbox) -> None:
     """Acknowledging, dead-lettering or purging gives a waiting receive nothing."""
     await box.send_many(["ack", "dead", "purged"])
     acked, dead, _purged = await h.all(box)
-    got: list[Any] = []
-
-    async def wait() -> None:
-        got.append(await box.receive(wait_time_seconds=h.short))
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(wait)
-        await h.rest()
+    async with h.waiting(box, seconds=h.short) as received:
         await acked.acknowledge()
         await dead.dead_letter("no")
         await box.purge()
-    equal(got, [[]], "what the waiting receive returned")
+    equal(received, [[]], "what the waiting receive returned")
 
 
 @on_mailbox()

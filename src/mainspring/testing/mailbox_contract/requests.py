@@ -23,6 +23,7 @@ from mainspring.testing.mailbox_contract.harness import (
     equal,
     on_mailbox,
     raises,
+    texts,
 )
 from mainspring.worker.main_loop import MainLoop
 
@@ -48,38 +49,26 @@ async def a_reply_arrives_and_acknowledges(h: Harness) -> None:
 async def reply_to_can_be_a_mailbox(h: Harness) -> None:
     """reply_to takes a mailbox object as well as its name."""
     async with h.open() as box, h.open("replies") as replies:
-        await box.send("ask", reply_to=replies)
-        await (await h.one(box)).reply("answer")
+        await (await h.delivery(box, "ask", reply_to=replies)).reply("answer")
         equal((await h.one(replies)).body, "answer", "the reply")
         await h.counts(box, settled=1)
 
 
 @behaviour("transactional_reply")
 async def a_reply_wakes_the_requester(h: Harness) -> None:
-    """A reply to a mailbox on which somebody waits is received at once."""
-    import anyio
-
+    """A reply to a mailbox on which a receive waits is received at once."""
     async with h.open() as box, h.open("replies") as replies:
-        got: list[object] = []
-
-        async def wait() -> None:
-            got.append((await h.one(replies, wait=h.wait)).body)
-
-        await box.send("ask", reply_to=replies.name)
-        request = await h.one(box)
+        request = await h.delivery(box, "ask", reply_to=replies.name)
         with h.at_once("waking the requester"):
-            async with anyio.create_task_group() as group:
-                group.start_soon(wait)
-                await h.rest()
+            async with h.waiting(replies) as received:
                 await request.reply("answer")
-        equal(got, ["answer"], "what the requester got")
+        equal([texts(found) for found in received], [["answer"]], "what the requester got")
 
 
 @on_mailbox("transactional_reply", "durable")
 async def replies_to_a_mailbox_nobody_has_open_are_kept(h: Harness, box: AnyMailbox) -> None:
     """On a durable store a reply to a name that nobody has open waits there."""
-    await box.send("ask", reply_to=h.named("replies"))
-    await (await h.one(box)).reply("answer")
+    await (await h.delivery(box, "ask", reply_to=h.named("replies"))).reply("answer")
     async with h.open("replies") as replies:
         equal((await h.one(replies)).body, "answer", "the reply")
 
@@ -87,8 +76,7 @@ async def replies_to_a_mailbox_nobody_has_open_are_kept(h: Harness, box: AnyMail
 @on_mailbox()
 async def a_reply_nobody_asked_for_is_an_error(h: Harness, box: AnyMailbox) -> None:
     """Without reply_to, reply() raises ReplyNotAvailableError; the message is not settled and can be acknowledged."""
-    await box.send("x")
-    message = await h.one(box)
+    message = await h.delivery(box)
     with raises(ReplyNotAvailableError, "a reply without reply_to"):
         await message.reply("answer")
     check(not message.is_settled, "the refused reply settled the message")
@@ -100,8 +88,7 @@ async def a_reply_nobody_asked_for_is_an_error(h: Harness, box: AnyMailbox) -> N
 @on_mailbox()
 async def a_reply_to_nowhere_is_an_error(h: Harness, box: AnyMailbox) -> None:
     """Where reply_to cannot be reached by its name, reply() raises ReplyNotAvailableError and settles nothing."""
-    await box.send("x", reply_to="nowhere://at-all")
-    message = await h.one(box)
+    message = await h.delivery(box, reply_to="nowhere://at-all")
     with raises(ReplyNotAvailableError, "a reply to an address that cannot be opened"):
         await message.reply("answer")
     check(not message.is_settled, "the refused reply settled the message")
@@ -112,8 +99,7 @@ async def a_reply_to_nowhere_is_an_error(h: Harness, box: AnyMailbox) -> None:
 async def a_reply_to_a_strange_store_is_an_error(h: Harness, box: AnyMailbox) -> None:
     """A reply_to on a store that nothing here has named is ReplyNotAvailableError at once: that store is not called."""
     for url in ("redis://strange.invalid/0", "nats://strange.invalid", "postgresql://strange.invalid/db"):
-        await box.send("x", reply_to=url)
-        message = await h.one(box)
+        message = await h.delivery(box, reply_to=url)
         with raises(ReplyNotAvailableError, f"a reply to {url}"):
             await message.reply("answer")
         await message.acknowledge()
@@ -124,8 +110,7 @@ async def a_reply_to_a_strange_store_is_an_error(h: Harness, box: AnyMailbox) ->
 async def a_reply_of_the_wrong_type_is_refused(h: Harness) -> None:
     """A reply that does not fit the reply type raises SerializationError; nothing leaves, nothing is settled."""
     async with h.open(reply=int) as box, h.open("replies") as replies:
-        await box.send("x", reply_to=replies.name)
-        message = await h.one(box)
+        message = await h.delivery(box, reply_to=replies.name)
         with raises(SerializationError, "a string where the reply is an int"):
             await message.reply("seven")
         check(not message.is_settled, "the refused reply settled the message")
@@ -139,8 +124,7 @@ async def a_reply_of_the_wrong_type_is_refused(h: Harness) -> None:
 async def an_acknowledge_after_a_reply_does_nothing(h: Harness) -> None:
     """A reply has acknowledged: acknowledge() then does nothing, a second reply raises MessageSettledError."""
     async with h.open() as box, h.open("replies") as replies:
-        await box.send("x", reply_to=replies.name)
-        message = await h.one(box)
+        message = await h.delivery(box, reply_to=replies.name)
         await message.reply("answer")
         await message.acknowledge()
         with raises(MessageSettledError, "a second reply"):

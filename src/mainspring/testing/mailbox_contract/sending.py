@@ -74,8 +74,7 @@ async def what_is_no_text_is_refused(h: Harness, box: AnyMailbox) -> None:
     with raises(InvalidParameterError, "a NUL character in reply_to"):
         await box.send("x", reply_to="a\0b")
     await h.counts(box, pending=1)
-    await box.send("a", dedup_key="a\0b", headers={"k": "a\0b"})
-    await h.one(box)
+    await h.delivery(box, "a", dedup_key="a\0b", headers={"k": "a\0b"})
     equal(dict((await h.one(box)).headers), {"k": "a\0b"}, "a NUL character in a header")
 
 
@@ -193,8 +192,7 @@ async def a_body_changed_after_send_is_not_changed_there(h: Harness, box: AnyMai
 async def headers_arrive_unchanged(h: Harness, box: AnyMailbox) -> None:
     """Headers keep every character, also empty ones and those beyond ASCII, through every delivery."""
     headers = {"trace": "00-abc", "empty": "", "": "no name", "Grüße": "日本\n\t\\\"'"}
-    await box.send("x", headers=headers)
-    message = await h.one(box)
+    message = await h.delivery(box, headers=headers)
     equal(dict(message.headers), headers, "headers of the first delivery")
     await message.nack()
     equal(dict((await h.one(box)).headers), headers, "headers of the second delivery")
@@ -233,8 +231,7 @@ async def a_delay_can_be_a_timedelta_or_an_instant(h: Harness, box: AnyMailbox) 
     await h.pass_time(h.short)
     equal(sorted(texts(await h.all(box, due=3))), ["delta", "instant", "many"], "what came when its time was there")
     await box.send("far", at=clock.utc_now() + datetime.timedelta(hours=1))
-    await box.send("past", at=clock.utc_now() - datetime.timedelta(days=4_000))
-    message = await h.one(box)
+    message = await h.delivery(box, "past", at=clock.utc_now() - datetime.timedelta(days=4_000))
     equal(message.body, "past", "what was sent for a past instant")
     await message.nack(delay=datetime.timedelta(hours=1))
     await h.none(box, "a nack by an hour")
@@ -418,8 +415,7 @@ async def a_refused_parameter_is_named(h: Harness, box: AnyMailbox) -> None:
 @on_mailbox("checkpoints")
 async def a_checkpoint_is_bytes(h: Harness, box: AnyMailbox) -> None:
     """What is none is refused, and the one before it stays."""
-    await box.send("x")
-    message = await h.one(box)
+    message = await h.delivery(box)
     await message.save_checkpoint(b"1")
     bad: list[Any] = ["2", None, {"a": 1}, 3]
     for value in bad:
@@ -464,8 +460,7 @@ async def send_checks_priority(h: Harness, box: AnyMailbox) -> None:
             await box.send("x", priority=value)
     await h.counts(box)
     await box.send("low", priority=-32_767)
-    await box.send("high", priority=32_767)
-    equal((await h.one(box)).body, "high", "the first of the two extremes")
+    equal((await h.delivery(box, "high", priority=32_767)).body, "high", "the first of the two extremes")
 
 
 @on_mailbox("expiry")
@@ -503,8 +498,7 @@ async def send_checks_dedup_key(h: Harness, box: AnyMailbox) -> None:
 @on_mailbox()
 async def nack_checks_delay(h: Harness, box: AnyMailbox) -> None:
     """A nack's delay is 0 to 366 days and a number; otherwise the message is not settled."""
-    await box.send("x")
-    message = await h.one(box)
+    message = await h.delivery(box)
     for value in (-1, YEAR + 1, math.inf, math.nan):
         with raises(InvalidParameterError, f"nack(delay={value!r})"):
             await message.nack(delay=value)
@@ -515,8 +509,7 @@ async def nack_checks_delay(h: Harness, box: AnyMailbox) -> None:
 @on_mailbox()
 async def extend_checks_timeout(h: Harness, box: AnyMailbox) -> None:
     """extend_visibility takes 0 to 43,200 seconds, and a number."""
-    await box.send("x")
-    message = await h.one(box)
+    message = await h.delivery(box)
     for value in (-1, 43_200.5, math.inf, math.nan):
         with raises(InvalidParameterError, f"extend_visibility({value!r})"):
             await message.extend_visibility(value)

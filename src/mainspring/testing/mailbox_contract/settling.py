@@ -117,8 +117,7 @@ async def an_uncharged_nack_charges_nothing(h: Harness, box: AnyMailbox) -> None
 @on_mailbox("delay")
 async def a_delayed_nack_charges_as_told(h: Harness, box: AnyMailbox) -> None:
     """nack(delay=s) charges like one without a delay, and counts as delayed."""
-    await box.send("x")
-    message = await h.one(box)
+    message = await h.delivery(box)
     with h.within(h.short):
         await message.nack(delay=h.short)
         await h.counts(box, delayed=1)
@@ -134,8 +133,7 @@ async def a_delayed_nack_charges_as_told(h: Harness, box: AnyMailbox) -> None:
 @on_mailbox("delay")
 async def a_nacks_delay_hides_the_message(h: Harness, box: AnyMailbox) -> None:
     """During the delay of a nack nobody receives the message."""
-    await box.send("x")
-    await (await h.one(box)).nack(delay=3_600)
+    await (await h.delivery(box)).nack(delay=3_600)
     await h.none(box, "an hour's delay")
     equal(await box.receive(wait_time_seconds=h.short), [], "what a short poll got")
     await h.counts(box, delayed=1)
@@ -156,8 +154,7 @@ async def a_release_charges_nothing(h: Harness, box: AnyMailbox) -> None:
 @on_mailbox()
 async def attempts_add_up_over_every_kind_of_return(h: Harness, box: AnyMailbox) -> None:
     """nack and expiry charge, release and an uncharged nack do not, in whatever order they come."""
-    await box.send("x")
-    await (await h.one(box)).release()
+    await (await h.delivery(box)).release()
     await (await h.one(box)).nack()
     await h.one(box, lease=h.short)
     await h.pass_time(h.short)
@@ -195,8 +192,7 @@ async def a_purge_drops_what_is_not_dead(h: Harness, box: AnyMailbox) -> None:
     await h.none(box, "everything was purged")
     check(not held.is_settled, "a purge settled somebody's delivery")
     equal(await box.purge(), 0, "messages of a second purge")
-    await box.send("new")
-    equal((await h.one(box)).body, "new", "what was sent after the purge")
+    equal((await h.delivery(box, "new")).body, "new", "what was sent after the purge")
 
 
 @on_mailbox("cancel")
