@@ -1,4 +1,4 @@
-"""How long a delivery is its holder's."""
+"""Leases: how long a delivery belongs to its holder; a holder whose lease has ended cannot change the message."""
 
 from __future__ import annotations
 
@@ -176,11 +176,10 @@ async def a_checkpoint_survives_every_return(h: Harness, box: AnyMailbox) -> Non
 
 @dataclass(frozen=True)
 class Operation:
-    """One thing that only the holder of a lease may do."""
+    """An operation that only the holder of a lease may do."""
 
     name: str
     call: Callable[[Message[Any, Any]], Awaitable[None]]
-    settles: bool = True
     needs: frozenset[str] = frozenset()
 
 
@@ -191,56 +190,38 @@ OPERATIONS = (
     Operation("release", lambda message: message.release()),
     Operation("dead_letter", lambda message: message.dead_letter("no")),
     Operation("reply", lambda message: message.reply("result"), needs=frozenset({"transactional_reply"})),
-    Operation("extend_visibility", lambda message: message.extend_visibility(600), settles=False),
-    Operation(
-        "save_checkpoint",
-        lambda message: message.save_checkpoint(b'"stolen"'),
-        settles=False,
-        needs=frozenset({"checkpoints"}),
-    ),
+    Operation("extend_visibility", lambda message: message.extend_visibility(600)),
+    Operation("save_checkpoint", lambda message: message.save_checkpoint(b'"x"'), needs=frozenset({"checkpoints"})),
 )
 
 
-def _after_expiry(operation: Operation) -> Behaviour:
+def _after_expiry(operation: Operation, *, redelivered: bool) -> Behaviour:
     async def run(h: Harness) -> None:
         async with h.open() as box, h.open("replies") as replies:
             stale = await h.delivery(box, reply_to=replies.name, lease=h.short)
             await h.pass_time(h.short)
+            holder = await h.one(box, lease=600, wait=h.patience) if redelivered else None
             with raises(ReceiptHandleExpiredError, f"{operation.name} after the lease ran out"):
                 await operation.call(stale)
             check(not stale.is_settled, "the refused call counts as a settlement")
-            await h.due_counts(box, pending=1)
             await h.counts(replies)
+            if holder is None:
+                await h.due_counts(box, pending=1)
+            else:
+                await h.counts(box, in_flight=1)
+                await holder.release()
             message = await h.one(box, wait=h.patience)
-            equal((message.delivery_count, message.checkpoint), (2, None), "delivery_count and checkpoint")
+            equal(
+                (message.delivery_count, message.checkpoint), (2 + redelivered, None), "delivery_count and checkpoint"
+            )
 
-    return Behaviour(
-        f"{operation.name}_after_the_expiry_is_refused",
-        f"{operation.name} after the lease ran out raises ReceiptHandleExpiredError and has no effect.",
-        operation.needs | {"fencing"},
-        run,
+    name = f"{operation.name}_after_{'a_redelivery' if redelivered else 'the_expiry'}_is_refused"
+    claim = (
+        f"{operation.name} by a former holder raises ReceiptHandleExpiredError, and the new holder keeps the message."
+        if redelivered
+        else f"{operation.name} after the lease ran out raises ReceiptHandleExpiredError and has no effect."
     )
-
-
-def _after_redelivery(operation: Operation) -> Behaviour:
-    async def run(h: Harness) -> None:
-        async with h.open() as box, h.open("replies") as replies:
-            stale = await h.delivery(box, reply_to=replies.name, lease=h.short)
-            await h.pass_time(h.short)
-            holder = await h.one(box, lease=600, wait=h.patience)
-            with raises(ReceiptHandleExpiredError, f"{operation.name} with another delivery under way"):
-                await operation.call(stale)
-            await h.counts(box, in_flight=1)
-            await h.counts(replies)
-            await holder.release()
-            equal((await h.one(box)).checkpoint, None, "the checkpoint")
-
-    return Behaviour(
-        f"{operation.name}_after_a_redelivery_is_refused",
-        f"{operation.name} by a former holder raises ReceiptHandleExpiredError, and the new holder keeps the message.",
-        operation.needs | {"fencing"},
-        run,
-    )
+    return Behaviour(name, claim, operation.needs | {"fencing"}, run)
 
 
 def _after_settlement(operation: Operation) -> Behaviour:
@@ -264,8 +245,11 @@ def _after_settlement(operation: Operation) -> Behaviour:
     )
 
 
-STALE = [make(one) for one in OPERATIONS for make in (_after_expiry, _after_redelivery, _after_settlement)]
-"""A behaviour for each operation and each way in which a lease is lost or has ended."""
+STALE = [
+    *(_after_expiry(one, redelivered=redelivered) for one in OPERATIONS for redelivered in (False, True)),
+    *map(_after_settlement, OPERATIONS),
+]
+"""A behaviour for each operation and each way to lose a lease."""
 
 
 @on_mailbox("fencing")

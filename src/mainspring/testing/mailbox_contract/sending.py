@@ -1,4 +1,4 @@
-"""What send and send_many promise, but for limits and order."""
+"""Sending: what arrives, delays, dedup keys, expiry; which parameters and bodies are refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import TypedDict
 
@@ -15,6 +15,7 @@ from mainspring.core import clock
 from mainspring.errors import InvalidParameterError, SerializationError
 from mainspring.testing.mailbox_contract.harness import (
     AnyMailbox,
+    Behaviour,
     Harness,
     behaviour,
     check,
@@ -24,6 +25,9 @@ from mainspring.testing.mailbox_contract.harness import (
     raises,
     texts,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
 
 
 @dataclass
@@ -76,13 +80,6 @@ async def what_is_no_text_is_refused(h: Harness, box: AnyMailbox) -> None:
     await h.counts(box, pending=1)
     await h.delivery(box, "a", dedup_key="a\0b", headers={"k": "a\0b"})
     equal(dict((await h.one(box)).headers), {"k": "a\0b"}, "a NUL character in a header")
-
-
-@on_mailbox("cancel")
-async def an_id_that_is_no_text_is_refused(h: Harness, box: AnyMailbox) -> None:
-    """cancel() raises InvalidParameterError for an id that no message can have."""
-    with raises(InvalidParameterError, "cancel with half a surrogate pair"):
-        await box.cancel("\ud800")
 
 
 @behaviour()
@@ -200,7 +197,7 @@ async def headers_arrive_unchanged(h: Harness, box: AnyMailbox) -> None:
 
 @on_mailbox("delay")
 async def a_delayed_message_stays_hidden_until_its_time(h: Harness, box: AnyMailbox) -> None:
-    """A delayed message counts as delayed and nobody receives it; when the delay ends, it is pending."""
+    """A delayed message counts as delayed and cannot be received; when the delay ends, it is pending."""
     with h.within(h.short):
         await box.send("later", delay=h.short)
         await box.send("now")
@@ -285,7 +282,7 @@ async def a_dedup_key_is_its_mailboxes_own(h: Harness) -> None:
 
 @on_mailbox("expiry")
 async def an_expired_message_goes_to_the_dead_letters(h: Harness, box: AnyMailbox) -> None:
-    """Nobody receives a message past its expires_in: it is among the dead letters, once, never delivered."""
+    """A message past its expires_in cannot be received: it is among the dead letters, once, never delivered."""
     expired = await box.send("stale", expires_in=h.short)
     await box.send("fresh")
     await h.pass_time(h.short)
@@ -299,7 +296,7 @@ async def an_expired_message_goes_to_the_dead_letters(h: Harness, box: AnyMailbo
 
 @on_mailbox("expiry")
 async def an_expired_message_died_at_its_expiry(h: Harness, box: AnyMailbox) -> None:
-    """The dead letter of an expired message is dated by its expiry, whenever somebody looks."""
+    """The dead letter of an expired message is dated by its expiry, not by the call that finds it."""
     await box.send("late", expires_in=h.short)
     await h.pass_time(2 * h.short)
     await h.due_counts(box, dead=1)
@@ -368,61 +365,82 @@ async def a_mailbox_holds_only_its_own_messages(h: Harness) -> None:
 YEAR = 366 * 86_400.0
 
 
-@on_mailbox()
-async def receive_checks_max_messages(h: Harness, box: AnyMailbox) -> None:
-    """max_messages is a whole number from 1 to 1,000."""
-    await box.send("x")
-    bad: list[Any] = [0, -1, 1_001, 1.5, math.nan]
-    for value in bad:
-        with raises(InvalidParameterError, f"max_messages={value!r}"):
-            await box.receive(max_messages=value)
-    await h.counts(box, pending=1)
-    equal(len(await box.receive(max_messages=1_000)), 1, "messages received with max_messages=1000")
+@dataclass(frozen=True)
+class Limit:
+    """A parameter: values that its call refuses, values at its limits, and the bodies that can be received after those."""
+
+    name: str
+    claim: str
+    call: Callable[[Any, Any], Awaitable[object]]
+    refused: Sequence[Any]
+    accepted: Sequence[Any] = ()
+    left: Sequence[Any] = ("x",)
+    of_delivery: bool = False
+    needs: tuple[str, ...] = ()
 
 
-@on_mailbox()
-async def receive_checks_visibility_timeout(h: Harness, box: AnyMailbox) -> None:
-    """visibility_timeout is 0 to 43,200 seconds and a number."""
-    await box.send("x")
-    for value in (-1, -0.001, 43_200.5, math.inf, math.nan):
-        with raises(InvalidParameterError, f"visibility_timeout={value!r}"):
-            await box.receive(visibility_timeout=value)
-    await h.counts(box, pending=1)
-    equal(len(await box.receive(visibility_timeout=43_200)), 1, "messages received for twelve hours")
+def _limit(limit: Limit) -> Behaviour:
+    """Check it on a mailbox with one message, or on the delivery of that."""
+
+    async def run(h: Harness) -> None:
+        async with h.open() as box:
+            if limit.of_delivery:
+                message = await h.delivery(box)
+                target: Any = message
+            else:
+                message = None
+                target = box
+                await box.send("x")
+            for number, value in enumerate(limit.refused, 1):  # not every value has a repr
+                with raises(InvalidParameterError, f"refused value {number} of {len(limit.refused)}"):
+                    await limit.call(target, value)
+            await h.counts(box, **{"in_flight" if limit.of_delivery else "pending": 1})
+            for value in limit.accepted:
+                await limit.call(target, value)
+            equal(texts(await h.all(box)), list(limit.left), "what can be received afterwards")
+            if message is not None:
+                await message.acknowledge()
+
+    return Behaviour(limit.name, limit.claim, frozenset(limit.needs), run)
 
 
-@on_mailbox()
-async def receive_checks_wait_time(h: Harness, box: AnyMailbox) -> None:
-    """wait_time_seconds is 0 or more and a number."""
-    await box.send("x")
-    for value in (-1, -math.inf, math.nan):
-        with raises(InvalidParameterError, f"wait_time_seconds={value!r}"):
-            await box.receive(wait_time_seconds=value)
-    await h.counts(box, pending=1)
-    equal(len(await box.receive(wait_time_seconds=math.inf)), 1, "messages received with an endless wait")
-
-
-@on_mailbox()
-async def a_refused_parameter_is_named(h: Harness, box: AnyMailbox) -> None:
-    """The error's text names the parameter and the value."""
-    with raises(InvalidParameterError, "a bad max_messages") as caught:
-        await box.receive(max_messages=5_000)
-    text = str(caught[0])
-    check("max_messages" in text and "5000" in text, f"the error names neither parameter nor value: {text}")
-    check(isinstance(caught[0], ValueError), "it is no ValueError")
-
-
-@on_mailbox("checkpoints")
-async def a_checkpoint_is_bytes(h: Harness, box: AnyMailbox) -> None:
-    """What is none is refused, and the one before it stays."""
-    message = await h.delivery(box)
-    await message.save_checkpoint(b"1")
-    bad: list[Any] = ["2", None, {"a": 1}, 3]
-    for value in bad:
-        with raises(InvalidParameterError, f"save_checkpoint({value!r})"):
-            await message.save_checkpoint(value)
-    check(message.checkpoint == b"1", f"the checkpoint is {message.checkpoint!r}")
-    await message.acknowledge()
+LIMITS = [_limit(limit) for limit in (
+    Limit("receive_checks_max_messages", "max_messages is a whole number from 1 to 1,000.",
+          lambda box, value: box.receive(max_messages=value),
+          refused=(0, -1, 1_001, 1.5, math.nan), accepted=(1_000,), left=()),
+    Limit("receive_checks_visibility_timeout", "visibility_timeout is 0 to 43,200 seconds and a number.",
+          lambda box, value: box.receive(visibility_timeout=value),
+          refused=(-1, -0.001, 43_200.5, math.inf, math.nan), accepted=(43_200,), left=()),
+    Limit("receive_checks_wait_time", "wait_time_seconds is 0 or more and a number.",
+          lambda box, value: box.receive(wait_time_seconds=value, visibility_timeout=600),
+          refused=(-1, -math.inf, math.nan), accepted=(math.inf,), left=()),
+    Limit("send_checks_priority", "A priority is a whole number within ±32,767.",
+          lambda box, value: box.send(value, priority=value),
+          refused=(32_768, -32_768, 0.5, math.nan, "high"), accepted=(-32_767, 32_767), left=(32_767, "x", -32_767),
+          needs=("priority",)),
+    Limit("send_checks_expires_in", "expires_in is above 0, at most 366 days, and a number.",
+          lambda box, value: box.send("y", expires_in=value),
+          refused=(0, -1, YEAR + 1, math.inf, math.nan), accepted=(YEAR,), left=("x", "y"), needs=("expiry",)),
+    Limit("send_checks_headers", "Headers are strings by string.",
+          lambda box, value: box.send("y", headers=value),
+          refused=({"a": 1}, {1: "a"}, {"a": None}, {"a": 10**4_300}, {10**4_300: "a"})),
+    Limit("send_checks_dedup_key", "A dedup_key is a string of at least one character.",
+          lambda box, value: box.send("y", dedup_key=value),
+          refused=("", 5, b"x"), needs=("dedup",)),
+    Limit("an_id_that_is_no_text_is_refused", "cancel() raises InvalidParameterError for an id that no message can have.",
+          lambda box, value: box.cancel(value),
+          refused=("\ud800",), needs=("cancel",)),
+    Limit("nack_checks_delay", "A nack's delay is 0 to 366 days and a number; otherwise the message is not settled.",
+          lambda message, value: message.nack(delay=value),
+          refused=(-1, YEAR + 1, math.inf, math.nan), left=(), of_delivery=True),
+    Limit("extend_checks_timeout", "extend_visibility takes 0 to 43,200 seconds, and a number.",
+          lambda message, value: message.extend_visibility(value),
+          refused=(-1, 43_200.5, math.inf, math.nan), accepted=(43_200, 0), left=(), of_delivery=True),
+    Limit("dead_letters_checks_limit", "dead_letters takes a limit from 1.",
+          lambda box, value: box.dead_letters(limit=value),
+          refused=(0, -1), accepted=(1,)),
+)]  # fmt: skip
+"""The parameters whose limits differ in nothing but their values."""
 
 
 @on_mailbox("delay")
@@ -451,76 +469,24 @@ async def send_checks_delay(h: Harness, box: AnyMailbox) -> None:
     await h.counts(box, delayed=1)
 
 
-@on_mailbox("priority")
-async def send_checks_priority(h: Harness, box: AnyMailbox) -> None:
-    """A priority is a whole number within ±32,767."""
-    bad: list[Any] = [32_768, -32_768, 0.5, math.nan, "high"]
-    for value in bad:
-        with raises(InvalidParameterError, f"priority={value!r}"):
-            await box.send("x", priority=value)
-    await h.counts(box)
-    await box.send("low", priority=-32_767)
-    equal((await h.delivery(box, "high", priority=32_767)).body, "high", "the first of the two extremes")
-
-
-@on_mailbox("expiry")
-async def send_checks_expires_in(h: Harness, box: AnyMailbox) -> None:
-    """expires_in is above 0, at most 366 days, and a number."""
-    for value in (0, -1, YEAR + 1, math.inf, math.nan):
-        with raises(InvalidParameterError, f"expires_in={value!r}"):
-            await box.send("x", expires_in=value)
-    await h.counts(box)
-    await box.send("x", expires_in=YEAR)
-    await h.counts(box, pending=1)
-
-
-@on_mailbox()
-async def send_checks_headers(h: Harness, box: AnyMailbox) -> None:
-    """Headers are strings by string."""
-    huge = 10**4_300  # repr() of it raises
-    bad: list[Any] = [{"a": 1}, {1: "a"}, {"a": None}, {"a": huge}, {huge: "a"}]
-    for number, value in enumerate(bad):
-        with raises(InvalidParameterError, f"headers of kind {number}"):
-            await box.send("x", headers=value)
-    await h.counts(box)
-
-
-@on_mailbox("dedup")
-async def send_checks_dedup_key(h: Harness, box: AnyMailbox) -> None:
-    """A dedup_key is a string of at least one character."""
-    bad: list[Any] = ["", 5, b"x"]
-    for value in bad:
-        with raises(InvalidParameterError, f"dedup_key={value!r}"):
-            await box.send("x", dedup_key=value)
-    await h.counts(box)
-
-
-@on_mailbox()
-async def nack_checks_delay(h: Harness, box: AnyMailbox) -> None:
-    """A nack's delay is 0 to 366 days and a number; otherwise the message is not settled."""
+@on_mailbox("checkpoints")
+async def a_checkpoint_is_bytes(h: Harness, box: AnyMailbox) -> None:
+    """What is none is refused, and the one before it stays."""
     message = await h.delivery(box)
-    for value in (-1, YEAR + 1, math.inf, math.nan):
-        with raises(InvalidParameterError, f"nack(delay={value!r})"):
-            await message.nack(delay=value)
-    check(not message.is_settled, "a refused nack settled the message")
+    await message.save_checkpoint(b"1")
+    bad: list[Any] = ["2", None, {"a": 1}, 3]
+    for value in bad:
+        with raises(InvalidParameterError, f"save_checkpoint({value!r})"):
+            await message.save_checkpoint(value)
+    check(message.checkpoint == b"1", f"the checkpoint is {message.checkpoint!r}")
     await message.acknowledge()
 
 
 @on_mailbox()
-async def extend_checks_timeout(h: Harness, box: AnyMailbox) -> None:
-    """extend_visibility takes 0 to 43,200 seconds, and a number."""
-    message = await h.delivery(box)
-    for value in (-1, 43_200.5, math.inf, math.nan):
-        with raises(InvalidParameterError, f"extend_visibility({value!r})"):
-            await message.extend_visibility(value)
-    await message.extend_visibility(43_200)
-    await message.extend_visibility(0)
-    await message.acknowledge()
-
-
-@on_mailbox()
-async def dead_letters_checks_limit(h: Harness, box: AnyMailbox) -> None:
-    """dead_letters takes a limit from 1."""
-    for value in (0, -1):
-        with raises(InvalidParameterError, f"dead_letters(limit={value!r})"):
-            await box.dead_letters(limit=value)
+async def a_refused_parameter_is_named(h: Harness, box: AnyMailbox) -> None:
+    """The error's text names the parameter and the value."""
+    with raises(InvalidParameterError, "a bad max_messages") as caught:
+        await box.receive(max_messages=5_000)
+    text = str(caught[0])
+    check("max_messages" in text and "5000" in text, f"the error names neither parameter nor value: {text}")
+    check(isinstance(caught[0], ValueError), "it is no ValueError")
