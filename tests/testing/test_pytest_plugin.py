@@ -167,7 +167,7 @@ def test_a_foreign_event_loop_is_noticed(pytester: pytest.Pytester) -> None:
         """
         import pytest
 
-        @pytest.mark.loops("asyncio")
+        @pytest.mark.parametrize("anyio_backend", ["asyncio"])
         async def test_two_minds(virtual_clock, anyio_backend):
             pass
         """
