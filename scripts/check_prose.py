@@ -37,6 +37,7 @@ CHECKED = (
     "state",
     "states.py",
     "telemetry",
+    "testing",
     "threads",
     "validation.py",
     "watchdog",

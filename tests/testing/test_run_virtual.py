@@ -337,7 +337,7 @@ except DeadlockError as error:
 def test_a_thread_that_never_returns_ends_the_run() -> None:
     """In a process of its own: the event loop has to be abandoned, which Python remarks on when it cleans up."""
     done = subprocess.run([sys.executable, "-c", ABANDONED], capture_output=True, text=True, check=True, timeout=60)
-    assert "a thread did not come back within 0.1 real seconds" in done.stdout
+    assert "a thread did not end within 0.1 real seconds" in done.stdout
 
 
 def test_a_hold_that_nothing_ends_is_noticed() -> None:

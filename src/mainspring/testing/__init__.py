@@ -1,6 +1,6 @@
-"""What Mainspring's users test with: virtual time, a reproducible schedule, the contract of a mailbox, a fleet in trouble.
+"""Tools for tests: virtual time, a reproducible schedule, the contract of a mailbox, the simulation of a fleet.
 
-Names are imported at first use: the pytest plugin stands in this package and is loaded by every pytest run.
+Names are imported at first use, because every pytest run loads the pytest plugin of this package.
 """
 
 from __future__ import annotations

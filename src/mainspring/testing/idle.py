@@ -1,4 +1,4 @@
-"""What a virtual run does when every task is blocked: move time on, wait for real work, or say that it is stuck."""
+"""What a virtual run does when every task is blocked: advance time, wait for real work, or report a deadlock."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from trio.testing import MockClock
 
 PATIENCE = 60.0
-"""Real seconds without a sign from a thread, a process or a socket after which a virtual run counts as stuck."""
+"""Real seconds without progress of a thread, a process or a socket after which a virtual run counts as stuck."""
 GRACE = 1.0
-"""The same where nothing real is known to be out, at most: leaves room for a thread that trio does not know of."""
+"""Real seconds to wait if no real work is known: a thread that trio does not know of may still call in."""
 
 
 class DeadlockError(MainspringError):
-    """Every task of a virtual run is blocked, no deadline is pending, and nothing real came back: it would hang for ever.
+    """Every task of a virtual run is blocked, no deadline is pending, and no real work has ended: it would hang for ever.
 
     The message names each task and the line on which it waits.
     """
@@ -32,7 +32,7 @@ class DeadlockError(MainspringError):
 
 
 class IdleJudge(trio.abc.Instrument):
-    """Stands in for ``MockClock``'s automatic jump.
+    """Replaces the automatic jump of ``MockClock``.
 
     The clock stands still while a task waits for ``to_thread.run_sync`` or ``run_process``, or holds it
     (:func:`mainspring.core.clock.real_work`). Waiting for real things blocks the event loop in the kernel; it does not spin.
@@ -51,7 +51,7 @@ class IdleJudge(trio.abc.Instrument):
         replace_autojump(clock, self._idle)
 
     async def watch(self, async_fn: Any, *args: Any, **keywords: Any) -> Any:
-        """Run ``async_fn`` as what is judged; raises :class:`DeadlockError` where it got stuck."""
+        """Run ``async_fn`` under the judge. Raise :class:`DeadlockError` if it gets stuck."""
         self._main, self._scope, self.error, self._verdicts = trio.lowlevel.current_task(), trio.CancelScope(), None, 0
         try:
             with self._scope:
@@ -67,11 +67,11 @@ class IdleJudge(trio.abc.Instrument):
         return None
 
     def _idle(self) -> None:
-        """Called on the event loop when all tasks are blocked and no I/O is ready."""
+        """Advance time, wait or judge: all tasks are blocked and no I/O is ready."""
         statistics = trio.lowlevel.current_statistics()
         jump = statistics.seconds_to_next_deadline
         out = self._real_work(statistics)
-        if self._held() or self._waiting:  # and as long as it was to wait, nothing happened
+        if self._held() or self._waiting:  # the wait has ended without progress
             self._judge(out)
         elif jump < math.inf and out is None:
             if jump > 0:
@@ -90,7 +90,7 @@ class IdleJudge(trio.abc.Instrument):
         trio.lowlevel.add_instrument(self)
 
     def before_task_step(self, task: trio.lowlevel.Task) -> None:
-        """A task runs: something happened."""
+        """Stop waiting: a task runs."""
         self._stop_waiting()
 
     def _stop_waiting(self) -> None:
@@ -108,10 +108,10 @@ class IdleJudge(trio.abc.Instrument):
         self._verdicts += 1
         if self._verdicts == 1:
             self._scope.cancel()
-        elif self._verdicts == 2:  # the cancellation did not reach it: a shield without a deadline
+        elif self._verdicts == 2:  # a shield without a deadline stopped the cancellation
             for task in list(descendants(self._main)):
                 interrupt(task, self.error)
-        elif self._can_leave:  # a thread that does not return: abandon the event loop itself
+        elif self._can_leave:  # a thread does not return: abandon the event loop
             raise self.error
         elif self._verdicts == 3:
             print(f"mainspring: {self.error}", file=sys.stderr, flush=True)  # noqa: T201 - there is no other way out
@@ -119,9 +119,9 @@ class IdleJudge(trio.abc.Instrument):
     def _describe(self, out: str | None) -> str:
         now = self._clock.current_time()
         if self._held():
-            why = f"the clock was held, and for {self.patience:g} real seconds nothing came back"
+            why = f"the clock was held, and no real work ended for {self.patience:g} real seconds"
         elif out is not None:
-            why = f"{out} did not come back within {self.patience:g} real seconds"
+            why = f"{out} did not end within {self.patience:g} real seconds"
         else:
             why = "every task is blocked and no deadline is pending, so nothing can happen any more"
         assert self._main is not None
@@ -129,21 +129,21 @@ class IdleJudge(trio.abc.Instrument):
         return "\n".join([f"stuck at virtual second {now:g}: {why}. The tasks wait here:", *lines])
 
     def _real_work(self, statistics: Any) -> str | None:
-        """What real call some task waits for right now, or None."""
+        """Return the kind of real call that a task waits for, or None."""
         if self._main is None or not (_waits_for_io(statistics) or trio.testing.active_thread_count()):
             return None
         return next(filter(None, (_real_call(task.coro) for task in descendants(self._main))), None)
 
 
 def _waits_for_io(statistics: Any) -> bool:
-    """Whether a task waits for a socket, a pipe or a process; one reader is trio's own, for its wake-ups."""
+    """True if a task waits for a socket, a pipe or a process. One reader is trio's own, for its wake-ups."""
     io = statistics.io_statistics
     readers, writers = getattr(io, "tasks_waiting_read", 1), getattr(io, "tasks_waiting_write", 0)
     return bool(readers > 1 or writers > 0)
 
 
 def _real_call(coroutine: Any) -> str | None:
-    """``"a thread"`` or ``"a process"`` where the coroutine waits for the end of a call to one."""
+    """Return ``"a thread"`` or ``"a process"`` if the coroutine waits for a call to one, else None."""
     inner = ""
     while True:
         if isinstance(coroutine, CoroutineType):

@@ -1,14 +1,14 @@
 """The pytest plugin: the fixtures ``virtual_clock`` and ``mainspring_seed``, and the option ``--mainspring-seed``.
 
-An async test asks for the clock, and that is all it writes::
+An async test requests the clock::
 
     async def test_backs_off(virtual_clock):
         await anyio.sleep(3600)
         assert virtual_clock.now == 3600
 
-It runs once, on trio in virtual time, through anyio's own pytest plugin: it needs no marker and no ``anyio_backend`` fixture
-of its own, and whatever ``anyio_backend`` the rest of the suite uses does not matter to it. Its async fixtures run on the
-same clock; they must have the scope of a function. Loading this module imports nothing but pytest.
+It runs once, on trio in virtual time, through anyio's pytest plugin. It needs no marker and no ``anyio_backend`` fixture, and
+ignores the ``anyio_backend`` of the rest of the suite. Its async fixtures run on the same clock and must have function scope.
+Loading this module imports nothing but pytest.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("mainspring").addoption(
         "--mainspring-seed",
         metavar="N",
-        help="Seed of the tests in virtual time: a number for all of them, or `random` for another one each time."
-        " Left out, each test has its own, which stays the same.",
+        help="Seed of the tests in virtual time: a number for all of them, or `random` for a new one each time."
+        " By default each test has a fixed seed of its own.",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse a seed that is none."""
+    """Refuse an invalid seed."""
     chosen = config.getoption("--mainspring-seed")
     if chosen not in (None, "random") and not chosen.isdecimal():
         raise pytest.UsageError(f"--mainspring-seed takes a whole number from 0, or `random`, not {chosen!r}")
@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give a test with ``virtual_clock`` its backend. A mark goes before any fixture of the user's of that name."""
+    """Give a test with ``virtual_clock`` its backend, by a mark, which overrides any fixture of that name."""
     if "virtual_clock" not in metafunc.fixturenames:
         return
     for mark in metafunc.definition.iter_markers("parametrize"):
@@ -59,7 +59,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             raise pytest.UsageError(
                 f"{metafunc.definition.nodeid}: a test with virtual_clock runs on trio; leave anyio_backend out"
             )
-    options: dict[str, Any] = {}  # filled anew before each test
+    options: dict[str, Any] = {}  # refilled before each test
     metafunc.definition.add_marker(
         pytest.mark.parametrize("anyio_backend", [pytest.param(("trio", options), id="virtual")], scope="function")
     )
@@ -67,7 +67,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before the fixtures: draw the seed, make the clock, seed the schedule and Mainspring's randomness."""
+    """Choose the seed, make the clock, and seed the schedule and Mainspring's randomness, before any fixture."""
     names = getattr(item, "fixturenames", ())
     if "mainspring_seed" not in names:
         return
@@ -94,7 +94,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
-    """After the fixtures: put the schedule and the randomness back."""
+    """Restore the schedule and the randomness, after all fixtures."""
     try:
         return (yield)
     finally:
@@ -106,7 +106,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Around anyio's own: judge whether the test got stuck."""
+    """Run the test under the judge of deadlocks, outside anyio's own hook."""
     run = pyfuncitem.stash.get(_RUN, None)
     if run is None:
         return (yield)
@@ -125,7 +125,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Say with which seed a failed test runs the same way again."""
+    """Add the seed that repeats a failed test to its report."""
     report = yield
     seed = item.stash.get(_SEED, None)
     if report.failed and seed is not None:
@@ -135,9 +135,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture
 def mainspring_seed(request: pytest.FixtureRequest) -> int:
-    """The seed of this test, for ``run_virtual(fn, seed=mainspring_seed)`` and the like; printed where the test fails.
+    """The seed of this test, for ``run_virtual(fn, seed=mainspring_seed)`` and the like. It is printed if the test fails.
 
-    It is ``--mainspring-seed``, else a number that follows from the test's name: the same in each run.
+    It is ``--mainspring-seed``, or else a number derived from the test's name, equal in each run.
     """
     seed: int = request.node.stash[_SEED]
     return seed
@@ -145,7 +145,7 @@ def mainspring_seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def virtual_clock(request: pytest.FixtureRequest, anyio_backend: object, mainspring_seed: int) -> VirtualClock:
-    """Runs this async test in virtual time, reproducibly: ``.now``, ``.advance(seconds)``, ``.hold()``."""
+    """Run this async test in virtual time, reproducibly: ``.now``, ``.advance(seconds)``, ``.hold()``."""
     run: VirtualRun = request.node.stash[_RUN]
     return run.clock
 

@@ -1,9 +1,8 @@
-"""The parts of trio that are not public and that virtual time needs, all in this file.
+"""The private parts of trio that virtual time needs. No other module uses private parts of trio.
 
-Trio runs the tasks that are ready in a random order. For the sake of hypothesis it has a switch that sorts them by age
-and shuffles them with a generator of its own; here that generator is seeded. And its ``MockClock`` calls ``_autojump``
-when every task is blocked: the one point at which one can judge whether anything can still happen.
-A trio without these parts is noticed by ``tests/testing/test_trio_internals.py``, and by users as a warning.
+Trio runs ready tasks in a random order. For hypothesis it has a switch that sorts them by age and then shuffles them with its
+own generator; here that generator is seeded. Its ``MockClock`` calls ``_autojump`` when every task is blocked: only there can
+a deadlock be detected. ``tests/testing/test_trio_internals.py`` fails, and users get a warning, if trio lacks these parts.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _SWITCH, _GENERATOR = "_ALLOW_DETERMINISTIC_SCHEDULING", "_r"
 
 
 def require_trio() -> None:
-    """Raise :class:`ConfigError` where trio is not installed."""
+    """Raise :class:`ConfigError` if trio is not installed."""
     try:
         import_module("trio.testing")
     except ImportError as error:
@@ -37,9 +36,9 @@ def require_trio() -> None:
 
 @contextmanager
 def seeded_schedule(seed: int) -> Iterator[None]:
-    """Let trio's schedule in this process follow from ``seed``, and put everything back afterwards.
+    """Seed trio's schedule in this process, and restore its state afterwards.
 
-    There is one generator per process, so two such blocks at once are a :class:`ConfigError`.
+    Trio has one generator per process, so two such blocks at once are a :class:`ConfigError`.
     """
     run = _run_module()
     if run is None:
@@ -64,7 +63,7 @@ def seeded_schedule(seed: int) -> Iterator[None]:
 
 
 def _run_module() -> Any | None:
-    """Trio's run loop, where it has the switch and the generator."""
+    """Return the module of trio's run loop if it has the switch and the generator."""
     try:
         from trio._core import _run
     except ImportError:
@@ -75,7 +74,7 @@ def _run_module() -> Any | None:
 
 
 def replace_autojump(clock: MockClock, on_idle: Callable[[], None]) -> bool:
-    """Have ``on_idle()`` called where ``clock`` would jump; False where this trio has no such point."""
+    """Have ``on_idle()`` called when ``clock`` would jump. Return False if this trio has no such hook."""
     if not callable(getattr(clock, "_autojump", None)):
         return False
     clock._autojump = on_idle  # type: ignore[method-assign]  # noqa: SLF001 - see the module
@@ -83,7 +82,7 @@ def replace_autojump(clock: MockClock, on_idle: Callable[[], None]) -> bool:
 
 
 def interrupt(task: trio.lowlevel.Task, error: BaseException) -> None:
-    """Raise ``error`` in a blocked task, shielded or not, where the call it is blocked in can be interrupted at all."""
+    """Raise ``error`` in a blocked task, shielded or not, if the call it is blocked in can be interrupted."""
     if getattr(task, "_abort_func", None) is None:
         return
 
@@ -95,7 +94,7 @@ def interrupt(task: trio.lowlevel.Task, error: BaseException) -> None:
 
 
 def descendants(task: trio.lowlevel.Task) -> Iterator[trio.lowlevel.Task]:
-    """``task`` and all the tasks below it, in the order in which they were started."""
+    """Yield ``task`` and all tasks below it, in start order."""
     yield task
     for nursery in task.child_nurseries:
         for child in sorted(nursery.child_tasks, key=lambda child: int(getattr(child, "_counter", 0))):
@@ -103,7 +102,7 @@ def descendants(task: trio.lowlevel.Task) -> Iterator[trio.lowlevel.Task]:
 
 
 class _Runnable(deque[Any]):
-    """Trio's queue of tasks that can run, which keeps aside those that somebody holds."""
+    """Trio's queue of runnable tasks, which sets held tasks aside."""
 
     def __init__(self, held: Callable[[Any], bool]) -> None:
         super().__init__()
@@ -118,11 +117,11 @@ class _Runnable(deque[Any]):
 
 
 class TaskHold:
-    """Keeps chosen tasks of the running trio loop from running, as SIGSTOP does with a process, or SIGKILL.
+    """Keeps chosen tasks of the running trio loop from running, as SIGSTOP or SIGKILL does with a process.
 
-    A held task that would run (its event came, its deadline passed, it was cancelled) does so when it is let go: everything
-    around it goes on meanwhile, time included. ``held(task)`` is asked each time a task becomes runnable; call :meth:`let_go`
-    after its answer may have changed to no. One that is running its step at that moment finishes it.
+    A held task that becomes runnable (an event is set, a deadline passes, it is cancelled) runs when it is let go. Other
+    tasks and time continue. ``held(task)`` is called each time a task becomes runnable; call :meth:`let_go` after its answer
+    may have become false. A task that is running finishes its step.
     """
 
     def __init__(self, held: Callable[[trio.lowlevel.Task], bool]) -> None:
@@ -130,21 +129,21 @@ class TaskHold:
         self._queue = _Runnable(held)
 
     def start(self) -> None:
-        """From now on tasks are held (idempotent)."""
+        """Start to hold tasks (idempotent)."""
         if self._runner.runq is not self._queue:
             self._queue.extend(task for task in self._runner.runq if not self._queue.held(task))
             self._queue.aside.extend(task for task in self._runner.runq if self._queue.held(task))
             self._runner.runq = self._queue
 
     def let_go(self) -> None:
-        """Let those run that are not held any more."""
+        """Make the tasks runnable that are no longer held."""
         aside, self._queue.aside = self._queue.aside, []
         for task in aside:
             self._queue.append(task)
 
 
 def can_hold_tasks() -> bool:
-    """Whether this trio has the queue that :class:`TaskHold` stands in for; to be asked inside of a trio run."""
+    """True if this trio has the queue that :class:`TaskHold` replaces. Call it inside a trio run."""
     runner = _runner()
     return isinstance(getattr(runner, "runq", None), deque) and callable(getattr(runner, "reschedule", None))
 

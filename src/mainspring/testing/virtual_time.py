@@ -1,4 +1,4 @@
-"""``run_virtual`` and ``VirtualClock``: hours of timeouts, leases and backoff in milliseconds, the same way each time."""
+"""``run_virtual`` and ``VirtualClock``: hours of timeouts, leases and backoff in milliseconds, reproducibly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mainspring.testing.trio_internals import require_trio, seeded_schedule
 
 require_trio()
 
-import trio.testing  # noqa: E402 - the line above says what to do where there is none
+import trio.testing  # noqa: E402 - the line above tells how to install it
 
 from mainspring.testing.idle import DeadlockError, IdleJudge  # noqa: E402
 
@@ -38,14 +38,14 @@ def run_virtual(async_fn: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args, 
     Time starts at 0 and jumps to the next deadline whenever every task is blocked, so that sleeping costs nothing. It
     stands still while a task waits for a thread (``anyio.to_thread.run_sync``), a process (``anyio.run_process``) or
     anything inside :func:`mainspring.core.clock.real_work`. The order in which tasks run, and every draw of Mainspring's own
-    randomness, follow from ``seed``: the same seed, the same run, in any process. Real threads and I/O come back when they
-    please; what they touch is as reproducible as they are.
+    randomness, follow from ``seed``: equal seeds give equal runs, in any process. The timing of real threads and I/O is not
+    reproducible.
 
     A run in which nothing can happen any more ends with :class:`DeadlockError`, which names the line each task waits on. A
     task that ticks for ever is no deadlock: put ``anyio.fail_after`` (which costs virtual seconds only) around such a test.
 
-    :raises ConfigError: ``async_fn`` is a coroutine, which a call of it gave; or trio is not installed; or called from inside a
-        running event loop; or while another virtual run is under way in this process.
+    :raises ConfigError: ``async_fn`` is a coroutine, not a function; or trio is not installed; or the caller is inside a
+        running event loop; or another virtual run is under way in this process.
     """
     try:
         library = async_library()
@@ -78,7 +78,7 @@ def run_virtual(async_fn: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args, 
 
 
 class VirtualRun:
-    """The parts of one virtual run: the clock, the judge, and what anyio is to be given."""
+    """The parts of one virtual run: the clock, the judge, and the options for anyio."""
 
     def __init__(self, seed: int, *, can_leave: bool = False) -> None:
         self.seed = seed
@@ -88,7 +88,7 @@ class VirtualRun:
         self.options: dict[str, Any] = {"clock": self.mock}
 
     async def watch(self, async_fn: Callable[..., Awaitable[Any]], *args: Any, **keywords: Any) -> Any:
-        """Run a test function that was started on this run's clock."""
+        """Run a test function on the clock of this run."""
         if clock.virtual_clock() is not self.mock:
             raise ConfigError(
                 "the test does not run on its virtual clock: an async fixture of a wider scope keeps another event loop"
@@ -111,18 +111,19 @@ class VirtualClock:
 
     @property
     def now(self) -> float:
-        """Virtual seconds since the run began: what ``anyio.current_time()`` says in it."""
+        """Virtual seconds since the run began, as ``anyio.current_time()`` returns."""
         return self._mock.current_time()
 
     def utc_now(self) -> datetime:
         """Return the virtual date, in UTC: 2000-01-01 when the run began, and :attr:`now` seconds later.
 
-        Mailboxes go by it. So ``send(at=...)`` takes ``clock.utc_now() + timedelta(hours=1)``, not ``datetime.now(UTC) + ...``.
+        Mailboxes use this date: ``send(at=...)`` takes ``clock.utc_now() + timedelta(hours=1)``, not one from
+        ``datetime.now(UTC)``.
         """
         return clock.virtual_date(self._mock)
 
     def advance(self, seconds: float) -> Settled:
-        """Move the clock on by ``seconds`` at once, as if the process had been suspended for so long.
+        """Advance the clock by ``seconds`` at once, as if the process had been suspended for that time.
 
         Timers that became due meanwhile run late, all at the new time. ``await clock.advance(5)`` also lets them run: it
         returns when every other task is blocked again. For time that passes, with each timer at its own instant, use
@@ -139,15 +140,15 @@ class VirtualClock:
     def hold(self) -> Iterator[None]:
         """Keep the clock from moving by itself inside the block (``with clock.hold():``); :meth:`advance` still moves it.
 
-        For real work that the run cannot see: a process of your own, a socket to another program. Holds nest, and may
-        overlap from several tasks; the clock goes on when the last one ends.
+        For real work that the run cannot see, such as a process of your own. Holds nest, and may overlap from several
+        tasks; the clock continues when the last one ends.
         """
         with clock.hold(self._mock):
             yield
 
     @property
     def patience(self) -> float:
-        """Real seconds (60) that real work may be silent before the run counts as stuck; can be set."""
+        """Real seconds without progress of real work after which the run counts as stuck; 60 by default, can be set."""
         judge: IdleJudge | None = vars(self._mock).get("_mainspring_idle")
         return judge.patience if judge is not None else math.inf
 

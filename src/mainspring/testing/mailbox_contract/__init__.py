@@ -1,6 +1,6 @@
-"""The contract of a mailbox, as behaviours that any backend can be run against, your own included.
+"""The contract of a mailbox, as behaviours that any backend can be run against.
 
-Everywhere, without pytest::
+Without pytest::
 
     report = await mailbox_contract.run(lambda name, *, body=None, reply=None: MyMailbox(name, body=body, reply=reply))
     print(report)
@@ -12,10 +12,19 @@ With pytest, one test for each behaviour::
     async def test_contract(behaviour, virtual_clock):
         await behaviour(MyMailbox)
 
-The factory is called with a name and the types of bodies and replies, and returns an unopened mailbox; mailboxes that it
-makes with other names stand on the same store. :class:`Backend` says more about it. In virtual time (``run_virtual``, the
-fixture ``virtual_clock``) waiting costs nothing and instants are checked exactly; in real time the same behaviours run with
-short leases. What a backend cannot do, by its ``Capabilities``, is skipped, and nothing else is.
+The factory is called with a name and the types of bodies and replies, and returns an unopened mailbox. Mailboxes with
+different names share one store. :class:`Backend` has further options.
+
+A :class:`Behaviour` is a name, a claim, the capabilities it needs, and a check. Each run of a check has a new
+:class:`Harness`, whose mailboxes have names of their own, so that behaviours can run concurrently on one store. A behaviour
+is skipped only if the ``Capabilities`` of the backend lack what it needs.
+
+In virtual time (``run_virtual``, the fixture ``virtual_clock``) waiting costs nothing and instants are checked exactly. In
+real time leases are short. A check that must come before the end of a lease can then be too late on a busy machine; such a
+behaviour is repeated with longer times, and fails only if it fails in time.
+
+``harness`` has all of that. The other modules hold the behaviours, by what a mailbox does: singly, as decorated functions,
+or in lists that are made from a table.
 """
 
 from __future__ import annotations
@@ -56,7 +65,7 @@ _MODULES = (life_cycle, sending, receiving, leases, settling, dead_letters, requ
 
 
 def behaviours() -> list[Behaviour]:
-    """All behaviours of the contract. Each has a ``name``, the ``claim`` it checks, and the capabilities it ``needs``."""
+    """Return all behaviours. Each has a ``name``, the ``claim`` it checks, and the capabilities it ``needs``."""
     return [found for module in _MODULES for found in behaviours_of(module)]
 
 
@@ -67,14 +76,14 @@ async def run(
     exclude: Iterable[str] = (),
     concurrency: int = 1,
 ) -> Report:
-    """Run the behaviours against a backend on the running event loop, and report.
+    """Run the behaviours against a backend on the running event loop, and return the report.
 
-    :param only: the names of those to run (a name that does not exist is a ``ConfigError``).
-    :param exclude: names of those to leave out; the report counts them as skipped without a reason, and is not ``ok``.
-    :param concurrency: how many run at once, each with mailboxes of its own names. More than one saves time on a real
-        clock, where waiting is most of what they do.
+    :param only: names of the behaviours to run; by default all.
+    :param exclude: names of behaviours to leave out. The report is then not ``ok``, unless they would be skipped.
+    :param concurrency: how many behaviours run at once. More than one saves time in real time, as most of them wait.
+    :raises ConfigError: a name does not exist, or ``concurrency`` is below 1.
 
-    Cancelled, it leaves the mailboxes of the behaviours under way closed but not emptied.
+    A cancelled run closes the mailboxes of the running behaviours, and leaves their messages in the store.
     """
     return await run_all(as_backend(backend), behaviours(), only=only, exclude=exclude, concurrency=concurrency)
 

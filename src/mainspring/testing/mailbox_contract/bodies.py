@@ -1,4 +1,4 @@
-"""Bodies of every type, and stored bytes that fit none."""
+"""Bodies: what is received equals what was sent, or the send refuses it; stored bytes that fit no type."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ async def a_newer_worker_understands_what_an_older_one_did_not(h: Harness) -> No
 
 
 def _same(received: Any, sent: Any, what: str) -> None:
-    """They are equal and of one class, their parts included, but for numbers: those look alike where they are equal."""
+    """Check that two bodies are equal and of one class."""
     check(type(received) is type(sent), f"{what}: a {type(received).__name__} was received, and not {sent!r}")
     equal(received, sent, what)
 

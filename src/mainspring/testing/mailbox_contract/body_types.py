@@ -1,6 +1,6 @@
-"""Types of bodies that are not received as they were sent unless a mailbox sees to it, and what is to become of each.
+"""Types of bodies that a careless encoding changes, and whether each must arrive unchanged or be refused.
 
-A room of its own, imported when it is needed: its models cost time to define.
+This module is imported at first use, because defining its models takes time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing_extensions import TypedDict
 
 
 class Names(BaseModel):
-    """Fields with other names, in all ways that there are."""
+    """Fields with every kind of alias."""
 
     model_config = ConfigDict(extra="forbid")
     both: int = Field(alias="Both")
@@ -41,7 +41,7 @@ class Names(BaseModel):
 
 
 class Camel(BaseModel):
-    """Names made by a generator."""
+    """Aliases made by a generator."""
 
     model_config = ConfigDict(alias_generator=to_camel, extra="forbid")
     user_name: str
@@ -49,7 +49,7 @@ class Camel(BaseModel):
 
 
 class ByBoth(BaseModel):
-    """Names of which either may be given."""
+    """A field that is read by its name or its alias."""
 
     model_config = ConfigDict(populate_by_name=True)
     user_name: str = Field(alias="userName")
@@ -57,13 +57,13 @@ class ByBoth(BaseModel):
 
 @dataclass
 class NamedPart:
-    """A dataclass with another name for its field."""
+    """A dataclass with an alias."""
 
     size: Annotated[int, Field(alias="Size")]
 
 
 class Area(BaseModel):
-    """A computed field, in a model that takes no field it does not know."""
+    """A computed field, in a model that forbids unknown fields."""
 
     model_config = ConfigDict(extra="forbid")
     width: int
@@ -72,7 +72,7 @@ class Area(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def area(self) -> int:
-        """What it computes."""
+        """Return the computed field."""
         return self.width * self.height
 
 
@@ -86,26 +86,26 @@ class Login(BaseModel):
 
 
 class Logins(BaseModel):
-    """Secrets in what is nested."""
+    """Nested secrets."""
 
     logins: list[Login]
 
 
 class Packed(BaseModel):
-    """A field that is JSON in JSON."""
+    """A field of JSON in JSON."""
 
     payload: Json[list[int]]
 
 
 class Hiding(BaseModel):
-    """A field that is not written."""
+    """A field that is excluded from the output."""
 
     name: str
     unwritten: str = Field(default="", exclude=True)
 
 
 class Measured(BaseModel):
-    """Numbers that JSON does not have, written as text."""
+    """Numbers that JSON lacks, written as text."""
 
     model_config = ConfigDict(ser_json_inf_nan="strings")
     value: float
@@ -113,21 +113,21 @@ class Measured(BaseModel):
 
 @dataclass
 class Base:
-    """What another one is below."""
+    """A base class."""
 
     a: int
 
 
 @dataclass
 class Sub(Base):
-    """A class below, with a field more."""
+    """A subclass with one more field."""
 
     b: int = 0
 
 
 @dataclass
 class Holder:
-    """A field for the class above."""
+    """Fields of the base class."""
 
     item: Base
     items: list[Base] = field(default_factory=list)
@@ -135,52 +135,52 @@ class Holder:
 
 @dataclass
 class Cat:
-    """One of two that look alike."""
+    """One of two classes with equal fields."""
 
     name: str
 
 
 @dataclass
 class Dog:
-    """The other one."""
+    """The other of two classes with equal fields."""
 
     name: str
 
 
 class Colour(StrEnum):
-    """Text that is more than text."""
+    """An enum of strings."""
 
     RED = "red"
 
 
 class Point(NamedTuple):
-    """A tuple with names."""
+    """A named tuple."""
 
     x: int
     y: int
 
 
 class Row(TypedDict):
-    """A dict with given keys."""
+    """A typed dict."""
 
     name: str
     at: datetime
 
 
 class OneWay(BaseModel):
-    """A serializer without a validator that undoes it."""
+    """A serializer without an inverse validator."""
 
     tags: Annotated[list[str], PlainSerializer(",".join)]
 
 
 class Loose(BaseModel):
-    """A field for anything."""
+    """A field of any type."""
 
     value: Any
 
 
 def nested(depth: int) -> Any:
-    """So many lists in each other."""
+    """Return ``depth`` nested lists."""
     body: Any = 1
     for _ in range(depth):
         body = [body]
@@ -214,7 +214,7 @@ ARRIVES: dict[str, tuple[Any, Any]] = {
     "the longest number": (int, 10**4_299),
     "deep lists": (list[Any], nested(200)),
 }
-"""By what it is: the type, and a body of it."""
+"""By description: a type and a body that must arrive unchanged."""
 
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     "a field that is not written": (Hiding, Hiding(name="a", unwritten="t"), "unwritten"),
@@ -236,4 +236,4 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "a long number without a type": (None, {"n": -HUGE}, "digits"),
     "lists that are too deep": (Loose, Loose(value=nested(200)), "deep"),
 }
-"""By what it is: the type, a body of it, and what the error names."""
+"""By description: a type, a body that must be refused, and text of the error."""

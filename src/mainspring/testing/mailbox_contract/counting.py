@@ -1,4 +1,4 @@
-"""Each message is in exactly one part, at every step."""
+"""Counts: each message is in exactly one part at every step; and the queue age."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def counts_follow_every_step(h: Harness, box: AnyMailbox) -> None:
 
 @on_mailbox()
 async def counts_see_what_time_alone_has_done(h: Harness, box: AnyMailbox) -> None:
-    """The end of a lease shows in counts() without anybody having received."""
+    """The end of a lease shows in counts() without a receive."""
     await box.send_many(["a", "b"])
     with h.within(h.short):
         await h.one(box, lease=h.short)
@@ -51,7 +51,7 @@ async def counts_see_what_time_alone_has_done(h: Harness, box: AnyMailbox) -> No
 
 @behaviour("cross_process", "expiry", "lease_ends_seen")
 async def the_end_of_a_lease_shows_to_everybody(h: Harness) -> None:
-    """Who held nothing sees in counts() that another's lease has ended, and that what has expired by then is dead."""
+    """A mailbox object without leases sees in counts() that another's lease has ended, and that an expired message is dead."""
     async with h.open() as holder, h.open() as other:
         await holder.send("back")
         with h.within(h.short + 1.0):
@@ -86,7 +86,7 @@ async def counts_add_up_under_any_use(h: Harness, box: AnyMailbox) -> None:
 
 @on_mailbox()
 async def counts_add_up_under_concurrency(h: Harness, box: AnyMailbox) -> None:
-    """While many tasks send, receive and settle, every look at the counts adds up to what was accepted so far."""
+    """While many tasks send, receive and settle, all counts add up to the messages accepted so far."""
     accepted = started = 0
 
     async def send() -> None:
@@ -178,14 +178,14 @@ async def the_queue_age_looks_at_each_priority(h: Harness, box: AnyMailbox) -> N
 
 
 async def _sent(box: AnyMailbox, body: str, **options: Any) -> tuple[float, float]:
-    """Send it; the times between which it was sent."""
+    """Send a message. Return the instants between which it was sent."""
     before = anyio.current_time()
     await box.send(body, **options)
     return before, anyio.current_time()
 
 
 async def _expect_age(h: Harness, box: AnyMailbox, sent: tuple[float, float] | None) -> None:
-    """The queue_age is that of the message sent between those times; None: no message is pending."""
+    """Check that the queue_age is that of the message sent between those instants; None: no message is pending."""
     before = anyio.current_time()
     age = (await box.counts()).queue_age
     if sent is None or age is None:
@@ -200,7 +200,7 @@ def _total(counts: Counts) -> int:
 
 
 class _Model:
-    """A mailbox in which no time passes, as a table of where each message is."""
+    """A model of a mailbox in which no time passes: the part that each message is in."""
 
     def __init__(self, box: AnyMailbox, *, delays: bool) -> None:
         self.box = box
@@ -210,11 +210,11 @@ class _Model:
         self.rng = Random(20_000)  # noqa: S311 - the same steps each time
 
     def counts(self) -> Counts:
-        """What the mailbox has to say."""
+        """Return the counts that the mailbox must return."""
         return Counts(**Counter(self.where.values()))
 
     async def step(self) -> str:
-        """Do one thing, here and there; what it was."""
+        """Do a random operation on the mailbox and the model. Return its name."""
         steps: list[Callable[[], Awaitable[None]]] = [self.send, self.send_many, self.receive, self.receive]
         if self.delays:
             steps.append(self.send_later)
@@ -227,26 +227,26 @@ class _Model:
         return chosen.__name__
 
     async def send(self) -> None:
-        """One more."""
+        """Send one message."""
         self.where[await self.box.send("x")] = "pending"
 
     async def send_many(self) -> None:
-        """Several more."""
+        """Send several messages."""
         for sent in await self.box.send_many(range(self.rng.randint(0, 4))):
             self.where[sent] = "pending"
 
     async def send_later(self) -> None:
-        """One more that nobody receives."""
+        """Send a message with a long delay."""
         self.where[await self.box.send("x", delay=86_400)] = "delayed"
 
     async def receive(self) -> None:
-        """Take some."""
+        """Receive some messages."""
         for message in await self.box.receive(max_messages=self.rng.randint(1, 3), visibility_timeout=43_200):
             self.where[message.id] = "in_flight"
             self.held.append(message)
 
     async def settle(self) -> None:
-        """Settle one in some way."""
+        """Settle a held message in a random way."""
         message = self.held.pop(self.rng.randrange(len(self.held)))
         ways: list[tuple[str, Callable[[], Awaitable[None]]]] = [
             ("settled", message.acknowledge),
@@ -259,12 +259,12 @@ class _Model:
         await call()
 
     async def replay(self) -> None:
-        """Send the dead again."""
+        """Replay all dead letters."""
         await self.box.replay_dead_letters()
         self.where.update({key: "pending" for key, part in self.where.items() if part == "dead"})
 
     async def purge(self) -> None:
-        """Drop everything but the dead."""
+        """Purge the mailbox."""
         await self.box.purge()
         self.where.update({key: "settled" for key, part in self.where.items() if part != "dead"})
         self.held.clear()

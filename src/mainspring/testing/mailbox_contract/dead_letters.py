@@ -1,4 +1,4 @@
-"""Dead letters: what they say, how they are listed, sent again and forgotten."""
+"""Dead letters: what they hold, how they are listed, replayed and purged; the dead-letter queue; the history of failures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 async def _dead(h: Harness, box: AnyMailbox, count: int) -> list[str]:
-    """Send that many and dead-letter them one after the other; their ids."""
+    """Send ``count`` messages and dead-letter them one after the other. Return their ids."""
     sent = await box.send_many(range(count))
     for message in await h.all(box):
         await message.dead_letter(f"reason {message.body}")
@@ -200,7 +200,7 @@ async def dead_letters_can_be_forgotten(h: Harness, box: AnyMailbox) -> None:
 
 @asynccontextmanager
 async def _view(h: Harness, box: AnyMailbox) -> AsyncIterator[DeadLetterView]:
-    """The dead letters of ``box``; what the view leaves on the store is taken away."""
+    """Open the dead letters of ``box`` as a mailbox, and purge what the view leaves on the store."""
     async with DeadLetterView(box, look_every=h.short / 4) as view:
         yield view
         await view.purge()
@@ -312,7 +312,7 @@ async def a_release_and_an_uncharged_nack_leave_the_history(h: Harness, box: Any
 
 @behaviour("history")
 async def a_lease_that_ran_out_is_in_the_history(h: Harness) -> None:
-    """An attempt that ended without a word is told as one whose lease ran out, and keeps what was known before."""
+    """An attempt that ended without a settlement is in the history as an expired lease, after the earlier failures."""
     known = [(1, "Reject"), (2, LEASE_EXPIRED)]
     async with h.open() as box:
         await (await h.delivery(box)).nack(error="one")

@@ -1,4 +1,4 @@
-"""What a behaviour is given to work with, and the checks it makes."""
+"""The harness of the behaviours, their checks, and the report of a run."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ if TYPE_CHECKING:
 AnyMailbox: TypeAlias = Mailbox[Any, Any]
 
 REAL_LIMIT = 180.0
-"""Real seconds after which a behaviour is taken to hang. Some open dozens of mailboxes, on a machine that may be busy."""
+"""Real seconds after which a behaviour counts as hanging. Some behaviours open dozens of mailboxes."""
 STRETCHES = (1, 3, 9)
-"""How many times as long real times are, from one try to the next, where a machine was too busy for the last."""
+"""Factors for real times: each further attempt, after one on a busy machine was too late, takes longer times."""
 VIRTUAL_LIMIT = 10_000_000.0
 SERIALIZES = "serializes"
-"""What a behaviour needs that is no capability: that bodies are written as JSON."""
+"""A need that is no capability: the backend writes bodies as JSON."""
 SLACK = 0.03
-"""Real seconds by which two clocks of one machine may seem to differ."""
+"""Real seconds by which two clocks of one machine may differ."""
 LATENESS = 0.07
-"""Real seconds until what is decided when somebody asks is decided, on a busy machine."""
+"""Real seconds that a call may be late on a busy machine."""
 
 
 class ContractError(AssertionError):
-    """A backend does not do what the contract says."""
+    """The backend breaks the contract."""
 
 
 class TooLateError(Exception):
-    """Something was not done while it could have shown anything: the machine was too busy."""
+    """A check came too late to show anything, because the machine was too busy."""
 
 
 class Factory(Protocol):
     """Makes unopened mailboxes of one store: ``factory(name, body=type, reply=type)``."""
 
     def __call__(self, name: str, /, *, body: Any = None, reply: Any = None) -> Mailbox[Any, Any]:
-        """An unopened mailbox; equal names mean the same queue, as far as the backend can do that."""
+        """Return an unopened mailbox. Equal names mean the same queue, if the backend has the capability."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Backend:
     """A backend under test.
 
     :param factory: makes its mailboxes.
-    :param name: what reports call it (else the class of its mailboxes).
-    :param short_lease: real seconds of a lease that behaviours wait out; in virtual time it is 10 s.
-    :param lateness: real seconds that the store may take, on a busy machine, to do by itself what is due: to give out a message
-        whose delay or lease has ended. The default fits a store that decides this when it is asked.
-    :param corrupt: ``await corrupt(mailbox, raw)`` puts bytes into the store as they are, as a pending message. The default
-        does so through the mailbox's own storing hook, past the encoding.
+    :param name: its name in reports; by default the class of its mailboxes.
+    :param short_lease: real seconds of a lease whose end behaviours wait for; in virtual time it is 10 s.
+    :param lateness: real seconds within which the store makes a message available whose delay or lease has ended. The
+        default fits a store that decides this when it is asked.
+    :param corrupt: ``await corrupt(mailbox, raw)`` stores bytes unchanged, as a pending message. The default calls the
+        mailbox's own storing hook, past the encoding.
     """
 
     factory: Factory
@@ -72,15 +72,15 @@ class Backend:
 
 
 def as_backend(backend: Backend | Factory) -> Backend:
-    """``backend`` itself, or one around a bare factory."""
+    """Return ``backend``, or a backend around a factory."""
     return backend if isinstance(backend, Backend) else Backend(backend)
 
 
 class Harness:
-    """One behaviour's access to the backend: fresh mailboxes, the passing of time, and checks."""
+    """What a behaviour works with: fresh mailboxes, the passing of time, and checks."""
 
     wait = 30.0
-    """Seconds of a long poll that must be woken, not run out."""
+    """Seconds of a waiting receive that must be woken before its end."""
 
     def __init__(self, backend: Backend, stretch: float = 1.0) -> None:
         self.backend = backend
@@ -95,18 +95,18 @@ class Harness:
         self.slack = (0.0 if self.virtual else SLACK) + self.capabilities.lease_granularity
         self._late = 0.0 if self.virtual else backend.lateness
         self.patience = self.wait if self._late > LATENESS else 0.0
-        """Seconds to wait, after :meth:`pass_time`, for what a store does by itself; 0 where it decides when it is asked."""
+        """Seconds to wait, after :meth:`pass_time`, for a store that acts by itself; 0 if it decides when it is asked."""
 
     def can(self, need: str) -> bool:
-        """Whether the backend declares what a behaviour may need."""
+        """True if the backend declares ``need``."""
         return self.serializes if need == SERIALIZES else getattr(self.capabilities, need) is True
 
     def named(self, name: str) -> str:
-        """The full name of a mailbox of this behaviour's own."""
+        """Return the full name of a mailbox, unique to this run of the behaviour."""
         return f"{self._prefix}-{name}"
 
     def unopened(self, name: str = "jobs", *, body: Any = None, reply: Any = None) -> Mailbox[Any, Any]:
-        """A mailbox as the factory makes it."""
+        """Return a mailbox as the factory makes it."""
         made = self.backend.factory(self.named(name), body=body, reply=reply)
         if not isinstance(made, Mailbox):
             raise ConfigError(f"the factory of a backend returns a Mailbox, not {made!r}")
@@ -116,13 +116,13 @@ class Harness:
     async def open(
         self, name: str = "jobs", *, body: Any = None, reply: Any = None
     ) -> AsyncIterator[Mailbox[Any, Any]]:
-        """A mailbox, open inside the block."""
+        """Open a mailbox for the block."""
         mailbox = self.unopened(name, body=body, reply=reply)
         async with mailbox:
             yield mailbox
 
     async def corrupt(self, mailbox: Mailbox[Any, Any], raw: bytes) -> None:
-        """Put ``raw`` into the store as a pending message."""
+        """Store ``raw`` unchanged, as a pending message."""
         if self.backend.corrupt is not None:
             await self.backend.corrupt(mailbox, raw)
         else:
@@ -131,7 +131,7 @@ class Harness:
     # -------------------------------------------------------------------------------------------------------- receiving
 
     async def one(self, mailbox: Mailbox[Any, Any], *, lease: float = 600.0, wait: float = 0.0) -> Message[Any, Any]:
-        """The one message that is available (or becomes so within ``wait`` seconds)."""
+        """Receive the only message that is available, or becomes so within ``wait`` seconds."""
         found = await mailbox.receive(visibility_timeout=lease, wait_time_seconds=wait)
         equal(len(found), 1, "messages received")
         return found[0]
@@ -160,7 +160,7 @@ class Harness:
             yield results
 
     async def all(self, mailbox: Mailbox[Any, Any], *, lease: float = 600.0, due: int = 0) -> list[Message[Any, Any]]:
-        """All that is available; a store that acts by itself gets time until ``due`` messages are."""
+        """Receive all available messages. A store that acts by itself gets time until ``due`` messages are available."""
         found = await mailbox.receive(max_messages=1_000, visibility_timeout=lease)
         until = anyio.current_time() + self.patience
         while len(found) < due and (left := until - anyio.current_time()) > 0:
@@ -168,18 +168,18 @@ class Harness:
         return found
 
     async def none(self, mailbox: Mailbox[Any, Any], why: str) -> None:
-        """Nothing is available."""
+        """Check that no message is available."""
         found = await self.all(mailbox)
         check(not found, f"{why}: yet {found} came")
 
     async def counts(self, mailbox: Mailbox[Any, Any], **expected: int) -> None:
-        """The counts are exactly these (those not named are 0), and the sum follows from them."""
+        """Check that the counts are exactly these (0 if not named), and that approximate_count() agrees."""
         counts = await mailbox.counts()
         equal(counts, Counts(**expected), "counts")
         equal(await mailbox.approximate_count(), counts.waiting, "approximate_count")
 
     async def due_counts(self, mailbox: Mailbox[Any, Any], **expected: int) -> None:
-        """As :meth:`counts`, after time has passed; a store that acts by itself gets time to come to these counts."""
+        """Check the counts after time has passed. A store that acts by itself gets time to reach them."""
 
         async def reached() -> bool:
             return await mailbox.counts() == Counts(**expected)
@@ -190,14 +190,14 @@ class Harness:
     # ------------------------------------------------------------------------------------------------------------ time
 
     def ample(self, least: float) -> float:
-        """Seconds for a lease in which something has to be done: as short ones, but in real time not less than ``least``."""
+        """Return seconds for a lease during which calls are made: ``short``, but in real time at least ``least``."""
         return self.short if self.virtual else max(self.short, least * self._stretch)
 
     @contextmanager
     def within(self, seconds: float, since: float | None = None) -> Iterator[None]:
-        """What the block checks holds for ``seconds``, from its begin or ``since``: while a lease runs, say.
+        """Mark checks that hold for ``seconds`` from the begin of the block, or from ``since``, such as during a lease.
 
-        In real time it may come too late, and shows nothing then: where it failed, all is tried again with longer times.
+        In real time a check may come too late. If it then fails, the behaviour is repeated with longer times.
         """
         began = anyio.current_time() if since is None else since
         try:
@@ -211,17 +211,17 @@ class Harness:
             ) from error
 
     async def pass_time(self, seconds: float) -> None:
-        """Let ``seconds`` pass, and as much as the backend's clock may differ, and its store be late."""
+        """Let ``seconds`` pass, and the time by which the store's clock may differ and the store may be late."""
         await anyio.sleep(seconds + self.slack + self._late)
 
     async def spend(self, seconds: float) -> None:
-        """Let ``seconds`` pass within a longer time that must not end."""
+        """Let ``seconds`` pass during a longer lease, which must not end."""
         await anyio.sleep(seconds)
 
     async def rest(self) -> None:
-        """Let what was started come to where it waits.
+        """Let started tasks run until they wait.
 
-        In real time behaviours run beside each other, so that there may be no moment at which all tasks wait: a while, then.
+        In real time other behaviours run concurrently, so that there may be no moment at which all tasks wait: sleep instead.
         """
         if self.virtual:
             await anyio.wait_all_tasks_blocked()
@@ -229,7 +229,7 @@ class Harness:
             await anyio.sleep(self.slack + LATENESS)
 
     async def when_due(self, holds: Callable[[], Awaitable[bool]]) -> bool:
-        """True if it holds now, or within :attr:`patience`."""
+        """True if the condition holds now, or within :attr:`patience`."""
         until = anyio.current_time() + self.patience
         while not await holds():
             if anyio.current_time() >= until:
@@ -238,16 +238,16 @@ class Harness:
         return True
 
     async def until(self, holds: Callable[[], Awaitable[bool]], what: str) -> None:
-        """Wait until it holds: for what nobody can be woken by."""
+        """Poll until a condition holds for which a mailbox has no event."""
         with anyio.move_on_after(self.wait):
             while not await holds():  # noqa: ASYNC110 - the store has no event for it
                 await anyio.sleep(self.short / 20)
             return
-        raise ContractError(f"it did not come to pass that {what}")
+        raise ContractError(f"it did not happen within {self.wait:g} s that {what}")
 
     @contextmanager
     def takes(self, seconds: float, what: str) -> Iterator[None]:
-        """The block takes ``seconds``: exactly in virtual time; in real time not less, and less than a poll's end."""
+        """Check that the block takes ``seconds``: exactly in virtual time; at least, and less than a wait, in real time."""
         began = anyio.current_time()
         yield
         self.check_duration(anyio.current_time() - began, seconds, what)
@@ -259,13 +259,13 @@ class Harness:
         check(least <= took <= seconds + allowed, f"{what} took {took:.6g} s, not {seconds:g} s")
 
     def at_once(self, what: str) -> Any:
-        """The block takes no time."""
+        """Check that the block takes no time."""
         return self.takes(0.0, what)
 
 
 @dataclass(frozen=True)
 class Behaviour:
-    """One thing that every mailbox does. Call it with a backend or a factory: ``await behaviour(backend)``."""
+    """One behaviour of every mailbox. Call it with a backend or a factory: ``await behaviour(backend)``."""
 
     name: str
     claim: str
@@ -276,9 +276,12 @@ class Behaviour:
         return f"<Behaviour {self.name}>"
 
     async def __call__(self, backend: Backend | Factory) -> None:
-        """Check it: :class:`ContractError` where it does not hold, ``unittest.SkipTest`` where a capability is missing.
+        """Check the behaviour of a backend.
 
-        Only the capabilities excuse a backend: a ``SkipTest`` out of the backend itself is a :class:`ContractError` too.
+        Only capabilities excuse a backend: a ``SkipTest`` raised by the backend itself is a :class:`ContractError`.
+
+        :raises ContractError: the behaviour does not hold.
+        :raises unittest.SkipTest: a capability is missing.
         """
         harness = Harness(as_backend(backend))
         reason = self.missing(harness)
@@ -301,7 +304,7 @@ class Behaviour:
         raise ContractError(f"{late}, with the longest times too") from late
 
     def missing(self, harness: Harness) -> str | None:
-        """Which declared lack of the backend makes this not apply, or None where it applies."""
+        """Return the missing capability that excuses the backend, as text, or None if the behaviour applies."""
         library = async_library()
         if library not in harness.capabilities.async_backends:
             return f"does not run on {library}"
@@ -315,7 +318,7 @@ _KNOWN_NEEDS = {field.name for field in fields(Capabilities) if field.type == "b
 
 
 def behaviour(*needs: str) -> Callable[[Callable[[Harness], Awaitable[None]]], Behaviour]:
-    """Make a function a behaviour: its name, its docstring (the claim), and the capabilities it needs."""
+    """Make a behaviour of a function: its name, its docstring as the claim, and the capabilities it needs."""
     unknown = set(needs) - _KNOWN_NEEDS
     if unknown:
         raise ConfigError(f"no such capabilities: {', '.join(sorted(unknown))}")
@@ -330,7 +333,7 @@ def behaviour(*needs: str) -> Callable[[Callable[[Harness], Awaitable[None]]], B
 def on_mailbox(
     *needs: str, body: Any = None, reply: Any = None
 ) -> Callable[[Callable[[Harness, AnyMailbox], Awaitable[None]]], Behaviour]:
-    """Make a function a behaviour of one mailbox, which is opened for it and closed after it."""
+    """Make a behaviour of a function that is given one open mailbox with these types."""
 
     def make(function: Callable[[Harness, AnyMailbox], Awaitable[None]]) -> Behaviour:
         @wraps(function)
@@ -358,7 +361,7 @@ def behaviours_of(module: ModuleType) -> list[Behaviour]:
 
 
 def check(holds: bool, otherwise: str) -> None:
-    """Raise :class:`ContractError` unless it holds. (``assert`` would be gone under ``python -O``.)"""
+    """Raise :class:`ContractError` unless ``holds``. (``python -O`` removes ``assert``.)"""
     if not holds:
         raise ContractError(otherwise)
 
@@ -370,7 +373,7 @@ def equal(actual: object, expected: object, what: str) -> None:
 
 @contextmanager
 def raises(kind: type[BaseException], when: str) -> Iterator[list[BaseException]]:
-    """The block raises ``kind``; the list then holds the error."""
+    """Check that the block raises ``kind``. The list then holds the error."""
     caught: list[BaseException] = []
     try:
         yield caught
@@ -383,32 +386,32 @@ def raises(kind: type[BaseException], when: str) -> Iterator[list[BaseException]
 
 
 def ids(messages: list[Message[Any, Any]]) -> list[str]:
-    """The ids of messages, in their order."""
+    """Return the ids of messages, in order."""
     return [message.id for message in messages]
 
 
 def texts(messages: list[Message[Any, Any]]) -> list[Any]:
-    """The bodies of messages, in their order."""
+    """Return the bodies of messages, in order."""
     return [message.body for message in messages]
 
 
 @dataclass
 class Report:
-    """How a backend did: the names of the behaviours, and why where they did not pass. ``str(report)`` is for people."""
+    """The result of a run: the names of the behaviours, with errors and reasons. ``str(report)`` is for people."""
 
     backend: str
     passed: list[str] = field(default_factory=list)
     failed: dict[str, BaseException] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     undeclared: list[str] = field(default_factory=list)
-    """Those of ``skipped`` that the backend's capabilities do not account for."""
+    """The skipped behaviours that missing capabilities do not excuse."""
     lacking: frozenset[str] = frozenset()
-    """What the contract checks and the backend declares that it cannot do: names of ``Capabilities``, and "serializes"."""
+    """The missing capabilities that the contract checks: names of ``Capabilities``, and "serializes"."""
     claims: dict[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
-        """Nothing failed, something passed, and no more is skipped than the capabilities declare."""
+        """True if no behaviour failed, at least one passed, and only missing capabilities caused skips."""
         return not self.failed and not self.undeclared and bool(self.passed)
 
     def __str__(self) -> str:
@@ -476,7 +479,7 @@ async def _run_one(behaviour: Behaviour, backend: Backend, report: Report, limit
 
 
 async def _check_refusal(harness: Harness, report: Report) -> None:
-    """On an event loop that the backend does not run on, opening says so."""
+    """Check that opening fails on an event loop that the backend does not support."""
     name = "opening_on_an_unsupported_event_loop_is_a_config_error"
     try:
         with raises(ConfigError, f"opening it on {async_library()}"):

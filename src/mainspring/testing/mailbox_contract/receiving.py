@@ -1,4 +1,4 @@
-"""What receive gives: what is available, at once, each message to one receiver; and what a cancelled one leaves."""
+"""Receiving: which messages come, in which order, what wakes a waiting receive, and what a cancelled one leaves."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def receive_returns_at_most_max_messages(h: Harness, box: AnyMailbox) -> N
 
 @on_mailbox()
 async def a_leased_message_is_hidden_from_others(h: Harness, box: AnyMailbox) -> None:
-    """A message in flight is received by nobody else while its lease runs."""
+    """A message in flight cannot be received again while its lease runs."""
     await h.delivery(box)
     await h.none(box, "its only message is leased")
     equal(await box.receive(wait_time_seconds=h.short), [], "what a short poll got")
@@ -117,7 +117,7 @@ async def a_receive_cancelled_beforehand_claims_nothing(h: Harness, box: AnyMail
 
 
 async def _receive(h: Harness, box: AnyMailbox, got: list[Any], scope: anyio.CancelScope) -> None:
-    """Wait for a message, as long as ``scope`` is not cancelled."""
+    """Receive a message in ``scope``, which may be cancelled."""
     with scope:
         got.extend(await box.receive(visibility_timeout=600, wait_time_seconds=h.wait))
 
@@ -415,7 +415,7 @@ async def a_nacked_message_goes_to_the_tail(h: Harness, box: AnyMailbox) -> None
 
 @on_mailbox()
 async def an_uncharged_nack_goes_to_the_tail_too(h: Harness, box: AnyMailbox) -> None:
-    """So does one with charge=False."""
+    """A message nacked with charge=False comes after those that were waiting."""
     await box.send_many(["a", "b"])
     await (await h.one(box)).nack(charge=False)
     equal(texts(await h.all(box)), ["b", "a"], "the order after an uncharged nack")

@@ -1,4 +1,4 @@
-"""Replies: one step with the acknowledgement, sent only while the lease is held, and carrying the request's id."""
+"""Replies and requests: a reply is one step with the acknowledgement, and finds the requester that waits for it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def a_reply_wakes_the_requester(h: Harness) -> None:
 
 @on_mailbox("transactional_reply", "durable")
 async def replies_to_a_mailbox_nobody_has_open_are_kept(h: Harness, box: AnyMailbox) -> None:
-    """On a durable store a reply to a name that nobody has open waits there."""
+    """On a durable store a reply to a mailbox that is not open waits there."""
     await (await h.delivery(box, "ask", reply_to=h.named("replies"))).reply("answer")
     async with h.open("replies") as replies:
         equal((await h.one(replies)).body, "answer", "the reply")
@@ -97,7 +97,7 @@ async def a_reply_to_nowhere_is_an_error(h: Harness, box: AnyMailbox) -> None:
 
 @on_mailbox()
 async def a_reply_to_a_strange_store_is_an_error(h: Harness, box: AnyMailbox) -> None:
-    """A reply_to on a store that nothing here has named is ReplyNotAvailableError at once: that store is not called."""
+    """A reply_to on a store that the program has not named is ReplyNotAvailableError at once: that store is not called."""
     for url in ("redis://strange.invalid/0", "nats://strange.invalid", "postgresql://strange.invalid/db"):
         message = await h.delivery(box, reply_to=url)
         with raises(ReplyNotAvailableError, f"a reply to {url}"):
@@ -158,7 +158,7 @@ async def a_reply_reaches_another_store(h: Harness) -> None:
 
 
 async def _answer(h: Harness, box: AnyMailbox, count: int = 1) -> None:
-    """Be the worker: reply to that many requests with twice their bodies."""
+    """Reply to ``count`` requests with twice their bodies, as a worker."""
     for _ in range(count):
         request = await h.one(box, wait=h.wait)
         await request.reply(2 * request.body)
@@ -220,7 +220,7 @@ async def a_request_that_dies_tells_its_requester(h: Harness, box: AnyMailbox) -
 async def a_request_nobody_waits_for_is_withdrawn(h: Harness, box: AnyMailbox) -> None:
     """At its timeout a request() raises RequestTimeoutError, and the request leaves the queue."""
     timeout = h.ample(2.0)  # the sending counts too, and a slow store must have done it by then
-    with h.takes(timeout, "the request"), raises(RequestTimeoutError, "a request that nobody answers"):
+    with h.takes(timeout, "the request"), raises(RequestTimeoutError, "a request without an answer"):
         await box.request("x", timeout=timeout)
 
     async def withdrawn() -> bool:
@@ -234,7 +234,7 @@ async def a_request_nobody_waits_for_is_withdrawn(h: Harness, box: AnyMailbox) -
 
 @on_mailbox("siblings", "cancel")
 async def a_cancelled_request_tells_its_requester(h: Harness, box: AnyMailbox) -> None:
-    """Whoever cancels a request, through whatever mailbox object: its requester gets RequestCancelledError."""
+    """When a request is cancelled, through any mailbox object, its requester gets RequestCancelledError."""
     for in_flight in (False, True):
         pending = await box.submit("x")
         if in_flight:
@@ -254,14 +254,14 @@ async def a_reply_to_a_requester_that_is_gone_is_dropped(h: Harness) -> None:
             if box._works_unopened:  # closed is closed for good there: the worker must have an object of its own  # noqa: SLF001 - this package's own
                 check(box is not worker, "the factory gives one object twice")
             request = await h.one(worker)
-        await request.reply("nobody waits")
+        await request.reply("too late")
         check(request.is_settled, "the request is not settled")
         await h.counts(worker, settled=1)
 
 
 @on_mailbox("siblings")
 async def a_second_reply_is_dropped(h: Harness, box: AnyMailbox) -> None:
-    """A reply that comes again, or that nobody waits for, is dropped and counted."""
+    """A second reply, or one without a waiting requester, is dropped and counted."""
     pending = await box.submit("x")
     request = await h.one(box)
     address = request.reply_to or ""
@@ -279,7 +279,7 @@ async def a_second_reply_is_dropped(h: Harness, box: AnyMailbox) -> None:
 
 @behaviour("siblings")
 async def a_handler_can_answer_with_an_error(h: Harness) -> None:
-    """ReplyError reaches the requester at once, with its text; the message is acknowledged, whether one asked or not."""
+    """ReplyError reaches the requester at once, with its text; the message is acknowledged, with or without a requester."""
 
     async def refuse(body: str) -> str:
         raise ReplyError(f"there is no {body}")

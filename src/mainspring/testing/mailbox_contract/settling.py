@@ -1,4 +1,4 @@
-"""What each settlement does, and what it counts as."""
+"""Settlements, purges and cancellations: what they do, what they charge, and how they count."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ async def a_delayed_nack_charges_as_told(h: Harness, box: AnyMailbox) -> None:
 
 @on_mailbox("delay")
 async def a_nacks_delay_hides_the_message(h: Harness, box: AnyMailbox) -> None:
-    """During the delay of a nack nobody receives the message."""
+    """During the delay of a nack the message cannot be received."""
     await (await h.delivery(box)).nack(delay=3_600)
     await h.none(box, "an hour's delay")
     equal(await box.receive(wait_time_seconds=h.short), [], "what a short poll got")
@@ -190,7 +190,7 @@ async def a_purge_drops_what_is_not_dead(h: Harness, box: AnyMailbox) -> None:
     equal(await box.purge(), dropped, "purged messages")
     await h.counts(box, settled=dropped, dead=1)
     await h.none(box, "everything was purged")
-    check(not held.is_settled, "a purge settled somebody's delivery")
+    check(not held.is_settled, "a purge settled a delivery that was held")
     equal(await box.purge(), 0, "messages of a second purge")
     equal((await h.delivery(box, "new")).body, "new", "what was sent after the purge")
 
@@ -264,7 +264,7 @@ async def a_message_in_flight_can_be_cancelled(h: Harness, box: AnyMailbox) -> N
 
 @on_mailbox("cancel")
 async def a_cancellation_is_announced(h: Harness, box: AnyMailbox) -> None:
-    """Who holds messages of the mailbox object that cancels hears the id of a cancelled one at once."""
+    """A listener of the mailbox object that cancels gets the id of the cancelled message at once."""
     sent = await box.send("x")
     await h.one(box)
     heard: list[str] = []
