@@ -47,7 +47,10 @@ class GroupState(StrEnum):
 
 
 class LoopThreadState(StrEnum):
-    """Life of a LoopThread. It accepts callbacks while it is running, and lives once."""
+    """Life of a LoopThread. It accepts callbacks while it is running, and lives once.
+
+    It has no table: any thread or signal handler moves it on, so it is told from marks that are each set once.
+    """
 
     IDLE = "idle"
     STARTING = "starting"
@@ -59,7 +62,7 @@ class LoopThreadState(StrEnum):
 S = TypeVar("S", bound=StrEnum)
 Table = dict[S, frozenset[S]]
 
-_M, _S, _G, _L = MailboxState, ServiceState, GroupState, LoopThreadState
+_M, _S, _G = MailboxState, ServiceState, GroupState
 
 MAILBOX: Table[MailboxState] = {
     _M.UNOPENED: frozenset({_M.OPEN, _M.CLOSED}),
@@ -86,16 +89,6 @@ GROUP: Table[GroupState] = {
     _G.STARTING: frozenset({_G.RUNNING, *_SHUTDOWN_ORDER}),
     _G.RUNNING: frozenset(_SHUTDOWN_ORDER),
     **{phase: frozenset(_SHUTDOWN_ORDER[index + 1 :]) for index, phase in enumerate(_SHUTDOWN_ORDER)},
-}
-
-
-# Stopped before it was started, it stays so: a stop and a start that meet then come to the same end in either order.
-LOOP_THREAD: Table[LoopThreadState] = {
-    _L.IDLE: frozenset({_L.STARTING, _L.STOPPED}),
-    _L.STARTING: frozenset({_L.RUNNING, _L.STOPPING, _L.STOPPED}),
-    _L.RUNNING: frozenset({_L.STOPPING}),
-    _L.STOPPING: frozenset({_L.STOPPED}),
-    _L.STOPPED: frozenset(),
 }
 
 

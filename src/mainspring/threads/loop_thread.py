@@ -84,7 +84,7 @@ class LoopThread:
     @property
     def state(self) -> LoopThreadState:
         """Idle, starting, running, stopping or stopped."""
-        return self._core.life.state
+        return self._core.state
 
     def start(self) -> None:
         """Start the thread and return once its event loop runs; while that runs already, at once.

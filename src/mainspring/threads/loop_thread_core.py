@@ -20,7 +20,7 @@ from mainspring.core import clock
 from mainspring.core.introspection import innermost, unrun
 from mainspring.core.loggers import Logger
 from mainspring.core.process import call_soon, carried_context, event_loop, in_event_loop
-from mainspring.core.state_machine import LOOP_THREAD, LoopThreadState
+from mainspring.core.state_machine import LoopThreadState
 from mainspring.core.tracebacks import beneath, where, where_thread
 from mainspring.errors import (
     ConfigError,
@@ -38,53 +38,8 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
 
-IDLE, STARTING, RUNNING = LoopThreadState.IDLE, LoopThreadState.STARTING, LoopThreadState.RUNNING
-STOPPING, STOPPED = LoopThreadState.STOPPING, LoopThreadState.STOPPED
-
 JOIN_WITHIN: Final = 1.0
 """Seconds that are waited for a thread whose work is over to be gone: it has a few instructions left."""
-
-
-class Life:
-    """The state, which any thread moves on. The first thread to leave a state decides where to, in one atomic step."""
-
-    def __init__(self) -> None:
-        self.left: Final[dict[LoopThreadState, LoopThreadState]] = {}
-        """Where each state that has been left went to. To be read; :meth:`leave` writes it."""
-
-    @property
-    def state(self) -> LoopThreadState:
-        """The present one."""
-        state = IDLE
-        while state in self.left:
-            state = self.left[state]
-        return state
-
-    @property
-    def was_started(self) -> bool:
-        """Whether it has had, or will have, a thread."""
-        return self.left.get(IDLE) is STARTING
-
-    def leave(self, old: LoopThreadState, new: LoopThreadState) -> None:
-        """Go from ``old`` to ``new``, unless ``old`` was left before."""
-        assert new in LOOP_THREAD[old]
-        self.left.setdefault(old, new)
-
-    def end(self) -> None:
-        """Go on to the last state, from wherever it is."""
-        self.leave(STARTING, STOPPED)
-        if self.left[STARTING] is RUNNING:
-            self.leave(RUNNING, STOPPING)
-        if STOPPING in self.left.values():
-            self.leave(STOPPING, STOPPED)
-
-    def ask_to_stop(self) -> None:
-        """Go on to where it takes nothing more, unless it is there, or beyond that."""
-        self.leave(IDLE, STOPPED)
-        if self.was_started:
-            self.leave(STARTING, STOPPING)
-            if self.left[STARTING] is RUNNING:
-                self.leave(RUNNING, STOPPING)
 
 
 class Gate:
@@ -227,7 +182,11 @@ class LoopCore:
         self.options = options
         self.stop_timeout = stop_timeout
         self.cancel_grace = cancel_grace
-        self.life = Life()
+        # Each is set once, in one step that nothing can come between. So no move needs a lock.
+        self._started = False
+        self._loop_runs = False
+        self._stopping = False
+        self._ended = False
         self._pid: int | None = None
         self._thread: threading.Thread | None = None
         self._starter = threading.Lock()  # taken by the first thread to start it, and never given back
@@ -239,7 +198,6 @@ class LoopCore:
         self._awake = False
         self._calling = False
         self._idle_waiters: list[Gate] = []
-        self._loop_runs = False
         self._loop: object = None
         self._stop_told: anyio.Event | None = None
         self._timeouts: list[float] = []
@@ -253,6 +211,17 @@ class LoopCore:
         return f"loop thread {self.name!r}"
 
     # ---------------------------------------------------------------------------------------------- from any thread
+
+    @property
+    def state(self) -> LoopThreadState:
+        """Where it is."""
+        if self._ended:
+            return LoopThreadState.STOPPED
+        if self._stopping:
+            return LoopThreadState.STOPPING if self._started else LoopThreadState.STOPPED
+        if self._loop_runs:
+            return LoopThreadState.RUNNING
+        return LoopThreadState.STARTING if self._started else LoopThreadState.IDLE
 
     def is_foreign(self) -> bool:
         """Whether another process, from which this one was forked, has started it."""
@@ -270,8 +239,9 @@ class LoopCore:
 
     def not_running(self) -> LoopNotRunningError:
         """The error of what it cannot take (any more)."""
-        advice = "start() it first" if self.life.state is IDLE else "make a new LoopThread"
-        return LoopNotRunningError(f"{self} is {self.life.state}; {advice}")
+        state = self.state
+        advice = "start() it first" if state is LoopThreadState.IDLE else "make a new LoopThread"
+        return LoopNotRunningError(f"{self} is {state}; {advice}")
 
     def start(self) -> None:
         self._claim()
@@ -280,13 +250,13 @@ class LoopCore:
         self._ready.wait()
         if self._error is not None:
             raise self._error
-        if self.life.state is not RUNNING:
+        if self.state is not LoopThreadState.RUNNING:
             raise self.not_running()
 
     def _launch(self) -> None:
-        self.life.leave(IDLE, STARTING)
-        if not self.life.was_started:  # it was stopped before
-            self._ready.open()
+        self._started = True
+        if self._stopping:  # it was stopped before; a stop from here on waits for the end
+            self._end(None)
             return
         # A daemon, since Python waits for all others before it calls what `atexit` holds, and would wait for ever.
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
@@ -314,8 +284,7 @@ class LoopCore:
         return False
 
     def post(self, fn: Callable[[], object]) -> bool:
-        left = self.life.left
-        if not self._loop_runs or RUNNING in left:
+        if not self._loop_runs or self._stopping:
             self._check_process()
             return False
         if self._pid != os.getpid():
@@ -324,7 +293,7 @@ class LoopCore:
         self._queue.append(entry)
         # No lock, so that a signal handler or a garbage collection can come in at any point, and do the same. What is in
         # the queue before the flip is called. Where the flip came first, it is taken back, if it is still there to be taken.
-        if RUNNING in left and _taken(entry) is not None:
+        if self._stopping and _taken(entry) is not None:
             return False
         if not self._awake:
             try:
@@ -364,7 +333,7 @@ class LoopCore:
     def stop(self, timeout: float | None) -> bool:
         self._claim()
         self._ask_to_stop(timeout)
-        if not self.life.was_started or self._is_within() or self._interrupts_a_call():
+        if not self._started or self._is_within() or self._interrupts_a_call():
             return True
         began = clock.monotonic()
         while not self._over.is_open and (left := began + self._stop_within(timeout) - clock.monotonic()) > 0:
@@ -393,7 +362,7 @@ class LoopCore:
     def _ask_to_stop(self, timeout: float | None = None) -> None:
         if timeout is not None:
             self._timeouts.append(timeout)
-        self.life.ask_to_stop()
+        self._stopping = True
         if self._loop is not None:
             self._call_soon(self._told_to_stop)
 
@@ -427,9 +396,8 @@ class LoopCore:
         self._context = copy_context()
         async with anyio.create_task_group() as self.tasks:
             self._loop = event_loop()
-            self.life.leave(STARTING, RUNNING)
-            self._loop_runs = self.life.left[STARTING] is RUNNING
-            if self.life.state is not RUNNING:
+            self._loop_runs = True
+            if self._stopping:
                 self._stop_told.set()
             self._ready.open()
             await self._stop_told.wait()
@@ -441,7 +409,8 @@ class LoopCore:
         """Release all waiters, after the event loop has ended or could not start."""
         atexit.unregister(self._at_exit)
         began = self._loop is not None
-        self.life.end()
+        self._stopping = True  # first: what is posted from here on is refused
+        self._ended = True
         if began and error is not None:
             self.clean = False
             _log.critical("the event loop of %s broke", self, exc_info=error)
