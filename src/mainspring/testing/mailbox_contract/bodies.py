@@ -182,8 +182,7 @@ async def a_body_of_the_wrong_shape_is_a_failed_attempt(h: Harness, box: AnyMail
     """JSON that does not fit the type is delivered; .body raises SerializationError, and a nack charges as ever."""
     await h.corrupt(box, b'{"number": "seven"}')
     for number in (1, 2):
-        message = await h.one(box)
-        equal((message.delivery_count, message.attempt), (number, number), "counts")
+        message = await h.one(box, counts=(number, number))
         with raises(SerializationError, "reading a body of the wrong shape") as caught:
             _ = message.body
         check("Order" in str(caught[0]), f"the error does not name the type: {caught[0]}")

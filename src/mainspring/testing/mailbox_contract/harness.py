@@ -47,7 +47,7 @@ class TooLateError(Exception):
 class Factory(Protocol):
     """Makes unopened mailboxes of one store: ``factory(name, body=type, reply=type)``."""
 
-    def __call__(self, name: str, /, *, body: Any = None, reply: Any = None) -> Mailbox[Any, Any]:
+    def __call__(self, name: str, /, *, body: Any = None, reply: Any = None) -> AnyMailbox:
         """Return an unopened mailbox. Equal names mean the same queue, if the backend has the capability."""
 
 
@@ -68,7 +68,7 @@ class Backend:
     name: str = ""
     short_lease: float = 0.1
     lateness: float = LATENESS
-    corrupt: Callable[[Mailbox[Any, Any], bytes], Awaitable[object]] | None = None
+    corrupt: Callable[[AnyMailbox, bytes], Awaitable[object]] | None = None
 
 
 def as_backend(backend: Backend | Factory) -> Backend:
@@ -105,7 +105,7 @@ class Harness:
         """Return the full name of a mailbox, unique to this run of the behaviour."""
         return f"{self._prefix}-{name}"
 
-    def unopened(self, name: str = "jobs", *, body: Any = None, reply: Any = None) -> Mailbox[Any, Any]:
+    def unopened(self, name: str = "jobs", *, body: Any = None, reply: Any = None) -> AnyMailbox:
         """Return a mailbox as the factory makes it."""
         made = self.backend.factory(self.named(name), body=body, reply=reply)
         if not isinstance(made, Mailbox):
@@ -113,15 +113,13 @@ class Harness:
         return made
 
     @asynccontextmanager
-    async def open(
-        self, name: str = "jobs", *, body: Any = None, reply: Any = None
-    ) -> AsyncIterator[Mailbox[Any, Any]]:
+    async def open(self, name: str = "jobs", *, body: Any = None, reply: Any = None) -> AsyncIterator[AnyMailbox]:
         """Open a mailbox for the block."""
         mailbox = self.unopened(name, body=body, reply=reply)
         async with mailbox:
             yield mailbox
 
-    async def corrupt(self, mailbox: Mailbox[Any, Any], raw: bytes) -> None:
+    async def corrupt(self, mailbox: AnyMailbox, raw: bytes) -> None:
         """Store ``raw`` unchanged, as a pending message."""
         if self.backend.corrupt is not None:
             await self.backend.corrupt(mailbox, raw)
@@ -130,10 +128,22 @@ class Harness:
 
     # -------------------------------------------------------------------------------------------------------- receiving
 
-    async def one(self, mailbox: Mailbox[Any, Any], *, lease: float = 600.0, wait: float = 0.0) -> Message[Any, Any]:
-        """Receive the only message that is available, or becomes so within ``wait`` seconds."""
+    async def one(
+        self,
+        mailbox: AnyMailbox,
+        *,
+        lease: float = 600.0,
+        wait: float = 0.0,
+        counts: tuple[int, int] | None = None,
+    ) -> Message[Any, Any]:
+        """Receive the only message that is available, or becomes so within ``wait`` seconds.
+
+        ``counts`` are the delivery_count and the attempt that it must have.
+        """
         found = await mailbox.receive(visibility_timeout=lease, wait_time_seconds=wait)
         equal(len(found), 1, "messages received")
+        if counts is not None:
+            equal((found[0].delivery_count, found[0].attempt), counts, "delivery_count and attempt")
         return found[0]
 
     async def delivery(
@@ -159,7 +169,7 @@ class Harness:
             await self.rest()
             yield results
 
-    async def all(self, mailbox: Mailbox[Any, Any], *, lease: float = 600.0, due: int = 0) -> list[Message[Any, Any]]:
+    async def all(self, mailbox: AnyMailbox, *, lease: float = 600.0, due: int = 0) -> list[Message[Any, Any]]:
         """Receive all available messages. A store that acts by itself gets time until ``due`` messages are available."""
         found = await mailbox.receive(max_messages=1_000, visibility_timeout=lease)
         until = anyio.current_time() + self.patience
@@ -167,18 +177,18 @@ class Harness:
             found += await mailbox.receive(max_messages=1_000, visibility_timeout=lease, wait_time_seconds=left)
         return found
 
-    async def none(self, mailbox: Mailbox[Any, Any], why: str) -> None:
+    async def none(self, mailbox: AnyMailbox, why: str) -> None:
         """Check that no message is available."""
         found = await self.all(mailbox)
         check(not found, f"{why}: yet {found} came")
 
-    async def counts(self, mailbox: Mailbox[Any, Any], **expected: int) -> None:
+    async def counts(self, mailbox: AnyMailbox, **expected: int) -> None:
         """Check that the counts are exactly these (0 if not named), and that approximate_count() agrees."""
         counts = await mailbox.counts()
         equal(counts, Counts(**expected), "counts")
         equal(await mailbox.approximate_count(), counts.waiting, "approximate_count")
 
-    async def due_counts(self, mailbox: Mailbox[Any, Any], **expected: int) -> None:
+    async def due_counts(self, mailbox: AnyMailbox, **expected: int) -> None:
         """Check the counts after time has passed. A store that acts by itself gets time to reach them."""
 
         async def reached() -> bool:

@@ -95,8 +95,7 @@ async def a_nack_charges_an_attempt(h: Harness, box: AnyMailbox) -> None:
     """After nack() the next delivery has delivery_count and attempt one higher."""
     await box.send("x")
     for number in range(1, 5):
-        message = await h.one(box)
-        equal((message.delivery_count, message.attempt), (number, number), f"counts of delivery {number}")
+        message = await h.one(box, counts=(number, number))
         await message.nack()
         check(message.is_settled, "is_settled is not set")
         await h.counts(box, pending=1)
@@ -107,8 +106,7 @@ async def an_uncharged_nack_charges_nothing(h: Harness, box: AnyMailbox) -> None
     """After nack(charge=False) delivery_count is one higher and attempt is not."""
     await box.send("x")
     for number in range(1, 4):
-        message = await h.one(box)
-        equal((message.delivery_count, message.attempt), (number, 1), f"counts of delivery {number}")
+        message = await h.one(box, counts=(number, 1))
         await message.nack(charge=False)
     await (await h.one(box)).nack()
     equal((await h.one(box)).attempt, 2, "attempt after a charged nack")
@@ -122,12 +120,10 @@ async def a_delayed_nack_charges_as_told(h: Harness, box: AnyMailbox) -> None:
         await message.nack(delay=h.short)
         await h.counts(box, delayed=1)
     await h.pass_time(h.short)
-    message = await h.one(box, wait=h.patience)
-    equal((message.delivery_count, message.attempt), (2, 2), "counts after a charged one")
+    message = await h.one(box, wait=h.patience, counts=(2, 2))
     await message.nack(delay=h.short, charge=False)
     await h.pass_time(h.short)
-    message = await h.one(box, wait=h.patience)
-    equal((message.delivery_count, message.attempt), (3, 2), "counts after an uncharged one")
+    message = await h.one(box, wait=h.patience, counts=(3, 2))
 
 
 @on_mailbox("delay")
@@ -144,8 +140,7 @@ async def a_release_charges_nothing(h: Harness, box: AnyMailbox) -> None:
     """After release() attempt is as before, and delivery_count counts the delivery."""
     await box.send("x")
     for number in range(1, 5):
-        message = await h.one(box)
-        equal((message.delivery_count, message.attempt), (number, 1), f"counts of delivery {number}")
+        message = await h.one(box, counts=(number, 1))
         await message.release()
         check(message.is_settled, "is_settled is not set")
         await h.counts(box, pending=1)
@@ -160,8 +155,7 @@ async def attempts_add_up_over_every_kind_of_return(h: Harness, box: AnyMailbox)
     await h.pass_time(h.short)
     await (await h.one(box, wait=h.patience)).nack(charge=False)
     await (await h.one(box)).release()
-    message = await h.one(box)
-    equal((message.delivery_count, message.attempt), (6, 3), "counts of the sixth delivery")
+    await h.one(box, counts=(6, 3))
 
 
 @on_mailbox()
