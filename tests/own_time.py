@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 SHOWN = 20
 """How many tests are listed."""
+WORTH_SHOWING = 0.1
 PRESSURE = [path for name in ("cpu", "io") if (path := Path("/proc/pressure", name)).exists()]
 PROPERTY = "own time"
 
@@ -116,7 +117,7 @@ def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
         for report in reports
         if isinstance(report, pytest.TestReport) and report.when == "teardown"
         for name, value in report.user_properties
-        if name == PROPERTY
+        if name == PROPERTY and value[0] > WORTH_SHOWING
     ]
     if measured:
         terminalreporter.section("own time, seconds passed, processor time")
