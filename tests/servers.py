@@ -6,6 +6,7 @@ required (:func:`required`) it fails instead.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ import tempfile
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import IO, TYPE_CHECKING, NoReturn
 
 import psutil
 import pytest
@@ -83,8 +84,59 @@ def server(variable: str, local: str, works: Callable[[], bool], own: Callable[[
     if given or works():
         yield given or local
         return
-    with own() as started:
-        yield started.url
+    with of_this_run(variable, own) as url:
+        yield url
+
+
+@contextmanager
+def of_this_run(kind: str, own: Callable[[], Program]) -> Iterator[str]:
+    """The URL of a server that the processes of one run of pytest-xdist share.
+
+    The first one starts it, and stops it once no other one uses it. A file holds the URL. Each user shares a lock on another
+    one, which the kernel drops with a process that is gone.
+    """
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None:
+        with own() as started:
+            yield started.url
+        return
+    path = Path(tempfile.gettempdir(), f"mainspring-{kind.lower()}-{run}")
+    with path.open("a+") as place, Path(f"{path}-users").open("a+") as users:
+        fcntl.flock(place, fcntl.LOCK_EX)
+        place.seek(0)
+        url = place.read()
+        started = None if url else own()
+        if started is not None:
+            started.__enter__()
+            url = started.url
+            place.write(url)
+            place.flush()
+        fcntl.flock(users, fcntl.LOCK_SH)
+        fcntl.flock(place, fcntl.LOCK_UN)
+        try:
+            yield url
+        finally:
+            fcntl.flock(users, fcntl.LOCK_UN)
+            if started is not None:
+                while not _stop_if_unused(started, place, users):
+                    time.sleep(0.02)
+
+
+def _stop_if_unused(started: Program, place: IO[str], users: IO[str]) -> bool:
+    fcntl.flock(place, fcntl.LOCK_EX)  # nobody begins to use it meanwhile
+    try:
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    else:
+        started.__exit__()
+        place.truncate(0)  # for one that has it open already, and starts a server of its own
+        for file in (place, users):
+            Path(file.name).unlink(missing_ok=True)
+        return True
+    finally:
+        fcntl.flock(users, fcntl.LOCK_UN)
+        fcntl.flock(place, fcntl.LOCK_UN)
 
 
 class Program:

@@ -6,8 +6,9 @@ import signal
 import socket
 import threading
 import time
-from contextlib import closing, contextmanager, suppress
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
+from typing import TYPE_CHECKING, ClassVar
 
 import psutil
 import psycopg
@@ -18,6 +19,7 @@ import servers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 OUTCOMES = (pytest.skip.Exception, pytest.fail.Exception)
 
@@ -86,6 +88,47 @@ def test_the_environments_server_goes_before_that_of_the_machine_and_that_before
     monkeypatch.setenv("MAINSPRING_SOME_URL", given)
     with servers.server("MAINSPRING_SOME_URL", "local://", lambda: works, Own) as chosen:
         assert chosen == url
+
+
+class Counted(Own):
+    """A server that counts how many of its kind run."""
+
+    running: ClassVar[list[Counted]] = []
+
+    @property
+    def url(self) -> str:
+        return f"own://{id(self)}"
+
+    def __enter__(self) -> Counted:
+        self.running.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.running.remove(self)
+
+
+def test_the_processes_of_a_run_share_a_server_until_the_last_one_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("PYTEST_XDIST_TESTRUNUID", "one run")
+    first, second, third = (ExitStack() for _ in range(3))
+    with ThreadPoolExecutor(1) as ending, second, third:
+        url = first.enter_context(servers.of_this_run("SOME", Counted))
+        assert second.enter_context(servers.of_this_run("SOME", Counted)) == url
+        ended = ending.submit(first.close)
+        with pytest.raises(TimeoutError):
+            ended.result(timeout=0.1)  # it waits for the second one, and a third one may still come
+        assert third.enter_context(servers.of_this_run("SOME", Counted)) == url
+        second.close()
+        assert [one.url for one in Counted.running] == [url]
+        third.close()
+        ended.result(timeout=servers.PATIENCE)
+        assert Counted.running == []
+    with servers.of_this_run("SOME", Counted):
+        assert len(Counted.running) == 1, "whoever comes after the last one starts another one"
+    assert Counted.running == []
+    assert list(tmp_path.iterdir()) == []
 
 
 @contextmanager
