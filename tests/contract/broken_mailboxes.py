@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
 
-from mainspring import InMemoryMailbox, ReceiptHandleExpiredError
+from mainspring import InMemoryMailbox, InvalidParameterError, ReceiptHandleExpiredError
 from mainspring.mailbox.message import UNKNOWN, Ack, Cancelled, CancelOutcome, Dead, Return
 from mainspring.testing import mailbox_contract
 from wrapped_backend import WrappedBackend, backend_of, wrap
@@ -459,11 +459,30 @@ class SendsWhatChanges(InMemoryMailbox[Any, Any]):
     verifies = False
 
 
+class CorrectsParameters(InMemoryMailbox[Any, Any]):
+    """Takes values out of the limits for the defaults."""
+
+    async def receive(self, **limits: Any) -> Any:
+        try:
+            return await super().receive(**limits)
+        except InvalidParameterError:
+            return await super().receive()
+
+    async def dead_letters(self, limit: int = 100, after: str | None = None) -> Any:
+        return await super().dead_letters(max(1, limit), after)
+
+
+def refused(*operations: str) -> list[str]:
+    """The behaviours by which a holder whose lease is gone is refused these operations."""
+    return [f"{one}_after_{how}_is_refused" for one in operations for how in ("the_expiry", "a_redelivery")]
+
+
 KINDS: list[tuple[Kind, list[str]]] = [
-    (AcceptsStale, ["acknowledge_after_the_expiry_is_refused", "nack_after_a_redelivery_is_refused"]),
+    (AcceptsStale, refused("acknowledge", "nack", "delayed_nack", "release", "dead_letter")),
     (AcceptsStale, ["a_lease_ends_at_its_instant", "after_a_purge_every_holder_is_refused"]),
-    (AcceptsStaleExtension, ["extend_visibility_after_the_expiry_is_refused"]),
-    (ForgetsCheckpoints, ["a_checkpoint_survives_every_return", "save_checkpoint_after_the_expiry_is_refused"]),
+    (AcceptsStale, ["a_refused_holder_can_be_refused_again", "a_message_that_is_named_twice_is_acknowledged_once"]),
+    (AcceptsStaleExtension, refused("extend_visibility")),
+    (ForgetsCheckpoints, ["a_checkpoint_survives_every_return", *refused("save_checkpoint")]),
     (ExtendShortens, ["extend_never_shortens"]),
     (ExtendDoesNothing, ["extend_lengthens_a_lease_from_now", "a_lease_can_be_kept_for_ever"]),
     (ReleasesToTheTail, ["a_released_message_goes_to_the_front", "a_released_batch_goes_before_all_that_wait"]),
@@ -483,12 +502,20 @@ KINDS: list[tuple[Kind, list[str]]] = [
     (TellsOfNoWaiting, ["the_statistics_count_the_receives_that_wait"]),
     (TellsOfAllThatHaveWaited, ["the_statistics_count_the_receives_that_wait"]),
     (Polls, ["send_wakes_a_waiting_receive", "nack_wakes_a_waiting_receive", "a_replay_wakes_a_waiting_receive"]),
+    (Polls, ["release_wakes_a_waiting_receive", "the_end_of_a_delay_wakes_a_waiting_receive"]),
+    (Polls, ["send_many_wakes_as_many_receivers", "each_send_wakes_another_receiver", "an_endless_wait_is_woken_too"]),
+    (Polls, ["a_cancelled_waiter_does_not_swallow_the_wake_up", "a_reply_wakes_the_requester"]),
     (GivesOutTwice, ["concurrent_receivers_get_each_message_once", "a_leased_message_is_hidden_from_others"]),
     (LastInFirstOut, ["send_many_keeps_the_order", "a_batch_has_the_order_too"]),
-    (IgnoresDedup, ["a_dedup_key_makes_one_message"]),
+    (IgnoresDedup, ["a_dedup_key_makes_one_message", "send_checks_dedup_key"]),
     (IgnoresPriority, ["send_checks_priority", "a_batch_has_the_order_too"]),
     (IgnoresDelay, ["a_delayed_message_stays_hidden_until_its_time", "a_long_delay_hides", "send_checks_delay"]),
-    (IgnoresHeaders, ["headers_arrive_unchanged"]),
+    (IgnoresHeaders, ["headers_arrive_unchanged", "send_checks_headers"]),
+    (
+        CorrectsParameters,
+        ["receive_checks_max_messages", "receive_checks_visibility_timeout", "receive_checks_wait_time"],
+    ),
+    (CorrectsParameters, ["dead_letters_checks_limit", "a_refused_parameter_is_named"]),
     (IgnoresExpiry, ["an_expired_message_goes_to_the_dead_letters", "send_checks_expires_in"]),
     (SendsSome, ["send_many_is_all_or_nothing"]),
     (ClosesSilently, ["close_ends_a_waiting_receive_at_once"]),
@@ -500,7 +527,7 @@ KINDS: list[tuple[Kind, list[str]]] = [
             "a_forked_child_is_refused_every_call",
         ],
     ),
-    (LosesTheUndecodable, ["bytes_that_are_no_json_go_to_the_dead_letters"]),
+    (LosesTheUndecodable, ["bytes_that_are_no_json_go_to_the_dead_letters", "undecodable_bytes_do_not_end_a_wait"]),
     (RepliesLate, ["a_reply_arrives_and_acknowledges"]),
     (RepliesUnfenced, ["reply_after_the_expiry_is_refused", "reply_after_a_redelivery_is_refused"]),
     (DropsTracebacks, ["a_dead_letter_says_everything"]),
