@@ -72,7 +72,7 @@ async def test_an_idle_loop_gives_its_place_to_one_that_waits(virtual_clock):
         assert await load.most_at_once(idle_box, busy_box) == 5
 
 
-async def test_more_loops_than_places_take_turns_and_none_starves(virtual_clock):
+async def test_more_loops_than_slots_take_turns_and_none_starves(virtual_clock):
     load = Load()
     boxes = [InMemoryMailbox() for _ in range(4)]
     loops = [MainLoop(box, load.handler(0.1), name=f"loop {n}", wait_time_seconds=1_000) for n, box in enumerate(boxes)]
@@ -98,7 +98,7 @@ async def test_a_busy_loop_does_not_starve_its_neighbour(virtual_clock):
     assert len([job for job in load.done if job >= 5_000]) == 10
 
 
-async def test_a_failed_receive_gives_its_places_back(virtual_clock):
+async def test_a_failed_receive_frees_its_slots(virtual_clock):
     load = Load()
     box = FaultyMailbox()
     box.next("claim", *[fail(OSError("away"))] * 5)
@@ -108,7 +108,7 @@ async def test_a_failed_receive_gives_its_places_back(virtual_clock):
         assert (load.most, len(load.done)) == (3, 3)
 
 
-async def test_places_come_back_from_cancelled_runs():
+async def test_slots_come_back_from_cancelled_runs():
     load = Load()
     boxes = [InMemoryMailbox() for _ in range(3)]
     loops = [MainLoop(box, load.handler(1_000), name=str(n), concurrency=2) for n, box in enumerate(boxes)]

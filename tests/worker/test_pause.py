@@ -208,7 +208,7 @@ async def test_counted_receives_are_counted_through_a_pause(virtual_clock):
     assert virtual_clock.now == 125
 
 
-async def test_a_paused_loop_leaves_the_places_of_its_group_to_others(virtual_clock):
+async def test_a_paused_loop_leaves_the_slots_of_its_group_to_others(virtual_clock):
     boxes = [InMemoryMailbox(str(n)) for n in range(2)]
     work = Work()
     work.go.set()

@@ -40,7 +40,7 @@ SPAWN_TIMEOUT = 30.0
 
 
 class Worker:
-    """One place for a worker process, and what its present process has said of itself."""
+    """One slot for a worker process, and what its present process has said of itself."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -61,7 +61,7 @@ class Worker:
         return f"worker {self.number}" + (f" (pid {self.process.pid})" if self.process is not None else "")
 
     def begins(self, process: Process | None) -> None:
-        """A new process takes the place; None: it could not be started."""
+        """A new process takes the slot; None: it could not be started."""
         self._fresh()
         self.process = process
 
@@ -99,9 +99,9 @@ class Supervisor:
             if self._watch is not None:
                 scope.start_soon(self._reload, name="reload")
             scope.start_soon(self._renew, name="renewal of workers")
-            async with anyio.create_task_group() as places:
+            async with anyio.create_task_group() as slots:
                 for worker in self._workers:
-                    places.start_soon(self._keep, worker)
+                    slots.start_soon(self._keep, worker)
         status = worst(self._statuses)
         if not self._problems:
             say(f"all workers have ended; exit status {status}")

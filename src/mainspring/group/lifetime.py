@@ -97,7 +97,7 @@ class Lifetime:
         self._scopes: list[DaemonScope] = []
         self._loops = [actor.loop for actor in actors]
         self.managed_loops = [
-            ManagedLoop(actor, dispatcher=dispatcher, restart=settings.restart, changed=self._member_changed)
+            ManagedLoop(actor, dispatcher=dispatcher, restart=settings.restart, changed=self._managed_loop_changed)
             for actor in actors
         ]
         self.shutdown = Shutdown(
@@ -293,7 +293,7 @@ class Lifetime:
 
     # -------------------------------------------------------------------------------------------------------- ending
 
-    def _member_changed(self) -> None:
+    def _managed_loop_changed(self) -> None:
         self.shutdown.changed()
         if self.shutdown.requested.is_set():
             return
@@ -379,7 +379,7 @@ class Lifetime:
 
 
 async def _run_within(capacity: Capacity, managed: ManagedLoop, loop: MainLoop, keywords: dict[str, Any]) -> None:
-    """Run a loop within the places of its group, for as long as it belongs to that: its next run may be on its own."""
+    """Run a loop within the slots of its group, for as long as it belongs to that: its next run may be on its own."""
     loop._capacity = capacity  # noqa: SLF001 - this package's own
     try:
         await managed.run(keywords)

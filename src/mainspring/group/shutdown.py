@@ -153,7 +153,7 @@ class Shutdown:
                 await self._change.wait()
 
     def _left(self, managed: ManagedLoop, now: float) -> float:
-        """The seconds that a member has from now on before its work is cancelled."""
+        """The seconds that a managed loop has from now on before its work is cancelled."""
         own = managed.loop.shutdown_timeout
         limit = self._deadline if own is None or self._deadline == math.inf else min(self._deadline, now + own)
         return max(0.0, limit - now)

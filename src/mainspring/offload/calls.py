@@ -1,6 +1,6 @@
 """The calls of an offload pool from one opening to its closing: which wait for a worker, which run, which are late.
 
-All of it belongs to one event loop, except :meth:`Call.execute`, which runs in a thread. A call holds a *place* (there are as
+All of it belongs to one event loop, except :meth:`Call.execute`, which runs in a thread. A call holds a *slot* (there are as
 many as workers) from its beginning to the real end of its work. So abandoned work still occupies a worker.
 """
 
@@ -163,7 +163,7 @@ class Call:
 
 
 class Calls:
-    """Places for ``workers`` calls at once, and a queue of at most ``queue_limit`` others before them."""
+    """Slots for ``workers`` calls at once, and a queue of at most ``queue_limit`` others before them."""
 
     def __init__(self, name: str, workers: int, queue_limit: int | None, cancel_grace: float) -> None:
         self.loop = event_loop()
@@ -174,8 +174,8 @@ class Calls:
         self._name = name
         self._queue_limit = queue_limit
         self._cancel_grace = cancel_grace
-        self._places = CapacityLimiter(workers)
-        self._threads = CapacityLimiter(math.inf)  # the places are the bound
+        self._slots = CapacityLimiter(workers)
+        self._threads = CapacityLimiter(math.inf)  # the slots are the bound
         self._scoped: dict[Call, None] = {}
         self._kept: dict[Call, None] = {}
         self._running = 0
@@ -202,7 +202,7 @@ class Calls:
         with self._scope(deadline=deadline) as call.scope:
             self._scoped[call] = None
             try:
-                if not self._take_place(call):
+                if not self._take_slot(call):
                     await self._queue(call, self._queue_limit)
                 return await self._execute(call, abandon=True)
             except anyio.get_cancelled_exc_class():
@@ -223,7 +223,7 @@ class Calls:
         count, for who calls this has one of its own; ``waiting`` is told when it begins and ends to wait there.
         """
         call = Call(self, job)
-        if not self._take_place(call):
+        if not self._take_slot(call):
             await self._queue_until_cut(call, waiting)
         self._kept[call] = None
         if waiting is not None:
@@ -273,10 +273,10 @@ class Calls:
             grace = self._cancel_grace
             _log.warning("%s was killed, and has not ended %g s later (%s); it is not waited for", call.name, grace, at)
 
-    def _take_place(self, call: Call) -> bool:
-        """Take a free place, if there is one."""
+    def _take_slot(self, call: Call) -> bool:
+        """Take a free slot, if there is one."""
         try:
-            self._places.acquire_on_behalf_of_nowait(call)
+            self._slots.acquire_on_behalf_of_nowait(call)
         except anyio.WouldBlock:
             return False
         return True
@@ -284,13 +284,13 @@ class Calls:
     async def _queue(self, call: Call, limit: int | None) -> None:
         if limit is not None and self.queued >= limit:
             raise OffloadFullError(
-                f"{self._name}: {self.queued} call(s) wait for one of {self._places.total_tokens} workers, and queue_limit is"
+                f"{self._name}: {self.queued} call(s) wait for one of {self._slots.total_tokens} workers, and queue_limit is"
                 f" {limit}; try again later, or raise it"
             )
         self.queued += 1
         try:
             with real_work():  # of others, which may be late by now: only then is it this one's turn
-                await self._places.acquire_on_behalf_of(call)
+                await self._slots.acquire_on_behalf_of(call)
         finally:
             self.queued -= 1
             self._tell()
@@ -302,12 +302,12 @@ class Calls:
                 await to_thread.run_sync(call.execute, abandon_on_cancel=abandon, limiter=self._threads)
         except BaseException:  # a cancellation, or there is no thread to be had
             if call.abandon() is Progress.RUNNING:
-                self.late[call] = None  # it keeps its place
+                self.late[call] = None  # it keeps its slot
             else:
-                self._places.release_on_behalf_of(call)
+                self._slots.release_on_behalf_of(call)
             raise
         else:
-            self._places.release_on_behalf_of(call)
+            self._slots.release_on_behalf_of(call)
         finally:
             self._running -= 1
             if self._news is not None:
@@ -318,7 +318,7 @@ class Calls:
         """The work of an abandoned call is over."""
         del self.late[call]
         self.ended_late_count += 1
-        self._places.release_on_behalf_of(call)
+        self._slots.release_on_behalf_of(call)
         if call.gone is not None:
             call.gone.set()
         self._tell()

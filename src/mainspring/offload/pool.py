@@ -194,7 +194,7 @@ class OffloadPool:
         For callers that must not go on while the work does: :class:`MainLoop` calls its plain handlers so.
 
         Cancelled, it kills a process and waits until that is gone, at most ``cancel_grace`` seconds. Then a warning names the
-        process, which keeps its place until it ends. Work whose process is still starting has not begun, never will, and is
+        process, which keeps its slot until it ends. Work whose process is still starting has not begun, never will, and is
         not waited for. For a thread or an interpreter it waits until the work ends, and then what came of it counts.
         ``queue_limit`` does not apply. Where the pool is closed, a call that waits for a worker raises
         :class:`OffloadClosedError`; what runs in a thread or an interpreter is named in the warning, and still waited for.

@@ -295,7 +295,7 @@ class Completion:
                 raise
 
     def finish(self, delivery: Delivery, decision: Decision) -> Awaitable[None]:
-        """Write the outcome, count it, and free the place."""
+        """Write the outcome, count it, and free the slot."""
         now = self._clock()
         self._leave((delivery,), now)
         return self._settle(delivery, decision, now)
@@ -337,7 +337,7 @@ class Completion:
         self._slots.leave(len(deliveries))
 
     def _left(self, deliveries: Collection[Delivery], decision: Decision, now: float) -> None:
-        """They have ended so: free their places, and count and tell them."""
+        """They have ended so: free their slots, and count and tell them."""
         if not deliveries:
             return
         for delivery in deliveries:

@@ -91,14 +91,14 @@ class Admission:
 
 
 TURN = 1.0
-"""Seconds for which a loop may hold a place while it waits for work and another loop wants one."""
+"""Seconds for which a loop may hold a slot while it waits for work and another loop wants one."""
 
 
 class Capacity:
-    """Places for messages, shared by loops. A loop claims no message that it has no place for.
+    """Slots for messages, shared by loops. A loop claims no message that it has no slot for.
 
-    A loop that waits for work holds one place only, and after a second gives it up to a loop that wants one: none is starved
-    by an idle one, and where there are more loops than places they wait for work in turns.
+    A loop that waits for work holds one slot only, and after a second gives it up to a loop that wants one: none is starved
+    by an idle one, and where there are more loops than slots they wait for work in turns.
     """
 
     def __init__(self, slots: int) -> None:
@@ -109,7 +109,7 @@ class Capacity:
 
     @property
     def full(self) -> bool:
-        """Whether :meth:`receive` would have to wait for a place."""
+        """Whether :meth:`receive` would have to wait for a slot."""
         return self._taken >= self._slots
 
     async def receive(
@@ -119,13 +119,13 @@ class Capacity:
         poll: Callable[[int, float], Awaitable[list[Message[Any, Any]]]],
         admit: Callable[[list[Message[Any, Any]]], None],
     ) -> None:
-        """Poll for at most ``want`` messages within the free places; each admitted one keeps a place until given back."""
+        """Poll for at most ``want`` messages within the free slots; each admitted one keeps a slot until it is freed."""
         slots = await self._take(want)
         kept = 0
         try:
             messages = await poll(slots, 0.0)
             if not messages and wait > 0:
-                self.give_back(slots - 1)
+                self.free_up(slots - 1)
                 slots = 1
                 with anyio.CancelScope() as turn:
                     self._idle[turn] = anyio.current_time() + TURN
@@ -136,7 +136,7 @@ class Capacity:
             kept = len(messages)
             admit(messages)
         finally:
-            self.give_back(slots - kept)
+            self.free_up(slots - kept)
 
     async def _take(self, want: int) -> int:
         slots = 0
@@ -150,8 +150,8 @@ class Capacity:
             except BaseException:
                 if event in self._waiting:
                     self._waiting.remove(event)
-                else:  # a place was handed over just now
-                    self.give_back(1)
+                else:  # a slot was handed over just now
+                    self.free_up(1)
                 raise
             slots = 1
         more = min(want - slots, self._slots - self._taken)
@@ -169,7 +169,7 @@ class Capacity:
                 return now + TURN
         return min(self._idle.values(), default=now + TURN)
 
-    def give_back(self, slots: int) -> None:
+    def free_up(self, slots: int) -> None:
         """Free ``slots``, and hand them to the loops that wait for one, in the order in which they came.
 
         They are handed over rather than put up: the loop that gives back is the first to ask again.
@@ -191,9 +191,9 @@ class Slot:
 
 
 class Slots:
-    """The messages in hand, each in its place, oldest first.
+    """The messages in hand, each in its slot, oldest first.
 
-    Where a mailbox keeps the order of its calls (``ordered``), the place of a message is free as soon as its settlement has
+    Where a mailbox keeps the order of its calls (``ordered``), the slot of a message is free as soon as its settlement has
     been asked for: a claim made from then on comes after it, so that the two never hold a lease at once.
     """
 
@@ -219,7 +219,7 @@ class Slots:
         return min(self._most - len(self.deliveries) + min(self.leaving, self._most) - self.claiming, MAX_MESSAGES)
 
     async def until_free(self) -> None:
-        """Wait for a free place, and a moment longer while more become free at every turn: one claim for all of them."""
+        """Wait for a free slot, and a moment longer while more become free at every turn: one claim for all of them."""
         if not self._full:
             self._freed = anyio.Event()
             self._full = True
@@ -241,7 +241,7 @@ class Slots:
         if self.ordered:
             self.leaving -= len(deliveries)
         if self._capacity is not None:
-            self._capacity.give_back(len(deliveries))
+            self._capacity.free_up(len(deliveries))
         self._tell()
 
     def _tell(self) -> None:

@@ -35,7 +35,7 @@ SILENCE = 10.0
 class StoreHealth:
     """What the last answers, or the lack of them, say.
 
-    While receives fail, nothing else shows that work can be claimed again. A loop whose places are all taken does not
+    While receives fail, nothing else shows that work can be claimed again. A loop whose slots are all taken does not
     receive: then its renewals and settlements are what tells, and any answer ends their trouble. Where none of them is tried
     again, as with a lost lease whose handler goes on, or in a pause or a long poll, ``ask`` is called until it is answered.
     """
