@@ -34,6 +34,7 @@ def write(directory: Path, text: str, name: str = "app.py") -> None:
     (directory / name).write_text(dedent(text), encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop", "trio", "auto"])
 def test_it_runs_until_sigterm_and_reports(tmp_path: Path, loop: str) -> None:
     write(tmp_path, GROUP)

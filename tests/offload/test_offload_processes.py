@@ -116,6 +116,7 @@ async def test_what_a_job_prints_does_not_disturb():
 # --------------------------------------------------------------------------------------------------------------- deaths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fn", "args", "how"),
     [

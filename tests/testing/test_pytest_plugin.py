@@ -177,6 +177,7 @@ def test_a_foreign_event_loop_is_noticed(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines_random(["*leave anyio_backend out*"])
 
 
+@pytest.mark.slow
 def test_a_bad_seed_is_one_line(pytester: pytest.Pytester) -> None:
     result = run(pytester, "--mainspring-seed=x")
     assert result.ret == pytest.ExitCode.USAGE_ERROR

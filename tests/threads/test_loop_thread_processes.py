@@ -93,6 +93,7 @@ def test_an_error_of_the_program_ends_it_too():
     assert (status, out, err) == (3, "called\n", "")
 
 
+@pytest.mark.slow
 @LOOPS
 def test_in_a_forked_child_each_call_is_refused_by_name(loop):
     status, out, err = run(f"""

@@ -35,6 +35,7 @@ async def test_a_loop_that_stood_still_is_told_of_with_its_line(caplog, monkeypa
     assert said.endswith("; leave what blocks to a plain `def` handler or to an OffloadPool")
 
 
+@pytest.mark.slow
 async def test_the_lag_of_the_event_loop_is_known_while_it_is_late_and_for_a_minute_after():
     watch = BlockWatch(block_threshold=5, guardian=False)  # beats each half a second
     assert watch.lag is None

@@ -146,6 +146,7 @@ async def test_a_checkpoint_that_cannot_be_dropped_hinders_no_acknowledgement(he
         assert await box.counts() == Counts(settled=3)
 
 
+@pytest.mark.slow
 async def test_a_reply_leaves_while_the_lease_is_held_and_once(here):
     """The connection is cut between the reply and the acknowledgement."""
     line = await here.line()
@@ -252,6 +253,7 @@ async def test_a_delayed_message_replaces_the_older_one_that_nobody_removed(here
                 await anyio.sleep(0.05)
 
 
+@pytest.mark.slow
 async def test_a_consumer_that_is_ahead_of_its_stream_is_made_anew(anyio_backend):
     """As after a power cut that took more of the stream than of the consumer: what is sent next is not passed over."""
     with NatsServer() as server:
@@ -383,6 +385,7 @@ async def test_no_server_is_a_connection_error_in_time(anyio_backend):
             pass
 
 
+@pytest.mark.slow
 async def test_a_connection_that_the_driver_gives_up_is_made_anew(here):
     """As where the server sends a client away with an error: the driver does not come back from that by itself."""
     line, started, ended = await here.line(), anyio.Event(), anyio.Event()

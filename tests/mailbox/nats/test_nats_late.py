@@ -126,6 +126,7 @@ async def test_a_receive_that_may_not_wait_has_what_came_back_from_a_server_that
             await message.acknowledge()
 
 
+@pytest.mark.slow
 async def test_what_comes_back_does_not_come_to_the_pull_of_one_who_is_gone(here):
     """2.9 would lose it until the ack wait has passed, and give another worker what is held."""
     line = await here.line()
@@ -158,6 +159,7 @@ async def pull_for_nobody(here):
     await anyio.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cancelled", [False, True], ids=["to a receive", "to one that was cancelled"])
 async def test_what_is_held_here_and_comes_as_if_for_the_first_time_is_not_handed_out(here, cancelled):
     """As 2.9 does with what it delivered last, where something comes back that nobody waits for any more."""

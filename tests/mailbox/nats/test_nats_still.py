@@ -48,6 +48,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 async def test_while_a_server_stands_still_every_call_ends_and_then_it_goes_on(anyio_backend):
     """Also those that find the way to the server full of what others have sent."""
     with NatsServer() as server:

@@ -148,6 +148,7 @@ def signed_by_a_ca_of_our_own(home):
         openssl("x509", "-req", "-in", f"{who}.csr", *ca, "-extfile", "names", "-out", f"{who}.pem")
 
 
+@pytest.mark.slow
 async def test_a_ca_of_ones_own_and_a_certificate_of_the_clients(tmp_path, anyio_backend):
     await anyio.to_thread.run_sync(signed_by_a_ca_of_our_own, tmp_path)
     files = {name: str(tmp_path / name) for name in ("ca.pem", "server.pem", "server.key", "client.pem", "client.key")}

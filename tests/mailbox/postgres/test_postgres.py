@@ -427,6 +427,7 @@ async def busy_until(mailbox, condition):
             await anyio.sleep(0.1)
 
 
+@pytest.mark.slow
 async def test_dead_rows_are_removed_and_tallies_folded(place):
     async with place.mailbox() as mailbox:
         for _ in range(6):
@@ -442,6 +443,7 @@ async def test_dead_rows_are_removed_and_tallies_folded(place):
         assert counts.pending >= 250
 
 
+@pytest.mark.slow
 async def test_transient_mailboxes_that_nobody_opened_for_a_day_are_dropped(place):
     async with place.mailbox("~old") as old, place.mailbox("~new") as new, place.mailbox("kept") as kept:
         for mailbox in (old, new, kept):
@@ -455,6 +457,7 @@ async def test_transient_mailboxes_that_nobody_opened_for_a_day_are_dropped(plac
     assert place.execute("SELECT count(*) FROM SCHEMA.messages") == [(2,)]
 
 
+@pytest.mark.slow
 async def test_a_reply_whose_mailbox_is_dropped_meanwhile_is_tidied_away(place):
     async with (
         place.mailbox() as mailbox,

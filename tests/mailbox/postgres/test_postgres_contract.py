@@ -12,6 +12,7 @@ from postgres_support import Place, drop_schema, new_schema
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.slow
 async def test_the_contract(postgres_url, anyio_backend, judged):
     place = Place(postgres_url, new_schema())
     try:

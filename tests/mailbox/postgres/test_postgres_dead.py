@@ -21,6 +21,7 @@ async def bury(mailbox, bodies):
         await message.dead_letter("no")
 
 
+@pytest.mark.slow
 async def test_so_many_that_no_single_call_could_replay_them_in_time(place):
     async with place.mailbox(timeout=2) as mailbox:
         await mailbox.send_many(range(3_000), expires_in=600)

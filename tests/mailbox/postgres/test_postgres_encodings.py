@@ -19,6 +19,7 @@ def anyio_backend():
     return "asyncio", {"use_uvloop": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("by", ["environment", "url", "database"])
 async def test_text_is_what_it_was(place, monkeypatch, encoding, by, anyio_backend):

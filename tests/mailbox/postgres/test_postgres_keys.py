@@ -169,6 +169,7 @@ async def test_a_replay_takes_its_key_back_from_one_that_has_expired(place):
         assert await mailbox.send("z", dedup_key="k") == first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("timeout", "own"), [(3, "0"), (30, "300ms"), (3, "20s")])
 @pytest.mark.parametrize("threads", [False, True])
 async def test_a_key_that_is_held_up_fails_in_time_in_a_transaction_too_which_goes_on(place, timeout, own, threads):

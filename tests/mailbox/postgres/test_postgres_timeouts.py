@@ -47,6 +47,7 @@ async def test_opening_ends_in_time(mute):
         await _is_told_within(0.5, call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", ["store", "mailboxes"])
 async def test_opening_has_one_end_however_many_steps_it_takes(place, table):
     """Connecting that has taken long leaves so much less for what comes after it."""
@@ -75,6 +76,7 @@ async def test_opening_has_one_end_however_many_steps_it_takes(place, table):
         await other.rollback()
 
 
+@pytest.mark.slow
 async def test_a_call_ends_in_time_whose_cancellation_is_not_heard_either(place):
     async with gate(place.url) as (url, way), place.mailbox(url=url, timeout=3, listen=False) as mailbox:
         await mailbox.send("x")

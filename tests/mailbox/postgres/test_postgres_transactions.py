@@ -404,6 +404,7 @@ async def test_in_a_loop_effects_happen_once_however_often_it_is_tried(place, ma
 # ----------------------------------------------------------------------------------------- a server that does not answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("standstill", "says"),
     [
@@ -519,6 +520,7 @@ async def test_a_cancelled_send_within_a_capacity_leaves_nothing_behind(place):
         assert [message.body for message in await mailbox.receive(max_messages=9)] == ["x"]
 
 
+@pytest.mark.slow
 async def test_what_the_handler_does_in_a_transaction_may_last(place):
     async with place.mailbox(), place.mailbox(timeout=2) as mailbox:  # the first makes the schema, in its own time
         await mailbox.send("x")
@@ -528,6 +530,7 @@ async def test_what_the_handler_does_in_a_transaction_may_last(place):
         assert (await mailbox.counts()).settled == 1
 
 
+@pytest.mark.slow
 async def test_a_transaction_that_was_given_up_holds_up_nobody_else(place, mailbox):
     async with gate(place.url) as (url, way), place.mailbox(url=url, timeout=2, listen=False) as through:
         await mailbox.send_many(["x", "y"])
@@ -563,6 +566,7 @@ async def test_acknowledged_with_others_a_message_in_a_transaction_ends_with_tha
     assert effects(place) == []
 
 
+@pytest.mark.slow
 async def test_acknowledged_with_others_one_whose_transaction_was_given_up_holds_up_none(place, mailbox):
     async with gate(place.url) as (url, way), place.mailbox(url=url, timeout=2, listen=False) as through:
         await mailbox.send_many("xyz")
@@ -585,6 +589,7 @@ async def give_up(place, mailbox, message):
             place.execute("SELECT pg_terminate_backend(%s)", connection.info.backend_pid)
 
 
+@pytest.mark.slow
 async def test_acknowledged_with_others_many_that_must_wait_wait_together(place):
     """One that hangs holds up neither those that have nothing to do with it, nor the others that hang."""
     timeout = 2.0
@@ -620,6 +625,7 @@ async def test_acknowledged_with_others_many_that_must_wait_wait_together(place)
         assert await mailbox.acknowledge_many(held) == {}
 
 
+@pytest.mark.slow
 async def test_a_joint_acknowledgement_in_which_some_wait_ends_in_the_time_of_one(place):
     timeout = 1.0
     async with place.mailbox(), place.mailbox(timeout=timeout) as mailbox, await place.connect() as other:
@@ -634,6 +640,7 @@ async def test_a_joint_acknowledgement_in_which_some_wait_ends_in_the_time_of_on
         await other.rollback()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("early", [False, True])
 async def test_a_handler_whose_acknowledgement_hangs_is_cancelled_when_its_lease_is_lost(place, mailbox, early):
     log = []

@@ -28,6 +28,7 @@ async def two_processes(place):
         yield one, two
 
 
+@pytest.mark.slow
 async def test_another_process_is_notified(place):
     async with two_processes(place) as (receiver, sender), receiving(receiver):
         await quiet(receiver)
@@ -59,6 +60,7 @@ async def test_what_is_given_back_wakes_another_process(place, how):
                 await worker.replay_dead_letters()
 
 
+@pytest.mark.slow
 async def test_one_of_two_processes_that_leaves_has_kept_nothing_from_the_other(place):
     """Both are told of a message; the receive of one ends, at any point from then on."""
     async with two_processes(place) as (receiver, other):

@@ -251,6 +251,7 @@ async def play_with_another_type(user, key):
 # ------------------------------------------------------------------------------------------------------- other contents
 
 
+@pytest.mark.slow
 async def test_contents_that_no_mailbox_wrote_stop_nothing(user, caplog):
     here = user.here
     async with user.mailbox() as mailbox:

@@ -208,6 +208,7 @@ async def test_a_listener_whose_calls_stay_elsewhere_looks_again(here, anyio_bac
         await soon(lambda: mailbox.statistics().connected)
 
 
+@pytest.mark.slow
 @pytest.mark.loops("asyncio")
 async def test_connections_that_break_as_soon_as_they_are_made_become_rarer(line, anyio_backend):
     """Until one has lasted for a second: the next one is made at once again."""
@@ -503,6 +504,7 @@ async def test_one_that_is_too_large_to_be_handed_over_is_not_copied_for_it(anyi
             line.calls.let_go()
 
 
+@pytest.mark.slow
 async def test_more_are_handed_over_with_one_call_than_a_command_takes_arguments(here, anyio_backend):
     """Each is for a receive of a process, or of a length of lease, of its own."""
     count, got = 4_100, []

@@ -175,6 +175,7 @@ async def leave_after(here, other, sender, body, leaves, steps) -> None:
     await sender.purge()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", [SMALL, LARGE], ids=["small", "large"])
 async def test_a_receive_that_was_called_and_leaves_passes_the_call_to_its_neighbour(here, anyio_backend, body):
     """Both are of one process, which is called once."""

@@ -23,6 +23,7 @@ def here(redis_url):
         yield made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("breaks", [False, True])
 async def test_whoever_waits_is_called(here, anyio_backend, seed, breaks):

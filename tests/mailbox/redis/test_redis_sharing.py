@@ -69,6 +69,7 @@ def elsewhere(here, work) -> None:
 # -------------------------------------------------------------------------------------------------- how many there are
 
 
+@pytest.mark.slow
 async def test_forty_mailboxes_with_loops_have_two_connections(here, anyio_backend):
     """They had eighty. Each is called by what another event loop, with connections of its own, sends."""
     handled: set[int] = set()

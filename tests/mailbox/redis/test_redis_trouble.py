@@ -272,6 +272,7 @@ async def test_whether_there_is_a_mailbox_is_not_known_from_a_server_that_is_sil
     assert not await own.mailbox().exists()
 
 
+@pytest.mark.slow
 @pytest.mark.loops("asyncio")
 async def test_more_than_one_call_may_take_is_the_callers_mistake(here, anyio_backend):
     async with here.mailbox() as mailbox:

@@ -512,6 +512,7 @@ async def test_no_thread_to_write_in(path, refused_threads, anyio_backend):
         await works(mailbox)
 
 
+@pytest.mark.slow
 async def test_no_thread_to_hear_other_processes_in(mailbox, path, refused_threads):
     refused_threads.append("sqlite bell")
     received = []
