@@ -486,11 +486,11 @@ KINDS: list[tuple[Kind, list[str]]] = [
     (ExtendShortens, ["extend_never_shortens"]),
     (ExtendDoesNothing, ["extend_lengthens_a_lease_from_now", "a_lease_can_be_kept_for_ever"]),
     (ReleasesToTheTail, ["a_released_message_goes_to_the_front", "a_released_batch_goes_before_all_that_wait"]),
-    (NacksToTheFront, ["a_nacked_message_goes_to_the_tail"]),
+    (NacksToTheFront, ["a_nacked_message_goes_to_the_tail", "an_uncharged_nack_goes_to_the_tail_too"]),
     (ChargesReleases, ["a_release_charges_nothing", "an_uncharged_nack_charges_nothing"]),
     (IgnoresNackDelay, ["a_nacks_delay_hides_the_message", "the_end_of_a_nacks_delay_wakes_a_waiting_receive"]),
     (LosesOnCancel, ["a_cancellation_that_meets_a_send_loses_nothing"]),
-    (DoesNotChargeExpiry, ["an_expired_lease_charges_and_delivers_again"]),
+    (DoesNotChargeExpiry, ["an_expired_lease_charges_and_delivers_again", "attempts_add_up_over_every_kind_of_return"]),
     (CountsFlightAsPending, ["counts_follow_every_step", "counts_add_up_under_any_use"]),
     (
         AgesByTheNewest,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, fields
-from functools import wraps
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from unittest import SkipTest
 
@@ -334,8 +333,7 @@ def behaviour(*needs: str) -> Callable[[Callable[[Harness], Awaitable[None]]], B
         raise ConfigError(f"no such capabilities: {', '.join(sorted(unknown))}")
 
     def make(function: Callable[[Harness], Awaitable[None]]) -> Behaviour:
-        claim = " ".join((function.__doc__ or "").split())
-        return Behaviour(function.__name__, claim, frozenset(needs), function)
+        return Behaviour(function.__name__, _claim_of(function), frozenset(needs), function)
 
     return make
 
@@ -346,14 +344,30 @@ def on_mailbox(
     """Make a behaviour of a function that is given one open mailbox with these types."""
 
     def make(function: Callable[[Harness, AnyMailbox], Awaitable[None]]) -> Behaviour:
-        @wraps(function)
-        async def with_mailbox(h: Harness) -> None:
-            async with h.open(body=body, reply=reply) as box:
-                await function(h, box)
-
-        return behaviour(*needs)(with_mailbox)
+        return from_row(function.__name__, _claim_of(function), function, *needs, body=body, reply=reply)
 
     return make
+
+
+def from_row(
+    name: str,
+    claim: str,
+    function: Callable[[Harness, AnyMailbox], Awaitable[None]],
+    *needs: str,
+    body: Any = None,
+    reply: Any = None,
+) -> Behaviour:
+    """Make a behaviour of a row of a table. ``function`` checks it on one open mailbox with these types."""
+
+    async def run(h: Harness) -> None:
+        async with h.open(body=body, reply=reply) as box:
+            await function(h, box)
+
+    return replace(behaviour(*needs)(run), name=name, claim=claim)
+
+
+def _claim_of(function: Callable[..., object]) -> str:
+    return " ".join((function.__doc__ or "").split())
 
 
 def behaviours_of(module: ModuleType) -> list[Behaviour]:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
 import anyio.lowlevel
 
 from mainspring.testing.mailbox_contract.harness import (
     AnyMailbox,
+    Behaviour,
     Harness,
     behaviour,
     check,
     equal,
+    from_row,
     ids,
     on_mailbox,
     texts,
@@ -23,6 +25,10 @@ from mainspring.testing.mailbox_contract.harness import (
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+
+    from mainspring.mailbox.message import Message
+
+    Cause: TypeAlias = Callable[[Harness, AnyMailbox, Message[Any, Any]], Awaitable[object]]
 
 
 @on_mailbox()
@@ -234,13 +240,6 @@ async def a_wait_ends_in_time(h: Harness, box: AnyMailbox) -> None:
 
 
 @on_mailbox()
-async def send_wakes_a_waiting_receive(h: Harness, box: AnyMailbox) -> None:
-    """A send wakes a waiting receive at once."""
-    message = await _woken(h, box, lambda: box.send("x"), 0.0, "a send")
-    equal((message.body, message.delivery_count), ("x", 1), "body and delivery_count")
-
-
-@on_mailbox()
 async def an_endless_wait_is_woken_too(h: Harness, box: AnyMailbox) -> None:
     """wait_time_seconds may be infinite; a send ends the wait."""
     with h.at_once("waking an endless wait"):
@@ -268,39 +267,12 @@ async def each_send_wakes_another_receiver(h: Harness, box: AnyMailbox) -> None:
     equal(sorted(texts(found) for found in received), [[number] for number in range(5)], "the bodies received")
 
 
-@on_mailbox()
-async def nack_wakes_a_waiting_receive(h: Harness, box: AnyMailbox) -> None:
-    """A nack without a delay wakes a waiting receive at once."""
-    held = await h.delivery(box)
-    equal((await _woken(h, box, held.nack, 0.0, "a nack")).delivery_count, 2, "delivery_count")
-
-
-@on_mailbox()
-async def release_wakes_a_waiting_receive(h: Harness, box: AnyMailbox) -> None:
-    """A release wakes a waiting receive at once."""
-    held = await h.delivery(box)
-    equal((await _woken(h, box, held.release, 0.0, "a release")).attempt, 1, "attempt")
-
-
-@on_mailbox("delay")
-async def the_end_of_a_delay_wakes_a_waiting_receive(h: Harness, box: AnyMailbox) -> None:
-    """A waiting receive has a delayed message at the instant its delay ends."""
-    await _woken(h, box, lambda: box.send("x", delay=h.short), h.short, "the end of a delay")
-
-
 @on_mailbox("delay")
 async def a_shorter_delay_wakes_sooner(h: Harness, box: AnyMailbox) -> None:
     """A delay that ends before the one a receive waits for is not slept through."""
     await box.send("much later", delay=3_600)
     message = await _woken(h, box, lambda: box.send("x", delay=h.short), h.short, "the end of the shorter delay")
     equal(message.body, "x", "body")
-
-
-@on_mailbox()
-async def the_end_of_a_nacks_delay_wakes_a_waiting_receive(h: Harness, box: AnyMailbox) -> None:
-    """A waiting receive has a message at the instant the delay of its nack ends."""
-    held = await h.delivery(box)
-    await _woken(h, box, lambda: held.nack(delay=h.short), h.short, "the end of a nack's delay")
 
 
 @on_mailbox()
@@ -326,11 +298,39 @@ async def an_extended_lease_wakes_at_its_new_end(h: Harness, box: AnyMailbox) ->
         equal(await box.receive(wait_time_seconds=2 * h.short), [], "received during the lease")
 
 
-@on_mailbox()
-async def a_replay_wakes_a_waiting_receive(h: Harness, box: AnyMailbox) -> None:
-    """Dead letters sent again wake a waiting receive at once."""
-    await (await h.delivery(box)).dead_letter("no")
-    await _woken(h, box, box.replay_dead_letters, 0.0, "a replay")
+async def _replay(h: Harness, box: AnyMailbox, held: Message[Any, Any]) -> None:
+    await held.dead_letter("no")
+    await box.replay_dead_letters()
+
+
+def _wakes(
+    name: str, claim: str, cause: Cause, counts: tuple[int, int], *needs: str, delayed: bool = False
+) -> Behaviour:
+    async def run(h: Harness, box: AnyMailbox) -> None:
+        held = await h.delivery(box)
+        message = await _woken(h, box, partial(cause, h, box, held), h.short if delayed else 0.0, "it")
+        equal((message.body, message.delivery_count, message.attempt), ("x", *counts), "body and counts")
+
+    return from_row(name, claim, run, *needs)
+
+
+WAKES = [
+    _wakes("send_wakes_a_waiting_receive", "A send wakes a waiting receive at once.",
+           lambda h, box, held: box.send("x"), (1, 1)),
+    _wakes("nack_wakes_a_waiting_receive", "A nack without a delay wakes a waiting receive at once.",
+           lambda h, box, held: held.nack(), (2, 2)),
+    _wakes("release_wakes_a_waiting_receive", "A release wakes a waiting receive at once.",
+           lambda h, box, held: held.release(), (2, 1)),
+    _wakes("a_replay_wakes_a_waiting_receive", "Replayed dead letters wake a waiting receive at once.",
+           _replay, (1, 1)),
+    _wakes("the_end_of_a_delay_wakes_a_waiting_receive",
+           "A waiting receive has a delayed message at the instant its delay ends.",
+           lambda h, box, held: box.send("x", delay=h.short), (1, 1), "delay", delayed=True),
+    _wakes("the_end_of_a_nacks_delay_wakes_a_waiting_receive",
+           "A waiting receive has a message at the instant the delay of its nack ends.",
+           lambda h, box, held: held.nack(delay=h.short), (2, 2), delayed=True),
+]  # fmt: skip
+"""What makes a message available while a receive waits, beside the delivery ``held``; and the counts it then has."""
 
 
 @behaviour()
@@ -408,22 +408,6 @@ async def a_batch_has_the_order_too(h: Harness, box: AnyMailbox) -> None:
 
 
 @on_mailbox()
-async def a_nacked_message_goes_to_the_tail(h: Harness, box: AnyMailbox) -> None:
-    """A nacked message comes after those that were waiting."""
-    await box.send_many(["a", "b", "c"])
-    await (await h.one(box)).nack()
-    equal(texts(await h.all(box)), ["b", "c", "a"], "the order after a nack")
-
-
-@on_mailbox()
-async def an_uncharged_nack_goes_to_the_tail_too(h: Harness, box: AnyMailbox) -> None:
-    """A message nacked with charge=False comes after those that were waiting."""
-    await box.send_many(["a", "b"])
-    await (await h.one(box)).nack(charge=False)
-    equal(texts(await h.all(box)), ["b", "a"], "the order after an uncharged nack")
-
-
-@on_mailbox()
 async def a_nacks_delay_ends_at_the_tail(h: Harness, box: AnyMailbox) -> None:
     """After nack(delay=s) a message is invisible for s seconds, then behind those that wait."""
     await box.send_many(["a", "b"])
@@ -443,15 +427,6 @@ async def an_expired_message_goes_to_the_tail(h: Harness, box: AnyMailbox) -> No
     await h.one(box, lease=h.short)
     await h.pass_time(h.short)
     equal(texts(await h.all(box, due=3)), ["b", "c", "a"], "the order after an expiry")
-
-
-@on_mailbox("front_return")
-async def a_released_message_goes_to_the_front(h: Harness, box: AnyMailbox) -> None:
-    """A released message comes before all that wait."""
-    await box.send_many(["a", "b", "c"])
-    first = await h.one(box)
-    await first.release()
-    equal(texts(await h.all(box)), ["a", "b", "c"], "the order after a release")
 
 
 @on_mailbox("front_return")

@@ -20,6 +20,7 @@ from mainspring.testing.mailbox_contract.harness import (
     behaviour,
     check,
     equal,
+    from_row,
     ids,
     on_mailbox,
     raises,
@@ -380,28 +381,23 @@ class Limit:
 
 
 def _limit(limit: Limit) -> Behaviour:
-    """Check it on a mailbox with one message, or on the delivery of that."""
+    async def run(h: Harness, box: AnyMailbox) -> None:
+        message = None
+        if limit.of_delivery:
+            message = await h.delivery(box)
+        else:
+            await box.send("x")
+        for number, value in enumerate(limit.refused, 1):  # not every value has a repr
+            with raises(InvalidParameterError, f"refused value {number} of {len(limit.refused)}"):
+                await limit.call(message or box, value)
+        await h.counts(box, **{"in_flight" if message else "pending": 1})
+        for value in limit.accepted:
+            await limit.call(message or box, value)
+        equal(texts(await h.all(box)), list(limit.left), "what can be received afterwards")
+        if message is not None:
+            await message.acknowledge()
 
-    async def run(h: Harness) -> None:
-        async with h.open() as box:
-            if limit.of_delivery:
-                message = await h.delivery(box)
-                target: Any = message
-            else:
-                message = None
-                target = box
-                await box.send("x")
-            for number, value in enumerate(limit.refused, 1):  # not every value has a repr
-                with raises(InvalidParameterError, f"refused value {number} of {len(limit.refused)}"):
-                    await limit.call(target, value)
-            await h.counts(box, **{"in_flight" if limit.of_delivery else "pending": 1})
-            for value in limit.accepted:
-                await limit.call(target, value)
-            equal(texts(await h.all(box)), list(limit.left), "what can be received afterwards")
-            if message is not None:
-                await message.acknowledge()
-
-    return Behaviour(limit.name, limit.claim, frozenset(limit.needs), run)
+    return from_row(limit.name, limit.claim, run, *limit.needs)
 
 
 LIMITS = [_limit(limit) for limit in (

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeAlias
+
 import anyio
 
 from mainspring.errors import MessageSettledError, ReceiptHandleExpiredError
 from mainspring.mailbox.message import CancelOutcome
 from mainspring.testing.mailbox_contract.harness import (
     AnyMailbox,
+    Behaviour,
     Harness,
     behaviour,
     check,
     equal,
+    from_row,
     on_mailbox,
     raises,
     texts,
 )
 from mainspring.testing.mailbox_contract.leases import OPERATIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from mainspring.mailbox.message import Message
+
+    GiveBack: TypeAlias = Callable[[Message], Awaitable[None]]
 
 
 @on_mailbox()
@@ -91,26 +102,44 @@ async def a_settled_message_is_not_acknowledged_with_others(h: Harness, box: Any
     await h.counts(box, pending=1, settled=1)
 
 
-@on_mailbox()
-async def a_nack_charges_an_attempt(h: Harness, box: AnyMailbox) -> None:
-    """After nack() the next delivery has delivery_count and attempt one higher."""
-    await box.send("x")
-    for number in range(1, 5):
-        message = await h.one(box, counts=(number, number))
-        await message.nack()
-        check(message.is_settled, "is_settled is not set")
-        await h.counts(box, pending=1)
+def _charges(name: str, claim: str, give_back: GiveBack, *, charged: bool) -> Behaviour:
+    async def run(h: Harness, box: AnyMailbox) -> None:
+        await box.send("x")
+        for number in range(1, 5):
+            message = await h.one(box, counts=(number, number if charged else 1))
+            await give_back(message)
+            check(message.is_settled, "is_settled is not set")
+            await h.counts(box, pending=1)
+        await (await h.one(box)).nack()
+        await h.one(box, counts=(6, 6 if charged else 2))
+
+    return from_row(name, claim, run)
 
 
-@on_mailbox()
-async def an_uncharged_nack_charges_nothing(h: Harness, box: AnyMailbox) -> None:
-    """After nack(charge=False) delivery_count is one higher and attempt is not."""
-    await box.send("x")
-    for number in range(1, 4):
-        message = await h.one(box, counts=(number, 1))
-        await message.nack(charge=False)
-    await (await h.one(box)).nack()
-    equal((await h.one(box)).attempt, 2, "attempt after a charged nack")
+def _order(name: str, claim: str, give_back: GiveBack, order: str, *needs: str) -> Behaviour:
+    async def run(h: Harness, box: AnyMailbox) -> None:
+        await box.send_many("abc")
+        await give_back(await h.one(box))
+        equal("".join(texts(await h.all(box))), order, "the order after it")
+
+    return from_row(name, claim, run, *needs)
+
+
+RETURNS = [
+    _charges("a_nack_charges_an_attempt", "After nack() the next delivery has delivery_count and attempt one higher.",
+             lambda message: message.nack(), charged=True),
+    _charges("an_uncharged_nack_charges_nothing", "After nack(charge=False) delivery_count is one higher and attempt is not.",
+             lambda message: message.nack(charge=False), charged=False),
+    _charges("a_release_charges_nothing", "After release() attempt is as before, and delivery_count counts the delivery.",
+             lambda message: message.release(), charged=False),
+    _order("a_nacked_message_goes_to_the_tail", "A nacked message comes after those that were waiting.",
+           lambda message: message.nack(), "bca"),
+    _order("an_uncharged_nack_goes_to_the_tail_too", "A message nacked with charge=False comes after those that were waiting.",
+           lambda message: message.nack(charge=False), "bca"),
+    _order("a_released_message_goes_to_the_front", "A released message comes before all that wait.",
+           lambda message: message.release(), "abc", "front_return"),
+]  # fmt: skip
+"""What each way to give a message back charges, and where the message then is in the order."""
 
 
 @on_mailbox("delay")
@@ -134,17 +163,6 @@ async def a_nacks_delay_hides_the_message(h: Harness, box: AnyMailbox) -> None:
     await h.none(box, "an hour's delay")
     equal(await box.receive(wait_time_seconds=h.short), [], "what a short poll got")
     await h.counts(box, delayed=1)
-
-
-@on_mailbox()
-async def a_release_charges_nothing(h: Harness, box: AnyMailbox) -> None:
-    """After release() attempt is as before, and delivery_count counts the delivery."""
-    await box.send("x")
-    for number in range(1, 5):
-        message = await h.one(box, counts=(number, 1))
-        await message.release()
-        check(message.is_settled, "is_settled is not set")
-        await h.counts(box, pending=1)
 
 
 @on_mailbox()
