@@ -10,8 +10,8 @@ import pytest
 from mainspring.errors import TaskExitError
 from mainspring.runtime.cancellation import SpuriousAsError, is_spurious_cancellation
 
-pytestmark = pytest.mark.anyio
-ON_ASYNCIO = pytest.mark.parametrize("anyio_backend", ["asyncio"])
+pytestmark = [pytest.mark.anyio, pytest.mark.every_loop]
+ON_ASYNCIO = pytest.mark.loops("asyncio", "uvloop")
 
 
 async def cancelled_future():
@@ -27,7 +27,7 @@ async def cancelled_task():
 
 @ON_ASYNCIO
 @pytest.mark.parametrize("raise_it", [cancelled_future, cancelled_task])
-async def test_a_spurious_cancellation_is_an_error_and_the_task_goes_on(raise_it, anyio_backend):
+async def test_a_spurious_cancellation_is_an_error_and_the_task_goes_on(raise_it):
     with pytest.raises(TaskExitError, match=r"^the call was cancelled by itself$") as raised:
         async with SpuriousAsError("the call was cancelled by itself"):
             await raise_it()
@@ -48,7 +48,7 @@ async def test_the_cancellation_of_a_scope_goes_on():
 
 
 @ON_ASYNCIO
-async def test_in_a_scope_that_is_cancelled_no_cancellation_is_spurious(anyio_backend):
+async def test_in_a_scope_that_is_cancelled_no_cancellation_is_spurious():
     """A cancelled future may be how the scope's cancellation has come here."""
     raised = None
     try:
