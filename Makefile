@@ -34,9 +34,10 @@ test test-all: export PYTHONDONTWRITEBYTECODE :=
 test test-all: export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
 PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist worksteal --max-worker-restart 0
 
-# The same tests in the same order each time, with the same examples of Hypothesis.
+# The same tests in the same order each time, with the same examples of Hypothesis. None may take longer by itself (seconds).
+OWN_TIME_LIMIT ?= 0.5
 test: $(VENV)/editable
-	$(PYTEST) -p no:randomly $(TESTS)
+	$(PYTEST) -p no:randomly -o own_time_limit=$(OWN_TIME_LIMIT) $(TESTS)
 
 test-all: $(VENV)/installed-dev
 	$(PYTEST) --full $(TESTS)

@@ -5,12 +5,14 @@ for, and the time that passed while no task of this machine had to wait for a pr
 So other work on the machine does not fail a test, and on a machine without ``/proc/pressure`` only processor time counts.
 Fixtures of modules and sessions do not count: whichever test comes first pays for them.
 
-``own_time_limit`` (seconds, in pyproject.toml) is the limit; ``-o own_time_limit=0`` only lists.
+The setting ``own_time_limit`` is the limit, in seconds; by default there is none, ``make test`` sets one. A run that begins on
+a busy machine has none either: one whose load average is above ``own_time_load``, by default the number of its processors.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import resource
 import time
 from pathlib import Path
@@ -97,15 +99,16 @@ class OwnTime:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``own_time_limit``."""
-    parser.addini(
-        "own_time_limit", "seconds that a test of the quick run may take by itself; 0 for no limit", default="0"
-    )
+    """Add the settings."""
+    parser.addini("own_time_limit", "seconds that a quick test may take by itself; 0 for no limit", default="0")
+    processors = str(os.cpu_count() or 1)
+    parser.addini("own_time_load", "the load average above which no test fails for its own time", default=processors)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Measure, with a limit in the quick run."""
-    limit = 0.0 if is_full(config) else float(config.getini("own_time_limit"))
+    """Measure, with a limit in a quick run on a machine that is not busy."""
+    busy = os.getloadavg()[0] > float(config.getini("own_time_load"))
+    limit = 0.0 if busy or is_full(config) else float(config.getini("own_time_limit"))
     config.pluginmanager.register(OwnTime(limit), "own time")
 
 
