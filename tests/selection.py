@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # How fast the machine is says nothing about the code: by default each example has 200 ms, and drawing must not be slow.
     any_speed: dict[str, Any] = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
     hypothesis.settings.register_profile("full", **any_speed)
-    hypothesis.settings.register_profile("quick", **any_speed, derandomize=True)
+    hypothesis.settings.register_profile("quick", **any_speed, derandomize=True, max_examples=50)
     hypothesis.settings.load_profile("full" if is_full(config) else "quick")
 
 

@@ -182,6 +182,7 @@ async def next_line(program):
         return await anyio.to_thread.run_sync(program.stdout.readline, abandon_on_cancel=True)
 
 
+@pytest.mark.slow
 @on("sqlite", *SERVERS, everywhere=False)
 async def test_another_process_hears_of_it_promptly(store):
     """The worker holds a lease of an hour: without the bell it would hear of it at the renewal, in 20 minutes."""

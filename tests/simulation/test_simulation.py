@@ -22,7 +22,7 @@ from mainspring.testing.simulation.faults import EVENTS
 
 EACH = 50
 """Seeds of one part of the three hundred."""
-QUICK = ("crash", "slow_call")
+QUICK = ("clock_jump", "slow_call")
 """The kinds of trouble of the quick run."""
 
 

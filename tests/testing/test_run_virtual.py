@@ -334,6 +334,7 @@ except DeadlockError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_thread_that_never_returns_ends_the_run() -> None:
     """In a process of its own: the event loop has to be abandoned, which Python remarks on when it cleans up."""
     done = subprocess.run([sys.executable, "-c", ABANDONED], capture_output=True, text=True, check=True, timeout=60)

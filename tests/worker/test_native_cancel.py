@@ -256,6 +256,7 @@ async def test_a_handler_that_ends_with_a_cancellation_while_a_receive_is_being_
     assert loop.outcomes == {"retried": 1}
 
 
+@pytest.mark.slow
 async def test_a_renewal_that_cancels_itself_has_failed_and_is_tried_again():
     async def handle(job: int) -> None:
         while len(mailbox.times("extend")) < 2:

@@ -258,6 +258,7 @@ async def test_attempts_that_lost_leases_used_up_end_the_message_unrun(virtual_c
     assert runs == []
 
 
+@pytest.mark.slow
 async def test_an_outage_of_hours_costs_no_message(virtual_clock):
     """With the default policies, messages that fail while a server is away are done once it is back."""
     back, done = 12 * 3_600.0, []

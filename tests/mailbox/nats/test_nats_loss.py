@@ -45,6 +45,7 @@ async def test_requests_go_on_with_a_server_that_has_lost_its_data(anyio_backend
                 tasks.cancel_scope.cancel()
 
 
+@pytest.mark.slow
 async def test_a_number_of_the_lost_queue_means_no_message_of_the_new_one(anyio_backend):
     """The holder comes back with a number that another message has by now, and nothing of it has yet seen what has become."""
     with NatsServer() as server:
@@ -72,6 +73,7 @@ async def test_a_number_of_the_lost_queue_means_no_message_of_the_new_one(anyio_
                     assert await other.counts() == Counts(pending=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waits", [0.0, 20.0], ids=["at once", "waiting"])
 async def test_deleted_streams_are_made_anew(here, waits):
     async with here.box(timeout=3.0) as box:

@@ -121,6 +121,7 @@ async def test_what_waited_on_a_lost_connection_is_not_waited_for_on_the_next(he
         assert 2 <= len(line.links[0].subscriptions) <= 6
 
 
+@pytest.mark.slow
 async def test_one_who_tries_again_and_again_lets_others_run_those_who_reconnect_too(anyio_backend):
     with NatsServer() as server:
         async with NatsMailbox(server.url, name="jobs", timeout=2.0) as box:

@@ -244,6 +244,7 @@ async def test_what_is_larger_than_a_row_can_be_is_its_senders_mistake_alone(pla
         assert await mailbox.counts() == Counts(in_flight=3, settled=1)
 
 
+@pytest.mark.slow
 async def test_a_batch_that_is_too_large_for_one_call_goes_in_several_of_one_transaction(place):
     """On a message of 1 GiB the server hangs up, and hundreds of callers may have sent what travels together."""
     bodies = [digit * 2_600_000 for digit in "012"]

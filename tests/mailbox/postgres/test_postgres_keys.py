@@ -39,6 +39,7 @@ async def test_a_key_that_a_transaction_holds_up_holds_up_nobody_else(place):
         assert ids == [first]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [None, 100])
 async def test_a_key_that_is_held_up_delays_and_fails_only_its_own_sends(place, capacity):
     async with (

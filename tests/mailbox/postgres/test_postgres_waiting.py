@@ -41,6 +41,7 @@ async def test_a_delay_that_another_process_sets_is_waited_for(place):
         await sender.send("x", delay=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["nack", "release", "delayed nack", "expiry", "replay"])
 async def test_what_is_given_back_wakes_another_process(place, how):
     async with two_processes(place) as (receiver, worker):

@@ -95,6 +95,7 @@ def test_no_error_of_open_mailbox_shows_a_secret(rest):
     assert "redis://db/0" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_servers_are_one_by_what_was_given_for_tls_not_by_what_was_made_of_it():
     """Mailboxes of one server share connections; each makes a context of its own of the same files."""
     url, context = "rediss://h:6380/0", ssl.create_default_context()

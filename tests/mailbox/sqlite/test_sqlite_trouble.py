@@ -390,6 +390,7 @@ async def test_an_io_error_is_told_as_what_it_is_and_passes(path, files, anyio_b
     await refused(path, MailboxConnectionError, "cannot be read or written")
 
 
+@pytest.mark.slow
 async def test_an_io_error_while_others_wait_ends_no_thread(path, files, anyio_backend):
     async with SQLiteMailbox(path) as mailbox, SQLiteMailbox(path) as sender:
         heard = []
