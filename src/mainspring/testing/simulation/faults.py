@@ -141,6 +141,11 @@ class PlannedFault:
         return f"#{self.number} {what}, {who}, at {self.at:.1f} s{how}"
 
 
+def generator(seed: int, name: str) -> Random:
+    """Return the random generator of one part of a run, so that no part disturbs the draws of another."""
+    return Random(f"{seed} {name}")  # noqa: S311 - reproducibility is the point
+
+
 def plan(faults: Faults, *, seed: int, duration: float, workers: int, lease: float = 60.0) -> list[PlannedFault]:
     """Return the faults of a run of ``duration`` seconds, in order of time. Equal arguments give equal plans.
 
@@ -151,7 +156,7 @@ def plan(faults: Faults, *, seed: int, duration: float, workers: int, lease: flo
     found: list[tuple[float, str, int, float, str]] = []
     for kind in EVENTS:
         rate = getattr(faults, kind) / HOUR
-        rng = Random(f"{seed} {kind}")  # noqa: S311 - reproducibility is the point
+        rng = generator(seed, kind)
         at = 0.0
         while rate > 0:
             at += rng.expovariate(rate)

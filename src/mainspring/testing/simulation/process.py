@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from contextvars import ContextVar
 from dataclasses import replace
-from random import Random
 from typing import TYPE_CHECKING, Any
 
 import trio
 
 from mainspring import events
 from mainspring.core import clock, random
+from mainspring.testing.simulation.faults import generator
 from mainspring.testing.simulation.store import SimulatedMailbox, StoreConnection
 from mainspring.worker.main_loop import MainLoop
 
@@ -58,7 +58,7 @@ class Process:
         self.task: trio.lowlevel.Task | None = None
         self.wall = clock.WallSkew()
         self.stubborn_until = -math.inf
-        rng = Random(f"{world.seed} {self.lane}")  # noqa: S311 - reproducibility is the point
+        rng = generator(world.seed, self.lane)
         self.connection = StoreConnection(world.store, self.lane, rng, world.log, world.faults.slow_call)
         self.mailbox = SimulatedMailbox(world.name, self.connection)
         self.group: LoopGroup | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from random import Random
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -10,6 +9,7 @@ import trio
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxFullError, SerializationError
 from mainspring.mailbox.memory.mailbox import InMemoryMailbox
 from mainspring.mailbox.message import Envelope
+from mainspring.testing.simulation.faults import generator
 from mainspring.worker.main_loop import MainLoop
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Workload:
         self._mailbox = mailbox
         self._simulation = simulation
         self._replies: InMemoryMailbox[Any, Any] = InMemoryMailbox("replies", serialize=True)
-        self._rng = Random(f"{world.seed} workload")  # noqa: S311 - reproducibility is the point
+        self._rng = generator(world.seed, "workload")
         self._strange = [raw for raw in STRANGE if not _fits(mailbox, raw)]
 
     async def send(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from random import Random
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -10,6 +9,7 @@ import trio
 from mainspring.core.tracebacks import where
 from mainspring.mailbox.memory.mailbox import InMemoryMailbox
 from mainspring.testing.simulation.event_log import EventLog
+from mainspring.testing.simulation.faults import generator
 from mainspring.testing.simulation.ledger import Ledger
 from mainspring.testing.simulation.process import Process, inside
 from mainspring.testing.simulation.store import SimulatedMailbox, SimulatedStore, StoreConnection
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mainspring.group.group import LoopGroup
-    from mainspring.mailbox.mailbox import Mailbox
     from mainspring.testing.simulation.faults import Faults, PlannedFault
     from mainspring.testing.simulation.run import Simulation
     from mainspring.testing.simulation.workload import GroupUnderTest
@@ -81,7 +80,7 @@ class World:
             try:
                 async with trio.open_nursery() as course:
                     course.start_soon(self._watch_the_end, course.cancel_scope)
-                    await self._run(planned, mailbox)
+                    await self._run(planned)
                     course.cancel_scope.cancel()
             finally:
                 await self._tear_down()
@@ -90,10 +89,10 @@ class World:
         await self._ended.wait()
         scope.cancel()
 
-    async def _run(self, planned: Sequence[PlannedFault], mailbox: Mailbox[Any, Any]) -> None:
+    async def _run(self, planned: Sequence[PlannedFault]) -> None:
         for worker in range(self._simulation.workers):
-            self._nursery.start_soon(self._supervise, worker, name=f"keeper of worker {worker}")
-        connection = StoreConnection(self.store, "client", Random(f"{self.seed} client"), self.log)  # noqa: S311
+            self._nursery.start_soon(self._supervise, worker, name=f"supervisor of worker {worker}")
+        connection = StoreConnection(self.store, "client", generator(self.seed, "client"), self.log)
         async with (
             SimulatedMailbox(self.name, connection, body=self.under_test.body_type) as client,
             trio.open_nursery() as nursery,
@@ -102,26 +101,33 @@ class World:
             nursery.start_soon(workload.receive_replies)
             nursery.start_soon(self._check_regularly)
             with trio.CancelScope(deadline=self._simulation.duration):
-                async with trio.open_nursery() as trouble:
-                    trouble.start_soon(workload.send)
-                    for fault in planned:
-                        await trio.sleep_until(fault.at)
-                        trouble.start_soon(self._inject, fault)
-                    await trio.sleep_forever()
+                await self._work(workload, planned)
             self.log.add("world", "no more work, no more trouble")
             await self._drain()
-            self._stopping = True
-            with trio.move_on_after(STOPPING) as late:
-                async with trio.open_nursery() as stopping:
-                    for process in filter(None, self.current):
-                        stopping.start_soon(process.stop)
-            if late.cancelled_caught:
-                told = f"the fleet has not come to its end within {STOPPING:g} s.\n{self.describe_waits()}"
-                self.ledger.fail("progress", told)
+            await self._shut_down()
             await trio.sleep(1.0)
             await self.store.check()
             self.ledger.close(all_replies=True)
             nursery.cancel_scope.cancel()
+
+    async def _work(self, workload: Workload, planned: Sequence[PlannedFault]) -> None:
+        """Send messages and inject faults until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(workload.send)
+            for fault in planned:
+                await trio.sleep_until(fault.at)
+                nursery.start_soon(self._inject, fault)
+            await trio.sleep_forever()
+
+    async def _shut_down(self) -> None:
+        self._stopping = True
+        with trio.move_on_after(STOPPING) as late:
+            async with trio.open_nursery() as nursery:
+                for process in filter(None, self.current):
+                    nursery.start_soon(process.stop)
+        if late.cancelled_caught:
+            told = f"the fleet has not come to its end within {STOPPING:g} s.\n{self.describe_waits()}"
+            self.ledger.fail("progress", told)
 
     async def _drain(self) -> None:
         """Wait until the fleet has finished the messages that are due within ``RETRYING`` seconds."""
@@ -189,7 +195,7 @@ class World:
         """Draw the fault of a handler run, if any, and its extent from 0 to 1. A replay draws the same."""
         if not self._handler_faults:
             return "", 0.0
-        rng = Random(f"{self.seed} {self.ledger.label(message_id)} {delivery}")  # noqa: S311
+        rng = generator(self.seed, f"{self.ledger.label(message_id)} {delivery}")
         drawn = rng.random()
         for name, chance in self._handler_faults:
             if drawn < chance:
@@ -213,7 +219,7 @@ class World:
             process.crash()
         elif fault.kind == "signal":
             process.restart_in = fault.seconds
-            rng = Random(f"{self.seed} second signal {fault.number}")  # noqa: S311
+            rng = generator(self.seed, f"second signal {fault.number}")
             again = rng.random() < self.faults.second_signal
             with trio.CancelScope(shield=True):
                 await process.stop(second_after=rng.random() * 10 if again else None)
