@@ -1,5 +1,7 @@
-"""A group to simulate: what ``make simulate`` runs through many seeds. It uses what loops offer: several handlers at once,
-checkpoints, beats, retries of its own, replies, short leases, a shutdown in phases."""
+"""The group that ``make simulate`` runs with many seeds.
+
+It uses concurrent handlers, checkpoints, heartbeats, retries, replies, short leases and a shutdown in phases.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 
 async def convert(job: int, ctx: Context) -> int:
-    """Some steps of work, or none, each remembered; some jobs need another try, some can never succeed."""
+    """Do some steps of work with a checkpoint after each. Some jobs need a second attempt; some can never succeed."""
     done: int = ctx.restored or 0
     steps = job % 8 if job % 3 else 0
     for step in range(done, steps):
@@ -28,7 +30,7 @@ async def convert(job: int, ctx: Context) -> int:
 
 
 def build(mailbox: Mailbox[Any, Any]) -> LoopGroup:
-    """Two loops on one mailbox: one renews its leases, of the other's handlers each must beat."""
+    """Build two loops on one mailbox: one renews its leases by itself, the other on heartbeats of its handlers."""
     loops = [
         MainLoop(mailbox, convert, name="steady", concurrency=4, visibility_timeout=30),
         MainLoop(

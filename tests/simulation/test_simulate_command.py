@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -119,3 +120,12 @@ def test_wrong_use_is_one_line(
     assert call(["simulate", f"{module}:{target}", *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
+
+
+@pytest.mark.slow
+def test_the_group_of_make_simulate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+    assert call(["simulate", "simulated_group:build", "--seed", "1", "--duration", "2m", "--times", "60"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"[1-9]\d* acked", told), told
+    assert re.search(r"[1-9]\d* planned faults", told), told
