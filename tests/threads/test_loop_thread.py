@@ -1051,6 +1051,7 @@ def test_what_a_broken_loop_had_accepted_is_told(caplog):
     go.set()
     with pytest.raises(LoopNotRunningError, match="is stopped"):
         ticket.wait_sync(PATIENCE)
+    assert not thread.post(pytest.fail)
     assert thread.stop() is False
     assert "the event loop of loop thread 'own' broke" in caplog.text
     assert "could not call 2 callbacks that were in its queue" in caplog.text
