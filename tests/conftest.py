@@ -21,7 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background lets them ignore it, and Python then makes no KeyboardInterrupt of it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-_stderr = open(os.dup(2), "w")  # noqa: SIM115 - for as long as the tests run; pytest captures the other one
+_stderr = os.dup(2)  # pytest captures the other one
 
 pytest_plugins = ("selection", "own_time")
 

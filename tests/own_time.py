@@ -70,6 +70,9 @@ class OwnTime:
         gc.collect()
         gc.freeze()
 
+    def pytest_unconfigure(self) -> None:
+        gc.unfreeze()
+
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self) -> Generator[None, None, None]:
         self._began, self._shared = Reading.now(), 0.0

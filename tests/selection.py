@@ -11,14 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import hypothesis
 
+from loops import LOOPS
+
 if TYPE_CHECKING:
     import pytest
 
-LOOPS: dict[str, tuple[str, dict[str, Any]]] = {
-    "asyncio": ("asyncio", {"use_uvloop": False}),
-    "uvloop": ("asyncio", {"use_uvloop": True}),
-    "trio": ("trio", {}),
-}
 MARKS = (
     "loops(name, ...): the event loops of an async test; the quick run takes the first",
     "every_loop: the quick run takes each event loop of this test",

@@ -9,6 +9,7 @@ from urllib.parse import urlencode
 import anyio
 import pytest
 
+from loops import LOOPS
 from mainspring import open_mailbox
 from mainspring.core import random
 
@@ -20,17 +21,24 @@ if TYPE_CHECKING:
 
 SERVERS = ("redis", "postgres", "nats")
 KINDS = ("memory", "sqlite", *SERVERS)
-PLAIN = ("asyncio", {"use_uvloop": False})
 
 
 def on(*kinds: str, everywhere: bool = True) -> pytest.MarkDecorator:
     """Run a test on these kinds of stores: with a server on one event loop that its driver runs on, without one on every event
-    loop, or (not ``everywhere``) on one as well."""
-    loops = {"asyncio": PLAIN, "uvloop": ("asyncio", {"use_uvloop": True}), "trio": ("trio", {})}
+    loop (in the quick run on asyncio), or (not ``everywhere``) on one as well."""
     of = {"redis": ("trio",), "postgres": ("asyncio",), "nats": ("uvloop",)}
-    runs = [(kind, loop) for kind in kinds for loop in of.get(kind, loops if everywhere else ("asyncio",))]
+    runs = [(kind, loop) for kind in kinds for loop in of.get(kind, LOOPS if everywhere else ("asyncio",))]
     return pytest.mark.parametrize(
-        ("kind", "anyio_backend"), [pytest.param(kind, loops[loop], id=f"{kind}-{loop}") for kind, loop in runs]
+        ("kind", "anyio_backend"),
+        [
+            pytest.param(
+                kind,
+                LOOPS[loop],
+                id=f"{kind}-{loop}",
+                marks=() if kind in SERVERS or loop == "asyncio" else pytest.mark.slow,
+            )
+            for kind, loop in runs
+        ],
     )
 
 

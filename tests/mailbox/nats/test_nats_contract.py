@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from loops import LOOPS
 from mainspring.errors import ConfigError
 from mainspring.mailbox.nats.mailbox import NatsMailbox
 from mainspring.testing import mailbox_contract
 from nats_support import place
-from selection import LOOPS
 from servers import NatsServer
 
 pytestmark = pytest.mark.anyio
