@@ -117,19 +117,6 @@ async def test_a_caller_that_is_cancelled_leaves_no_connection_behind() -> None:
         tasks.cancel_scope.cancel()
 
 
-async def test_callers_that_ask_at_once_get_lists_of_their_own() -> None:
-    found: list[list[str]] = []
-
-    async def ask() -> None:
-        found.append(await resolve("localhost"))
-
-    async with anyio.create_task_group() as group:
-        for _ in range(5):
-            group.start_soon(ask)
-    assert len({tuple(each) for each in found}) == 1
-    assert len({id(each) for each in found}) == 5
-
-
 def test_virtual_time_does_not_pass_a_look_up() -> None:
     async def main() -> None:
         with anyio.fail_after(1):
@@ -183,10 +170,10 @@ async def test_a_process_without_another_thread_is_a_lost_connection(monkeypatch
     if not url.startswith("redis") and async_library() == "trio":
         pytest.skip("runs on asyncio only")
 
-    def no_thread(**options: Any) -> threading.Thread:
+    def no_thread(*_: Any) -> threading.Thread:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("mainspring.runtime.resolver.Thread", no_thread)
+    monkeypatch.setattr("mainspring.runtime.resolver.OwnThread", no_thread)
     with pytest.raises(MailboxConnectionError, match="can't start new thread"):
         async with open_mailbox(f"{url}?name=jobs"):
             pass

@@ -1,4 +1,4 @@
-"""Host names become addresses on threads of this module's own, and connections are made to those.
+"""Host names become addresses on threads of their own, and connections are made to those.
 
 The event loops look names up on the threads that they share with the code of the user: asyncio in its default executor, trio
 under its default limiter. Where handlers occupy those, a lost connection would wait for them, and leases would end meanwhile.
@@ -7,15 +7,15 @@ under its default limiter. Where handlers occupy those, a lost connection would 
 from __future__ import annotations
 
 import socket
+from functools import partial
 from ipaddress import ip_address
 from itertools import zip_longest
-from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from mainspring.core import process
 from mainspring.core.clock import real_work
+from mainspring.threads.own_thread import OwnThread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,42 +26,11 @@ NEXT = 0.25
 """Seconds that one address has for itself before the next one is tried, too (RFC 8305)."""
 
 
-class _Lookup:
-    """One look-up of a name, in a thread of its own, for all that ask meanwhile: one that hangs costs one thread a name."""
-
-    def __init__(self, host: str) -> None:
-        self._host = host
-        self._lock = Lock()
-        self._waiting: list[tuple[object, anyio.Event]] = []
-        self._done = False
-        self.addresses: list[str] = []
-        self.error: OSError | None = None
-        try:
-            Thread(target=self._run, name=f"looking up {host}", daemon=True).start()
-        except RuntimeError as error:  # the process may have no more threads just now
-            raise OSError(f"{host!r} cannot be looked up: {error}") from None
-
-    def _run(self) -> None:
-        try:
-            found = socket.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
-            self.addresses = _in_turn(found)
-        except OSError as error:
-            self.error = error
-        except UnicodeError as error:
-            self.error = socket.gaierror(socket.EAI_NONAME, f"{self._host!r} is no host name: {error}")
-        with self._lock:
-            self._done = True
-        for loop, event in self._waiting:
-            process.call_soon(loop, event.set)
-
-    async def wait(self) -> None:
-        event = anyio.Event()
-        with self._lock:
-            if self._done:
-                return
-            self._waiting.append((process.event_loop(), event))
-        with real_work():
-            await event.wait()
+def _look_up(host: str) -> list[str]:
+    try:
+        return _in_turn(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+    except UnicodeError as error:
+        raise socket.gaierror(socket.EAI_NONAME, f"{host!r} is no host name: {error}") from None
 
 
 def _in_turn(found: Iterable[tuple[Any, ...]]) -> list[str]:
@@ -87,11 +56,12 @@ async def resolve(host: str) -> list[str]:
     else:
         await anyio.lowlevel.checkpoint()
         return [host]
-    lookup = process.shared("look-up", host, lambda: _Lookup(host))
-    await lookup.wait()
-    if lookup.error is not None:
-        raise type(lookup.error)(*lookup.error.args)
-    return list(lookup.addresses)
+    try:
+        thread = OwnThread(partial(_look_up, host), f"looking up {host}")
+    except RuntimeError as error:  # the process may have no more threads just now
+        raise OSError(f"{host!r} cannot be looked up: {error}") from None
+    with real_work():
+        return await thread.wait()
 
 
 async def connect_tcp(host: str, port: int) -> SocketStream:
