@@ -9,12 +9,11 @@ from pathlib import Path
 import anyio
 import pytest
 
+from loops import LOOPS
 from mainspring.core.state_machine import MailboxState
 from mainspring.mailbox.ownership import kept_open
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 from wrapped_backend import WrappedBackend, wrap
-
-BACKENDS = [("asyncio", {"use_uvloop": False}), ("asyncio", {"use_uvloop": True}), ("trio", {})]
 
 
 class CancelsWhoOpens(WrappedBackend):
@@ -40,7 +39,7 @@ def ends(fn, backend):
     return not thread.is_alive()
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=["asyncio", "uvloop", "trio"])
+@pytest.mark.parametrize("backend", LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("late", [False, True])
 def test_a_cancellation_at_the_end_of_opening_closes_the_mailbox(tmp_path, backend, late):
     path = tmp_path / "mail.db"

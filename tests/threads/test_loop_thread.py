@@ -22,6 +22,7 @@ from event_loops import taking_part
 
 import mainspring
 from interrupts import Interruption, in_thread
+from loops import LOOPS
 from mainspring import (
     ConfigError,
     Heartbeat,
@@ -45,11 +46,6 @@ pytestmark = pytest.mark.every_loop
 
 PATIENCE = 60
 MANY = 500
-LOOPS = {
-    "asyncio": ("asyncio", {"use_uvloop": False}),
-    "uvloop": ("asyncio", {"use_uvloop": True}),
-    "trio": ("trio", {}),
-}
 
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
 

@@ -15,6 +15,7 @@ from itertools import chain, cycle, islice
 import anyio
 import pytest
 
+from loops import LOOPS
 from mainspring import LoopNotRunningError, LoopThread
 from mainspring.core.state_machine import LoopThreadState
 
@@ -23,7 +24,6 @@ pytestmark = pytest.mark.slow
 ROUNDS = int(os.environ.get("MAINSPRING_RACE_ROUNDS", "2000"))
 """For each of the four tests here."""
 PATIENCE = 60
-LOOPS = (("asyncio", {"use_uvloop": False}), ("asyncio", {"use_uvloop": True}), ("trio", {}))
 POSTS = 8
 SUBMITS = 4
 
@@ -54,7 +54,7 @@ def race():
 
 
 def rounds(started=True):
-    for backend, options in islice(cycle(LOOPS), ROUNDS):
+    for backend, options in islice(cycle(LOOPS.values()), ROUNDS):
         thread = LoopThread(name="racing", backend=backend, backend_options=options)
         if started:
             thread.start()
