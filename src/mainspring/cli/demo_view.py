@@ -120,14 +120,14 @@ def _account(report: DemoReport) -> Table:
         ("time", f"{report.seconds:.1f} s"),
         ("messages per second", f"{report.rate:,.0f}"),
         ("files by worker process", ", ".join(f"{pid}: {count:,}" for pid, count in report.workers.items())),
-        ("killed (SIGKILL)", _or_nobody(report.killed)),
-        ("drained (SIGTERM)", _or_nobody(report.drained)),
+        ("killed (SIGKILL)", _or_none(report.killed)),
+        ("drained (SIGTERM)", _or_none(report.drained)),
     ):
         account.add_row(name, Text(value))
     return account
 
 
-def _or_nobody(pid: int | None) -> str:
+def _or_none(pid: int | None) -> str:
     return "nobody" if pid is None else f"process {pid}"
 
 

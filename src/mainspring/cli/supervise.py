@@ -129,10 +129,10 @@ class Supervisor:
                 self._ask(worker, signum if begun else signal.SIGTERM)
 
     def _ask(self, worker: Worker, signum: int) -> None:
-        """Ask a worker to stop, and see to it that it does."""
+        """Ask a worker to stop, and kill it if it does not."""
         if worker.process is not None:
             worker.signal(signum)
-            self._scope.start_soon(self._see_off, worker, worker.process, name=f"see off {worker}")
+            self._scope.start_soon(self._kill_when_overdue, worker, worker.process, name=f"deadline of {worker}")
 
     def _replace(self, worker: Worker) -> None:
         """Ask a worker to stop, for another one to take its place; not twice, which would cancel its work."""
@@ -140,7 +140,7 @@ class Supervisor:
             worker.told = True
             self._ask(worker, signal.SIGTERM)
 
-    async def _see_off(self, worker: Worker, process: Process) -> None:
+    async def _kill_when_overdue(self, worker: Worker, process: Process) -> None:
         """Kill a worker that outlives the longest shutdown it announced."""
         with anyio.move_on_after(worker.stop_within + MARGIN) as patience:
             await process.wait()
@@ -214,13 +214,13 @@ class Supervisor:
         stream = await UNIXSocketStream.from_socket(ours)
         try:
             async with stream, anyio.create_task_group() as tasks:
-                heard_all = anyio.Event()
-                tasks.start_soon(self._hear, worker, stream, heard_all)
+                all_read = anyio.Event()
+                tasks.start_soon(self._read_news, worker, stream, all_read)
                 if self._stopping.is_set():  # the signal came while it was being started
                     self._ask(worker, signal.SIGTERM)
                 returncode = await process.wait()
                 with anyio.move_on_after(1):  # its last words may still be on the line
-                    await heard_all.wait()
+                    await all_read.wait()
                 tasks.cancel_scope.cancel()
         finally:
             worker.kill()
@@ -250,8 +250,8 @@ class Supervisor:
         finally:
             theirs.close()
 
-    async def _hear(self, worker: Worker, stream: UNIXSocketStream, heard_all: anyio.Event) -> None:
-        """Take in what a worker says, until the end of its line."""
+    async def _read_news(self, worker: Worker, stream: UNIXSocketStream, all_read: anyio.Event) -> None:
+        """Read what a worker says of itself, until it closes the link."""
         lines = BufferedByteReceiveStream(stream)
         with suppress(anyio.EndOfStream, anyio.IncompleteRead, anyio.BrokenResourceError, anyio.DelimiterNotFound):
             while True:
@@ -266,7 +266,7 @@ class Supervisor:
                     self._tell_used_up.send_nowait((worker, worker.process))
                 if self._watch is not None:
                     self._watch.add(news.get("directories", ()))
-        heard_all.set()
+        all_read.set()
 
     # -------------------------------------------------------------------------------------------------------- renewal
 

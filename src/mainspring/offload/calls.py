@@ -48,7 +48,7 @@ class Job(Protocol):
     def perform(self) -> Any:
         """Do it, blocking this thread."""
 
-    def hear_of_start(self, starting: Callable[[bool], object]) -> None:
+    def on_worker_start(self, starting: Callable[[bool], object]) -> None:
         """Call ``starting(True)``, in the performing thread, where a worker has to be started, then ``starting(False)``."""
 
     def give_up(self) -> bool:
@@ -227,7 +227,7 @@ class Calls:
             await self._queue_until_cut(call, waiting)
         self._kept[call] = None
         if waiting is not None:
-            job.hear_of_start(partial(self._hear_of_start, call, waiting))
+            job.on_worker_start(partial(self._on_worker_start, call, waiting))
         try:
             return await self._execute(call, abandon=job.killable)
         except anyio.get_cancelled_exc_class():
@@ -240,10 +240,10 @@ class Calls:
         finally:
             del self._kept[call]
             if waiting is not None:
-                job.hear_of_start(bool)  # nothing: the job and its call would refer to each other
+                job.on_worker_start(bool)  # nothing: the job and its call would refer to each other
         return call.outcome()
 
-    def _hear_of_start(self, call: Call, waiting: Callable[[bool], object], starts: bool) -> None:
+    def _on_worker_start(self, call: Call, waiting: Callable[[bool], object], starts: bool) -> None:
         """In the call's thread: the caller waits for a worker to start, or no longer; it may have gone on by now."""
         call_soon(self.loop, lambda: waiting(starts) if call in self._kept else None)
 

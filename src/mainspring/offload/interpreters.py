@@ -91,7 +91,7 @@ class InterpreterJob:
             raise OffloadWorkerDiedError(f"the interpreter of {name_of(self.fn)} failed: {describe(error)}") from error
         return unpack(self.fn, opened(answer))
 
-    def hear_of_start(self, starting: Callable[[bool], object]) -> None:
+    def on_worker_start(self, starting: Callable[[bool], object]) -> None:
         """Nothing: a new one is there at once."""
 
     def give_up(self) -> bool:

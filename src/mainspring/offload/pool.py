@@ -344,7 +344,7 @@ class ThreadJob:
         """Call it."""
         return self.fn(*self._args)
 
-    def hear_of_start(self, starting: Callable[[bool], object]) -> None:
+    def on_worker_start(self, starting: Callable[[bool], object]) -> None:
         """Nothing: a thread is there at once."""
 
     def give_up(self) -> bool:

@@ -140,7 +140,7 @@ Answer = tuple[str, Any, str]
 _log = Logger("mainspring.offload")
 
 
-def _tell_nobody(starts: bool) -> None:
+def _ignore_start(starts: bool) -> None:
     """Ignore the start of a worker."""
 
 
@@ -164,7 +164,7 @@ class Processes:
         """A job for one of them."""
         return ProcessJob(self, fn, args)
 
-    def take(self, starting: Callable[[bool], object] = _tell_nobody, *, fresh: bool = False) -> WorkerProcess:
+    def take(self, starting: Callable[[bool], object] = _ignore_start, *, fresh: bool = False) -> WorkerProcess:
         """An idle worker, the one used last, or a new one: then ``starting`` is told of its start, and of the end of that.
 
         Where it must be ``fresh``, a new one takes the place of an idle one.
@@ -246,9 +246,9 @@ class ProcessJob:
         self._worker: WorkerProcess | None = None
         self._begun = False
         self._given_up = False
-        self._starting: Callable[[bool], object] = _tell_nobody
+        self._starting: Callable[[bool], object] = _ignore_start
 
-    def hear_of_start(self, starting: Callable[[bool], object]) -> None:
+    def on_worker_start(self, starting: Callable[[bool], object]) -> None:
         """Call ``starting(True)`` where a worker has to be started for it, and ``starting(False)`` when that is over."""
         self._starting = starting
 
