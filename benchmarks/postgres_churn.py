@@ -53,7 +53,7 @@ async def churn() -> list[tuple[float, float, int, int]]:
     done = 0
     more = anyio.Event()
     claims: list[float] = []
-    claim = mailbox._claim
+    claim = mailbox.backend.claim
 
     async def timed_claim(most: int, visibility: float, wait: float) -> list:
         began = time.perf_counter()
@@ -62,7 +62,7 @@ async def churn() -> list[tuple[float, float, int, int]]:
             claims.append(time.perf_counter() - began)
         return found
 
-    mailbox._claim = timed_claim
+    mailbox.backend.claim = timed_claim
 
     async def handle(job: str) -> None:
         nonlocal done, more

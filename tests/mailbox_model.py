@@ -290,14 +290,3 @@ class Model:
         found = [identity for identity in self.dead if identity in chosen]
         self.dead = [identity for identity in self.dead if identity not in chosen]
         return self._settle([self.find(identity) for identity in found])
-
-    def rebase(self, delta: float, now: float) -> None:
-        """Go on under a clock that is ``delta`` ahead; ``now`` is the old one's. What was in flight counts as expired."""
-        self.advance(now)
-        flying = [record for record in self.alive() if record.place == "in flight"]
-        for record in self.alive():
-            record.expires_at += delta
-            record.ready_at += delta
-        for record in sorted(flying, key=lambda r: r.claim):
-            record.charged += 1
-            self._wait(record, now + delta)

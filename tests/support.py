@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import anyio
 import trio.testing
 
-from mainspring.mailbox.memory.mailbox import InMemoryMailbox
+from mainspring.mailbox.memory.mailbox import InMemoryMailbox, MemoryBackend
 from wrapped_backend import WrappedBackend, wrap
 
 if TYPE_CHECKING:
@@ -105,7 +105,9 @@ class FaultyMailbox(InMemoryMailbox[Any, Any]):
     @classmethod
     def named(cls, name: str) -> Self:
         """One object of many on the queue of that name, as ``open_mailbox("memory://name")`` gives them."""
-        return cls.from_url(f"memory://{name}", host=name, path="", options={})
+        mailbox = cls(name)
+        mailbox.backend.inner = MemoryBackend(name, capacity=None, key=name)
+        return mailbox
 
     def next(self, call: str, *actions: Action) -> None:
         """The next calls of that kind do this, one after the other; the ones after them as usual."""
@@ -117,7 +119,7 @@ class FaultyMailbox(InMemoryMailbox[Any, Any]):
 
     def fall_silent(self, error: MailboxConnectionError) -> None:
         """Find out, as a backend does, that the server does not answer."""
-        self._announce_silence(error)
+        self.backend.notifications.silence.publish(error)
 
     def times(self, call: str) -> list[float]:
         """When calls of that kind were made."""
@@ -162,8 +164,8 @@ class _FaultyBackend(WrappedBackend):
     async def counts(self) -> Any:
         return await self.mailbox.act("counts", self.inner.counts)
 
-    async def find_dead(self, message_ids: list[str]) -> Any:
-        return await self.mailbox.act("find_dead", partial(self.inner.find_dead, message_ids))
+    async def find_dead_letters(self, message_ids: list[str]) -> Any:
+        return await self.mailbox.act("find_dead", partial(self.inner.find_dead_letters, message_ids))
 
 
 class _JoiningBackend(_FaultyBackend):

@@ -1,9 +1,7 @@
-"""The one place of the tests that knows how a mailbox reaches its backend: to call its operations, and to change them."""
+"""Faults around a backend: the operations of a real one, of which a subclass changes some."""
 
 from __future__ import annotations
 
-from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mainspring.mailbox.mailbox import Mailbox
@@ -13,36 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 M = TypeVar("M", bound=Mailbox[Any, Any])
-
-_HOOKS = {
-    "open": "_open",
-    "close": "_close",
-    "exists": "_exists",
-    "wake_all": "_wake_all",
-    "statistics": "_statistics",
-    "send": "_put",
-    "claim": "_claim",
-    "settle": "_settle",
-    "acknowledge_many": "_acknowledge_many",
-    "extend": "_extend",
-    "checkpoint": "_save_checkpoint",
-    "counts": "_counts",
-    "purge": "_purge",
-    "cancel": "_cancel",
-    "announce_cancelled": "_announce_cancelled",
-    "dead_letters": "_dead_letters",
-    "find_dead": "_find_dead",
-    "replay": "_replay",
-    "purge_dead": "_discard_dead",
-    "sibling": "_sibling",
-    "local_name": "_local_name",
-    "drop": "_drop",
-}
-
-
-def backend_of(mailbox: Mailbox[Any, Any]) -> Any:
-    """Return the operations of a mailbox's backend: they check no parameter, and encode nothing."""
-    return SimpleNamespace(**{operation: getattr(mailbox, hook) for operation, hook in _HOOKS.items()})
 
 
 class WrappedBackend:
@@ -70,12 +38,7 @@ class WrappedBackend:
 
 def wrap(mailbox: M, wrapper: Callable[[Any], WrappedBackend]) -> M:
     """Put ``wrapper(backend)`` in the place of the backend of an unopened mailbox; return the mailbox."""
-    backend = wrapper(backend_of(mailbox))
-    changed = {operation for operation in (*_HOOKS, "capabilities") if hasattr(type(backend), operation)}
-    for operation in changed:
-        setattr(mailbox, _HOOKS.get(operation, operation), getattr(backend, operation))
-    if not getattr(type(backend), "works_unopened", True):
-        mailbox._works_unopened = mailbox._usable = False
-    if "send" in changed:
-        mailbox.send = partial(Mailbox.send, mailbox)  # type: ignore[method-assign]  # one in memory has a way past it
+    mailbox.backend = wrapper(mailbox.backend)  # type: ignore[assignment]
+    if not mailbox.backend.works_unopened:
+        mailbox._usable = False
     return mailbox

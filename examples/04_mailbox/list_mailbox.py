@@ -1,20 +1,21 @@
-"""A mailbox of your own: the hooks of ``Mailbox``, on the simplest store there is, a list in memory.
+"""A mailbox of your own: a ``Backend`` on the simplest store there is, a list in memory.
 
     pytest -q test_list_mailbox.py        runs the contract of a mailbox on it
 
-The public calls (send, receive, acknowledge, …), their checks and the encoding are those of every mailbox; a backend writes the
-hooks below them. What it cannot do it says in its capabilities, here: no priorities, no deduplication, no expiry.
+The public calls (send, receive, acknowledge, …), their checks and the encoding are those of every mailbox; what is below them
+is the backend's. What it cannot do it says in its capabilities, here: no priorities, no deduplication, no expiry.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from mainspring import Capabilities, Mailbox, MailboxStatistics
+from mainspring import Backend, Capabilities, Mailbox, MailboxStatistics
 from mainspring.core.clock import wall_clock
 from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.mailbox.message import Ack, Counts, Dead, Delivery, Envelope, Return, Settlement
@@ -65,30 +66,33 @@ class Queue:
             self.to_tail(row, now)
 
 
-class ListMailbox(Mailbox[Any, Any]):
+class ListBackend(Backend):
     """A queue in a list. Mailboxes of one ``store`` (any dictionary) can send replies to each other."""
 
     capabilities = Capabilities(priority=False, expiry=False, dedup=False, cancel=False, siblings=False, history=False)
 
-    def __init__(self, store: dict[str, Queue], name: str, *, body: Any = None, reply: Any = None) -> None:
-        super().__init__(name, body=body, reply=reply)
+    def __init__(self, store: dict[str, Queue], name: str) -> None:
+        super().__init__(name)
         self._store = store
         self._waiting = 0
+        self._leases = count()
 
-    async def _open(self, scope: DaemonScope) -> None:
+    async def open(self, scope: DaemonScope) -> None:
+        self._is_closing = False
         self._queue = self._store.setdefault(self.name, Queue())
         self._wall = wall_clock()
 
-    async def _close(self) -> None:
+    async def close(self) -> None:
         pass
 
-    def _wake_all(self) -> None:
+    def stop_claims(self) -> None:
+        self._is_closing = True
         self._queue.rouse()
 
-    def _statistics(self) -> MailboxStatistics:
+    def statistics(self) -> MailboxStatistics:
         return MailboxStatistics(waiting_receives=self._waiting, connected=True)
 
-    async def _put(self, envelopes: list[Envelope]) -> list[str]:
+    async def send(self, envelopes: list[Envelope]) -> list[str]:
         await anyio.lowlevel.checkpoint()
         self._add(self._queue, envelopes)
         return [envelope.message_id for envelope in envelopes]
@@ -98,11 +102,11 @@ class ListMailbox(Mailbox[Any, Any]):
         queue.rows += [Row(envelope, self._wall(), now + envelope.delay) for envelope in envelopes]
         queue.rouse()
 
-    async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
+    async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
         await anyio.lowlevel.checkpoint()
         queue = self._queue
         deadline = anyio.current_time() + wait_time_seconds
-        while self._usable:
+        while not self._is_closing:
             now = anyio.current_time()
             queue.expire(now)
             free = [row for row in queue.rows if not row.lease and row.due <= now][:max_messages]
@@ -121,7 +125,7 @@ class ListMailbox(Mailbox[Any, Any]):
     def _lease(self, row: Row, now: float, seconds: float) -> Delivery:
         row.deliveries += 1
         row.first_received_at = row.first_received_at or self._wall()
-        row.lease, row.due = self.new_id(), now + seconds
+        row.lease, row.due = f"lease {next(self._leases)}", now + seconds
         return self._delivery(row, now)
 
     def _delivery(self, row: Row, now: float) -> Delivery:
@@ -141,7 +145,7 @@ class ListMailbox(Mailbox[Any, Any]):
             f"message {delivery.message_id}: its lease is not held by this delivery any more"
         )
 
-    async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
         await anyio.lowlevel.checkpoint()
         row, queue = self._held(delivery), self._queue
         if isinstance(settlement, Return):
@@ -158,16 +162,16 @@ class ListMailbox(Mailbox[Any, Any]):
         if isinstance(settlement, Ack) and settlement.reply is not None:
             self._add(self._store.setdefault(settlement.reply.reply_to or "", Queue()), [settlement.reply])
 
-    async def _extend(self, delivery: Delivery, timeout: float) -> None:
+    async def extend(self, delivery: Delivery, timeout: float) -> None:
         await anyio.lowlevel.checkpoint()
         row = self._held(delivery)
         row.due = max(row.due, anyio.current_time() + timeout)
 
-    async def _save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
+    async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
         await anyio.lowlevel.checkpoint()
         self._held(delivery).checkpoint = state
 
-    async def _counts(self) -> Counts:
+    async def counts(self) -> Counts:
         now, queue = anyio.current_time(), self._queue
         queue.expire(now)
         in_flight = sum(bool(row.lease) for row in queue.rows)
@@ -175,25 +179,25 @@ class ListMailbox(Mailbox[Any, Any]):
         pending = len(queue.rows) - in_flight - delayed
         return Counts(delayed, pending, in_flight, settled=queue.settled, dead=len(queue.dead))
 
-    async def _purge(self) -> int:
+    async def purge(self) -> int:
         dropped = len(self._queue.rows)
         self._queue.rows.clear()
         self._queue.settled += dropped  # so that the counts still add up to all that was accepted
         return dropped
 
-    async def _dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+    async def dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
         ids = [letter[0].message_id for letter in self._queue.dead]
         first = ids.index(after) + 1 if after in ids else 0
         return self._queue.dead[first : first + limit]
 
-    async def _replay(self, message_ids: list[str] | None) -> int:
+    async def replay_dead_letters(self, message_ids: list[str] | None) -> int:
         again = [d for d, _, _ in self._queue.dead if message_ids is None or d.message_id in message_ids]
         envelopes = [Envelope(d.message_id, d.body, reply_to=d.reply_to, headers=d.headers) for d in again]
         self._bring_out(message_ids)
         self._add(self._queue, envelopes)
         return len(again)
 
-    async def _discard_dead(self, message_ids: list[str] | None) -> int:
+    async def purge_dead_letters(self, message_ids: list[str] | None) -> int:
         forgotten = self._bring_out(message_ids)
         self._queue.settled += forgotten
         return forgotten
@@ -204,3 +208,8 @@ class ListMailbox(Mailbox[Any, Any]):
         keep = [] if message_ids is None else [x for x in self._queue.dead if x[0].message_id not in message_ids]
         self._queue.dead = keep
         return before - len(keep)
+
+
+def list_mailbox(store: dict[str, Queue], name: str, *, body: Any = None, reply: Any = None) -> Mailbox[Any, Any]:
+    """A mailbox on it, unopened."""
+    return Mailbox(ListBackend(store, name), body=body, reply=reply)

@@ -1,11 +1,11 @@
-"""The contract of a mailbox, run on :class:`ListMailbox`: one test for each behaviour, in virtual time."""
+"""The contract of a mailbox, run on a list: one test for each behaviour, in virtual time."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING
 
-from list_mailbox import ListMailbox
+from list_mailbox import list_mailbox
 
 from mainspring.testing import mailbox_contract
 
@@ -15,4 +15,4 @@ if TYPE_CHECKING:
 
 @mailbox_contract.parametrize
 async def test_the_contract(behaviour: mailbox_contract.Behaviour, virtual_clock: VirtualClock) -> None:
-    await behaviour(partial(ListMailbox, {}))
+    await behaviour(partial(list_mailbox, {}))

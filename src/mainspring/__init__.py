@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from mainspring.errors import UnknownVersionError as UnknownVersionError
     from mainspring.events import Dispatcher as Dispatcher
     from mainspring.group.group import LoopGroup as LoopGroup
+    from mainspring.mailbox.backend import Backend as Backend
     from mainspring.mailbox.backend import Capabilities as Capabilities
     from mainspring.mailbox.backend import MailboxStatistics as MailboxStatistics
     from mainspring.mailbox.mailbox import Mailbox as Mailbox
@@ -138,7 +139,7 @@ _HOMES = {
     "worker.dead_letter_consumer": ("DLQConsumer", "DeadLetterConsumer", "Verdict"),
     "worker.main_loop": ("MainLoop",),
     "worker.tool_calls": ("ToolCall",),
-    "mailbox.backend": ("Capabilities", "MailboxStatistics"),
+    "mailbox.backend": ("Backend", "Capabilities", "MailboxStatistics"),
     "mailbox.mailbox": ("Mailbox",),
     "mailbox.memory.mailbox": ("InMemoryMailbox",),
     "mailbox.message": ("CancelOutcome", "DeadLetter", "Message"),

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import anyio
 
 from mainspring import InMemoryMailbox, InvalidParameterError, ReceiptHandleExpiredError
+from mainspring.mailbox.backend import Notifications
 from mainspring.mailbox.message import UNKNOWN, Ack, Cancelled, CancelOutcome, Dead, Return
 from mainspring.testing import mailbox_contract
-from wrapped_backend import WrappedBackend, backend_of, wrap
+from wrapped_backend import WrappedBackend, wrap
 
 if TYPE_CHECKING:
     from typing import Self
@@ -253,7 +254,7 @@ class SendsSome(InMemoryMailbox[Any, Any]):
 
 
 class ClosesSilently(WrappedBackend):
-    def wake_all(self) -> None:
+    def stop_claims(self) -> None:
         pass
 
 
@@ -287,7 +288,7 @@ class RepliesUnfenced(WrappedBackend):
     async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
         if isinstance(settlement, Ack) and settlement.reply is not None:
             reply = settlement.reply
-            target = backend_of(self.inner.sibling(reply.reply_to))
+            target = self.inner.sibling(reply.reply_to)
             await target.send([replace(reply, reply_to=None)])
             settlement = Ack()
         await self.inner.settle(delivery, settlement)
@@ -302,13 +303,13 @@ class DropsTracebacks(WrappedBackend):
 
 class PurgesTheDead(WrappedBackend):
     async def purge(self) -> int:
-        await self.purge_dead(None)
+        await self.purge_dead_letters(None)
         return await self.inner.purge()
 
 
 class ReplaysAll(WrappedBackend):
-    async def replay(self, message_ids: list[str] | None) -> int:
-        return await self.inner.replay(None)
+    async def replay_dead_letters(self, message_ids: list[str] | None) -> int:
+        return await self.inner.replay_dead_letters(None)
 
 
 class DatesDeathsLate(WrappedBackend):
@@ -320,9 +321,9 @@ class DatesDeathsLate(WrappedBackend):
 class ReplaysWithoutKeys(WrappedBackend):
     replayed = False
 
-    async def replay(self, message_ids: list[str] | None) -> int:
+    async def replay_dead_letters(self, message_ids: list[str] | None) -> int:
         self.replayed = True
-        return await self.inner.replay(message_ids)
+        return await self.inner.replay_dead_letters(message_ids)
 
     async def send(self, envelopes: list[Envelope]) -> list[str]:
         return await self.inner.send([replace(e, dedup_key=None) for e in envelopes] if self.replayed else envelopes)
@@ -348,8 +349,9 @@ class CancelsOnlyWhatWaits(WrappedBackend):
 
 
 class CancelsSilently(WrappedBackend):
-    def announce_cancelled(self, message_ids: list[str]) -> None:
-        pass
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.notifications = Notifications()  # in which nobody publishes
 
 
 class CancelsWithoutCounting(WrappedBackend):
@@ -400,11 +402,11 @@ class KeepsTheHistoryOfTheReplayed(WrappedBackend):
         super().__init__(inner)
         self.old: dict[str, str | None] = {}
 
-    async def replay(self, message_ids: list[str] | None) -> int:
+    async def replay_dead_letters(self, message_ids: list[str] | None) -> int:
         self.old |= {
             delivery.message_id: delivery.history for delivery, _, _ in await self.inner.dead_letters(1_000, None)
         }
-        return await self.inner.replay(message_ids)
+        return await self.inner.replay_dead_letters(message_ids)
 
     async def claim(self, *limits: Any) -> list[Delivery]:
         claimed = await self.inner.claim(*limits)
@@ -414,17 +416,17 @@ class KeepsTheHistoryOfTheReplayed(WrappedBackend):
 
 
 class KeepsTheDead(WrappedBackend):
-    async def purge_dead(self, message_ids: list[str] | None) -> int:
+    async def purge_dead_letters(self, message_ids: list[str] | None) -> int:
         return len(message_ids) if message_ids else (await self.inner.counts()).dead
 
 
 class ReplaysNothing(WrappedBackend):
-    async def replay(self, message_ids: list[str] | None) -> int:
+    async def replay_dead_letters(self, message_ids: list[str] | None) -> int:
         return len(message_ids) if message_ids else (await self.inner.counts()).dead
 
 
 class FindsAnyDead(WrappedBackend):
-    async def find_dead(self, message_ids: list[str]) -> Any:
+    async def find_dead_letters(self, message_ids: list[str]) -> Any:
         return await self.dead_letters(1, None)
 
 

@@ -17,7 +17,8 @@ from mainspring import (
     ShutdownRequest,
 )
 from mainspring.events import GroupStopped, LoopStateChanged, ShutdownRequested
-from support import hang
+from support import FaultyMailbox, hang
+from wrapped_backend import WrappedBackend, wrap
 
 
 async def take_long(body, ctx: Context):
@@ -362,13 +363,13 @@ async def test_all_claimed_messages_are_handed_back_not_only_the_next_one(virtua
 
 
 async def test_a_mailbox_that_does_not_close_stands_in_the_report(virtual_clock):
-    class DoesNotClose(InMemoryMailbox):
-        _works_unopened = False
+    class DoesNotClose(WrappedBackend):
+        works_unopened = False
 
-        async def _close(self):
+        async def close(self):
             await anyio.sleep_forever()
 
-    mailbox = DoesNotClose("jobs", body=dict)
+    mailbox = wrap(InMemoryMailbox("jobs", body=dict), DoesNotClose)
     group = LoopGroup([MainLoop(mailbox, take_long, body=dict)], cancel_grace=2)
     async with running(group):
         await anyio.sleep(1)
@@ -426,14 +427,15 @@ async def test_a_loop_of_foreign_make_and_one_whose_store_is_away_are_stopping_t
             await self.stop.wait()
             await anyio.sleep(7)
 
-    class Away(InMemoryMailbox):
-        async def _claim(self, *args):
-            raise MailboxConnectionError("away")
-
     async def slow_to_end(body):
         pass
 
-    group = LoopGroup([Lingers(name="foreign"), MainLoop(Away("away", body=dict), slow_to_end, name="away")])
+    async def fail(_):
+        raise MailboxConnectionError("away")
+
+    mailbox = FaultyMailbox("away", body=dict)
+    mailbox.always("claim", fail)
+    group = LoopGroup([Lingers(name="foreign"), MainLoop(mailbox, slow_to_end, name="away")])
     foreign, away = moves(group, "foreign"), moves(group, "away")
     async with running(group):
         await anyio.sleep(3)

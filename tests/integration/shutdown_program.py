@@ -17,10 +17,10 @@ from typing import Any
 import anyio
 from anyio import from_thread
 
-from mainspring import Context, LoopGroup, MainLoop, RetryPolicy
+from mainspring import Context, LoopGroup, Mailbox, MainLoop, RetryPolicy
 from mainspring.events import GroupStateChanged, ShutdownRequested
 from mainspring.mailbox.message import Ack
-from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
+from mainspring.mailbox.sqlite.mailbox import SQLiteBackend, SQLiteOptions
 
 OPTIONS = json.loads(sys.argv[1])
 HOW, WHEN, BACKEND = OPTIONS["how"], OPTIONS["when"], OPTIONS["backend"]
@@ -30,34 +30,34 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-class HangingAck(SQLiteMailbox[Any, Any]):
+class HangingAck(SQLiteBackend):
     """A store that never answers the acknowledgement of the bad message."""
 
-    async def _settle(self, delivery: Any, settlement: Any) -> None:
+    async def settle(self, delivery: Any, settlement: Any) -> None:
         if isinstance(settlement, Ack) and b"bad" in delivery.body:
             if HOW == "shielded-ack":
                 with anyio.CancelScope(shield=True):
                     await anyio.sleep(600)  # guilty: shielded-ack
             await anyio.sleep(600)  # guilty: ack
-        await super()._settle(delivery, settlement)
+        await super().settle(delivery, settlement)
 
 
-class HangingClose(SQLiteMailbox[Any, Any]):
-    async def _close(self) -> None:
+class HangingClose(SQLiteBackend):
+    async def close(self) -> None:
         say("misbehaving")
-        await super()._close()
+        await super().close()
         with anyio.CancelScope(shield=True):
             await anyio.sleep(600)  # guilty: close
 
 
-class SlowOpen(SQLiteMailbox[Any, Any]):
-    async def _open(self, scope: Any) -> None:
+class SlowOpen(SQLiteBackend):
+    async def open(self, scope: Any) -> None:
         say("opening")
         with anyio.CancelScope(shield=True):
             while HOW == "slow-open" and not asked.is_set():
                 await anyio.sleep(0.01)
             await anyio.sleep(0.3 if HOW == "slow-open" else 600)
-        await super()._open(scope)
+        await super().open(scope)
 
 
 BOXES = {
@@ -68,7 +68,8 @@ BOXES = {
     "slow-open": SlowOpen,
     "stuck-open": SlowOpen,
 }
-mailbox = BOXES.get(HOW, SQLiteMailbox)(OPTIONS["path"], name="jobs", synchronous="normal")
+options = SQLiteOptions(synchronous="normal", capacity=None, busy_timeout=5)
+mailbox = Mailbox(BOXES.get(HOW, SQLiteBackend)("jobs", OPTIONS["path"], options))
 asked = threading.Event()
 entered = {state: threading.Event() for state in ("drain delay", "finish")}
 both = anyio.Event()

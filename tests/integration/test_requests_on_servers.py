@@ -70,7 +70,9 @@ async def test_the_news_of_a_cancellation_makes_no_mailbox_for_a_requester_that_
     async with store.box() as other:
         async with store.box() as mailbox:
             pending = await mailbox.submit("x")
-            replies = other._sibling(await mailbox._requester().address())
+            (request,) = await other.receive()
+            await request.release()
+            replies = other.sibling(request.reply_to)
             assert await replies.exists()
         assert not await replies.exists()
         assert await other.cancel(pending.id) is CancelOutcome.REMOVED

@@ -12,10 +12,12 @@ import pytest
 
 from mainspring import LeasePolicy, LoopGroup, MainLoop, ReceiptHandleExpiredError
 from mainspring.events import MessageNotAcknowledged
+from mainspring.mailbox.backend import Notifications
 from mainspring.mailbox.memory.mailbox import InMemoryMailbox
 from mainspring.mailbox.message import CancelOutcome
 from mainspring.testing import run_virtual
 from stores import KINDS, SERVERS, on
+from wrapped_backend import WrappedBackend, wrap
 
 pytestmark = pytest.mark.anyio
 PROGRAM = Path(__file__).with_name("cancel_program.py")
@@ -202,13 +204,12 @@ async def test_another_process_hears_of_it_promptly(store):
 
 
 def test_without_a_channel_the_handler_ends_at_the_next_renewal():
-    class Deaf(InMemoryMailbox):
-        def _announce_cancelled(self, message_ids):
-            pass
+    class Deaf(WrappedBackend):
+        notifications = Notifications()  # in which nobody publishes
 
     async def main():
         work = Work()
-        mailbox = Deaf()
+        mailbox = wrap(InMemoryMailbox(), Deaf)
         loop = MainLoop(mailbox, work, body=str, visibility_timeout=60, lease=LeasePolicy(fraction=1 / 3))
         message_id = await mailbox.send("job")
         async with mailbox, loop:

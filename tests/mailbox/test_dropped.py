@@ -10,7 +10,6 @@ import pytest
 
 from mainspring import LoopGroup, MailboxError, MainLoop
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
-from wrapped_backend import backend_of
 
 pytestmark = pytest.mark.anyio
 
@@ -31,7 +30,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 async def drop(make: Any) -> None:
     """As an operator does, in another process."""
     async with make() as mailbox:
-        await backend_of(mailbox).drop()
+        await mailbox.backend.drop()
 
 
 async def test_what_is_sent_into_a_dropped_mailbox_is_refused(make: Any, anyio_backend: Any) -> None:

@@ -24,7 +24,7 @@ from mainspring.mailbox.backend import Capabilities, MailboxStatistics
 from mainspring.mailbox.memory.mailbox import InMemoryMailbox
 from mainspring.mailbox.message import Ack, Dead, Delivery, Envelope
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
-from wrapped_backend import WrappedBackend, backend_of, wrap
+from wrapped_backend import WrappedBackend, wrap
 
 if TYPE_CHECKING:
     from mainspring.runtime.scope import DaemonScope
@@ -282,7 +282,7 @@ async def test_a_cancelled_block_still_closes() -> None:
 
 async def test_undecodable_bytes_break_no_receive_though_they_cannot_be_buried_now() -> None:
     async with Store(serialize=True, body=str) as mailbox:
-        await backend_of(mailbox).send([Envelope("bad", b"\xff")])
+        await mailbox.backend.send([Envelope("bad", b"\xff")])
         await mailbox.send("good")
         mailbox.failure = MailboxConnectionError("gone")
         assert [m.body for m in await mailbox.receive(max_messages=2)] == ["good"]

@@ -16,7 +16,6 @@ from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 from nats_support import place as nats_place
 from postgres_support import Place, drop_schema, new_schema, until
 from redis_support import place as redis_place
-from wrapped_backend import backend_of
 
 SERVERS = [
     (PostgresMailbox, "postgresql://ann@db:6000/app"),
@@ -31,7 +30,7 @@ def test_a_constructor_reads_the_query_as_open_mailbox_does(kind, url):
         assert kind(url + query).address == open_mailbox(url + query).address
     assert kind(f"{url}?name=zzz").name == "zzz"
     assert kind(f"{url}?timeout=3", name="given").name == "given"
-    sibling = backend_of(kind(f"{url}?name=zzz")).sibling("other")
+    sibling = kind(f"{url}?name=zzz").backend.sibling("other")
     assert (sibling.name, sibling.address) == ("other", open_mailbox(f"{url}?name=other").address)
 
 

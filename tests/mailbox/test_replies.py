@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gc
 import socket
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
 
-from mainspring import Context, MainLoop
+from mainspring import Context, Mailbox, MainLoop
 from mainspring.core.state_machine import MailboxState
 from mainspring.errors import ConfigError, MailboxConnectionError, ReceiptHandleExpiredError, ReplyNotAvailableError
 from mainspring.mailbox.memory.mailbox import InMemoryMailbox
@@ -21,7 +20,6 @@ from wrapped_backend import WrappedBackend, wrap
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from mainspring import Mailbox
     from mainspring.mailbox.message import Delivery, Envelope
 
 pytestmark = pytest.mark.anyio
@@ -118,8 +116,8 @@ async def test_a_store_that_does_not_answer_holds_up_no_reply_to_another(virtual
         def local_name(self, address: str) -> str | None:
             return "silent" if address == "silent://results" else None
 
-        def sibling(self, name: str, **_: Any) -> InMemoryMailbox[Any, Any]:
-            return wrap(InMemoryMailbox(name), Silent)
+        def sibling(self, name: str) -> Silent:
+            return Silent(self.inner.sibling(name))
 
     began = anyio.current_time()
     async with (
@@ -150,21 +148,19 @@ MOST = 16
 """Mailboxes that are kept open for replies."""
 
 
-class Answers(WrappedBackend):
-    """A store of replies that remembers which mailboxes were made on it. Into the one named ``slow`` they go in their time."""
+class Made(WrappedBackend):
+    is_open = False
 
-    def __init__(self, inner: Any) -> None:
-        super().__init__(inner)
-        self.made: list[Mailbox[Any, Any]] = []
-        self.go_on = anyio.Event()
+    async def open(self, scope: Any) -> None:
+        await self.inner.open(scope)
+        self.is_open = True
 
-    def sibling(self, name: str, **types: Any) -> Mailbox[Any, Any]:
-        made = self.inner.sibling(name, **types)
-        self.made.append(wrap(made, partial(Slow, go_on=self.go_on)) if name == "slow" else made)
-        return made
+    async def close(self) -> None:
+        await self.inner.close()
+        self.is_open = False
 
 
-class Slow(WrappedBackend):
+class Slow(Made):
     def __init__(self, inner: Any, go_on: anyio.Event) -> None:
         super().__init__(inner)
         self.go_on = go_on
@@ -172,6 +168,20 @@ class Slow(WrappedBackend):
     async def send(self, envelopes: list[Envelope]) -> list[str]:
         await self.go_on.wait()
         return await self.inner.send(envelopes)
+
+
+class Answers(WrappedBackend):
+    """A store of replies that remembers which mailboxes were made on it. Into the one named ``slow`` they go in their time."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.made: list[Made] = []
+        self.go_on = anyio.Event()
+
+    def sibling(self, name: str) -> Made:
+        inner = self.inner.sibling(name)
+        self.made.append(Slow(inner, self.go_on) if name == "slow" else Made(inner))
+        return self.made[-1]
 
 
 @pytest.fixture
@@ -199,7 +209,7 @@ async def test_only_so_many_mailboxes_are_kept_open_for_replies_those_used_last(
 
     async def are_open(*names: str) -> None:
         with anyio.fail_after(60):
-            while sorted(each.name for each in backend.made if each.state is MailboxState.OPEN) != sorted(names):
+            while sorted(each.name for each in backend.made if each.is_open) != sorted(names):
                 await anyio.sleep(0.01)
 
     async with elsewhere() as jobs:
@@ -220,7 +230,7 @@ async def test_a_mailbox_that_a_reply_is_on_its_way_to_is_not_closed(answers: An
         jobs.reply_stores = (store,)
         async with anyio.create_task_group() as group:
             group.start_soon(_answer, jobs, slow)
-            while not backend.made or backend.made[0].state is not MailboxState.OPEN:
+            while not backend.made or not backend.made[0].is_open:
                 await anyio.sleep(0.01)
             for number in range(MOST + 1):
                 await _answer(jobs, f"sqlite:///{tmp_path}/replies.db?name=requester-{number}")
@@ -251,9 +261,9 @@ async def test_addresses_of_queues_that_nobody_has_leave_nothing_open() -> None:
                 await anyio.sleep(0.001)
 
 
-def living(prefix: str) -> list[InMemoryMailbox[Any, Any]]:
+def living(prefix: str) -> list[Mailbox[Any, Any]]:
     """All mailboxes of such a name that there are in this process."""
-    return [each for each in gc.get_objects() if isinstance(each, InMemoryMailbox) and each.name.startswith(prefix)]
+    return [each for each in gc.get_objects() if isinstance(each, Mailbox) and each.name.startswith(prefix)]
 
 
 # ------------------------------------------------------------------------------ an address is what a sender says, no setting

@@ -29,7 +29,7 @@ from mainspring.mailbox.message import CancelOutcome
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 from mainspring.policies import DeadLetterPolicy, RetryPolicy
 from mainspring.testing import run_virtual
-from wrapped_backend import WrappedBackend, backend_of, wrap
+from wrapped_backend import WrappedBackend, wrap
 
 pytestmark = pytest.mark.anyio
 
@@ -155,7 +155,7 @@ async def test_a_reply_that_comes_twice_or_unasked_is_dropped_and_counted(kind, 
         pending = await mailbox.submit(1)
         (message,) = await other.receive()
         for reply in ("first", "second"):
-            async with backend_of(other).sibling(message.reply_to) as box:
+            async with other.sibling(message.reply_to) as box:
                 await box.send(reply, headers={"request_id": message.id})
         await message.acknowledge()
         assert await pending.result(timeout=5) in ("first", "second")
@@ -280,9 +280,9 @@ def with_replies(wrapper):
     """A mailbox for additions, the one for whose replies has a wrapped backend."""
 
     class Requests(WrappedBackend):
-        def sibling(self, name, **types):
+        def sibling(self, name):
             assert name.startswith(TRANSIENT)
-            return wrap(self.inner.sibling(name, **types), wrapper)
+            return wrapper(self.inner.sibling(name))
 
     return wrap(InMemoryMailbox(body=list[int], reply=Sum), Requests)
 
@@ -477,9 +477,9 @@ def test_how_a_request_is_that_was_begun_in_time_is_asked_less_and_less_often():
     looks = []
 
     class Watched(WrappedBackend):
-        async def find_dead(self, message_ids):
+        async def find_dead_letters(self, message_ids):
             looks.append(anyio.current_time())
-            return await self.inner.find_dead(message_ids)
+            return await self.inner.find_dead_letters(message_ids)
 
     async def main():
         async def slow(job: int) -> int:

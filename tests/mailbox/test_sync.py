@@ -423,12 +423,12 @@ def test_a_forked_child_opens_what_its_parent_could_not_or_no_longer_has(tmp_pat
 def test_a_program_that_ends_with_it_open_closes_it(tmp_path):
     program = f"""
         from mainspring import open_mailbox
-        from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
-        real = SQLiteMailbox._close
+        from mainspring.mailbox.sqlite.mailbox import SQLiteBackend
+        real = SQLiteBackend.close
         async def told(self):
             await real(self)
             print("closed")
-        SQLiteMailbox._close = told
+        SQLiteBackend.close = told
         jobs = open_mailbox("sqlite:///{tmp_path}/jobs.db?name=jobs")
         jobs.sync.open()
         jobs.sync.send(1)

@@ -141,7 +141,7 @@ async def test_a_mailbox_connects_to_a_name_while_no_thread_is_free(
                 await mailbox.send("x")
                 (message,) = await mailbox.receive(wait_time_seconds=5)
                 await message.acknowledge()
-                await mailbox._drop()
+                await mailbox.backend.drop()
 
 
 async def test_a_file_is_looked_at_while_no_thread_is_free(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.events import GroupStateChanged
 from mainspring.mailbox.message import ACK, Ack, Dead, Delivery, Envelope, Return, Settlement
 from mainspring.testing import Faults
-from wrapped_backend import WrappedBackend, backend_of, wrap
+from wrapped_backend import WrappedBackend, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -310,7 +310,7 @@ def replies_are_sent_twice() -> Given:
             again = None if reply is None or random.rng().random() > 0.05 else replace(reply)
             await self.inner.settle(delivery, settlement)
             if again is not None:
-                requester = backend_of(self.inner.sibling(again.reply_to))
+                requester = self.inner.sibling(again.reply_to)
                 await requester.send([replace(again, reply_to=None)])
 
     return {"store": stored_by(Twice)}

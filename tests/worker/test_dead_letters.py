@@ -11,7 +11,8 @@ import mainspring
 from mainspring import DeadLetter, InMemoryMailbox, LoopGroup, MainLoop, Reject, ReplyError, Retry
 from mainspring.errors import ConfigError, InvalidParameterError, MailboxConnectionError
 from mainspring.mailbox.backend import Capabilities
-from mainspring.mailbox.dead_letter_queue import DeadLetterView
+from mainspring.mailbox.dead_letters import DeadLetterView
+from mainspring.mailbox.memory.mailbox import MemoryBackend
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 from mainspring.policies import DeadLetterPolicy, RetryPolicy
 from mainspring.testing import run_virtual
@@ -285,7 +286,7 @@ async def test_a_view_tells_how_long_dead_letters_wait(virtual_clock):
 
 def test_a_view_says_that_it_has_no_transactions():
     class Able(InMemoryMailbox):
-        capabilities = replace(InMemoryMailbox.capabilities, transactions=True)
+        capabilities = replace(MemoryBackend.capabilities, transactions=True)
 
     assert DeadLetterView(Able(), look_every=1).capabilities.transactions is False
 

@@ -14,6 +14,7 @@ from loop_support import DOWN, quick
 
 from mainspring import MainLoop
 from mainspring.events import MessageFinished, MessageNotAcknowledged, SettlementFailed
+from mainspring.mailbox.memory.mailbox import MemoryBackend
 from support import FaultyMailbox, background, fail, hang, lose_answer, record, settled, slow, work
 
 pytestmark = pytest.mark.anyio
@@ -25,7 +26,7 @@ class Joining(FaultyMailbox):
 
 
 class Ordered(Joining):
-    capabilities = replace(Joining.capabilities, ordered=True)
+    capabilities = replace(MemoryBackend.capabilities, ordered=True)
 
 
 @pytest.fixture(params=[Joining, Ordered])

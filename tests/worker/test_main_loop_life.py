@@ -10,6 +10,7 @@ from mainspring import ConfigError, InMemoryMailbox, MainLoop, Runnable, open_ma
 from mainspring.core.state_machine import MailboxState
 from mainspring.worker.runnable import Steerable
 from support import FaultyMailbox, background, fail, settled
+from wrapped_backend import WrappedBackend, wrap
 
 pytestmark = pytest.mark.anyio
 
@@ -64,10 +65,10 @@ async def test_the_block_opens_the_mailbox_and_closes_it_last():
         await anyio.sleep(0.02)
         states.append(mailbox.state)
 
-    class NeedsOpening(FaultyMailbox):
-        _works_unopened = False
+    class NeedsOpening(WrappedBackend):
+        works_unopened = False
 
-    mailbox = NeedsOpening()
+    mailbox = wrap(FaultyMailbox(), NeedsOpening)
     async with MainLoop(mailbox, handle) as loop:
         assert mailbox.state is MailboxState.OPEN
         await mailbox.send(1)

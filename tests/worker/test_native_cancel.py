@@ -23,6 +23,7 @@ from mainspring.events import (
     ReceiveFailed,
     SettlementFailed,
 )
+from mainspring.mailbox.memory.mailbox import MemoryBackend
 from support import FaultyMailbox, background, hang, record, settled, slow, work
 
 pytestmark = pytest.mark.anyio
@@ -48,7 +49,7 @@ class Waiting(FaultyMailbox):
 
 
 class Single(Waiting):
-    capabilities = replace(Waiting.capabilities, joined_acks=False)
+    capabilities = replace(MemoryBackend.capabilities, joined_acks=False)
 
 
 @pytest.fixture(params=[Waiting, Single])

@@ -42,7 +42,7 @@ class Troubled(InMemoryMailbox[int, Any]):
 
     def __init__(self, rng: Random) -> None:
         super().__init__()
-        self.capabilities = Capabilities(joined_acks=rng.random() < 0.8, ordered=rng.random() < 0.5)  # type: ignore[misc]
+        self.backend.capabilities = Capabilities(joined_acks=rng.random() < 0.8, ordered=rng.random() < 0.5)
         self.rng = rng
         self.loop: Any = None
         self.back_at = 0.0

@@ -23,6 +23,7 @@ from mainspring.events import SettlementDelayed, SettlementRecovered
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 from mainspring.worker.leases import SETTLE_TIMEOUT
 from support import FaultyMailbox, background, fail, record, settled
+from wrapped_backend import WrappedBackend, wrap
 
 pytestmark = pytest.mark.anyio
 
@@ -189,24 +190,24 @@ async def test_a_reply_that_its_store_does_not_take_is_a_failed_attempt_in_the_e
         ran.append(anyio.current_time())
         return job
 
-    class Elsewhere(InMemoryMailbox):
-        def _local_name(self, address):
+    class Elsewhere(WrappedBackend):
+        def local_name(self, address):
             return None
 
-    class Down(InMemoryMailbox):
-        def _local_name(self, address):
+    class Down(WrappedBackend):
+        def local_name(self, address):
             return "down" if address == "down://down" else None
 
-        def _sibling(self, name, **_):
-            return Down(name)
+        def sibling(self, name):
+            return Down(self.inner.sibling(name))
 
-        async def _open(self, scope):
+        async def open(self, scope):
             if trouble == "hangs":
                 await anyio.sleep_forever()
             raise MailboxConnectionError("the store of the replies is down")
 
-    mailbox = Elsewhere()
-    mailbox.reply_stores = (Down("store"),)
+    mailbox = wrap(InMemoryMailbox(), Elsewhere)
+    mailbox.reply_stores = (wrap(InMemoryMailbox("store"), Down),)
     policy = DeadLetterPolicy(max_attempts=2)
     loop = MainLoop(mailbox, handle, visibility_timeout=5, dead_letter=policy, retry=RetryPolicy(initial_delay=0))
     async with loop:
@@ -331,13 +332,16 @@ async def test_a_result_that_cannot_be_sent_after_the_acknowledgement_is_logged(
         await ctx.message.acknowledge()
         return 1
 
-    class Deaf(InMemoryMailbox):
-        async def _send_late_reply(self, reply):
+    class Deaf(WrappedBackend):
+        async def send_reply(self, reply):
             if trouble == "refuses":
                 raise MailboxConnectionError("it does not answer")
             await anyio.sleep_forever()
 
-    mailbox = Deaf()
+        def sibling(self, name):
+            return Deaf(self.inner.sibling(name))
+
+    mailbox = wrap(InMemoryMailbox(), Deaf)
     async with MainLoop(mailbox, handle) as loop:
         message_id = await mailbox.send(1, reply_to="anywhere")
         await anyio.sleep(10)

@@ -21,6 +21,7 @@ from mainspring.events import (
     SettlementRecovered,
 )
 from mainspring.mailbox.backend import Capabilities
+from mainspring.mailbox.memory.mailbox import MemoryBackend
 from support import FaultyMailbox, background, fail, hang, lose_answer, record, settled, slow, until, work
 
 pytestmark = pytest.mark.anyio
@@ -302,7 +303,7 @@ async def test_a_full_loop_hears_by_its_settlements_that_the_store_is_away(virtu
     """No place is free, so it does not receive. It is said once when it begins, and once when it is over."""
 
     class Store(FaultyMailbox):
-        capabilities = replace(FaultyMailbox.capabilities, joined_acks=joined)
+        capabilities = replace(MemoryBackend.capabilities, joined_acks=joined)
 
     mailbox = Store()
     await mailbox.send_many(range(4))

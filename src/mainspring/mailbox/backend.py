@@ -1,22 +1,31 @@
-"""What a mailbox backend writes: the hooks under the public calls, and the capabilities it declares."""
+"""``Backend``: what a store does for a mailbox. The contract suite says whether one holds.
+
+:class:`~mainspring.mailbox.mailbox.Mailbox` checks, encodes, and keeps the life cycle. It calls its backend with values
+that are checked and bodies that are encoded: :class:`Envelope` on the way in, :class:`Delivery` on the way out, and a
+:class:`Settlement` at the end. What the backend learns by itself (a message was cancelled elsewhere, the server is silent)
+it publishes in its :class:`Notifications`.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
 
 from mainspring.errors import ConfigError, InvalidParameterError
+from mainspring.mailbox.limits import check_name
 from mainspring.mailbox.message import ACK
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractAsyncContextManager
 
     from mainspring.errors import MailboxConnectionError
-    from mainspring.mailbox.mailbox import Mailbox
     from mainspring.mailbox.message import Cancelled, Counts, Dead, Delivery, Envelope, Message, Settlement
-    from mainspring.mailbox.ownership import Owner
     from mainspring.runtime.scope import DaemonScope
+
+V = TypeVar("V")
 
 TRANSIENT: Final = "~"
 """What the names of transient mailboxes begin with: those made for one mailbox object, as for the replies to its requests.
@@ -92,158 +101,205 @@ class MailboxStatistics:
     """True if waiting receives ask the store again and again, as no notification of new messages arrives."""
 
 
-class MailboxHooks(ABC):
-    """The part of a mailbox that differs from one backend to the next."""
+class Topic(Generic[V]):
+    """Something that becomes known again and again, and the functions that want to hear of it. Of one event loop.
 
-    name: str
+    ``on_demand``, where it is set, is told when somebody subscribes (True), and when nobody is left (False).
+    """
 
-    capabilities: ClassVar[Capabilities]
-    _works_unopened: ClassVar[bool] = False
-    """Whether calls are taken before the mailbox is opened (after it was closed they never are)."""
-    _kept_by: Owner | None = None
-    """The group or loop that has opened it and closes it at its end; None where a user did, or nobody."""
-    serializes: bool = True
-    """Whether bodies reach the store as JSON bytes (else as the objects they are)."""
+    __slots__ = ("_subscribers", "on_demand")
+
+    def __init__(self) -> None:
+        self._subscribers: list[Callable[[V], object]] = []
+        self.on_demand: Callable[[bool], object] | None = None
+
+    def subscribe(self, subscriber: Callable[[V], object]) -> Callable[[], None]:
+        """Call ``subscriber`` with each value, until the function that this returns is called."""
+        self._subscribers.append(subscriber)
+        if self.on_demand is not None:
+            self.on_demand(True)
+        return partial(self._unsubscribe, subscriber)
+
+    def _unsubscribe(self, subscriber: Callable[[V], object]) -> None:
+        self._subscribers.remove(subscriber)
+        if self.on_demand is not None and not self._subscribers:
+            self.on_demand(False)
+
+    def publish(self, value: V) -> None:
+        """Call all who have subscribed with ``value``."""
+        for subscriber in tuple(self._subscribers):
+            subscriber(value)
+
+
+class Notifications:
+    """What a mailbox and its backend tell those who hold messages, on the mailbox's event loop."""
+
+    __slots__ = ("cancelled", "dead", "silence")
+
+    def __init__(self) -> None:
+        self.cancelled: Topic[list[str]] = Topic()
+        """The ids of cancelled messages, some maybe held by others. A backend publishes them as soon as it can tell."""
+        self.silence: Topic[MailboxConnectionError] = Topic()
+        """The server is found not to answer. A loop whose slots are all busy waits for no answer, and hears of it only so."""
+        self.dead: Topic[str] = Topic()
+        """The id of a message that this mailbox object has dead-lettered."""
+
+
+class Backend(ABC):
+    """One mailbox on one store. It is opened and closed by its :class:`Mailbox`, maybe several times, and used by it alone.
+
+    Its calls come on one event loop, only while it is open (but see ``works_unopened``). None of them may wait without end:
+    a store that does not answer is a :class:`MailboxConnectionError`. Times are seconds.
+    """
+
+    capabilities: Capabilities
+    works_unopened: ClassVar[bool] = False
+    """Whether calls are taken before it is opened (after it was closed they never are)."""
+
+    def __init__(self, name: str) -> None:
+        check_name(name)
+        self.name = name
+        self.notifications = Notifications()
+
+    # --------------------------------------------------------------------------------------------------- life cycle
 
     @abstractmethod
-    async def _open(self, scope: DaemonScope) -> None:
-        """Connect; tasks the backend needs are started in ``scope`` and end with it."""
+    async def open(self, scope: DaemonScope) -> None:
+        """Connect; tasks that it needs are started in ``scope`` and end with it. Where it raises, nothing is left open."""
 
     @abstractmethod
-    async def _close(self) -> None:
-        """Flush and disconnect. Waiting receives have been told; no further hook is called until the next open."""
+    async def close(self) -> None:
+        """Finish what is under way, and disconnect. Waiting receives have been told (:meth:`stop_claims`)."""
 
-    async def _exists(self) -> bool:
-        """See :meth:`Mailbox.exists`; called while the mailbox is not open. One whose store cannot tell says yes."""
+    @abstractmethod
+    def stop_claims(self) -> None:
+        """Let each waiting claim return ``[]`` at once, and later ones too, until it is opened again. A close begins so."""
+
+    async def exists(self) -> bool:
+        """Whether the store has the mailbox, which is not open; makes nothing. A store that cannot tell says yes."""
         return True
 
-    def _statistics(self) -> MailboxStatistics:
-        """See :meth:`Mailbox.statistics`; called only while the mailbox is open."""
-        return MailboxStatistics(connected=True)
+    async def drop(self) -> None:
+        """Forget this (transient) mailbox and everything in it; called just before it is closed."""
+        await self.purge()
+        await self.purge_dead_letters(None)
+
+    # ------------------------------------------------------------------------------------------------------- messages
 
     @abstractmethod
-    async def _put(self, envelopes: list[Envelope]) -> list[str]:
-        """Store all or none, as durably as the backend does; the ids (an earlier one's where ``dedup_key`` matched)."""
+    async def send(self, envelopes: list[Envelope]) -> list[str]:
+        """Store all or none, as durably as the store does; their ids (an earlier one's where ``dedup_key`` matched)."""
 
-    async def _put_into(self, connection: Any, envelopes: list[Envelope]) -> list[str]:
-        """:meth:`_put` in the transaction that is under way on the sender's own ``connection``."""
-        raise InvalidParameterError(f"send: {type(self).__name__} takes no connection=; a postgresql:// mailbox does")
+    async def send_reply(self, envelope: Envelope) -> str:
+        """:meth:`send` a reply that comes from another store. One that nobody could receive here is refused.
 
-    def transaction(self, message: Message[Any, Any]) -> AbstractAsyncContextManager[Any]:
-        """A transaction that ends with the block, and settles ``message``; yields the driver's connection.
-
-        What is written through the connection and the acknowledgement are committed together, or neither is. Inside the
-        block ``message.reply()``, ``nack()``, ``dead_letter()`` and so on are part of the transaction; without any of them
-        leaving the block acknowledges. An error out of the block rolls all back and leaves the message unsettled; so does a
-        cancellation.
-
-        :raises ConfigError: the mailbox cannot (:attr:`Capabilities.transactions`).
-        :raises ReceiptHandleExpiredError: at the end: the lease was lost meanwhile; nothing was committed.
-        :raises MessageSettledError: the message is settled, or in a transaction.
-        :raises TransactionEndedError: the block ran ``COMMIT`` or ``ROLLBACK`` itself; it settles nothing then. With a
-            ``BEGIN`` after it that cannot be seen: leave both to the block.
-        :raises MailboxConnectionError: the connection was lost. Where that was during the commit, it may have taken place.
+        :raises ReplyNotAvailableError: nobody can.
         """
-        raise ConfigError(f"{type(self).__name__} has no transactions; a postgresql:// mailbox has")
+        return (await self.send([envelope]))[0]
+
+    async def send_within(self, connection: Any, envelopes: list[Envelope]) -> list[str]:
+        """:meth:`send` in the transaction that is under way on the sender's own ``connection``."""
+        raise InvalidParameterError(f"send: mailbox {self.name!r} takes no connection=; a postgresql:// mailbox does")
 
     @abstractmethod
-    async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
-        """Claim what is available, at most ``max_messages``; wait only while there is none; ``[]`` when closed."""
+    async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
+        """Claim what is available, at most ``max_messages``; wait only while there is none.
+
+        Cancelled while it waits, it has claimed nothing; what it had claimed by then it returns, or gives back.
+        """
 
     @abstractmethod
-    async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
         """End the delivery in one step; :class:`ReceiptHandleExpiredError` where its lease is not held any more."""
 
-    async def _acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
-        """Acknowledge them; by number, why one was refused: what :meth:`_settle` raises. It raises what hits all of them.
+    async def acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+        """Acknowledge them; by number, why one was refused: what :meth:`settle` raises. It raises what hits all of them.
 
         A backend that can do it in one step (:attr:`Capabilities.joined_acks`) overrides this.
         """
         refused: dict[int, Exception] = {}
         for number, delivery in enumerate(deliveries):
             try:
-                await self._settle(delivery, ACK)
+                await self.settle(delivery, ACK)
             except Exception as error:
                 refused[number] = error
         return refused
 
     @abstractmethod
-    async def _extend(self, delivery: Delivery, timeout: float) -> None:
+    async def extend(self, delivery: Delivery, timeout: float) -> None:
         """Let the lease last ``timeout`` seconds from now, unless it already lasts longer."""
 
     @abstractmethod
-    async def _save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
+    async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
         """Keep ``state`` with the message while its lease is held."""
 
-    @abstractmethod
-    async def _counts(self) -> Counts:
-        """Return the counts, with ``queue_age`` where the store finds the first in line without reading the others."""
+    async def cancel(self, message_id: str) -> Cancelled:
+        """End a message that is delayed, pending or in flight, in one step; from then on it counts as settled.
+
+        Of one in flight the lease is gone: its holder's next call raises :class:`ReceiptHandleExpiredError`. A backend that
+        can tell the holder sooner publishes ``notifications.cancelled`` in the holder's process.
+        """
+        raise ConfigError(f"mailbox {self.name!r} cannot cancel messages (Capabilities.cancel)")
+
+    def transaction(self, message: Message[Any, Any]) -> AbstractAsyncContextManager[Any]:
+        """See :meth:`Mailbox.transaction`."""
+        raise ConfigError(f"mailbox {self.name!r} has no transactions; a postgresql:// mailbox has")
+
+    # -------------------------------------------------------------------------------------------------- looking after
 
     @abstractmethod
-    async def _purge(self) -> int:
+    async def counts(self) -> Counts:
+        """Return the counts, with ``queue_age`` where the store finds the first in line without reading the others."""
+
+    def statistics(self) -> MailboxStatistics:
+        """See :meth:`Mailbox.statistics`."""
+        return MailboxStatistics(connected=True)
+
+    @abstractmethod
+    async def purge(self) -> int:
         """Drop all that is delayed, pending and in flight; how many that were. From then on they count as settled."""
 
     @abstractmethod
-    async def _dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+    async def dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
         """The oldest dead letters (behind the one with id ``after``) and when each died (POSIX seconds)."""
 
     @abstractmethod
-    async def _replay(self, message_ids: list[str] | None) -> int:
+    async def replay_dead_letters(self, message_ids: list[str] | None) -> int:
         """Make dead letters pending again with fresh counts, at the tail; None means all; how many that were."""
 
     @abstractmethod
-    async def _discard_dead(self, message_ids: list[str] | None) -> int:
+    async def purge_dead_letters(self, message_ids: list[str] | None) -> int:
         """Forget dead letters for good; None means all; how many that were. From then on they count as settled."""
 
-    async def _find_dead(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
-        """Those of ``message_ids`` that are dead letters, as :meth:`_dead_letters` gives them, in any order."""
+    async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
+        """Those of ``message_ids`` that are dead letters, as :meth:`dead_letters` gives them, in any order."""
         wanted = set(message_ids)
         found: list[tuple[Delivery, Dead, float]] = []
         after: str | None = None
         while wanted:
-            page = await self._dead_letters(1_000, after)
+            page = await self.dead_letters(1_000, after)
             found += [letter for letter in page if letter[0].message_id in wanted]
             if len(page) < 1_000:
                 break
             after = page[-1][0].message_id
         return found
 
-    async def _cancel(self, message_id: str) -> Cancelled:
-        """End a message that is delayed, pending or in flight, in one step; from then on it counts as settled.
+    # ---------------------------------------------------------------------------------------------- others on its store
 
-        Of one in flight the lease is gone: its holder's next call raises :class:`ReceiptHandleExpiredError`. A backend that
-        can tell the holder sooner calls :meth:`_announce_cancelled` of the mailbox objects in the holder's process.
-        """
-        raise ConfigError(f"{type(self).__name__} cannot cancel messages (Capabilities.cancel)")
+    @property
+    def address(self) -> str:
+        """How a sender names this mailbox in ``reply_to``: its URL where it has one, else its name."""
+        return self.name
 
-    def _local_name(self, address: str) -> str | None:
+    def local_name(self, address: str) -> str | None:
         """The name on this store that an address means, or None where it is another store's URL."""
         return None if "://" in address else address
 
-    def _sibling(self, name: str, *, body: Any = None, reply: Any = None) -> Mailbox[Any, Any]:
-        """An unopened mailbox of that name on the same store, with the same settings (but no capacity)."""
-        raise ConfigError(f"{type(self).__name__} cannot open mailboxes beside it (Capabilities.siblings)")
+    def sibling(self, name: str) -> Backend:
+        """The backend, unopened, of another mailbox on the same store, with the same settings (but no capacity)."""
+        raise ConfigError(f"mailbox {self.name!r} cannot open mailboxes beside it (Capabilities.siblings)")
 
-    def _dead_name(self) -> str:
+    @property
+    def tickets_name(self) -> str:
         """The name of the sibling that says who works on which dead letter of this mailbox."""
         return f"{self.name}~dead"
-
-    async def _drop(self) -> None:
-        """Forget this (transient) mailbox and everything in it; called just before it is closed."""
-        await self._purge()
-        await self._discard_dead(None)
-
-    def _hear_cancelled(self, wanted: bool) -> None:  # noqa: B027 - one that announces in any case, or never, ignores it
-        """From now on somebody holds messages here (or nobody does): cancellations by other processes are wanted."""
-
-    def _announce_cancelled(self, message_ids: list[str]) -> None:  # noqa: B027 - the port does it
-        """Backends call this, on the mailbox's event loop, when messages that may be in hand here were cancelled."""
-
-    def _announce_silence(self, error: MailboxConnectionError) -> None:  # noqa: B027 - the port does it
-        """Backends call this, on the mailbox's event loop, when they find that the server does not answer.
-
-        A loop that waits for no answer hears of it only so.
-        """
-
-    def _wake_all(self) -> None:  # noqa: B027 - one whose receives never wait has nothing to do here
-        """Let every waiting receive return ``[]`` at once; called as the first thing of a close."""

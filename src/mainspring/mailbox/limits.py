@@ -11,7 +11,7 @@ from mainspring.errors import ConfigError, InvalidParameterError, MailboxError, 
 from mainspring.validation import MAX_DELAY, MAX_VISIBILITY, Seconds, as_seconds, is_number, is_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from mainspring.mailbox.message import Envelope
 
@@ -108,6 +108,16 @@ def check_id(what: str, message_id: str) -> None:
     check_text(what, message_id)
 
 
+def check_ids(what: str, message_ids: Iterable[str] | None) -> list[str] | None:
+    """The ids as a list, each checked as by :func:`check_id`; one string is one id, and None stays None."""
+    if message_ids is None:
+        return None
+    ids = [message_ids] if isinstance(message_ids, str) else list(message_ids)
+    for message_id in ids:
+        check_id(what, message_id)
+    return ids
+
+
 def is_text(value: str) -> bool:
     """Return True if UTF-8 can hold ``value``: half a surrogate pair, as of bytes that are no text, it cannot."""
     if value.isascii():
@@ -122,6 +132,16 @@ def is_text(value: str) -> bool:
 def is_name(value: str) -> bool:
     """Return True if ``value`` can be, on every store, the name of a mailbox or the address of one."""
     return is_text(value) and "\0" not in value
+
+
+def check_name(name: Any) -> None:
+    """Raise :class:`ConfigError` for what cannot be the name of a mailbox."""
+    if not name or not isinstance(name, str):
+        raise ConfigError(f"a mailbox needs a name of at least one character, not {name!r}")
+    if not is_name(name):
+        raise ConfigError(
+            f"the name of a mailbox must be text that UTF-8 can hold, without NUL characters, not {name!r:.100}"
+        )
 
 
 def check_text(what: str, value: str) -> None:

@@ -1,15 +1,17 @@
-"""The mailbox port: what every backend is to its users, on top of the few hooks that a backend writes.
+"""``Mailbox``: the one face of a queue, whatever store it lies on.
 
-The public calls check their parameters, encode and decode, and keep the life cycle; a backend implements the
-:class:`MailboxHooks` on :class:`Envelope`, :class:`Delivery` and :class:`Settlement` and need not repeat any of it.
+It checks and encodes what users give, decodes what they receive, and keeps the life cycle, the requests and the replies. What
+is done with messages it has its :class:`~mainspring.mailbox.backend.Backend` do.
 """
 
 from __future__ import annotations
 
+import math
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Generic, Self
+from typing import TYPE_CHECKING, Any, Generic, Self, cast
 
 import anyio
 from typing_extensions import TypeVar
@@ -22,28 +24,54 @@ from mainspring.errors import (
     MailboxClosedError,
     MailboxConnectionError,
     MailboxError,
-    MessageSettledError,
     ReplyNotAvailableError,
     SerializationError,
-    copied,
 )
-from mainspring.mailbox.backend import TRANSIENT, Capabilities, MailboxStatistics
-from mainspring.mailbox.codec import NotJsonError
-from mainspring.mailbox.limits import CLOSE_TIMEOUT, MAX_MESSAGES, check_receive, check_seconds, is_name
-from mainspring.mailbox.message import ACK, Ack, Counts, Dead, Delivery, Envelope, Message, Settlement
-from mainspring.mailbox.requests import RequestCalls
-from mainspring.mailbox.sync import SyncCalls
-from mainspring.runtime.deadline import HEADER
+from mainspring.mailbox import replies
+from mainspring.mailbox.backend import Backend, Capabilities, MailboxStatistics
+from mainspring.mailbox.codec import Codec, NotJsonError, type_name
+from mainspring.mailbox.limits import (
+    CLOSE_TIMEOUT,
+    MAX_MESSAGES,
+    check_id,
+    check_ids,
+    check_receive,
+    check_seconds,
+    check_send,
+    delay_of,
+    reply_address,
+)
+from mainspring.mailbox.message import (
+    Ack,
+    CancelOutcome,
+    Counts,
+    Dead,
+    DeadLetter,
+    Delivery,
+    Envelope,
+    Message,
+    MessageIds,
+    Settlement,
+    Unserialized,
+    acknowledge_together,
+)
+from mainspring.mailbox.requests import REPLY_ERRORS, WITHDRAWAL_TIMEOUT, PendingReply, cancelled_error
+from mainspring.mailbox.sync import SyncMailbox
+from mainspring.runtime.deadline import inherited, with_deadline
 from mainspring.runtime.scope import DaemonScope
-from mainspring.validation import MAX_VISIBILITY
+from mainspring.validation import MAX_VISIBILITY, as_seconds, is_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+    from datetime import datetime
     from types import TracebackType
     from weakref import WeakSet
 
     from mainspring.core.process import Identity
-    from mainspring.mailbox.replies import ReplyRouter
+    from mainspring.mailbox.ownership import Owner
+    from mainspring.mailbox.requests import Requester
+    from mainspring.runtime.deadline import Deadline, Inherited
+    from mainspring.validation import Seconds
 
 __all__ = ["MAX_MESSAGES", "Capabilities", "Mailbox"]
 
@@ -51,42 +79,80 @@ T = TypeVar("T", default=Any)
 R = TypeVar("R", default=Any)
 
 
-class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
+class Mailbox(Generic[T, R]):
     """A queue of messages with leases: at-least-once, fenced, first in first out among equal priorities.
 
     A new mailbox is unopened; ``async with mailbox`` opens it, and a LoopGroup opens what is not open. A closed mailbox can
     be opened again. All its calls belong to the event loop it was opened on; :attr:`sync` has those for other threads.
+
+    :param backend: what does the work, on whatever store. The mailboxes of Mainspring's own stores make theirs.
+    :param body: the type of the bodies; else the handler's annotation gives it, else anything that JSON can say.
+    :param reply: the type of the replies.
+    :param serialize: False hands bodies to the backend as the objects they are, after a check of their type.
     """
 
-    def __init__(self, name: str, *, body: Any = None, reply: Any = None) -> None:
-        if not name or not isinstance(name, str):
-            raise ConfigError(f"a mailbox needs a name of at least one character, not {name!r}")
-        if not is_name(name):
-            raise ConfigError(
-                f"the name of a mailbox must be text that UTF-8 can hold, without NUL characters, not {name!r:.100}"
-            )
-        super().__init__(name, body, reply)
+    verifies: bool = True
+    """Whether a body (or reply) of a type that does not rule out a change on its way through JSON is read back and compared
+    when it is sent. Set it to False before the first send to save that time; what is received may then differ."""
+
+    def __init__(self, backend: Backend, *, body: Any = None, reply: Any = None, serialize: bool = True) -> None:
+        self.name = name = backend.name
+        self.backend = backend
+        """What does the work: its calls check no parameter, and encode nothing."""
+        self.serializes = serialize
+        """Whether bodies reach the backend as JSON bytes (else as the objects they are)."""
+        self.reply_stores: tuple[Mailbox[Any, Any], ...] = ()
+        """Mailboxes of the other stores that replies may go to; see ``open_mailbox(reply_stores=)``."""
+        self.forgotten_replies = 0
+        """How many replies came for which nobody waited (any more): they were acknowledged and dropped."""
+        self.opened_by: Owner | None = None
+        """The group or loop that has opened it and closes it at its end; None where a user did, or nobody."""
+        self._body_type = body
+        self._reply_type = reply
+        self._codec: Codec | None = None
+        self._reply_codec: Codec | None = None
+        self._ids = MessageIds()
         self._state: StateMachine[MailboxState] = StateMachine(MAILBOX, MailboxState.UNOPENED, name=f"mailbox {name!r}")
-        self._usable = self._works_unopened
+        self._usable = backend.works_unopened
         self._thread: int | None = None
         self._process: Identity | None = None
         self._scope: DaemonScope | None = None
-        self._routers: list[ReplyRouter] = []
+        self._routers: list[replies.ReplyRouter] = []
         self._open_ones: WeakSet[Mailbox[Any, Any]] | None = None
-        self.reply_stores: tuple[Mailbox[Any, Any], ...] = ()
-        """Mailboxes of the other stores that replies may go to; see ``open_mailbox(reply_stores=)``."""
-        self._listeners: list[Callable[[list[str]], object]] = []
-        self._silence_listeners: list[Callable[[MailboxConnectionError], object]] = []
-        self.forgotten_replies = 0
 
     def __repr__(self) -> str:
         shown = f"{type(self).__name__} {self.name!r} {self._state.state}"
         if self._state.state is MailboxState.OPEN:
-            now = self._statistics()
+            now = self.backend.statistics()
             shown += "" if now.connected else ", not connected"
             counts = {"waiting": now.waiting_receives, "queued": now.queued, "in flight": now.in_flight}
             shown += "".join(f", {count} {what}" for what, count in counts.items() if count)
         return f"<{shown}>"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What its backend can do."""
+        return self.backend.capabilities
+
+    @property
+    def address(self) -> str:
+        """How a sender names this mailbox in ``reply_to``: its URL where it has one, else its name."""
+        return self.backend.address
+
+    @property
+    def sync(self) -> SyncMailbox[T, R]:
+        """Its calls for other threads, which block: ``mailbox.sync.send(body)``."""
+        made: SyncMailbox[T, R] | None = self.__dict__.get("_sync")
+        if made is None:  # in one step, as two threads may ask at once
+            made = self.__dict__.setdefault("_sync", SyncMailbox(self))
+        return made
+
+    def sibling(self, name: str, *, body: Any = None, reply: Any = None) -> Mailbox[Any, Any]:
+        """An unopened mailbox of that name on the same store, with the same settings (but no capacity).
+
+        :raises ConfigError: the backend cannot open one (:attr:`Capabilities.siblings`).
+        """
+        return Mailbox(self.backend.sibling(name), body=body, reply=reply, serialize=self.serializes)
 
     # --------------------------------------------------------------------------------------------------- life cycle
 
@@ -105,12 +171,10 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         :raises MailboxConnectionError: the store cannot be reached, so it is not known.
         """
         self._check_async_backend()
-        return self._state.state is MailboxState.OPEN or await self._exists()
+        return self._state.state is MailboxState.OPEN or await self.backend.exists()
 
     async def __aenter__(self) -> Self:
         self._check_async_backend()
-        from mainspring.mailbox.replies import open_mailboxes
-
         if self._scope is not None:
             self._check_process()
             raise ConfigError(f"mailbox {self.name!r} is already open; open it in one place and pass it on")
@@ -118,7 +182,7 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         try:
             await scope.__aenter__()
             try:
-                await self._open(scope)
+                await self.backend.open(scope)
             except BaseException as error:
                 await scope.__aexit__(type(error), error, error.__traceback__)
                 raise
@@ -130,7 +194,7 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         self._usable = True
         self._thread, self._process = get_ident(), identity()
         on_fork(self, Mailbox._forget)
-        self._open_ones = open_mailboxes()
+        self._open_ones = replies.open_mailboxes()
         self._open_ones.add(self)
         return self
 
@@ -150,9 +214,7 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
 
     def _route_replies(self, scope: DaemonScope) -> Callable[[], None]:
         """Let replies to other stores go out through daemons of ``scope``, until the function that this returns is called."""
-        from mainspring.mailbox.replies import ReplyRouter
-
-        router = ReplyRouter(self.name, scope)
+        router = replies.ReplyRouter(self.name, scope)
         self._routers.append(router)
         return partial(self._routers.remove, router)  # which does not refer back to the mailbox
 
@@ -162,7 +224,7 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         Messages in flight stay leased until their leases end. Later calls raise :class:`MailboxClosedError`. Cancelled, it
         leaves the mailbox closed to its users, and what it had not finished is finished when the ``async with`` block ends.
         """
-        if self._state.state is MailboxState.CLOSED or self._is_forked():
+        if self._state.state is MailboxState.CLOSED or (self._process is not None and not self._process.here):
             return
         opened = self._state.state is MailboxState.OPEN
         self._state.to(MailboxState.CLOSED, anyio.current_time())
@@ -170,13 +232,312 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         off_fork(self)
         if self._open_ones is not None:
             self._open_ones.discard(self)
-        self._wake_all()
+        self.backend.stop_claims()
         if opened:
-            await self._close()
+            await self.backend.close()
         if self._scope is not None:  # not cancelled: its scope holds the body of the `async with` block as well
             await self._scope.stop(timeout=0)
 
-    # ----------------------------------------------------------------------------------------------------- receiving
+    def _check_open(self) -> None:
+        if not self._usable:
+            self._check_process()
+            raise MailboxClosedError(
+                f"mailbox {self.name!r} is {self._state.state}; use it inside `async with` or under a running LoopGroup"
+            )
+        if self._thread is not None and self._thread != get_ident():  # a thread has one event loop at a time
+            raise ConfigError(
+                f"mailbox {self.name!r} is open in the event loop of another thread; open a mailbox of your own here, or"
+                " use mailbox.sync"
+            )
+
+    def _forget(self) -> None:
+        """In a forked child: its connections and its event loop are the parent's."""
+        self._usable = False
+
+    def _check_process(self) -> None:
+        if self._process is not None and not self._process.here and self._state.state is MailboxState.OPEN:
+            raise ConfigError(
+                f"mailbox {self.name!r} is open in process {self._process.pid}, from which this one was forked, and"
+                " must not be used across a fork; open one of its own here (for SQLite: in a process that subprocess or the"
+                " spawn method has started)"
+            )
+
+    def _check_async_backend(self) -> None:
+        if (library := async_library()) not in self.capabilities.async_backends:
+            supported = " or ".join(sorted(self.capabilities.async_backends))
+            raise ConfigError(
+                f"mailbox {self.name!r}: {type(self).__name__} runs on {supported} only, not on {library}: choose that"
+                " (`mainspring run --loop`, anyio.run(…, backend=)), or use memory:// where time is virtual"
+            )
+
+    # --------------------------------------------------------------------------------------------- bodies and replies
+
+    @property
+    def codec(self) -> Codec:
+        """Encodes and decodes this mailbox's bodies; made at first use, when the type is known."""
+        if self._codec is None:
+            self._codec = Codec(self._body_type, verifies=self.verifies)
+        return self._codec
+
+    @property
+    def reply_codec(self) -> Codec:
+        """Encodes and checks the replies; made at first use."""
+        if self._reply_codec is None:
+            self._reply_codec = Codec(self._reply_type, verifies=self.verifies)
+        return self._reply_codec
+
+    @property
+    def reply_type(self) -> Any:
+        """The type of the replies, or None where nobody has said it (yet)."""
+        return self._reply_type
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the type of its bodies is known."""
+        return self._body_type is not None
+
+    def bind(self, *, body: Any = None, reply: Any = None) -> None:
+        """Say the type of bodies (or replies) where the constructor was not told; a loop does so from its handler.
+
+        Raises :class:`ConfigError` where it was told another one.
+        """
+        self._body_type = self._bound("body", self._body_type, body)
+        self._reply_type = self._bound("reply", self._reply_type, reply)
+        self._codec = self._reply_codec = None
+
+    def _bound(self, what: str, old: Any, new: Any) -> Any:
+        if old is not None and new is not None and old != new:
+            raise ConfigError(
+                f"mailbox {self.name!r} holds {what} type {type_name(old)}, but its handler takes {type_name(new)};"
+                " make the two the same"
+            )
+        return new if old is None else old
+
+    def new_id(self) -> str:
+        """A new message id: a random prefix of this mailbox object and a count, so that ids sort in order of sending."""
+        return self._ids.next()
+
+    def _encode(self, codec: Codec, body: Any) -> Any:
+        """``body``, checked, in the form in which the backend keeps it."""
+        if self.serializes:
+            return codec.encode(body)
+        codec.check(body)
+        return Unserialized(body, codec.body_type)
+
+    def body_of(self, delivery: Delivery) -> Any:
+        """The decoded body of a delivery; :class:`SerializationError` where it does not fit the type."""
+        stored, codec = delivery.body, self._codec or self.codec
+        if type(stored) is not Unserialized:
+            return codec.decode(stored)
+        if stored.body_type is not codec.body_type:  # sent under another type than this mailbox has now
+            codec.check(stored.body)
+        return stored.body
+
+    # -------------------------------------------------------------------------------------------------------- sending
+
+    async def send(
+        self,
+        body: T,
+        *,
+        delay: Seconds = 0,
+        at: datetime | None = None,
+        reply_to: str | Mailbox[Any, Any] | None = None,
+        dedup_key: str | None = None,
+        priority: int = 0,
+        headers: Mapping[str, str] | None = None,
+        expires_in: Seconds | None = None,
+        deadline: Deadline | Inherited | None = "inherit",
+        connection: Any = None,
+    ) -> str:
+        """Put one message into the mailbox and return its id, once it is as durable as the backend makes it.
+
+        :param delay: seconds, or a timedelta (0 to 366 days), during which it cannot be received.
+        :param at: instead of ``delay``, the instant from which it can be received: a datetime with a time zone. A past one is
+            now.
+        :param reply_to: where the result is wanted: the name of a mailbox on the same store, a mailbox URL, or a mailbox.
+        :param dedup_key: while a message with this key is unfinished, a second send returns the first one's id.
+        :param priority: higher is received sooner (-32 767 to 32 767).
+        :param headers: strings that travel with it.
+        :param expires_in: seconds, or a timedelta, after which it goes to the dead letters, unless a worker holds it.
+        :param deadline: the instant by which it must be done: its handler is cancelled then, and the message is dead. Where
+            nothing is said, that of the code that sends it (a handler's message, a ``deadline.scope()``); None: without one.
+        :param connection: of a mailbox with ``Capabilities.transactions``: the sender's own connection to the same database,
+            whose transaction the message joins: it exists, and wakes receivers, if and when that commits.
+        :raises InvalidParameterError: a value is outside its limits, or a string that UTF-8 cannot hold.
+        :raises MailboxClosedError: the mailbox is not open.
+        :raises MailboxFullError: it holds as many messages as it may.
+        :raises SerializationError: the body does not fit the mailbox's type, would not be received as it is, or is larger than
+            the store takes. It names the type and the field.
+        :raises MailboxConnectionError: the store cannot be reached; trying again is safe with a ``dedup_key``.
+
+        Cancelled before the message was handed over, it has sent nothing; afterwards it may have been sent.
+        """
+        if deadline != "inherit" or inherited() is not None:
+            headers = with_deadline(headers, deadline)
+        envelope = self._envelope(body, delay, at, reply_to, dedup_key, priority, headers, expires_in)
+        if connection is not None:
+            return (await self.backend.send_within(connection, [envelope]))[0]
+        return (await self.backend.send([envelope]))[0]
+
+    async def send_many(
+        self,
+        bodies: Iterable[T],
+        *,
+        delay: Seconds = 0,
+        at: datetime | None = None,
+        reply_to: str | Mailbox[Any, Any] | None = None,
+        priority: int = 0,
+        headers: Mapping[str, str] | None = None,
+        expires_in: Seconds | None = None,
+        deadline: Deadline | Inherited | None = "inherit",
+        connection: Any = None,
+    ) -> list[str]:
+        """Put all of ``bodies`` into the mailbox, in order, or (where one does not fit) none; their ids.
+
+        The parameters are those of :meth:`send` and hold for each message.
+        """
+        self._check_open()
+        headers = with_deadline(headers, deadline)
+        delay, expires_in = delay_of(delay, at), as_seconds(expires_in)
+        check_send(delay, None, priority, headers, expires_in)
+        address = reply_address(reply_to)
+        delay, given = float(delay), dict(headers or {})
+        encode = (self._codec or self.codec).encode if self.serializes else partial(self._encode, self.codec)
+        payloads = [encode(body) for body in bodies]
+        if not payloads:
+            return []
+        envelopes = [
+            Envelope(message_id, payload, delay, address, None, priority, given, expires_in)
+            for message_id, payload in zip(self._ids.take(len(payloads)), payloads, strict=True)
+        ]
+        if connection is not None:
+            return await self.backend.send_within(connection, envelopes)
+        return await self.backend.send(envelopes)
+
+    def _envelope(
+        self,
+        body: Any,
+        delay: Seconds = 0,
+        at: datetime | None = None,
+        reply_to: str | Mailbox[Any, Any] | None = None,
+        dedup_key: str | None = None,
+        priority: int = 0,
+        headers: Mapping[str, str] | None = None,
+        expires_in: Seconds | None = None,
+    ) -> Envelope:
+        self._check_open()
+        codec = self._codec or self.codec
+        if (
+            delay == 0
+            and priority == 0
+            and reply_to is None
+            and dedup_key is None
+            and not headers
+            and expires_in is None
+            and at is None
+        ):
+            return Envelope(self.new_id(), self._encode(codec, body))
+        wait, expiry = delay_of(delay, at), as_seconds(expires_in)
+        check_send(wait, dedup_key, priority, headers, expiry)
+        address, given = reply_address(reply_to), dict(headers) if headers else {}
+        payload = self._encode(codec, body)
+        return Envelope(self.new_id(), payload, float(wait), address, dedup_key, priority, given, expiry)
+
+    # ----------------------------------------------------------------------------------------------------- requesting
+
+    async def request(
+        self,
+        body: T,
+        *,
+        timeout: float,
+        delay: Seconds = 0,
+        at: datetime | None = None,
+        priority: int = 0,
+        headers: Mapping[str, str] | None = None,
+        expires_in: Seconds | None = None,
+        deadline: Deadline | Inherited | None = "inherit",
+    ) -> R:
+        """Send ``body`` and return the reply to it: what the handler returns, in whatever process it runs.
+
+        The reply comes into a mailbox of this object's own, beside this one, made at the first request and dropped on close.
+        After ``timeout`` seconds the wait is over, whatever happens. Then, and where the call is cancelled, the request is
+        cancelled as by :meth:`cancel` (tried for 5 s, in the background); a reply that comes nevertheless is dropped. The other
+        parameters are those of :meth:`send`; there is no ``dedup_key``, as a reply goes to one requester.
+
+        :raises RequestTimeoutError: there is no reply yet; trying again may do the work twice.
+        :raises RequestFailedError: the request was dead-lettered, for the reason that it names: at once, not at the timeout.
+        :raises RequestCancelledError: somebody cancelled it.
+        :raises SerializationError: the body does not fit the mailbox's type, or the reply the type of the replies.
+        :raises ReplyNotAvailableError: the mailbox is not open with ``async with``, nor under a running loop.
+
+        And what :meth:`send` raises.
+        """
+        check_seconds("request: timeout", timeout, math.inf)
+        requester, envelope = self._request(body, delay, at, priority, headers, expires_in, deadline)
+        return cast("R", await requester.request(envelope, timeout))
+
+    async def submit(
+        self,
+        body: T,
+        *,
+        delay: Seconds = 0,
+        at: datetime | None = None,
+        priority: int = 0,
+        headers: Mapping[str, str] | None = None,
+        expires_in: Seconds | None = None,
+        deadline: Deadline | Inherited | None = "inherit",
+    ) -> PendingReply[R]:
+        """:meth:`request` in two steps: send now, and await ``(...).result(timeout=…)`` of what this returns later."""
+        requester, envelope = self._request(body, delay, at, priority, headers, expires_in, deadline)
+        return await requester.submit(envelope)
+
+    def _request(
+        self,
+        body: Any,
+        delay: Seconds,
+        at: datetime | None,
+        priority: int,
+        headers: Mapping[str, str] | None,
+        expires_in: Seconds | None,
+        deadline: Deadline | Inherited | None,
+    ) -> tuple[Requester, Envelope]:
+        self._check_open()
+        if not self._routers:
+            raise ReplyNotAvailableError(
+                f"no reply can come to mailbox {self.name!r} yet: open it with `async with`, or run a loop on it"
+            )
+        headers = with_deadline(headers, deadline)
+        envelope = self._envelope(body, delay, at, None, None, priority, headers, expires_in)
+        envelope.headers = {**envelope.headers, REPLY_ERRORS: "1"}
+        return self._routers[0].requester(self), envelope
+
+    async def cancel(self, message_id: str) -> CancelOutcome:
+        """End a message before it is done.
+
+        Delayed or pending it is removed. In flight, its lease is revoked and its handler is cancelled: at once in this
+        process, promptly in another where the backend has a way to tell it, at its next renewal in any case. A message that
+        was ended so counts as settled, is not tried again, and its requester gets :class:`RequestCancelledError`. Another
+        one (settled, dead, of another mailbox) is ``CancelOutcome.UNKNOWN`` and left as it is.
+
+        It goes on where its caller is cancelled meanwhile, which may be the message's own handler.
+
+        :raises MailboxConnectionError: also where the store has not answered within 10 s; it may have taken place then.
+        """
+        self._check_open()
+        check_id("cancel: message_id", message_id)
+        with anyio.move_on_after(CLOSE_TIMEOUT, shield=True) as waiting:
+            outcome, reply_to, headers = await self.backend.cancel(message_id)
+        if waiting.cancelled_caught:
+            raise MailboxConnectionError(f"cancel: no answer came within {CLOSE_TIMEOUT:g} s; it may have taken place")
+        if outcome is CancelOutcome.UNKNOWN:
+            return outcome
+        waited_for = any(router.end_request(message_id, cancelled_error(message_id)) for router in self._routers)
+        if not waited_for and reply_to is not None and REPLY_ERRORS in headers:
+            with anyio.move_on_after(WITHDRAWAL_TIMEOUT, shield=True):
+                await replies.tell_cancelled(self, message_id, reply_to)
+        return outcome
+
+    # ------------------------------------------------------------------------------------------------------ receiving
 
     async def receive(
         self, *, max_messages: int = 1, visibility_timeout: float = 60, wait_time_seconds: float = 0
@@ -198,7 +559,7 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         deadline = anyio.current_time() + wait_time_seconds if wait_time_seconds else 0.0
         while True:
             wait = max(0.0, deadline - anyio.current_time()) if wait_time_seconds else 0.0
-            deliveries = await self._claim(max_messages, visibility_timeout, wait)
+            deliveries = await self.backend.claim(max_messages, visibility_timeout, wait)
             if not deliveries:
                 return []
             messages, undecodable = self._messages(deliveries)
@@ -212,7 +573,7 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         undecodable = []
         for delivery in deliveries:
             try:
-                messages.append(Message(self, delivery, self._body_of(delivery)))
+                messages.append(Message(self, delivery, self.body_of(delivery)))
             except NotJsonError as error:
                 undecodable.append((delivery, Dead.of(error)))
             except SerializationError:
@@ -231,16 +592,28 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
                 buried += 1
         return buried
 
-    # ------------------------------------------------------------------------- what Message and the engine call
+    # ------------------------------------------------------------------------------------------------------- settling
 
     def settle(self, delivery: Delivery, settlement: Settlement) -> Awaitable[None]:
         """End a delivery (see :class:`Message`)."""
         self._check_open()
         if type(settlement) is Ack and settlement.reply is not None:
-            return self._settle_with_reply(delivery, settlement, settlement.reply)
+            return replies.settle(self, delivery, settlement, settlement.reply)
         if type(settlement) is Dead:
             return self._settle_dead(delivery, settlement)
-        return self._settle(delivery, settlement)
+        return self.backend.settle(delivery, settlement)
+
+    async def _settle_dead(self, delivery: Delivery, dead: Dead) -> None:
+        """Bury it, and tell its requester, if that can be told: the news may be lost, the message may not."""
+        dead = replies.obituary(self, delivery, dead)
+        if dead.reply is None:
+            await self.backend.settle(delivery, dead)
+        else:
+            try:
+                await replies.settle(self, delivery, dead, dead.reply)
+            except ReplyNotAvailableError:
+                await self.backend.settle(delivery, replace(dead, reply=None))
+        self.backend.notifications.dead.publish(delivery.message_id)
 
     async def acknowledge_many(self, messages: Sequence[Message[T, R]]) -> dict[int, Exception]:
         """Acknowledge messages of this mailbox together: in one step, where the backend can do that.
@@ -255,117 +628,44 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         :raises MailboxConnectionError: the store cannot be reached.
         """
         self._check_open()
-        for message in messages:
-            message._check_unsettled()  # noqa: SLF001 - Message is this port's own, as below
-        once = list(dict.fromkeys(messages))
-        for message in once:
-            message._settled, message._settling = ACK, True  # noqa: SLF001 - this package's own
-        try:
-            refused = await self._acknowledge_many([message._delivery for message in once]) if once else {}  # noqa: SLF001 - this package's own
-        except Exception:
-            for message in once:
-                message._settled = None  # noqa: SLF001 - this package's own
-            raise
-        finally:
-            for message in once:
-                message._settling = False  # noqa: SLF001 - this package's own
-        for number in refused:
-            once[number]._settled = None  # noqa: SLF001 - this package's own
-        return refused if len(once) == len(messages) else _with_repeats(messages, once, refused)
-
-    async def _settle_dead(self, delivery: Delivery, dead: Dead) -> None:
-        """Bury it, and tell its requester, if that can be told: the news may be lost, the message may not."""
-        dead = self._obituary(delivery, dead)
-        if dead.reply is None:
-            await self._settle(delivery, dead)
-        else:
-            try:
-                await self._settle_with_reply(delivery, dead, dead.reply)
-            except ReplyNotAvailableError:
-                await self._settle(delivery, replace(dead, reply=None))
-        self._tell_of_death(delivery.message_id)
-
-    async def _settle_with_reply(self, delivery: Delivery, settlement: Ack | Dead, reply: Envelope) -> None:
-        """One step where the reply goes to this store, else send it while the lease is held, then settle."""
-        address = reply.reply_to or ""
-        local = self._local_name(address)
-        if local is not None:
-            if not is_name(local):
-                raise ReplyNotAvailableError(f"the reply cannot be sent to {address!r}: that is no name of a mailbox")
-            await self._settle(delivery, replace(settlement, reply=replace(reply, reply_to=local)))
-            return
-        if not self._routers:
-            raise ReplyNotAvailableError(
-                f"the reply cannot be sent to {address!r}, another store than that of mailbox {self.name!r}: open the"
-                " mailbox with `async with`, so that it can keep the connection"
-            )
-        is_result = type(settlement) is Ack
-        raw = reply.body if self.serializes else b"null" if reply.body is None else self.reply_codec.encode(reply.body)
-        await self._extend(delivery, 0.0)  # shortens nothing, and is refused where the lease is lost
-        copy = replace(reply, body=raw, reply_to=None, dedup_key=f"reply:{delivery.message_id}")
-        try:
-            await self._routers[-1].send(address, copy, self._destination)
-        except (MailboxError, OSError):
-            if is_result:
-                raise
-        await self._settle(delivery, replace(settlement, reply=None))
-
-    async def _send_late_reply(self, reply: Envelope) -> None:
-        """Send a reply by itself, as its message is settled already: it may be lost where the process dies in between.
-
-        :raises ReplyNotAvailableError: it goes to a store that this process does not know.
-        :raises MailboxError: the mailbox that it goes to cannot be opened, or does not take it.
-        """
-        address = reply.reply_to or ""
-        local = self._local_name(address)
-        raw = reply.body if self.serializes else b"null" if reply.body is None else self.reply_codec.encode(reply.body)
-        box = self._sibling(local) if local is not None else self._destination(address)
-        if not box.name.startswith(TRANSIENT) or await box.exists():  # else whoever asked is gone
-            async with box:
-                await box._send_encoded(replace(reply, body=raw, reply_to=None))  # noqa: SLF001 - this package's own
-
-    def _destination(self, address: str) -> Mailbox[Any, Any]:
-        from mainspring.mailbox.replies import destination
-
-        return destination(self, address)
-
-    def _failure_reply(self, message: Message[Any, Any], error: BaseException | str) -> Envelope | None:
-        """What tells the requester of ``message`` that there will be no result, or None where nobody wants to hear that."""
-        return self._obituary(message._delivery, Dead.of(error)).reply  # noqa: SLF001 - Message is this port's own
-
-    async def _send_encoded(self, envelope: Envelope) -> str:
-        """Put an envelope whose body is JSON bytes already: a reply from a mailbox on another store."""
-        self._check_open()
-        return (await self._put([envelope]))[0]
-
-    def _is_here(self, address: str) -> bool:
-        """Whether a reply to that address goes to this store."""
-        return self._local_name(address) is not None
+        return await acknowledge_together(messages, self.backend.acknowledge_many)
 
     async def extend(self, delivery: Delivery, timeout: float) -> None:
         """Extend a delivery's lease (see :meth:`Message.extend_visibility`)."""
         self._check_open()
         check_seconds("extend_visibility: timeout", timeout, MAX_VISIBILITY)
-        await self._extend(delivery, float(timeout))
+        await self.backend.extend(delivery, float(timeout))
 
     async def save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
         """Keep a delivery's checkpoint (see :meth:`Message.save_checkpoint`)."""
         self._check_open()
         if not isinstance(state, bytes):
             raise InvalidParameterError(f"save_checkpoint: the state must be bytes, not {state!r:.100}")
-        await self._save_checkpoint(delivery, state)
+        await self.backend.checkpoint(delivery, state)
 
     def reply_to(self, message: Message[Any, Any], body: Any) -> Envelope:
         """The reply to ``message``, checked and encoded, for :class:`Ack`."""
-        return self._reply_envelope(message._delivery, body)  # noqa: SLF001 - Message is this port's own
+        return replies.reply_to(self, message.delivery, self._encode(self.reply_codec, body))
 
-    def _reply_envelope(self, delivery: Delivery, body: Any) -> Envelope:
-        """The reply to ``delivery``, for its ``reply_to``, with the request's id and deadline in its headers."""
-        payload = self._payload(self.reply_codec, body)
-        headers = {"request_id": delivery.message_id}
-        if HEADER in delivery.headers:
-            headers[HEADER] = delivery.headers[HEADER]
-        return Envelope(self.new_id(), payload, reply_to=delivery.reply_to, headers=headers)
+    @asynccontextmanager
+    async def transaction(self, message: Message[Any, Any]) -> AsyncIterator[Any]:
+        """A transaction that ends with the block, and settles ``message``; yields the driver's connection.
+
+        What is written through the connection and the acknowledgement are committed together, or neither is. Inside the
+        block ``message.reply()``, ``nack()``, ``dead_letter()`` and so on are part of the transaction; without any of them
+        leaving the block acknowledges. An error out of the block rolls all back and leaves the message unsettled; so does a
+        cancellation.
+
+        :raises ConfigError: the mailbox cannot (:attr:`Capabilities.transactions`).
+        :raises ReceiptHandleExpiredError: at the end: the lease was lost meanwhile; nothing was committed.
+        :raises MessageSettledError: the message is settled, or in a transaction.
+        :raises TransactionEndedError: the block ran ``COMMIT`` or ``ROLLBACK`` itself; it settles nothing then. With a
+            ``BEGIN`` after it that cannot be seen: leave both to the block.
+        :raises MailboxConnectionError: the connection was lost. Where that was during the commit, it may have taken place.
+        """
+        self._check_open()
+        async with self.backend.transaction(message) as connection:
+            yield connection
 
     # -------------------------------------------------------------------------------------------------- looking after
 
@@ -379,14 +679,14 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         :raises MailboxConnectionError: the store does not answer.
         """
         self._check_open()
-        return await self._counts()
+        return await self.backend.counts()
 
     def statistics(self) -> MailboxStatistics:
         """Return what this mailbox object is doing: receives that wait, operations that are queued or in flight, batches.
 
         No call to the store is made. An unopened or closed mailbox has zeros.
         """
-        return self._statistics() if self._usable else MailboxStatistics()
+        return self.backend.statistics() if self._usable else MailboxStatistics()
 
     async def approximate_count(self) -> int:
         """How many messages are still to be done: delayed, pending and in flight."""
@@ -398,62 +698,44 @@ class Mailbox(RequestCalls[T, R], SyncCalls[T, R], Generic[T, R]):
         Their holders' later calls raise :class:`ReceiptHandleExpiredError`. Dead letters stay.
         """
         self._check_open()
-        return await self._purge()
+        return await self.backend.purge()
 
-    @property
-    def address(self) -> str:
-        """How a sender names this mailbox in ``reply_to``: its URL where it has one, else its name."""
-        return self.name
+    async def dead_letters(self, *, limit: int = 1_000, after: str | None = None) -> list[DeadLetter[T]]:
+        """The dead letters, oldest first: at most ``limit``, behind the one whose id is ``after``."""
+        self._check_open()
+        if not is_whole(limit, 1):
+            raise InvalidParameterError(f"dead_letters: limit must be at least 1, not {limit!r}")
+        if after is not None:
+            check_id("dead_letters: after", after)
+        return [self.as_dead_letter(*found) for found in await self.backend.dead_letters(limit, after)]
 
-    def _check_open(self) -> None:
-        if not self._usable:
-            self._check_process()
-            raise MailboxClosedError(
-                f"mailbox {self.name!r} is {self._state.state}; use it inside `async with` or under a running LoopGroup"
-            )
-        if self._thread is not None and self._thread != get_ident():  # a thread has one event loop at a time
-            raise ConfigError(
-                f"mailbox {self.name!r} is open in the event loop of another thread; open a mailbox of your own here, or"
-                " use mailbox.sync"
-            )
+    async def dead_letter(self, message_id: str) -> DeadLetter[T] | None:
+        """The dead letter of that id, or None where there is none (any more)."""
+        self._check_open()
+        check_id("dead_letter: message_id", message_id)
+        for found in await self.backend.find_dead_letters([message_id]):
+            return self.as_dead_letter(*found)
+        return None
 
-    def _forget(self) -> None:
-        """In a forked child: its connections and its event loop are the parent's."""
-        self._usable = False
-
-    def _is_forked(self) -> bool:
-        return self._process is not None and not self._process.here
-
-    def _check_process(self) -> None:
-        if self._process is not None and not self._process.here and self._state.state is MailboxState.OPEN:
-            raise ConfigError(
-                f"mailbox {self.name!r} is open in process {self._process.pid}, from which this one was forked, and"
-                " must not be used across a fork; open one of its own here (for SQLite: in a process that subprocess or the"
-                " spawn method has started)"
-            )
-
-    def _check_async_backend(self) -> None:
-        if (library := async_library()) not in self.capabilities.async_backends:
-            supported = " or ".join(sorted(self.capabilities.async_backends))
-            raise ConfigError(
-                f"mailbox {self.name!r}: {type(self).__name__} runs on {supported} only, not on {library}: choose that"
-                " (`mainspring run --loop`, anyio.run(…, backend=)), or use memory:// where time is virtual"
-            )
-
-
-def _with_repeats(
-    messages: Sequence[Message[Any, Any]], once: list[Message[Any, Any]], refused: dict[int, Exception]
-) -> dict[int, Exception]:
-    """What was refused ``once`` each, by the numbers of ``messages``, of which some are there again."""
-    first = {message: number for number, message in reversed(list(enumerate(messages)))}
-    errors = {once[number]: error for number, error in refused.items()}
-    found: dict[int, Exception] = {}
-    for number, message in enumerate(messages):
+    def as_dead_letter(self, delivery: Delivery, dead: Dead, at: float) -> DeadLetter[T]:
+        """What users see of a dead letter that the backend has found."""
         try:
-            if message in errors:
-                found[number] = copied(errors[message])
-            elif first[message] != number:
-                message._check_unsettled()  # noqa: SLF001 - Message is this port's own
-        except MessageSettledError as error:
-            found[number] = error
-    return found
+            body = self.body_of(delivery)
+        except SerializationError:
+            body = None
+        return DeadLetter.of(self.name, delivery, body, dead, at)
+
+    async def replay_dead_letters(self, message_ids: Iterable[str] | None = None) -> int:
+        """Send dead letters (None: all) to the tail of the queue again, with fresh counts; how many that were.
+
+        Raises :class:`MailboxFullError`, and sends none, where there is no room for all of them. A dead letter has its
+        ``dedup_key`` again, unless another unfinished message has it by now; its history begins anew. Of all, a store on a
+        server sends some at a time: where it raises then, some may have been sent, and another call sends the rest.
+        """
+        self._check_open()
+        return await self.backend.replay_dead_letters(check_ids("dead letters: a message id", message_ids))
+
+    async def purge_dead_letters(self, message_ids: Iterable[str] | None = None) -> int:
+        """Forget dead letters (None: all) for good; how many that were."""
+        self._check_open()
+        return await self.backend.purge_dead_letters(check_ids("dead letters: a message id", message_ids))

@@ -10,24 +10,33 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias
 
 from typing_extensions import TypeVar
 
-from mainspring.core import clock
-from mainspring.errors import MessageSettledError, ReplyNotAvailableError, reason_of
+from mainspring.core import clock, random
+from mainspring.core.process import identity
+from mainspring.errors import MessageSettledError, ReplyNotAvailableError, copied, reason_of
 from mainspring.mailbox.history import Failure, crashes_before, read_history, remember, silences
 from mainspring.mailbox.limits import check_seconds
 from mainspring.validation import MAX_DELAY, Seconds, as_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+    from mainspring.core.process import Identity
     from mainspring.mailbox.mailbox import Mailbox
 
 T = TypeVar("T", default=Any)
 R = TypeVar("R", default=Any)
 
 
+class Unserialized(NamedTuple):
+    """A body that a mailbox which does not serialise hands over, and the type under which it was checked."""
+
+    body: Any
+    body_type: Any
+
+
 @dataclass(slots=True)
 class Envelope:
-    """A message on its way into a store. ``body`` is JSON bytes, or the object itself where nothing is serialised."""
+    """A message on its way into a store. ``body`` is JSON bytes, or :class:`Unserialized` where nothing is serialised."""
 
     message_id: str
     body: Any
@@ -103,6 +112,12 @@ class Dead:
         return cls(*reason_of(error))
 
 
+class Keep(Dead):
+    """The settlement that leaves a dead letter where it is, for somebody to look at: it is no failure."""
+
+    __slots__ = ()
+
+
 EXPIRED = Dead("it was not done before its time (expires_in) ran out", "MessageExpiredError")
 """Why a message is dead that nobody worked on when its ``expires_in`` was over."""
 
@@ -164,7 +179,7 @@ class DeadLetter(Generic[T]):
         return cls(
             message_id=delivery.message_id,
             body=body,
-            raw=delivery.body,
+            raw=delivery.body.body if type(delivery.body) is Unserialized else delivery.body,
             mailbox=mailbox,
             delivery_count=delivery.delivery_count,
             attempt=delivery.attempt,
@@ -216,7 +231,7 @@ class Message(Generic[T, R]):
     delivery unsettled and may be tried again. A call that is cancelled may or may not have taken effect.
     """
 
-    __slots__ = ("_body", "_delivery", "_is_decoded", "_mailbox", "_replied", "_settled", "_settling")
+    __slots__ = ("_body", "_is_decoded", "_replied", "_settled", "_settling", "delivery", "mailbox")
 
     def __init__(
         self,
@@ -226,8 +241,10 @@ class Message(Generic[T, R]):
         *,
         is_decoded: bool = True,
     ) -> None:
-        self._mailbox = mailbox
-        self._delivery = delivery
+        self.mailbox = mailbox
+        """The mailbox that it was received from."""
+        self.delivery = delivery
+        """What the backend said of it."""
         self._body = body
         self._is_decoded = is_decoded
         self._settled: Settlement | None = None
@@ -235,16 +252,16 @@ class Message(Generic[T, R]):
         self._replied = False
 
     def __repr__(self) -> str:
-        d = self._delivery
+        d = self.delivery
         state = " settled" if self.is_settled else ""
         return (
-            f"<Message {d.message_id} of {self._mailbox.name!r} delivery {d.delivery_count} attempt {d.attempt}{state}>"
+            f"<Message {d.message_id} of {self.mailbox.name!r} delivery {d.delivery_count} attempt {d.attempt}{state}>"
         )
 
     @property
     def id(self) -> str:
         """The id that ``send`` returned; the same for all deliveries."""
-        return self._delivery.message_id
+        return self.delivery.message_id
 
     @property
     def body(self) -> T:
@@ -253,23 +270,23 @@ class Message(Generic[T, R]):
         That is a failed attempt like any other: during a rolling deploy another worker may understand the message.
         """
         if not self._is_decoded:  # the error is made anew: a stored error would keep the whole receive alive
-            return self._mailbox._body_of(self._delivery)  # type: ignore[no-any-return]  # noqa: SLF001 - this port's own
+            return self.mailbox.body_of(self.delivery)  # type: ignore[no-any-return]
         return self._body  # type: ignore[no-any-return]
 
     @property
     def receipt_handle(self) -> str:
         """The fencing token of this delivery."""
-        return self._delivery.receipt_handle
+        return self.delivery.receipt_handle
 
     @property
     def delivery_count(self) -> int:
         """Which delivery this is, from 1; every delivery counts."""
-        return self._delivery.delivery_count
+        return self.delivery.delivery_count
 
     @property
     def attempt(self) -> int:
         """Which charged attempt this is, from 1; releases and uncharged returns do not count."""
-        return self._delivery.attempt
+        return self.delivery.attempt
 
     @property
     def crashes(self) -> int:
@@ -277,40 +294,40 @@ class Message(Generic[T, R]):
 
         Each counts as an attempt. It is 0 where the store keeps no history.
         """
-        delivery = self._delivery
-        if delivery.attempt == 1 or not self._mailbox.capabilities.history:
+        delivery = self.delivery
+        if delivery.attempt == 1 or not self.mailbox.capabilities.history:
             return 0
         return crashes_before(delivery.history, delivery.attempt)
 
     @property
     def enqueued_at(self) -> datetime:
         """When it was sent (UTC)."""
-        return datetime.fromtimestamp(self._delivery.enqueued_at, UTC)
+        return datetime.fromtimestamp(self.delivery.enqueued_at, UTC)
 
     @property
     def first_received_at(self) -> datetime:
         """When it was first delivered to anybody (UTC)."""
-        return datetime.fromtimestamp(self._delivery.first_received_at, UTC)
+        return datetime.fromtimestamp(self.delivery.first_received_at, UTC)
 
     def _queue_seconds(self) -> float:
         """Seconds from the send to the first delivery."""
-        delivery = self._delivery
+        delivery = self.delivery
         return max(0.0, delivery.first_received_at - delivery.enqueued_at)
 
     @property
     def reply_to(self) -> str | None:
         """The mailbox that wants the result: a name on the same store, or a mailbox URL."""
-        return self._delivery.reply_to
+        return self.delivery.reply_to
 
     @property
     def headers(self) -> Mapping[str, str]:
         """The sender's headers."""
-        return self._delivery.headers
+        return self.delivery.headers
 
     @property
     def leased_at(self) -> float | None:
         """The instant (anyio's clock) from which the lease surely counts, or None where the backend does not say."""
-        return self._delivery.leased_at
+        return self.delivery.leased_at
 
     @property
     def is_settled(self) -> bool:
@@ -330,7 +347,7 @@ class Message(Generic[T, R]):
     @property
     def checkpoint(self) -> bytes | None:
         """The JSON last written by :meth:`save_checkpoint` in any earlier delivery, or None."""
-        return self._delivery.checkpoint
+        return self.delivery.checkpoint
 
     @property
     def history(self) -> tuple[Failure, ...]:
@@ -339,15 +356,15 @@ class Message(Generic[T, R]):
 
     def _history_with(self, error: BaseException | str | None) -> str | None:
         """Its history and ``error`` as that of this attempt, for :attr:`Return.history`; None where none is kept."""
-        if not self._mailbox.capabilities.history:
+        if not self.mailbox.capabilities.history:
             return None
-        delivery, dead = self._delivery, _GIVEN_BACK if error is None else Dead.of(error)
+        delivery, dead = self.delivery, _GIVEN_BACK if error is None else Dead.of(error)
         now = clock.utc_now().timestamp()
         return remember(delivery.history, delivery.attempt, dead.error, dead.error_type, now)
 
     def _history_until(self) -> str | None:
         """Its history with those attempts before this one that nobody told of."""
-        return silences(self._delivery.history, self.attempt) if self._mailbox.capabilities.history else None
+        return silences(self.delivery.history, self.attempt) if self.mailbox.capabilities.history else None
 
     async def acknowledge(self) -> None:
         """The message is done; it leaves the mailbox."""
@@ -380,32 +397,32 @@ class Message(Generic[T, R]):
         asked for none, and :class:`SerializationError` for a body that is not of the mailbox's reply type; both leave the
         message unsettled.
         """
-        if self._delivery.reply_to is None:
+        if self.delivery.reply_to is None:
             raise ReplyNotAvailableError(f"message {self.id}: its sender set no reply_to; acknowledge it instead")
-        await self.settle(Ack(self._mailbox._reply_envelope(self._delivery, body)))  # noqa: SLF001 - this package's own
+        await self.settle(Ack(self.mailbox.reply_to(self, body)))
         self._replied = True
 
     async def extend_visibility(self, timeout: float) -> None:
         """Let the lease last at least ``timeout`` seconds (0 to 43 200) from now; it is never shortened."""
         self._check_unsettled()
-        await self._mailbox.extend(self._delivery, timeout)
+        await self.mailbox.extend(self.delivery, timeout)
 
     async def renew(self, timeout: float) -> None:
         """:meth:`extend_visibility` by the one who settles: also while its settlement is under way."""
-        await self._mailbox.extend(self._delivery, timeout)
+        await self.mailbox.extend(self.delivery, timeout)
 
     async def save_checkpoint(self, state: bytes) -> None:
         """Keep ``state`` (JSON) with the message, for its next delivery; replaces the one before."""
         self._check_unsettled()
-        await self._mailbox.save_checkpoint(self._delivery, state)
-        self._delivery.checkpoint = state
+        await self.mailbox.save_checkpoint(self.delivery, state)
+        self.delivery.checkpoint = state
 
     async def settle(self, settlement: Settlement) -> None:
         """End this delivery as ``settlement`` says: the step the named calls above come down to."""
         self._check_unsettled()
         self._settled, self._settling = settlement, True
         try:
-            await self._mailbox.settle(self._delivery, settlement)
+            await self.mailbox.settle(self.delivery, settlement)
         except Exception:
             self._settled = None
             raise
@@ -419,3 +436,73 @@ class Message(Generic[T, R]):
 
 _RELEASE = Return(charge=False, front=True)
 _GIVEN_BACK = Dead("given back by nack(), without an error", "Nack")
+
+
+async def acknowledge_together(
+    messages: Sequence[Message[Any, Any]], acknowledge: Callable[[list[Delivery]], Awaitable[dict[int, Exception]]]
+) -> dict[int, Exception]:
+    """Have ``acknowledge`` end the deliveries of ``messages``; see :meth:`Mailbox.acknowledge_many`."""
+    for message in messages:
+        message._check_unsettled()  # noqa: SLF001 - one module
+    once = list(dict.fromkeys(messages))
+    for message in once:
+        message._settled, message._settling = ACK, True  # noqa: SLF001 - one module
+    try:
+        refused = await acknowledge([message.delivery for message in once]) if once else {}
+    except Exception:
+        for message in once:
+            message._settled = None  # noqa: SLF001 - one module
+        raise
+    finally:
+        for message in once:
+            message._settling = False  # noqa: SLF001 - one module
+    for number in refused:
+        once[number]._settled = None  # noqa: SLF001 - one module
+    return refused if len(once) == len(messages) else _with_repeats(messages, once, refused)
+
+
+def _with_repeats(
+    messages: Sequence[Message[Any, Any]], once: list[Message[Any, Any]], refused: dict[int, Exception]
+) -> dict[int, Exception]:
+    """What was refused ``once`` each, by the numbers of ``messages``, of which some are there again."""
+    first = {message: number for number, message in reversed(list(enumerate(messages)))}
+    errors = {once[number]: error for number, error in refused.items()}
+    found: dict[int, Exception] = {}
+    for number, message in enumerate(messages):
+        try:
+            if message in errors:
+                found[number] = copied(errors[message])
+            elif first[message] != number:
+                message._check_unsettled()  # noqa: SLF001 - one module
+        except MessageSettledError as error:
+            found[number] = error
+    return found
+
+
+class MessageIds:
+    """The ids of new messages: a random prefix of one mailbox object and a count, so that they sort in order of sending.
+
+    A forked child has a prefix of its own: else its next id were that of its parent's next one, and its brothers'.
+    """
+
+    __slots__ = ("_count", "_prefix", "_process")
+
+    def __init__(self) -> None:
+        self._prefix = ""
+        self._count = 0
+        self._process: Identity | None = None
+
+    def next(self) -> str:
+        """A new id."""
+        process = self._process
+        if process is None or not process.here:
+            self._prefix, self._process = random.token(64), identity()
+        self._count += 1
+        return f"{self._prefix}{self._count:08x}"
+
+    def take(self, count: int) -> list[str]:
+        """As many new ids, at least one, in order."""
+        one = self.next()  # which also sees to the prefix
+        first, prefix = self._count + 1, self._prefix
+        self._count += count - 1
+        return [one, *map(f"{prefix}%08x".__mod__, range(first, first + count - 1))]

@@ -52,19 +52,19 @@ async def open_in(scope: DaemonScope, mailboxes: Iterable[Mailbox[Any, Any]], ow
     """
     this = _OWNER.get() or Owner(owner)
     for mailbox in mailboxes:
-        if mailbox._kept_by is not None and mailbox._kept_by is not this:  # noqa: SLF001 - this package's own
+        if mailbox.opened_by is not None and mailbox.opened_by is not this:
             raise ConfigError(
-                f"mailbox {mailbox.name!r} was opened by {mailbox._kept_by.name}, which closes it at its end, under the work"  # noqa: SLF001 - this package's own
+                f"mailbox {mailbox.name!r} was opened by {mailbox.opened_by.name}, which closes it at its end, under the work"
                 f" of {this.name}: open it around both (`async with mailbox:`), or give each a mailbox object of its own"
             )
-        if mailbox._works_unopened and mailbox.state is MailboxState.UNOPENED:  # noqa: SLF001 - this package's own
+        if mailbox.backend.works_unopened and mailbox.state is MailboxState.UNOPENED:
             router = _Router(mailbox, scope)
             scope.start_soon(router.run, name=f"replies of mailbox {mailbox.name}", stop=router.stop)
         elif mailbox.state is not MailboxState.OPEN:
             keeper = _Keeper(mailbox, this)
             # Not `scope.start`: cancelled just as the mailbox opens, that waits for the keeper's end, and nobody tells it.
             scope.start_soon(keeper.run, name=f"mailbox {mailbox.name}", stop=keeper.stop)
-            mailbox._kept_by = this  # noqa: SLF001 - this package's own
+            mailbox.opened_by = this
             await keeper.opened.wait()
 
 
@@ -92,7 +92,7 @@ class _Keeper:
                     self.opened.set()
                     await self._told.wait()
         finally:
-            self._mailbox._kept_by = None  # noqa: SLF001 - this package's own
+            self._mailbox.opened_by = None
 
 
 class _Router:

@@ -1,4 +1,5 @@
-"""Replies that leave for another store (send, then acknowledge; the requester drops what comes twice), and those that come.
+"""Replies: what tells a requester the outcome. To a mailbox on the same store one leaves in one step with the settlement; to
+another store it is sent before (the requester drops what comes twice).
 
 An address comes out of a message: its sender chose it. So it selects, and configures nothing: it must name a mailbox on a
 store that this process knows by its own configuration. Host, login, certificates and options are those of the known store.
@@ -6,31 +7,139 @@ store that this process knows by its own configuration. Host, login, certificate
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, WeakValueDictionary
 
 import anyio
 
-from mainspring.core import process
-from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, ReplyNotAvailableError
+from mainspring.core import clock, process
+from mainspring.errors import (
+    ConfigError,
+    MailboxConnectionError,
+    MailboxError,
+    MainspringError,
+    ReplyNotAvailableError,
+)
+from mainspring.mailbox.backend import TRANSIENT
+from mainspring.mailbox.history import remember
+from mainspring.mailbox.limits import is_name
+from mainspring.mailbox.message import Ack, Dead, Envelope, Unserialized
 from mainspring.mailbox.open import open_mailbox
-from mainspring.mailbox.requests import Requester
+from mainspring.mailbox.requests import CANCELLED, REPLY_ERRORS, Requester
 from mainspring.mailbox.sync import Home
+from mainspring.runtime.deadline import HEADER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from anyio.abc import TaskStatus
 
-    from mainspring.errors import MainspringError
     from mainspring.mailbox.mailbox import Mailbox
-    from mainspring.mailbox.message import Envelope
+    from mainspring.mailbox.message import Delivery, Message
     from mainspring.runtime.scope import DaemonScope
 
 SEND_TIMEOUT = 10.0
 """Seconds that another store may take for a reply, with the opening of its mailbox."""
 MOST = 16
 """Mailboxes that are kept open while nothing is sent to them: each requester of a fleet may have one for its replies."""
+
+
+# ---------------------------------------------------------------------------------------------------- what a reply says
+
+
+def reply_to(mailbox: Mailbox[Any, Any], delivery: Delivery, body: Any) -> Envelope:
+    """The reply to ``delivery``, with the request's id and deadline in its headers. ``body`` is encoded."""
+    headers = {"request_id": delivery.message_id}
+    if HEADER in delivery.headers:
+        headers[HEADER] = delivery.headers[HEADER]
+    return Envelope(mailbox.new_id(), body, reply_to=delivery.reply_to, headers=headers)
+
+
+def obituary(mailbox: Mailbox[Any, Any], delivery: Delivery, dead: Dead) -> Dead:
+    """``dead`` with the message's history and, where its sender wants to hear of it, an error reply."""
+    history, reply = dead.history, dead.reply
+    if history is None and mailbox.capabilities.history:
+        now = clock.utc_now().timestamp()
+        history = remember(delivery.history, delivery.attempt, dead.error, dead.error_type, now)
+    if reply is None and delivery.reply_to is not None and REPLY_ERRORS in delivery.headers:
+        reply = _error_reply(mailbox, delivery.message_id, delivery.reply_to, dead.error, dead.error_type)
+    return replace(dead, history=history, reply=reply)
+
+
+def failure_reply(message: Message[Any, Any], error: BaseException | str) -> Envelope | None:
+    """What tells the requester of ``message`` that there will be no result, or None where nobody wants to hear that."""
+    return obituary(message.mailbox, message.delivery, Dead.of(error)).reply
+
+
+def _error_reply(mailbox: Mailbox[Any, Any], message_id: str, reply_to: str, error: str, error_type: str) -> Envelope:
+    headers = {"request_id": message_id, "error": error, "error_type": error_type}
+    body = b"null" if mailbox.serializes else Unserialized(None, mailbox.reply_codec.body_type)
+    return Envelope(mailbox.new_id(), body, reply_to=reply_to, headers=headers)
+
+
+def _as_json(mailbox: Mailbox[Any, Any], body: Any) -> Any:
+    """The body of a reply as other stores take it."""
+    if type(body) is not Unserialized:
+        return body
+    return b"null" if body.body is None else mailbox.reply_codec.encode(body.body)
+
+
+# ----------------------------------------------------------------------------------------------------- where it goes
+
+
+def is_local(mailbox: Mailbox[Any, Any], reply: Envelope) -> bool:
+    """Whether a reply goes to the store of ``mailbox``."""
+    return mailbox.backend.local_name(reply.reply_to or "") is not None
+
+
+async def settle(mailbox: Mailbox[Any, Any], delivery: Delivery, settlement: Ack | Dead, reply: Envelope) -> None:
+    """Settle and reply: in one step where the reply goes to this store, else send it while the lease is held, then settle."""
+    backend, address = mailbox.backend, reply.reply_to or ""
+    local = backend.local_name(address)
+    if local is not None:
+        if not is_name(local):
+            raise ReplyNotAvailableError(f"the reply cannot be sent to {address!r}: that is no name of a mailbox")
+        await backend.settle(delivery, replace(settlement, reply=replace(reply, reply_to=local)))
+        return
+    if not mailbox._routers:  # noqa: SLF001 - this package's own
+        raise ReplyNotAvailableError(
+            f"the reply cannot be sent to {address!r}, another store than that of mailbox {mailbox.name!r}: open the"
+            " mailbox with `async with`, so that it can keep the connection"
+        )
+    is_result = type(settlement) is Ack
+    raw = _as_json(mailbox, reply.body)
+    await backend.extend(delivery, 0.0)  # shortens nothing, and is refused where the lease is lost
+    copy = replace(reply, body=raw, reply_to=None, dedup_key=f"reply:{delivery.message_id}")
+    try:
+        await mailbox._routers[-1].send(address, copy, partial(destination, mailbox))  # noqa: SLF001 - this package's own
+    except (MailboxError, OSError):
+        if is_result:
+            raise
+    await backend.settle(delivery, replace(settlement, reply=None))
+
+
+async def send_late(mailbox: Mailbox[Any, Any], reply: Envelope) -> None:
+    """Send a reply by itself, as its message is settled already: it may be lost where the process dies in between.
+
+    :raises ReplyNotAvailableError: it goes to a store that this process does not know.
+    :raises MailboxError: the mailbox that it goes to cannot be opened, or does not take it.
+    """
+    address = reply.reply_to or ""
+    local = mailbox.backend.local_name(address)
+    box = mailbox.sibling(local) if local is not None else destination(mailbox, address)
+    if not box.name.startswith(TRANSIENT) or await box.exists():  # else whoever asked is gone
+        async with box:
+            await box.backend.send_reply(replace(reply, body=_as_json(mailbox, reply.body), reply_to=None))
+
+
+async def tell_cancelled(mailbox: Mailbox[Any, Any], message_id: str, reply_to: str) -> None:
+    """Tell the one who waits for the reply, in another process, that there will be none; else its timeout does."""
+    reply = _error_reply(mailbox, message_id, reply_to, "it was cancelled", CANCELLED)
+    with suppress(MainspringError, OSError):
+        await send_late(mailbox, reply)
 
 
 def open_mailboxes() -> WeakSet[Mailbox[Any, Any]]:
@@ -51,9 +160,9 @@ def destination(mailbox: Mailbox[Any, Any], address: str) -> Mailbox[Any, Any]:
         if address.startswith("memory://"):
             return open_mailbox(address.partition("?")[0])
         for known in (*mailbox.reply_stores, *open_mailboxes()):
-            name = known._local_name(address)  # noqa: SLF001 - this port's own
+            name = known.backend.local_name(address)
             if name is not None:
-                return known._sibling(name)  # noqa: SLF001 - this package's own
+                return known.sibling(name)
     except ConfigError as error:
         raise ReplyNotAvailableError(f"the reply cannot be sent to {address!r}: {error}") from error
     raise ReplyNotAvailableError(
@@ -105,7 +214,7 @@ class ReplyRouter:
             with anyio.fail_after(SEND_TIMEOUT):
                 kept = await self._kept_at(url, find)
                 try:
-                    await kept.mailbox._send_encoded(reply)  # noqa: SLF001 - this package's own
+                    await kept.mailbox.backend.send_reply(reply)
                 except ReplyNotAvailableError:  # a queue in memory that no mailbox has open, or only what is kept here
                     if kept.users == 1 and not await kept.mailbox.approximate_count() and self._open.get(url) is kept:
                         self._open.pop(url).unwanted.set()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -13,10 +11,8 @@ import anyio
 from mainspring.core import random
 from mainspring.errors import (
     MailboxClosedError,
-    MailboxConnectionError,
     MailboxError,
     MainspringError,
-    ReplyNotAvailableError,
     RequestCancelledError,
     RequestFailedError,
     RequestTimeoutError,
@@ -24,29 +20,23 @@ from mainspring.errors import (
     copied,
 )
 from mainspring.mailbox.backend import TRANSIENT
-from mainspring.mailbox.dead_letters import REPLY_ERRORS
-from mainspring.mailbox.limits import CLOSE_TIMEOUT, check_id, check_seconds
-from mainspring.mailbox.message import CancelOutcome
-from mainspring.mailbox.sending import SendCalls
+from mainspring.mailbox.limits import CLOSE_TIMEOUT, check_seconds
 from mainspring.policies import backoff
-from mainspring.runtime.deadline import with_deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from datetime import datetime
-
     from anyio.abc import TaskStatus
 
     from mainspring.mailbox.mailbox import Mailbox
-    from mainspring.mailbox.message import Envelope, Message
-    from mainspring.mailbox.replies import ReplyRouter
-    from mainspring.runtime.deadline import Deadline, Inherited
+    from mainspring.mailbox.message import CancelOutcome, Envelope, Message
     from mainspring.runtime.scope import DaemonScope
-    from mainspring.validation import Seconds
 
-T = TypeVar("T")
 R = TypeVar("R")
 
+REPLY_ERRORS = "reply_errors"
+"""The header by which a sender says that where there will be no result, ``reply_to`` gets an error reply; any value does.
+
+An error reply has no body (JSON null) and, beside ``request_id``, the headers ``error`` and ``error_type``.
+"""
 CANCELLED = RequestCancelledError.__name__
 """The ``error_type`` of the error reply to a message that was cancelled."""
 REPLIES_AT_ONCE = 100
@@ -131,7 +121,7 @@ class Requester:
         self._box: Mailbox[Any, Any] | None = None
         self._waiting: WeakValueDictionary[str, PendingReply[Any]] = WeakValueDictionary()
 
-    async def address(self) -> str:
+    async def _address(self) -> str:
         """The name of the mailbox for the replies, which is open from the first request on."""
         async with self._lock:
             if self._box is None:
@@ -140,11 +130,36 @@ class Requester:
                 self._box.bind(body=self.mailbox.reply_type)
             return self._box.name
 
-    def expect(self, message_id: str, expires_in: float | None) -> PendingReply[Any]:
+    async def request(self, envelope: Envelope, timeout: float) -> Any:
+        """See :meth:`Mailbox.request`."""
+        pending = self._expect(envelope)
+        try:
+            with anyio.move_on_after(timeout):
+                await self._send(envelope)
+                await pending._until_ready()  # noqa: SLF001 - one module
+            if not pending.is_ready:
+                raise RequestTimeoutError(f"request {pending.id}: no reply has come within {timeout:g} s")
+            return pending._outcome()  # noqa: SLF001 - one module
+        finally:
+            if not pending.is_ready:
+                self._withdraw(pending.id)
+
+    async def submit(self, envelope: Envelope) -> PendingReply[Any]:
+        """See :meth:`Mailbox.submit`."""
+        pending = self._expect(envelope)
+        await self._send(envelope)
+        return pending
+
+    def _expect(self, envelope: Envelope) -> PendingReply[Any]:
         """Hand the reply to that message, once it comes, to whoever holds the result of this."""
+        message_id, expires_in = envelope.message_id, envelope.expires_in
         dies_at = math.inf if expires_in is None else anyio.current_time() + expires_in
         pending = self._waiting[message_id] = PendingReply[Any](self, message_id, dies_at)
         return pending
+
+    async def _send(self, envelope: Envelope) -> None:
+        envelope.reply_to = await self._address()
+        await self.mailbox.backend.send([envelope])
 
     def end(self, message_id: str, error: MainspringError) -> bool:
         """Let the waiter for that reply have an error; whether there was one."""
@@ -153,29 +168,29 @@ class Requester:
             pending._end(None, error)  # noqa: SLF001 - one module
         return pending is not None
 
-    def withdraw(self, message_id: str) -> None:
+    def _withdraw(self, message_id: str) -> None:
         """Nobody waits for that reply any more: cancel the request, if that can still be done, and let nobody wait for that."""
         self._waiting.pop(message_id, None)
-        self._scope.start_soon(self._withdraw, message_id, name=f"withdrawal of request {message_id}")
+        self._scope.start_soon(self._cancel, message_id, name=f"withdrawal of request {message_id}")
 
     async def look_for_death(self, pending: PendingReply[Any]) -> None:
         """Whether the request is a dead letter."""
         try:
-            for _, dead, _ in await self.mailbox._find_dead([pending.id]):  # noqa: SLF001 - this port's own
+            for _, dead, _ in await self.mailbox.backend.find_dead_letters([pending.id]):
                 self.end(pending.id, _failed(pending.id, dead.error, dead.error_type))
         except (MailboxError, OSError):  # it is looked for again
             return
 
-    async def _withdraw(self, message_id: str) -> None:
+    async def _cancel(self, message_id: str) -> None:
         with anyio.move_on_after(WITHDRAWAL_TIMEOUT):
             try:
-                await self.mailbox._cancel(message_id)  # noqa: SLF001 - this port's own
+                await self.mailbox.backend.cancel(message_id)
             except (MainspringError, OSError):  # then it stays in the queue, and its reply is dropped
                 return
 
     async def _collect(self, *, task_status: TaskStatus[Mailbox[Any, Any]]) -> None:
         name = f"{TRANSIENT}{random.token(96)}"
-        box = self.mailbox._sibling(name, body=self.mailbox.reply_type)  # noqa: SLF001 - this port's own
+        box = self.mailbox.sibling(name, body=self.mailbox.reply_type)
         error: MainspringError = MailboxClosedError(f"mailbox {self.mailbox.name!r} was closed before the reply came")
         try:
             async with box:
@@ -234,11 +249,11 @@ class Requester:
 
 def _failed(message_id: str, error: str, error_type: str) -> MainspringError:
     if error_type == CANCELLED:
-        return _cancelled(message_id)
+        return cancelled_error(message_id)
     return RequestFailedError(f"request {message_id} failed: {error_type}: {error}", error=error, error_type=error_type)
 
 
-def _cancelled(message_id: str) -> RequestCancelledError:
+def cancelled_error(message_id: str) -> RequestCancelledError:
     return RequestCancelledError(f"request {message_id} was cancelled before it was done")
 
 
@@ -251,162 +266,6 @@ async def _acknowledge(message: Message[Any, Any]) -> None:
 
 async def _forget(box: Mailbox[Any, Any]) -> None:
     try:
-        await box._drop()  # noqa: SLF001 - this port's own
+        await box.backend.drop()
     except (MainspringError, OSError):  # its store forgets it by itself in a day
         return
-
-
-class RequestCalls(SendCalls[T], Generic[T, R]):
-    """The part of a mailbox that sends requests, and cancels messages."""
-
-    forgotten_replies: int
-    """How many replies came for which nobody waited (any more): they were acknowledged and dropped."""
-
-    if TYPE_CHECKING:
-        _routers: list[ReplyRouter]
-        _listeners: list[Callable[[list[str]], object]]
-        _silence_listeners: list[Callable[[MailboxConnectionError], object]]
-
-        async def _send_late_reply(self, reply: Envelope) -> None: ...
-
-    async def request(
-        self,
-        body: T,
-        *,
-        timeout: float,
-        delay: Seconds = 0,
-        at: datetime | None = None,
-        priority: int = 0,
-        headers: Mapping[str, str] | None = None,
-        expires_in: Seconds | None = None,
-        deadline: Deadline | Inherited | None = "inherit",
-    ) -> R:
-        """Send ``body`` and return the reply to it: what the handler returns, in whatever process it runs.
-
-        The reply comes into a mailbox of this object's own, beside this one, made at the first request and dropped on close.
-        After ``timeout`` seconds the wait is over, whatever happens. Then, and where the call is cancelled, the request is
-        cancelled as by :meth:`cancel` (tried for 5 s, in the background); a reply that comes nevertheless is dropped. The other
-        parameters are those of :meth:`send`; there is no ``dedup_key``, as a reply goes to one requester.
-
-        :raises RequestTimeoutError: there is no reply yet; trying again may do the work twice.
-        :raises RequestFailedError: the request was dead-lettered, for the reason that it names: at once, not at the timeout.
-        :raises RequestCancelledError: somebody cancelled it.
-        :raises SerializationError: the body does not fit the mailbox's type, or the reply the type of the replies.
-        :raises ReplyNotAvailableError: the mailbox is not open with ``async with``, nor under a running loop.
-
-        And what :meth:`send` raises.
-        """
-        check_seconds("request: timeout", timeout, math.inf)
-        requester = self._requester()
-        envelope = self._request(body, delay, at, priority, with_deadline(headers, deadline), expires_in)
-        pending = requester.expect(envelope.message_id, envelope.expires_in)
-        try:
-            with anyio.move_on_after(timeout):
-                envelope.reply_to = await requester.address()
-                await self._put([envelope])
-                await pending._until_ready()  # noqa: SLF001 - one module
-            if not pending.is_ready:
-                raise RequestTimeoutError(f"request {pending.id}: no reply has come within {timeout:g} s")
-            return cast("R", pending._outcome())  # noqa: SLF001 - one module
-        finally:
-            if not pending.is_ready:
-                requester.withdraw(pending.id)
-
-    async def submit(
-        self,
-        body: T,
-        *,
-        delay: Seconds = 0,
-        at: datetime | None = None,
-        priority: int = 0,
-        headers: Mapping[str, str] | None = None,
-        expires_in: Seconds | None = None,
-        deadline: Deadline | Inherited | None = "inherit",
-    ) -> PendingReply[R]:
-        """:meth:`request` in two steps: send now, and await ``(...).result(timeout=…)`` of what this returns later."""
-        requester = self._requester()
-        envelope = self._request(body, delay, at, priority, with_deadline(headers, deadline), expires_in)
-        pending = requester.expect(envelope.message_id, envelope.expires_in)
-        envelope.reply_to = await requester.address()
-        await self._put([envelope])
-        return pending
-
-    async def cancel(self, message_id: str) -> CancelOutcome:
-        """End a message before it is done.
-
-        Delayed or pending it is removed. In flight, its lease is revoked and its handler is cancelled: at once in this
-        process, promptly in another where the backend has a way to tell it, at its next renewal in any case. A message that
-        was ended so counts as settled, is not tried again, and its requester gets :class:`RequestCancelledError`. Another
-        one (settled, dead, of another mailbox) is ``CancelOutcome.UNKNOWN`` and left as it is.
-
-        It goes on where its caller is cancelled meanwhile, which may be the message's own handler.
-
-        :raises MailboxConnectionError: also where the store has not answered within 10 s; it may have taken place then.
-        """
-        self._check_open()
-        check_id("cancel: message_id", message_id)
-        with anyio.move_on_after(CLOSE_TIMEOUT, shield=True) as waiting:
-            outcome, reply_to, headers = await self._cancel(message_id)
-        if waiting.cancelled_caught:
-            raise MailboxConnectionError(f"cancel: no answer came within {CLOSE_TIMEOUT:g} s; it may have taken place")
-        if outcome is CancelOutcome.UNKNOWN:
-            return outcome
-        waited_for = any(router.end_request(message_id, _cancelled(message_id)) for router in self._routers)
-        if not waited_for and reply_to is not None and REPLY_ERRORS in headers:
-            with anyio.move_on_after(WITHDRAWAL_TIMEOUT, shield=True):
-                await self._tell_requester(message_id, reply_to)
-        return outcome
-
-    async def _tell_requester(self, message_id: str, reply_to: str) -> None:
-        """Tell the one who waits for the reply, in another process, that there will be none; else its timeout does."""
-        reply = self._error_reply(message_id, reply_to, "it was cancelled", CANCELLED)
-        with suppress(MainspringError, OSError):
-            await self._send_late_reply(reply)
-
-    def _request(
-        self,
-        body: Any,
-        delay: Seconds,
-        at: datetime | None,
-        priority: int,
-        headers: Mapping[str, str] | None,
-        expires_in: Seconds | None,
-    ) -> Envelope:
-        envelope = self._envelope(body, delay, None, None, priority, headers, expires_in, at)
-        envelope.headers = {**envelope.headers, REPLY_ERRORS: "1"}
-        return envelope
-
-    def _requester(self) -> Requester:
-        self._check_open()
-        if not self._routers:
-            raise ReplyNotAvailableError(
-                f"no reply can come to mailbox {self.name!r} yet: open it with `async with`, or run a loop on it"
-            )
-        return self._routers[0].requester(cast("Mailbox[Any, Any]", self))
-
-    # ------------------------------------------------------------------------------------- for those who hold messages
-
-    def _listen_for_cancelled(self, listener: Callable[[list[str]], object]) -> Callable[[], None]:
-        """Call ``listener`` with the ids of cancelled messages, some maybe held by others, until the result is called."""
-        self._listeners.append(listener)
-        self._hear_cancelled(True)
-
-        def stop() -> None:
-            self._listeners.remove(listener)
-            if not self._listeners:
-                self._hear_cancelled(False)
-
-        return stop
-
-    def _listen_for_silence(self, listener: Callable[[MailboxConnectionError], object]) -> Callable[[], None]:
-        """Call ``listener`` with the error when the server is found not to answer, until the result is called."""
-        self._silence_listeners.append(listener)
-        return partial(self._silence_listeners.remove, listener)
-
-    def _announce_silence(self, error: MailboxConnectionError) -> None:
-        for listener in tuple(self._silence_listeners):
-            listener(error)
-
-    def _announce_cancelled(self, message_ids: list[str]) -> None:
-        for listener in tuple(self._listeners):
-            listener(message_ids)

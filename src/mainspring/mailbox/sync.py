@@ -31,18 +31,6 @@ X = TypeVar("X")
 P = ParamSpec("P")
 
 
-class SyncCalls(Generic[T, R]):
-    """The part of a mailbox that is for callers who are not async."""
-
-    @property
-    def sync(self) -> SyncMailbox[T, R]:
-        """Its calls for other threads, which block: ``mailbox.sync.send(body)``."""
-        made: SyncMailbox[T, R] | None = self.__dict__.get("_sync")
-        if made is None:  # in one step, as two threads may ask at once
-            made = self.__dict__.setdefault("_sync", SyncMailbox(cast("Mailbox[T, R]", self)))
-        return made
-
-
 class SyncMailbox(Generic[T, R]):
     """The calls of a mailbox for threads that are not async, each under its own name and with its own parameters.
 

@@ -115,7 +115,7 @@ class Context:
         :raises ReceiptHandleExpiredError: the lease is lost. Raised at the beginning, the effect has not begun; at the end,
             the call stays unfinished. So it is with a store that does not answer (:class:`MailboxConnectionError`).
         """
-        if not self._delivery.message._mailbox.capabilities.checkpoints:  # noqa: SLF001 - the worker's own message
+        if not self._delivery.message.mailbox.capabilities.checkpoints:
             raise ConfigError("ctx.tool_call: this mailbox keeps no checkpoints (Capabilities.checkpoints)")
         return ToolCallBlock(self._kept(), name, key, info)
 
@@ -145,7 +145,7 @@ class Context:
         has an ``async def`` with the block run by ``anyio.from_thread.run``.
         """
         message = self._delivery.message
-        return _Transaction(message._mailbox.transaction(message))  # noqa: SLF001 - the worker's own message
+        return _Transaction(message.mailbox.transaction(message))
 
     async def progress(self, done: float, total: float | None = None) -> None:
         """Say how far the work is: the group's status (``/status``) shows it. Also a beat, and a point where cancellation

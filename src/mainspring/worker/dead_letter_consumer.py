@@ -6,10 +6,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
 
 from mainspring.errors import ConfigError, ReplyError
-from mainspring.mailbox.dead_letter_queue import DeadLetterView, Replay
-from mainspring.mailbox.dead_letters import Keep
+from mainspring.mailbox.dead_letters import DeadLetterView, Replay
 from mainspring.mailbox.mailbox import Mailbox
-from mainspring.mailbox.message import DeadLetter
+from mainspring.mailbox.message import DeadLetter, Keep
 from mainspring.validation import is_number
 from mainspring.worker.main_loop import MainLoop
 

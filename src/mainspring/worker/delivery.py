@@ -25,6 +25,7 @@ from mainspring.errors import (
     TaskExitError,
 )
 from mainspring.events import MessageStarted
+from mainspring.mailbox import replies
 from mainspring.mailbox.message import Ack, Dead, Return
 from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
 from mainspring.runtime.cancellation import is_spurious_cancellation
@@ -485,7 +486,7 @@ class HandlerRuns:
         )
         settlement = decision.settlement
         if isinstance(settlement, Ack):  # a ReplyError
-            reply = None if message.reply_to is None else self._mailbox._failure_reply(message, decision.error or error)  # noqa: SLF001 - this package's own
+            reply = None if message.reply_to is None else replies.failure_reply(message, decision.error or error)
             return replace(decision, settlement=Ack(reply))
         if isinstance(settlement, Return) and settlement.charge:
             return _with_history(decision, message._history_with(lone_error(error)))  # noqa: SLF001 - this package's own

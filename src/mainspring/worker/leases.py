@@ -63,7 +63,7 @@ class LeaseKeeper:
         """Those whose renewals are being tried again."""
 
     async def run(self, hear: Callable[[Callable[[list[str]], object]], Callable[[], None]] | None = None) -> None:
-        """Keep the leases until cancelled; ``hear`` (`Mailbox._listen_for_cancelled`) tells of those revoked meanwhile."""
+        """Keep the leases until cancelled; ``hear`` (``Notifications.cancelled.subscribe``) tells of those revoked."""
         stop_hearing = None if hear is None else hear(self.revoke)
         try:
             async with anyio.create_task_group() as self._tasks:

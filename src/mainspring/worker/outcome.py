@@ -7,9 +7,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from mainspring.errors import ConfigError, InvalidParameterError, Reject, ReplyError, ReplyNotAvailableError, Retry
-from mainspring.mailbox.dead_letters import Keep
 from mainspring.mailbox.history import LEASE_EXPIRED, crashes_before, read_history
-from mainspring.mailbox.message import Ack, Dead, Return, Settlement
+from mainspring.mailbox.message import Ack, Dead, Keep, Return, Settlement
 from mainspring.runtime.scope import lone_error
 
 if TYPE_CHECKING:

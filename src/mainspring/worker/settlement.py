@@ -25,6 +25,7 @@ from mainspring.events import (
     SettlementFailed,
     SettlementRecovered,
 )
+from mainspring.mailbox import replies
 from mainspring.mailbox.message import Ack, Return
 from mainspring.runtime.cancellation import is_spurious_cancellation
 from mainspring.runtime.retry import Retries
@@ -192,11 +193,7 @@ class Settler:
             _log.warning(text, self._name, delivery.message_id, describe(error), _where(error))
         if is_unanswered(settlement):
             own = decision.settlement
-            reply = (
-                own.reply
-                if isinstance(own, Ack)
-                else self._mailbox._failure_reply(delivery.message, error or NO_RESULT)  # noqa: SLF001 - this package's own
-            )
+            reply = own.reply if isinstance(own, Ack) else replies.failure_reply(delivery.message, error or NO_RESULT)
             if reply is not None:
                 await self._send(delivery, reply)
         return as_settled(settlement)
@@ -205,7 +202,7 @@ class Settler:
         """Send a reply whose message is done: once, as nothing is left that could be tried again."""
         try:
             with anyio.fail_after(LATE_REPLY_TIMEOUT):
-                await self._mailbox._send_late_reply(reply)  # noqa: SLF001 - this package's own
+                await replies.send_late(self._mailbox, reply)
         except (MainspringError, OSError) as error:
             text = "%s: what the handler returned for message %s, which it had settled by itself, was not sent: %s"
             _log.warning(text, self._name, delivery.message_id, describe(error))
@@ -214,7 +211,7 @@ class Settler:
         wait = max(0.0, min(wait, delivery.trusted_until - anyio.current_time()))
         first, self._failures = not self._failures, self._failures + 1
         reply = getattr(decision.settlement, "reply", None)
-        if reply is None or self._mailbox._is_here(reply.reply_to or ""):  # else it may be the requester's that is away  # noqa: SLF001 - this package's own
+        if reply is None or replies.is_local(self._mailbox, reply):  # else it may be the requester's that is away
             self._store_health.failed(error)
         self._dispatcher.dispatch(
             SettlementDelayed(self._name, delivery.message_id, decision.outcome, describe(error), wait, first)

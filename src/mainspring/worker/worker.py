@@ -185,9 +185,9 @@ class Worker:
             raise TaskExitError("a slot was cancelled by itself, and not by the loop")
 
     async def _keep_leases(self) -> None:
-        stop_listening = self._mailbox._listen_for_silence(self._fell_silent)  # noqa: SLF001 - this package's own
+        stop_listening = self._mailbox.backend.notifications.silence.subscribe(self._fell_silent)
         try:
-            await self._lease.run(self._mailbox._listen_for_cancelled)  # noqa: SLF001 - this package's own
+            await self._lease.run(self._mailbox.backend.notifications.cancelled.subscribe)
         finally:
             stop_listening()
             # It is stopped last: handlers that still run are being cancelled with the loop.

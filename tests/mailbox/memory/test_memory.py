@@ -21,7 +21,6 @@ from mainspring.errors import (
 from mainspring.mailbox.memory.mailbox import YIELD_EVERY, InMemoryMailbox
 from mainspring.mailbox.message import Envelope
 from mainspring.mailbox.open import open_mailbox
-from wrapped_backend import backend_of
 
 pytestmark = pytest.mark.anyio
 
@@ -213,7 +212,7 @@ async def test_an_object_sent_before_the_type_was_known_is_checked_when_it_is_re
 async def test_bytes_that_are_no_json_die_with_their_raw_form_and_their_neighbours_live() -> None:
     mailbox: InMemoryMailbox[Any, Any] = InMemoryMailbox(serialize=True, body=Job)
     await mailbox.send(Job(1))
-    await backend_of(mailbox).send(
+    await mailbox.backend.send(
         [Envelope("bad", b"\xff{"), Envelope("deep", b"[" * 100_000), Envelope("shape", b'{"other":1}')]
     )
     await mailbox.send(Job(2))
@@ -230,7 +229,7 @@ async def test_bytes_that_are_no_json_die_with_their_raw_form_and_their_neighbou
 
 async def test_a_receive_of_nothing_but_undecodable_messages_goes_on_to_the_first_good_one() -> None:
     mailbox: InMemoryMailbox[Any, Any] = InMemoryMailbox(serialize=True, body=Job)
-    await backend_of(mailbox).send([Envelope(f"bad{n}", b"\xff") for n in range(3)])
+    await mailbox.backend.send([Envelope(f"bad{n}", b"\xff") for n in range(3)])
     await mailbox.send(Job(2))
     assert (await one(mailbox)).body == Job(2)
     assert (await mailbox.counts()).dead == 3
@@ -238,7 +237,7 @@ async def test_a_receive_of_nothing_but_undecodable_messages_goes_on_to_the_firs
 
 async def test_an_undecodable_message_that_cannot_be_buried_does_not_hold_the_receiver() -> None:
     mailbox: InMemoryMailbox[Any, Any] = InMemoryMailbox(serialize=True, body=Job)
-    await backend_of(mailbox).send([Envelope("bad", b"\xff")])
+    await mailbox.backend.send([Envelope("bad", b"\xff")])
     assert await mailbox.receive(visibility_timeout=0) == []  # the lease was over before it could be dead-lettered
     assert await mailbox.receive() == []
     assert (await mailbox.counts()).dead == 1
@@ -370,4 +369,5 @@ async def test_a_store_without_transactions_names_one_that_has_them() -> None:
         await box.send("x")
         [message] = await box.receive()
         with pytest.raises(ConfigError, match=r"has no transactions; a postgresql:// mailbox has$"):
-            box.transaction(message)
+            async with box.transaction(message):
+                pass

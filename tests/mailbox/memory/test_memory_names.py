@@ -1,4 +1,4 @@
-"""Names and event loops of memory mailboxes: one queue a name and loop, and what outlives a loop."""
+"""Names and event loops of memory mailboxes: one queue a name and loop, which ends with that."""
 
 from __future__ import annotations
 
@@ -126,72 +126,37 @@ def test_a_new_object_of_a_name_begins_afresh_on_the_next_loop(first: Any, secon
     anyio.run(look, **second)
 
 
-def test_the_same_object_keeps_its_messages_on_the_next_loop(first: Any, second: Any) -> None:
+def test_an_object_whose_event_loop_has_ended_with_messages_says_so_on_the_next_one(first: Any, second: Any) -> None:
     mailbox = open_mailbox("memory://jobs")
 
     async def before() -> None:
         async with mailbox:
-            await mailbox.send_many(["held", "pending"])
-            await mailbox.send("delayed", delay=1_000)
-            await mailbox.receive(max_messages=1)
-            await mailbox.send("dead")
-            (_, dead) = await mailbox.receive(max_messages=2)
-            await dead.dead_letter("no")
+            await mailbox.send(1)
 
     async def after() -> None:
-        async with mailbox:
-            counts = await mailbox.counts()
-            assert (counts.delayed, counts.pending, counts.in_flight, counts.dead) == (1, 2, 0, 1)
-            messages = await mailbox.receive(max_messages=10)
-            assert [(m.body, m.delivery_count, m.attempt) for m in messages] == [("held", 2, 2), ("pending", 2, 2)]
-            assert await open_mailbox("memory://jobs").counts() == await mailbox.counts()
+        with pytest.raises(
+            ConfigError, match=r"'jobs' belonged to an event loop that has ended, with 1 messages .*purge"
+        ):
+            async with mailbox:
+                pass
 
     anyio.run(before, **first)
     anyio.run(after, **second)
 
 
-def test_a_delay_goes_on_where_it_was_on_a_loop_with_another_clock() -> None:
-    mailbox: InMemoryMailbox[str, Any] = InMemoryMailbox()
+def test_an_object_that_has_nothing_to_lose_begins_afresh_on_the_next_loop(first: Any, second: Any) -> None:
+    mailbox = open_mailbox("memory://jobs", capacity=2)
 
-    async def before() -> None:
-        await anyio.sleep(500)
-        await mailbox.send("delayed", delay=100, expires_in=150)
-        await anyio.sleep(40)
-        assert await mailbox.receive() == []
+    async def work(number: int) -> None:
+        async with mailbox:
+            await mailbox.send_many([number, number])
+            with pytest.raises(MailboxFullError):
+                await open_mailbox("memory://jobs").send(1)
+            assert await mailbox.purge() == 2
+            assert (await mailbox.counts()).settled == 2
 
-    async def after() -> None:
-        began = anyio.current_time()
-        (message,) = await mailbox.receive(wait_time_seconds=1_000)
-        assert message.body == "delayed"
-        assert anyio.current_time() - began == pytest.approx(60, abs=0.5)
-        await anyio.sleep(51)
-        await message.release()
-        assert len(await mailbox.dead_letters()) == 1
-
-    run_virtual(before)
-    run_virtual(after)
-
-
-def test_old_and_new_objects_of_a_name_are_one_queue_again_on_the_next_loop(first: Any) -> None:
-    old = open_mailbox("memory://jobs")
-
-    async def before() -> None:
-        await old.send("from before")
-        await old.send("delayed", delay=1_000, dedup_key="k")
-
-    async def after() -> None:
-        new = open_mailbox("memory://jobs")
-        await new.send("new")
-        async with anyio.create_task_group() as tasks:
-            counts = await old.counts()
-            assert (counts.pending, counts.delayed) == (2, 1)
-            assert await bodies(new) == ["new", "from before"]
-            assert await new.send("twin", dedup_key="k") == await old.send("twin", dedup_key="k")
-            assert (await new.counts()).delayed == 1
-            tasks.cancel_scope.cancel()
-
-    anyio.run(before, **first)
-    anyio.run(after, **first)
+    anyio.run(work, 1, **first)
+    anyio.run(work, 2, **second)
 
 
 @pytest.mark.parametrize("make", [lambda: open_mailbox("memory://jobs"), lambda: InMemoryMailbox("jobs")])

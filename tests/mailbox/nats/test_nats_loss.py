@@ -9,7 +9,7 @@ import anyio.to_thread
 import pytest
 
 from mainspring.errors import ReceiptHandleExpiredError
-from mainspring.mailbox.dead_letter_queue import DeadLetterView
+from mainspring.mailbox.dead_letters import DeadLetterView
 from mainspring.mailbox.message import Counts
 from mainspring.mailbox.nats.mailbox import NatsMailbox
 from nats_support import one, place, several, until_it_works

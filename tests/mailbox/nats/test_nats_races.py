@@ -9,7 +9,6 @@ from mainspring.errors import MailboxFullError, ReceiptHandleExpiredError
 from mainspring.mailbox.message import Counts, Envelope
 from mainspring.mailbox.nats.records import Record
 from nats_support import GET, REMOVE, one, several
-from wrapped_backend import backend_of
 
 pytestmark = [
     pytest.mark.anyio,
@@ -170,8 +169,8 @@ def keyed(*names):
 
 async def test_several_with_dedup_keys_are_each_sent_once(here):
     async with here.box() as box:
-        first = await backend_of(box).send(keyed("a1", "b1"))
-        again = await backend_of(box).send(keyed("b2", "C", "a2", "d1", "d2"))
+        first = await box.backend.send(keyed("a1", "b1"))
+        again = await box.backend.send(keyed("b2", "C", "a2", "d1", "d2"))
         assert again[:3] == [first[1], "C", first[0]]
         assert again[3] == again[4]
         assert sorted(message.body for message in await several(box, 4)) == ["C", "a1", "b1", "d1"]
@@ -180,9 +179,9 @@ async def test_several_with_dedup_keys_are_each_sent_once(here):
 
 async def test_of_several_with_dedup_keys_none_stays_where_one_cannot_be_stored(here):
     async with here.box() as box:
-        await backend_of(box).send(keyed("a1"))
+        await box.backend.send(keyed("a1"))
         await here.server.limit(here.names().queue, max_msgs=3)
         with pytest.raises(MailboxFullError):
-            await backend_of(box).send(keyed("a2", "b1", "C", "d1"))
+            await box.backend.send(keyed("a2", "b1", "C", "d1"))
         assert (await box.counts()).waiting == 1
         assert [message.body for message in await several(box, 1)] == ["a1"]

@@ -44,7 +44,7 @@ async def test_what_a_closed_transport_says_is_a_lost_connection(nats_url, anyio
 
     async with place(nats_url) as here, here.box() as box:
         with monkeypatch.context() as broken:
-            broken.setattr(box._wire.client, "publish", closed)
+            broken.setattr(box.backend._wire.client, "publish", closed)
             with pytest.raises(MailboxConnectionError, match="the handler is closed"):
                 await CALLS[call](box)
         await box.send("x")
@@ -163,7 +163,7 @@ async def test_a_ca_of_ones_own_and_a_certificate_of_the_clients(tmp_path, anyio
         shown = f"{trusting}&cert_file={files['client.pem']}&key_file={files['client.key']}"
         async with open_mailbox(shown) as box:
             assert await box.send("x") is not None
-            async with box._sibling("other") as other:
+            async with box.sibling("other") as other:
                 assert await other.counts() == Counts()
         context = ssl.create_default_context(cafile=files["ca.pem"])
         context.load_cert_chain(files["client.pem"], files["client.key"])
@@ -300,16 +300,16 @@ async def all_end(tasks):
 async def closed_under(box, subject):
     """Ask what nobody answers, until the mailbox is closed."""
     with pytest.raises(MailboxClosedError):
-        await box._wire.ask(subject)
+        await box.backend._wire.ask(subject)
 
 
 async def test_a_close_that_is_cancelled_hangs_up(nats_url, anyio_backend):
     """Nobody comes again to do it: what is left would be there until the process ends."""
     async with place(nats_url) as here, here.box() as box, here.box("other") as other:
         subject = f"{here.prefix}.silent"
-        await other._wire.listen(subject, lambda message: None)
+        await other.backend._wire.listen(subject, lambda message: None)
         await other.counts()  # so that the server knows of it
-        client = box._wire.client
+        client = box.backend._wire.client
         tasks = tasks_of(client)
         async with anyio.create_task_group() as group:
             group.start_soon(closed_under, box, subject)
@@ -358,7 +358,7 @@ async def test_a_close_does_not_wait_for_one_who_takes_nothing(nats_url, anyio_b
     async with place(nats_url) as here:
         here.url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with here.box(timeout=2) as box, anyio.create_task_group() as group:
-            client = box._wire.client
+            client = box.backend._wire.client
             tasks = tasks_of(client)
             forwarder.taking = anyio.Event()
             for _ in range(40):

@@ -144,7 +144,8 @@ async def test_other_mailboxes_refuse_a_connection(place):
         await other.send("x")
         (message,) = await other.receive()
         with pytest.raises(ConfigError, match="no transactions"):
-            other.transaction(message)
+            async with other.transaction(message):
+                pass
 
 
 # ----------------------------------------------------------------------------------------------------------- handling

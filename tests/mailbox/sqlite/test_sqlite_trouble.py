@@ -20,7 +20,6 @@ from mainspring.mailbox.sqlite import schema as sql
 from mainspring.mailbox.sqlite.connection import check_sqlite
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 from support import outcomes
-from wrapped_backend import backend_of
 
 pytestmark = pytest.mark.anyio
 
@@ -275,7 +274,7 @@ class Long(bytes):
 
 async def test_what_is_larger_than_a_row_can_be_is_its_senders_mistake_alone(mailbox):
     """SQLite would refuse what is above 1 GB, and the file be left with what can be stored and never be buried."""
-    most, backend = 400_000_000, backend_of(mailbox)
+    most, backend = 400_000_000, mailbox.backend
     await mailbox.send_many(["held", "asked"], reply_to="replies")
     (held,) = await mailbox.receive()
     (asked,) = await backend.claim(1, 60.0, 0.0)

@@ -24,9 +24,6 @@ PENDING: Final = 1
 IN_FLIGHT: Final = 2
 GONE: Final = 3
 
-JSON: Final = object()
-"""The ``kind`` of a body that is kept as JSON bytes."""
-
 LANE_SWEEP_FROM = 64
 
 
@@ -38,13 +35,12 @@ class Entry(Delivery):
     the attempt to come.
     """
 
-    __slots__ = ("dedup_key", "expires_at", "kind", "lease_until", "order", "place", "priority", "timer")
+    __slots__ = ("dedup_key", "expires_at", "lease_until", "order", "place", "priority", "timer")
 
     def __init__(
         self,
         message_id: str,
         body: Any,
-        kind: Any,
         enqueued_at: float,
         reply_to: str | None = None,
         headers: Mapping[str, str] | None = None,
@@ -64,7 +60,6 @@ class Entry(Delivery):
         self.checkpoint = None
         self.leased_at = None
         self.history = None
-        self.kind = kind
         self.priority = priority
         self.dedup_key = dedup_key
         self.expires_at = expires_at
@@ -91,7 +86,6 @@ class Entry(Delivery):
         entry = Entry(
             self.message_id,
             self.body,
-            self.kind,
             self.enqueued_at,
             self.reply_to,
             self.headers,
@@ -280,21 +274,6 @@ class Agenda:
             self._stale = 0
         self._sweep_at = max(HEAP_SWEEP_FROM, self._weight - self._stale)
 
-    def shift(self, delta: float) -> list[Entry]:
-        """Put all instants ``delta`` seconds later and end all leases; the entries whose leases those were."""
-        lost = list(self.in_flight.values())
-        self.in_flight.clear()
-        for entry in (*self.waiting.values(), *lost):
-            entry.expires_at += delta
-        self._heap[:] = [(when + delta, serial, None) for when, serial, _ in self._heap if serial in self.waiting]
-        heapify(self._heap)
-        self._weight, self._stale = len(self._heap), 0
-        return lost
-
-    def timers(self) -> list[tuple[float, Entry]]:
-        """The entries that have something due, soonest first."""
-        return [(when, self.waiting[serial]) for when, serial, _ in sorted(self._heap) if serial in self.waiting]
-
     def clear(self) -> None:
         """Forget everything."""
         self.in_flight.clear()
@@ -309,7 +288,6 @@ class MemoryQueue:
     def __init__(self, capacity: int | None = None) -> None:
         self.capacity = capacity
         self.wall: Callable[[], float] = float  # 0.0 until an event loop gives it a real one
-        self.seen = -math.inf
         self.pending = 0
         self.delayed = 0
         self.settled = 0
@@ -350,9 +328,10 @@ class MemoryQueue:
 
     def put_all(self, entries: Iterable[tuple[Entry, float]], now: float) -> list[str]:
         """:meth:`put` all of ``(entry, delay)``, or (where there is no room) none."""
-        self.advance(now)
+        if self._agenda.earliest <= now:
+            self.advance(now)
         batch = list(entries)
-        if self.capacity is not None:
+        if self.capacity is not None and len(batch) > 1:
             keys = {entry.dedup_key for entry, _ in batch if entry.dedup_key is not None}
             unkeyed = sum(entry.dedup_key is None for entry, _ in batch)
             self._check_room(unkeyed + len(keys - self._keys.keys()))
@@ -397,7 +376,6 @@ class MemoryQueue:
 
     def claim(self, most: int, now: float, visibility_timeout: float) -> list[Entry]:
         """Lease at most ``most`` pending messages, best first, until ``visibility_timeout`` seconds from ``now``."""
-        self.seen = now
         if self._agenda.earliest <= now:
             self.advance(now)
         if not self.pending:
@@ -502,7 +480,6 @@ class MemoryQueue:
 
     def advance(self, now: float) -> None:
         """Let everything happen that is due at ``now``: delays end, leases expire, messages die of age."""
-        self.seen = now
         for entry in self._agenda.due(now):
             if entry.place == IN_FLIGHT:
                 entry.place = GONE
@@ -606,7 +583,7 @@ class MemoryQueue:
         """Those of ``message_ids`` that are dead letters."""
         return [self.dead[message_id] for message_id in self._named_dead(message_ids)]
 
-    def discard_dead(self, message_ids: list[str] | None) -> int:
+    def purge_dead(self, message_ids: list[str] | None) -> int:
         """Forget dead letters; how many that were."""
         found = self._named_dead(message_ids)
         for message_id in found:
@@ -618,30 +595,3 @@ class MemoryQueue:
         if message_ids is None:
             return list(self.dead)
         return [message_id for message_id in dict.fromkeys(message_ids) if message_id in self.dead]
-
-    # --------------------------------------------------------------------------------------------------------- moving
-
-    def rebase(self, delta: float, now: float) -> None:
-        """Go on under another clock, ``delta`` ahead of the one before; leases that were out are over."""
-        for entry in self._agenda.shift(delta):
-            entry.place = GONE
-            self._place(entry.again(charge=True), now)
-        self.advance(now)
-
-    def absorb(self, other: MemoryQueue) -> None:
-        """Take over all that ``other`` holds (under the same clock, nothing in flight), behind what is here."""
-        self._ids = None
-        for when, entry in other._agenda.timers():
-            if entry.place == DELAYED:
-                self.delayed += 1
-                self._agenda.set_timer(entry, when)
-        for entry in [entry for negated in other._priorities for entry in other._lanes[-negated]]:
-            entry.timer = 0
-            self._append(entry)
-        for key, message_id in other._keys.items():
-            self._keys.setdefault(key, message_id)
-        self.dead.update(other.dead)
-        self.settled += other.settled
-        other._clear()
-        other.dead.clear()
-        other.settled = 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, ClassVar, Never
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Never
 from urllib.parse import quote
 
 import anyio
@@ -11,7 +12,7 @@ import nats  # noqa: F401 - so that a missing driver is known at once
 from typing_extensions import TypeVar
 
 from mainspring.errors import ConfigError, InvalidParameterError, MailboxConnectionError, MailboxError
-from mainspring.mailbox.backend import TRANSIENT, Capabilities, MailboxStatistics
+from mainspring.mailbox.backend import TRANSIENT, Backend, Capabilities, MailboxStatistics
 from mainspring.mailbox.limits import SILENCE, check_silence
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import CancelOutcome
@@ -70,18 +71,7 @@ class NatsMailbox(Mailbox[T, R]):
     :raises ConfigError: a value cannot work. On opening: the streams are there and another program's.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        durable=True,
-        cross_process=True,
-        front_return=False,
-        priority=False,
-        transactional_reply=False,
-        joined_acks=True,
-        queue_age=True,
-        lease_ends_seen=False,
-        lease_granularity=0.05,
-        async_backends=frozenset({"asyncio"}),
-    )
+    backend: NatsBackend
 
     @reads_query(read_options)
     def __init__(
@@ -103,7 +93,6 @@ class NatsMailbox(Mailbox[T, R]):
         ssl_context: ssl.SSLContext | None = None,
         **unknown: Never,
     ) -> None:
-        super().__init__(name, body=body, reply=reply)
         read_options(server if isinstance(server, str) else server.address, unknown)  # which refuses them
         if not (is_number(ack_wait, 1) and ack_wait <= MAX_VISIBILITY):
             raise ConfigError(f"mailbox {name!r}: ack_wait must be 1 to {MAX_VISIBILITY:.0f} seconds, not {ack_wait!r}")
@@ -113,24 +102,18 @@ class NatsMailbox(Mailbox[T, R]):
             raise ConfigError(f"mailbox {name!r}: replicas must be 1, 3 or 5, not {replicas!r}")
         if storage not in STORAGE:
             raise ConfigError(f"mailbox {name!r}: storage must be 'file' or 'memory', not {storage!r}")
-        self._names = Names.of(name)
+        names = Names.of(name)
         tls: dict[str, Any] = {
             "ca_file": ca_file,
             "cert_file": cert_file,
             "key_file": key_file,
             "ssl_context": ssl_context,
         }
-        self._server = server if isinstance(server, Server) else parse_server(server, **tls)
-        self._settings: dict[str, Any] = {
-            "ack_wait": float(ack_wait),
-            "timeout": float(timeout),
-            "silence": check_silence(name, silence),
-            "replicas": replicas,
-            "storage": storage,
-            "credentials": credentials,
-        }
-        self._timed: list[Timed] = []
-        self._wire: Wire | None = None
+        options = NatsOptions(
+            float(ack_wait), float(timeout), check_silence(name, silence), replicas, storage, credentials
+        )
+        place = server if isinstance(server, Server) else parse_server(server, **tls)
+        super().__init__(NatsBackend(name, names, place, options), body=body, reply=reply)
 
     @classmethod
     def from_url(
@@ -139,25 +122,62 @@ class NatsMailbox(Mailbox[T, R]):
         """The mailbox that a URL means; options that stand in it are strings."""
         return cls(url, body=body, reply=reply, **read_options(url, options))
 
+
+@dataclass(frozen=True, slots=True)
+class NatsOptions:
+    """The options of a :class:`NatsMailbox`, checked."""
+
+    ack_wait: float
+    timeout: float
+    silence: float
+    replicas: int
+    storage: str
+    credentials: str | None
+
+
+class NatsBackend(Backend):
+    """A queue in the streams of a NATS server."""
+
+    capabilities = Capabilities(
+        durable=True,
+        cross_process=True,
+        front_return=False,
+        priority=False,
+        transactional_reply=False,
+        joined_acks=True,
+        queue_age=True,
+        lease_ends_seen=False,
+        lease_granularity=0.05,
+        async_backends=frozenset({"asyncio"}),
+    )
+
+    def __init__(self, name: str, names: Names, server: Server, options: NatsOptions) -> None:
+        super().__init__(name)
+        self._names = names
+        self._server = server
+        self._options = options
+        self._timed: list[Timed] = []
+        self._wire: Wire | None = None
+        self._is_closing = False
+
     @property
     def address(self) -> str:
         """Its URL, without a login: a worker on another store has its own for it among its ``reply_stores``."""
         return f"{self._server.address}?name={quote(self.name, safe='')}"
 
-    def _local_name(self, address: str) -> str | None:
+    def local_name(self, address: str) -> str | None:
         if "://" not in address:
             return address
         if not address.startswith(tuple(f"{scheme}://" for scheme in SCHEMES)):
             return None
         return name_in(address) if self._server.is_at(address) else None
 
-    def _sibling(self, name: str, *, body: Any = None, reply: Any = None) -> NatsMailbox[Any, Any]:
-        """An unopened mailbox of that name on the same server, with the same settings."""
-        return NatsMailbox(self._server, name=name, body=body, reply=reply, **self._settings)
+    def sibling(self, name: str) -> NatsBackend:
+        return NatsBackend(name, Names.of(name), self._server, self._options)
 
     # ---------------------------------------------------------------------------------------------------- life cycle
 
-    async def _exists(self) -> bool:
+    async def exists(self) -> bool:
         async with self._connected() as wire:
             found = await look.has_streams(wire, self._names)
         await wire.close()
@@ -169,11 +189,11 @@ class NatsMailbox(Mailbox[T, R]):
 
         It stays open, but where the block raises.
         """
-        settings, options = self._settings, self._server.options
-        if settings["credentials"]:
-            check_credentials(settings["credentials"])
-            options = options | {"user_credentials": settings["credentials"]}
-        wire = Wire(self._server.urls, options, settings["timeout"], f"mailbox {self.name!r}", settings["silence"])
+        options, driver = self._options, self._server.options
+        if options.credentials:
+            check_credentials(options.credentials)
+            driver = driver | {"user_credentials": options.credentials}
+        wire = Wire(self._server.urls, driver, options.timeout, f"mailbox {self.name!r}", options.silence)
         until = anyio.current_time() + wire.timeout
         await wire.open()
         try:
@@ -184,18 +204,20 @@ class NatsMailbox(Mailbox[T, R]):
                 await wire.close()
             raise wire.failure(error) if isinstance(error, TimeoutError) else error
 
-    async def _open(self, scope: DaemonScope) -> None:
-        settings = self._settings
+    async def open(self, scope: DaemonScope) -> None:
+        options = self._options
+        self._is_closing = False
         async with self._connected() as wire:
-            replicas, storage, ack_wait = settings["replicas"], settings["storage"], settings["ack_wait"]
-            store = Store(wire, self._names, replicas=replicas, storage=storage, ack_wait=ack_wait)
+            store = Store(
+                wire, self._names, replicas=options.replicas, storage=options.storage, ack_wait=options.ack_wait
+            )
             store.ack_wait = await store.ensure(self._names)
             await wire.listen(store.names.to_cancelled, self._on_cancelled)
-        wire.on_silence = self._announce_silence
+        wire.on_silence = self.notifications.silence.publish
         self._wire = wire
         self._store = store
         self._sends = Sends(store)
-        self._claims = Claims(store, lambda: self._usable)
+        self._claims = Claims(store, lambda: not self._is_closing)
         store.replaced = self._claims.forget
         self._settlements = Settlements(store, self._claims)
         self._letters = DeadLetters(store)
@@ -209,7 +231,7 @@ class NatsMailbox(Mailbox[T, R]):
         if self.name.startswith(TRANSIENT):
             scope.start_soon(self._sweep, name=f"mailbox {self.name} abandoned ones")
 
-    def _statistics(self) -> MailboxStatistics:
+    def statistics(self) -> MailboxStatistics:
         wire = self._store.wire
         return MailboxStatistics(
             waiting_receives=self._claims.waiting,
@@ -223,69 +245,70 @@ class NatsMailbox(Mailbox[T, R]):
         with suppress(MailboxError):  # the next one who opens such a mailbox does it
             await look.sweep_transient(self._store)
 
-    async def _close(self) -> None:
+    async def close(self) -> None:
         wire, self._wire = self._wire, None
         if wire is not None:
             await wire.close()
 
-    def _wake_all(self) -> None:
+    def stop_claims(self) -> None:
+        self._is_closing = True
         for timed in self._timed:
             timed.stop()
         if self._wire is not None:
             self._wire.end_pulls()
 
-    async def _drop(self) -> None:
+    async def drop(self) -> None:
         await self._store.destroy(self._names)
 
-    # ----------------------------------------------------------------------------------------------------- the hooks
+    # ----------------------------------------------------------------------------------------------------- messages
 
-    async def _put(self, envelopes: list[Envelope]) -> list[str]:
+    async def send(self, envelopes: list[Envelope]) -> list[str]:
         self._check_reply_names({envelope.reply_to for envelope in envelopes if envelope.reply_to is not None})
         return await self._sends.put(envelopes)
 
     def _check_reply_names(self, addresses: set[str]) -> None:
         for address in addresses:
-            name = self._local_name(address)
+            name = self.local_name(address)
             try:
                 if name is not None:
                     encoded(name)
             except ConfigError as error:
                 raise InvalidParameterError(f"send: reply_to: {error}") from None
 
-    async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
+    async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
         return await self._claims.claim(max_messages, visibility_timeout, wait_time_seconds)
 
-    async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
         await self._settlements.settle(delivery, settlement)
 
-    async def _acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+    async def acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
         return await self._settlements.acknowledge(deliveries)
 
-    async def _extend(self, delivery: Delivery, timeout: float) -> None:
+    async def extend(self, delivery: Delivery, timeout: float) -> None:
         await self._claims.extend(delivery, timeout)
 
-    async def _save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
+    async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
         await self._settlements.save_checkpoint(delivery, state)
 
-    async def _counts(self) -> Counts:
+    async def counts(self) -> Counts:
         return await look.counts(self._store, self._claims)
 
-    async def _purge(self) -> int:
+    async def purge(self) -> int:
         return await look.purge(self._store)
 
-    async def _dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+    async def dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
         return await self._letters.page(limit, after)
 
-    async def _find_dead(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
+    async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
         return await self._letters.find(message_ids)
 
-    async def _replay(self, message_ids: list[str] | None) -> int:
+    async def replay_dead_letters(self, message_ids: list[str] | None) -> int:
         return await self._letters.replay(message_ids)
 
-    async def _discard_dead(self, message_ids: list[str] | None) -> int:
+    async def purge_dead_letters(self, message_ids: list[str] | None) -> int:
         return await self._letters.discard(message_ids)
 
-    async def _cancel(self, message_id: str) -> Cancelled:
+    async def cancel(self, message_id: str) -> Cancelled:
         found = await look.cancel(self._store, self._settlements, message_id)
         if found.outcome is CancelOutcome.CANCELLED:
             with suppress(MailboxConnectionError):  # its holder hears of it at the next renewal
@@ -293,4 +316,4 @@ class NatsMailbox(Mailbox[T, R]):
         return found
 
     def _on_cancelled(self, message: Heard) -> None:
-        self._announce_cancelled([message.data.decode("utf-8", "replace")])
+        self.notifications.cancelled.publish([message.data.decode("utf-8", "replace")])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
 from mainspring.errors import ConfigError, InvalidParameterError
-from mainspring.mailbox.backend import TRANSIENT, Capabilities
+from mainspring.mailbox.backend import TRANSIENT, Backend, Capabilities
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.limits import SILENCE, check_column, check_silence, size_of
 from mainspring.mailbox.mailbox import Mailbox
@@ -86,15 +86,7 @@ class PostgresMailbox(Mailbox[T, R]):
         Mainspring; the role lacks a right.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        durable=True,
-        cross_process=True,
-        transactions=True,
-        ordered=True,
-        joined_acks=True,
-        queue_age=True,
-        async_backends=frozenset({"asyncio"}),
-    )
+    backend: PostgresBackend
 
     @reads_query(options_of)
     def __init__(
@@ -113,7 +105,6 @@ class PostgresMailbox(Mailbox[T, R]):
         silence: float = SILENCE,
         **parameters: Any,
     ) -> None:
-        super().__init__(name, body=body, reply=reply)
         check_name(name)
         if capacity is not None and not is_whole(capacity, 1):
             raise ConfigError(f"mailbox {name!r}: capacity must be a whole number from 1, or None, not {capacity!r}")
@@ -125,26 +116,17 @@ class PostgresMailbox(Mailbox[T, R]):
                 f" {poll_interval!r}"
             )
         check_parameters(url, parameters)
-        self.url = url
-        silence = check_silence(name, silence)
-        self._conninfo = conninfo_of(url, parameters, timeout, silence)
-        self._schema = check_schema(schema)
-        self._settings: dict[str, Any] = {
-            "schema": schema,
-            "migrate": migrate,
-            "listen": listen,
-            "poll_interval": poll_interval,
-            "timeout": timeout,
-            "silence": silence,
-            **parameters,
-        }
-        self._capacity = capacity
-        self._migrate = migrate
-        self._hub: Hub | None = None
-        self._number = 0
-        self._store = ""
-        self._ranks: set[int] = {0}
-        self._transactions = Transactions()
+        options = PostgresOptions(
+            conninfo_of(url, parameters, timeout, check_silence(name, silence)),
+            check_schema(schema),
+            capacity,
+            migrate,
+            listen,
+            poll_interval,
+            timeout,
+            silence,
+        )
+        super().__init__(PostgresBackend(name, options), body=body, reply=reply)
 
     @classmethod
     def from_url(
@@ -154,17 +136,9 @@ class PostgresMailbox(Mailbox[T, R]):
         return cls(url, body=body, reply=reply, **options_of(url, options))
 
     @property
-    def address(self) -> str:
-        """Its URL, without a password: a worker on another store has its own login for it among its ``reply_stores``."""
-        return address_of(self._conninfo, self._schema, self.name)
-
-    def _local_name(self, address: str) -> str | None:
-        return local_name(address, self._conninfo, self._schema)
-
-    @property
     def transactions(self) -> int:
         """How many transactions this process has had with the database, for all its mailboxes, since it opened the first."""
-        return 0 if self._hub is None else self._hub.pool.batches
+        return self.backend.transactions
 
     async def migrate_schema(self, dry_run: bool = False) -> tuple[int, int]:
         """Make or upgrade the schema, without opening the mailbox; its versions before and after.
@@ -174,18 +148,86 @@ class PostgresMailbox(Mailbox[T, R]):
         :raises ConfigError: it is of a newer Mainspring, or the role lacks a right.
         :raises MailboxConnectionError: the server cannot be reached; where it broke off, nothing was changed.
         """
-        return await schemas.migrate_at(Pool(self._conninfo, self._settings["timeout"]), self._schema, dry_run)
+        return await self.backend.migrate_schema(dry_run)
+
+    @asynccontextmanager
+    async def transaction(self, message: Message[Any, Any]) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
+        """See :meth:`Mailbox.transaction`. At most 10 of a process at once; each has a connection of its own, READ COMMITTED.
+
+        Change settings of the connection by ``SET LOCAL`` only: it is used again.
+        """
+        async with super().transaction(message) as connection:
+            yield connection
+
+
+@dataclass(frozen=True, slots=True)
+class PostgresOptions:
+    """The options of a :class:`PostgresMailbox`, checked; ``conninfo`` is libpq's."""
+
+    conninfo: str
+    schema: str
+    capacity: int | None
+    migrate: bool
+    listen: bool
+    poll_interval: float | None
+    timeout: float
+    silence: float
+
+
+class PostgresBackend(Backend):
+    """A queue in a PostgreSQL database."""
+
+    capabilities = Capabilities(
+        durable=True,
+        cross_process=True,
+        transactions=True,
+        ordered=True,
+        joined_acks=True,
+        queue_age=True,
+        async_backends=frozenset({"asyncio"}),
+    )
+
+    def __init__(self, name: str, options: PostgresOptions) -> None:
+        super().__init__(name)
+        self._options = options
+        self._hub: Hub | None = None
+        self._number = 0
+        self._store = ""
+        self._ranks: set[int] = {0}
+        self._transactions = Transactions()
+        self._is_closing = False
+
+    @property
+    def address(self) -> str:
+        """Its URL, without a password: a worker on another store has its own login for it among its ``reply_stores``."""
+        return address_of(self._options.conninfo, self._options.schema, self.name)
+
+    @property
+    def transactions(self) -> int:
+        """See :attr:`PostgresMailbox.transactions`."""
+        return 0 if self._hub is None else self._hub.pool.batches
+
+    async def migrate_schema(self, dry_run: bool) -> tuple[int, int]:
+        """See :meth:`PostgresMailbox.migrate_schema`."""
+        options = self._options
+        return await schemas.migrate_at(Pool(options.conninfo, options.timeout), options.schema, dry_run)
+
+    def local_name(self, address: str) -> str | None:
+        return local_name(address, self._options.conninfo, self._options.schema)
 
     # ----------------------------------------------------------------------------------------------------- life cycle
 
-    async def _open(self, scope: DaemonScope) -> None:
-        settings = self._settings
+    async def open(self, scope: DaemonScope) -> None:
+        options = self._options
+        self._is_closing = False
         hub = Hub.shared(
-            self._conninfo, self._schema, settings["timeout"], settings["silence"], bool(settings["listen"])
+            self._options.conninfo, self._options.schema, options.timeout, options.silence, bool(options.listen)
         )
         hub.acquire()
         try:
-            self._store, self._number = await schemas.prepare(hub.pool, self._schema, self._migrate, self.name)
+            self._store, self._number = await schemas.prepare(
+                hub.pool, self._options.schema, self._options.migrate, self.name
+            )
             hub.remember(self.name, self._number)
         except BaseException:
             await hub.release()
@@ -194,15 +236,22 @@ class PostgresMailbox(Mailbox[T, R]):
         self._ranks = {0}  # it may have been dropped since it was open last
         name = f"mailbox {self.name!r}"
         self._lanes = Lanes(
-            hub, self._number, name, settings["poll_interval"], self._announce_cancelled, self._announce_silence
+            hub,
+            self._number,
+            name,
+            options.poll_interval,
+            self.notifications.cancelled.publish,
+            self.notifications.silence.publish,
         )
         self._lanes.start(scope)
-        self._letters = DeadLetters(hub, self._number, self._capacity)
+        self._letters = DeadLetters(hub, self._number, self._options.capacity)
 
-    async def _exists(self) -> bool:
-        return await schemas.has_mailbox(Pool(self._conninfo, self._settings["timeout"]), self._schema, self.name)
+    async def exists(self) -> bool:
+        return await schemas.has_mailbox(
+            Pool(self._options.conninfo, self._options.timeout), self._options.schema, self.name
+        )
 
-    async def _close(self) -> None:
+    async def close(self) -> None:
         try:
             await self._lanes.close()
         finally:
@@ -210,19 +259,20 @@ class PostgresMailbox(Mailbox[T, R]):
             if hub is not None:
                 await hub.release()
 
-    def _statistics(self) -> MailboxStatistics:
+    def statistics(self) -> MailboxStatistics:
         return self._lanes.statistics()
 
-    def _wake_all(self) -> None:
+    def stop_claims(self) -> None:
+        self._is_closing = True
         if self._hub is not None:
             self._lanes.waiters.wake_all()
 
-    async def _drop(self) -> None:
+    async def drop(self) -> None:
         await self._here.value("drop_mailbox", self._number)
         self._here.forget(self.name)
 
-    def _sibling(self, name: str, *, body: Any = None, reply: Any = None) -> PostgresMailbox[Any, Any]:
-        return PostgresMailbox(self.url, name=name, body=body, reply=reply, **self._settings)
+    def sibling(self, name: str) -> PostgresBackend:
+        return PostgresBackend(name, replace(self._options, capacity=None))
 
     @property
     def _here(self) -> Hub:
@@ -231,10 +281,10 @@ class PostgresMailbox(Mailbox[T, R]):
 
     # -------------------------------------------------------------------------------------------------------- sending
 
-    async def _put(self, envelopes: list[Envelope]) -> list[str]:
+    async def send(self, envelopes: list[Envelope]) -> list[str]:
         await self._ready_for(envelopes)
-        if self._capacity is not None:
-            return await self._lanes.keyed.patiently(envelopes, partial(self._put_within, self._capacity))
+        if self._options.capacity is not None:
+            return await self._lanes.keyed.patiently(envelopes, partial(self._put_within, self._options.capacity))
         if any(envelope.dedup_key is not None for envelope in envelopes):
             return await self._lanes.keyed.send(envelopes)
         ids: list[str] = await self._lanes.sends.call(do.Put(envelopes))
@@ -253,9 +303,9 @@ class PostgresMailbox(Mailbox[T, R]):
             await self._here.rows("add_ranks", self._number, numbers(Shorts, sorted(new)))
             self._ranks |= new
 
-    async def _put_into(self, connection: Any, envelopes: list[Envelope]) -> list[str]:
+    async def send_within(self, connection: Any, envelopes: list[Envelope]) -> list[str]:
         await self._ready_for(envelopes)
-        if self._capacity is not None:
+        if self._options.capacity is not None:
             raise InvalidParameterError("send: connection= cannot be used with a mailbox that has a capacity")
         put = do.Put(envelopes)
         patience = self._here.pool.timeout
@@ -269,27 +319,22 @@ class PostgresMailbox(Mailbox[T, R]):
 
     @asynccontextmanager
     async def transaction(self, message: Message[Any, Any]) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
-        """See :meth:`Mailbox.transaction`. At most 10 of a process at once; each has a connection of its own, READ COMMITTED.
-
-        Change settings of the connection by ``SET LOCAL`` only: it is used again.
-        """
-        self._check_open()
         async with self._transactions.join(self._here, message) as connection:
             yield connection
 
     # ------------------------------------------------------------------------------------------------------ receiving
 
-    async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
+    async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
         if not wait_time_seconds:
             return await self._claim_once(max_messages, visibility_timeout, waits=False)
         look = partial(self._claim_once, max_messages, visibility_timeout, waits=True)
         deadline = self._lanes.now() + wait_time_seconds
-        return await self._lanes.waiters.first(look, deadline, usable=lambda: self._usable)
+        return await self._lanes.waiters.first(look, deadline, usable=lambda: not self._is_closing)
 
     async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:
         command = do.Claim(limit, visibility, waits)
         found: list[Delivery] = await self._lanes.work.call(command)
-        if found and not self._usable:  # closed meanwhile
+        if found and self._is_closing:  # closed meanwhile
             self._lanes.undo(command)
             return []
         if waits and not found:
@@ -298,7 +343,7 @@ class PostgresMailbox(Mailbox[T, R]):
 
     # ------------------------------------------------------------------------------------------------------- settling
 
-    async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
         lease = _lease(delivery)
         command: do.OfDelivery
         target: int | None = None
@@ -316,7 +361,7 @@ class PostgresMailbox(Mailbox[T, R]):
             self._here.forget_number(target)
             raise
 
-    async def _acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+    async def acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
         """In one call; beside it, each by itself, those that have to do with a transaction and so may have to wait.
 
         So all of it has the end that one call has, however many wait.
@@ -328,7 +373,7 @@ class PostgresMailbox(Mailbox[T, R]):
 
         async def settle(number: int) -> None:
             try:
-                await self._settle(deliveries[number], ACK)
+                await self.settle(deliveries[number], ACK)
             except Exception as error:
                 refused[number] = error
 
@@ -365,7 +410,7 @@ class PostgresMailbox(Mailbox[T, R]):
         target = await self._here.number(name, make=not name.startswith(TRANSIENT))
         return replace(settlement, reply=replace(reply, reply_to=None)), target
 
-    async def _extend(self, delivery: Delivery, timeout: float) -> None:
+    async def extend(self, delivery: Delivery, timeout: float) -> None:
         under_way = self._transactions.under_way.get(delivery.receipt_handle)
         if under_way is not None:
             under_way.check_renewal()
@@ -373,32 +418,32 @@ class PostgresMailbox(Mailbox[T, R]):
                 return  # its row is locked until that commits: nobody can take it, and a renewal would wait, with all others
         await self._do(do.Extend(delivery, _lease(delivery), timeout))
 
-    async def _save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
+    async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
         check_column("a checkpoint", len(state))
         await self._do(do.SaveCheckpoint(delivery, _lease(delivery), state))
 
     # -------------------------------------------------------------------------------------------------- looking after
 
-    async def _counts(self) -> Counts:
+    async def counts(self) -> Counts:
         counts: Counts = await self._lanes.work.call(do.Count())
         return counts
 
-    async def _purge(self) -> int:
+    async def purge(self) -> int:
         return int(await self._here.value("purge", self._number))
 
-    async def _dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+    async def dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
         return await self._letters.page(limit, after)
 
-    async def _find_dead(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
+    async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
         return await self._letters.find(message_ids)
 
-    async def _replay(self, message_ids: list[str] | None) -> int:
+    async def replay_dead_letters(self, message_ids: list[str] | None) -> int:
         return await self._letters.replay(message_ids)
 
-    async def _discard_dead(self, message_ids: list[str] | None) -> int:
+    async def purge_dead_letters(self, message_ids: list[str] | None) -> int:
         return await self._letters.discard(message_ids)
 
-    async def _cancel(self, message_id: str) -> Cancelled:
+    async def cancel(self, message_id: str) -> Cancelled:
         outcome, reply_to, headers = (await self._here.rows("cancel", self._number, known([message_id])[0]))[0]
         if outcome == CancelOutcome.CANCELLED:
             self._here.announce(self._number, [message_id])

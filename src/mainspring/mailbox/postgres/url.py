@@ -12,6 +12,7 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from mainspring.errors import ConfigError
+from mainspring.mailbox import limits
 from mainspring.mailbox.limits import SILENCE
 from mainspring.mailbox.open import divided
 from mainspring.redaction import one_line, shown
@@ -43,6 +44,7 @@ _WAY = (
 
 def check_name(name: str) -> None:
     """Raise :class:`ConfigError` for the name of a mailbox that no database can keep."""
+    limits.check_name(name)
     if len(name.encode()) > LONGEST_NAME:
         raise ConfigError(f"the name of a mailbox must be text of up to {LONGEST_NAME} bytes, not {name!r:.100}")
 

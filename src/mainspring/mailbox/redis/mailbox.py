@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl, quote, urlsplit
 
 from mainspring.core.clock import virtual_clock
 from mainspring.errors import ConfigError, InvalidParameterError, ReceiptHandleExpiredError
-from mainspring.mailbox.backend import Capabilities, MailboxStatistics
+from mainspring.mailbox.backend import Backend, Capabilities, MailboxStatistics
 from mainspring.mailbox.limits import SILENCE, check_silence
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import Ack, Dead
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Cancelled, Counts, Delivery, Envelope, Settlement
     from mainspring.mailbox.redis.client import Link
     from mainspring.mailbox.redis.other_nodes import Beside
+    from mainspring.mailbox.redis.url import Server
     from mainspring.runtime.scope import DaemonScope
 
 T = TypeVar("T")
@@ -65,9 +67,7 @@ class RedisMailbox(Mailbox[T, R]):
         command that is needed, is too old, or evicts keys.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        durable=True, cross_process=True, ordered=True, joined_acks=True, queue_age=True
-    )
+    backend: RedisBackend
 
     @reads_query(read_options)
     def __init__(
@@ -85,8 +85,7 @@ class RedisMailbox(Mailbox[T, R]):
         allow_eviction: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(name, body=body, reply=reply)
-        self._server = parse_server(url, options)
+        server = parse_server(url, options)
         if options:
             raise ConfigError(f"mailbox {name!r}: a Redis mailbox has no option {min(options)!r}; it has {_ALLOWED}")
         if capacity is not None and not is_whole(capacity, 1):
@@ -97,12 +96,15 @@ class RedisMailbox(Mailbox[T, R]):
             if not is_number(interval, 0.001):
                 raise ConfigError(f"mailbox {name!r}: {option}_interval must be above 0 seconds, not {interval!r}")
         _need_driver()
-        self._capacity = capacity
-        self._timeout = float(timeout)
-        self._silence = check_silence(name, silence)
-        self._intervals = float(fallback_interval), float(recovery_interval)
-        self._allow_eviction = bool(allow_eviction)
-        self._link: Link | None = None
+        given = RedisOptions(
+            capacity,
+            float(timeout),
+            check_silence(name, silence),
+            float(fallback_interval),
+            float(recovery_interval),
+            bool(allow_eviction),
+        )
+        super().__init__(RedisBackend(name, server, given), body=body, reply=reply)
 
     @classmethod
     def from_url(
@@ -111,12 +113,37 @@ class RedisMailbox(Mailbox[T, R]):
         """The mailbox that a URL means; options that stand in it are strings."""
         return cls(url, body=body, reply=reply, **read_options(url, options))
 
+
+@dataclass(frozen=True, slots=True)
+class RedisOptions:
+    """The options of a :class:`RedisMailbox`, checked."""
+
+    capacity: int | None
+    timeout: float
+    silence: float
+    fallback_interval: float
+    recovery_interval: float
+    allow_eviction: bool
+
+
+class RedisBackend(Backend):
+    """A queue on a Redis server."""
+
+    capabilities = Capabilities(durable=True, cross_process=True, ordered=True, joined_acks=True, queue_age=True)
+
+    def __init__(self, name: str, server: Server, options: RedisOptions) -> None:
+        super().__init__(name)
+        self._server = server
+        self._options = options
+        self._link: Link | None = None
+        self._is_closing = False
+
     @property
     def address(self) -> str:
         """Its URL, without a login: a worker on another store has its own for it among its ``reply_stores``."""
         return f"{self._server.address}?name={quote(self.name, safe='')}"
 
-    def _local_name(self, address: str) -> str | None:
+    def local_name(self, address: str) -> str | None:
         if "://" not in address:
             return address
         try:
@@ -129,7 +156,7 @@ class RedisMailbox(Mailbox[T, R]):
 
     # ---------------------------------------------------------------------------------------------------- life cycle
 
-    async def _open(self, scope: DaemonScope) -> None:
+    async def open(self, scope: DaemonScope) -> None:
         from mainspring.mailbox.redis.client import Link
         from mainspring.mailbox.redis.other_nodes import Beside
         from mainspring.mailbox.redis.receive import Receiving
@@ -139,25 +166,26 @@ class RedisMailbox(Mailbox[T, R]):
             raise ConfigError(
                 f"mailbox {self.name!r}: a Redis server's time is real, and this event loop's is virtual; use memory:// here"
             )
+        self._is_closing = False
         self._directory = Directory(self._server, base_of(self.name))
-        self._link = link = Link(self._directory, self._timeout, self._silence)
+        self._link = link = Link(self._directory, self._options.timeout, self._options.silence)
         self._receiving = receiving = Receiving(
             self.name,
             self._directory,
             link,
-            self._timeout,
-            self._silence,
-            fallback=self._intervals[0],
-            recovery=self._intervals[1],
-            usable=lambda: self._usable,
-            on_cancelled=self._announce_cancelled,
-            on_silence=self._announce_silence,
+            self._options.timeout,
+            self._options.silence,
+            fallback=self._options.fallback_interval,
+            recovery=self._options.recovery_interval,
+            usable=lambda: not self._is_closing,
+            on_cancelled=self.notifications.cancelled.publish,
+            on_silence=self.notifications.silence.publish,
         )
         self._batcher, self._waiters = receiving.batcher, receiving.waiters
-        self._beside: Beside = Beside(self._directory, self._timeout)
+        self._beside: Beside = Beside(self._directory, self._options.timeout)
         scope.start_soon(receiving.keep_time, name=f"mailbox {self.name} timers")
         try:
-            await link.ask(check, self.name, self._server.address, self._allow_eviction)
+            await link.ask(check, self.name, self._server.address, self._options.allow_eviction)
             await receiving.open()
             await scope.start(receiving.listener.run, name=f"mailbox {self.name} listener")
         except BaseException:
@@ -167,7 +195,7 @@ class RedisMailbox(Mailbox[T, R]):
         scope.start_soon(receiving.sweeper.run, name=f"mailbox {self.name} due times")
         scope.start_soon(self._batcher.run, name=f"mailbox {self.name} batches", stop=self._batcher.stop)
 
-    def _statistics(self) -> MailboxStatistics:
+    def statistics(self) -> MailboxStatistics:
         link, receiving, batcher = self._link, self._receiving, self._batcher
         assert link is not None
         listener = receiving.listener
@@ -182,12 +210,12 @@ class RedisMailbox(Mailbox[T, R]):
             polling=not listener.live,
         )
 
-    async def _exists(self) -> bool:
+    async def exists(self) -> bool:
         from mainspring.mailbox.redis.topology import has_mailbox
 
-        return await has_mailbox(self._server, self.name, self._timeout)
+        return await has_mailbox(self._server, self.name, self._options.timeout)
 
-    async def _close(self) -> None:
+    async def close(self) -> None:
         link = self._link
         assert link is not None
         try:
@@ -199,18 +227,19 @@ class RedisMailbox(Mailbox[T, R]):
             await self._beside.close()
             self._receiving.end()
 
-    def _wake_all(self) -> None:
+    def stop_claims(self) -> None:
+        self._is_closing = True
         if self._link is not None:
             self._waiters.wake_all()
 
-    # ----------------------------------------------------------------------------------------------------- the hooks
+    # ----------------------------------------------------------------------------------------------------- messages
 
-    async def _put(self, envelopes: list[Envelope]) -> list[str]:
+    async def send(self, envelopes: list[Envelope]) -> list[str]:
         if len(envelopes) > MOST_AT_ONCE:
             raise InvalidParameterError(
                 f"send_many: a Redis mailbox takes at most {MOST_AT_ONCE:,} messages at once, not {len(envelopes):,}"
             )
-        while (ids := await self._do(do.Put(envelopes, self._capacity))) is None:
+        while (ids := await self._do(do.Put(envelopes, self._options.capacity))) is None:
             pass
         return list(ids)
 
@@ -219,10 +248,10 @@ class RedisMailbox(Mailbox[T, R]):
         command.check(self._directory.longest)
         return await self._batcher.call(command)
 
-    async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
+    async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
         return await self._receiving.claim(max_messages, visibility_timeout, wait_time_seconds)
 
-    async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
         _check_handle(delivery)
         command: do.Operation
         if isinstance(settlement, Ack):
@@ -240,7 +269,7 @@ class RedisMailbox(Mailbox[T, R]):
             command = do.GiveBack(delivery, settlement)
         await self._do(command)
 
-    async def _acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+    async def acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
         for delivery in deliveries:
             _check_handle(delivery)
         refused: dict[int, Exception] = await self._batcher.call(do.Acknowledge(deliveries))
@@ -250,35 +279,35 @@ class RedisMailbox(Mailbox[T, R]):
         """The reply that is to leave with the settlement. In a cluster its mailbox may be on another node: it leaves before."""
         if reply is None or not self._directory.cluster:
             return reply
-        await self._extend(delivery, 0.0)  # shortens nothing, and is refused where the lease is lost
+        await self.extend(delivery, 0.0)  # shortens nothing, and is refused where the lease is lost
         await self._beside.send(reply, delivery.message_id)
         return None
 
-    async def _extend(self, delivery: Delivery, timeout: float) -> None:
+    async def extend(self, delivery: Delivery, timeout: float) -> None:
         _check_handle(delivery)
         await self._batcher.call(do.Extend(delivery, timeout))
 
-    async def _save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
+    async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
         _check_handle(delivery)
         await self._do(do.SaveCheckpoint(delivery, state))
 
-    async def _counts(self) -> Counts:
+    async def counts(self) -> Counts:
         while (counts := await self._batcher.call(look.Count())) is None:
             pass
         found: Counts = counts
         return found
 
-    async def _purge(self) -> int:
+    async def purge(self) -> int:
         while (dropped := await self._batcher.call(look.Purge())) < 0:
             pass
         return int(dropped)
 
-    async def _cancel(self, message_id: str) -> Cancelled:
+    async def cancel(self, message_id: str) -> Cancelled:
         """The server tells all processes of it where it was in flight."""
         cancelled: Cancelled = await self._batcher.call(look.Cancel(message_id))
         return cancelled
 
-    async def _dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+    async def dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
         letters: list[tuple[Delivery, Dead, float]] = []
         while len(letters) < limit:
             most = min(limit - len(letters), AT_ONCE)
@@ -290,23 +319,23 @@ class RedisMailbox(Mailbox[T, R]):
             after = page[-1][0].message_id
         return letters
 
-    async def _find_dead(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
+    async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
         while (found := await self._batcher.call(look.FindDead(message_ids))) is None:
             pass
         letters: list[tuple[Delivery, Dead, float]] = found
         return letters
 
-    async def _replay(self, message_ids: list[str] | None) -> int:
-        return await self._of_dead(message_ids, lambda ids: look.Replay(ids, AT_ONCE, self._capacity))
+    async def replay_dead_letters(self, message_ids: list[str] | None) -> int:
+        return await self._of_dead(message_ids, lambda ids: look.Replay(ids, AT_ONCE, self._options.capacity))
 
-    async def _discard_dead(self, message_ids: list[str] | None) -> int:
+    async def purge_dead_letters(self, message_ids: list[str] | None) -> int:
         return await self._of_dead(message_ids, lambda ids: look.Discard(ids, AT_ONCE))
 
     async def _of_dead(self, message_ids: list[str] | None, make: Any) -> int:
         """Do something to dead letters: to those of the ids in one step, to all in several."""
         done, most = 0, 1
         if message_ids is None:
-            most = (await self._counts()).dead  # so many, and not those that die meanwhile
+            most = (await self.counts()).dead  # so many, and not those that die meanwhile
         while done < most:
             while (some := await self._batcher.call(make(message_ids))) < 0:
                 pass
@@ -315,16 +344,11 @@ class RedisMailbox(Mailbox[T, R]):
                 break
         return done
 
-    async def _drop(self) -> None:
+    async def drop(self) -> None:
         await self._batcher.call(look.Drop())
 
-    def _sibling(self, name: str, *, body: Any = None, reply: Any = None) -> RedisMailbox[Any, Any]:
-        sibling: RedisMailbox[Any, Any] = RedisMailbox.__new__(type(self))
-        Mailbox.__init__(sibling, name, body=body, reply=reply)
-        sibling._server, sibling._timeout, sibling._silence = self._server, self._timeout, self._silence
-        sibling._intervals, sibling._allow_eviction = self._intervals, self._allow_eviction
-        sibling._capacity = sibling._link = None
-        return sibling
+    def sibling(self, name: str) -> RedisBackend:
+        return RedisBackend(name, self._server, replace(self._options, capacity=None))
 
 
 _ALLOWED = (

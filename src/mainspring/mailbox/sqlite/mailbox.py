@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Never
+from typing import TYPE_CHECKING, Any, Never
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import anyio
@@ -15,7 +15,7 @@ from typing_extensions import TypeVar
 from mainspring.core import clock
 from mainspring.core.process import event_loop
 from mainspring.errors import ConfigError, MainspringError, ReceiptHandleExpiredError
-from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE, Capabilities, MailboxStatistics
+from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE, Backend, Capabilities, MailboxStatistics
 from mainspring.mailbox.batcher import Batcher
 from mainspring.mailbox.limits import check_column, size_of
 from mainspring.mailbox.mailbox import Mailbox
@@ -57,7 +57,7 @@ class SQLiteMailbox(Mailbox[T, R]):
     :raises ConfigError: a value cannot work. On opening: the file is another program's, or of a newer Mainspring.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(durable=True, cross_process=True, ordered=True, queue_age=True)
+    backend: SQLiteBackend
 
     def __init__(
         self,
@@ -71,7 +71,6 @@ class SQLiteMailbox(Mailbox[T, R]):
         busy_timeout: float = 5.0,
         **unknown: Never,
     ) -> None:
-        super().__init__(name, body=body, reply=reply)
         file = os.fspath(path)
         _read_options(file, unknown)  # which refuses them
         if file.startswith("sqlite://"):
@@ -84,12 +83,8 @@ class SQLiteMailbox(Mailbox[T, R]):
             raise ConfigError(f"mailbox {name!r}: capacity must be a whole number from 1, or None, not {capacity!r}")
         if not is_number(busy_timeout, 0):
             raise ConfigError(f"mailbox {name!r}: busy_timeout must be 0 or more seconds, not {busy_timeout!r}")
-        self.path = os.path.realpath(file)
-        self._synchronous = synchronous
-        self._capacity = capacity
-        self._busy_timeout = float(busy_timeout)
-        self._writer: Writer | None = None
-        self._number = 0
+        options = SQLiteOptions(synchronous, capacity, float(busy_timeout))
+        super().__init__(SQLiteBackend(name, os.path.realpath(file), options), body=body, reply=reply)
 
     @classmethod
     def from_url(
@@ -100,16 +95,49 @@ class SQLiteMailbox(Mailbox[T, R]):
         return cls(file, body=body, reply=reply, **_read_options(url, options))
 
     @property
+    def path(self) -> str:
+        """The absolute path of its file."""
+        return self.backend.path
+
+    @property
+    def transactions(self) -> int:
+        """How many transactions this process has committed to the file, for all its mailboxes, since it first opened it."""
+        return self.backend.transactions
+
+
+@dataclass(frozen=True, slots=True)
+class SQLiteOptions:
+    """The options of a :class:`SQLiteMailbox`, checked."""
+
+    synchronous: str
+    capacity: int | None
+    busy_timeout: float
+
+
+class SQLiteBackend(Backend):
+    """A queue in the file at ``path``."""
+
+    capabilities = Capabilities(durable=True, cross_process=True, ordered=True, queue_age=True)
+
+    def __init__(self, name: str, path: str, options: SQLiteOptions) -> None:
+        super().__init__(name)
+        self.path = path
+        self._options = options
+        self._writer: Writer | None = None
+        self._number = 0
+        self._is_closing = False
+
+    @property
     def address(self) -> str:
         """Its URL, with the absolute path."""
         return f"sqlite:///{quote(self.path)}?name={quote(self.name, safe='')}"
 
     @property
     def transactions(self) -> int:
-        """How many transactions this process has committed to the file, for all its mailboxes, since it first opened it."""
+        """See :attr:`SQLiteMailbox.transactions`."""
         return 0 if self._writer is None else self._writer.file.transactions
 
-    def _local_name(self, address: str) -> str | None:
+    def local_name(self, address: str) -> str | None:
         if "://" not in address:
             return address
         try:
@@ -124,16 +152,16 @@ class SQLiteMailbox(Mailbox[T, R]):
 
     # ---------------------------------------------------------------------------------------------------- life cycle
 
-    async def _exists(self) -> bool:
+    async def exists(self) -> bool:
         Writer.shared(self.path)  # which refuses in a process that was forked from a user of the file
         file = DatabaseFile(self.path)
-        file.busy_timeout = self._busy_timeout
+        file.busy_timeout = self._options.busy_timeout
         with clock.real_work():
             return await anyio.to_thread.run_sync(file.has_mailbox, self.name, limiter=anyio.CapacityLimiter(1))
 
-    async def _open(self, scope: DaemonScope) -> None:
+    async def open(self, scope: DaemonScope) -> None:
         writer = Writer.shared(self.path)
-        writer.acquire(self._synchronous, self._busy_timeout)
+        writer.acquire(self._options.synchronous, self._options.busy_timeout)
         self._writer = writer
         self._real = clock.virtual_clock() is None
         self._loop = event_loop()
@@ -151,12 +179,14 @@ class SQLiteMailbox(Mailbox[T, R]):
         self._number = opening.result
         self._kept_at = self._now()
         self._sweeper = Periodic(self._sweep)
-        self._waiters = Waiters(self._number, self._due_in, self._announce_cancelled)
+        self._is_closing = False
+        self._waiters = Waiters(self._number, self._due_in, self.notifications.cancelled.publish)
+        self.notifications.cancelled.on_demand = self._hear_cancelled
         writer.add_waiters(self._waiters)
         scope.start_soon(self._sweeper.run, name=f"mailbox {self.name} due times")
         scope.start_soon(self._batcher.run, name=f"mailbox {self.name} batches", stop=self._batcher.stop)
 
-    def _statistics(self) -> MailboxStatistics:
+    def statistics(self) -> MailboxStatistics:
         batcher = self._batcher
         return MailboxStatistics(
             waiting_receives=self._waiters.parked,
@@ -166,7 +196,7 @@ class SQLiteMailbox(Mailbox[T, R]):
             connected=True,
         )
 
-    async def _close(self) -> None:
+    async def close(self) -> None:
         try:
             await self._batcher.close()
         finally:
@@ -184,7 +214,8 @@ class SQLiteMailbox(Mailbox[T, R]):
         with clock.real_work():
             await released.wait()
 
-    def _wake_all(self) -> None:
+    def stop_claims(self) -> None:
+        self._is_closing = True
         if self._writer is not None:
             self._waiters.wake_all()
 
@@ -220,21 +251,21 @@ class SQLiteMailbox(Mailbox[T, R]):
     def _due_in(self, seconds: float) -> None:
         self._sweeper.wake_by(self._now() + seconds)
 
-    # ----------------------------------------------------------------------------------------------------- the hooks
+    # ----------------------------------------------------------------------------------------------------- messages
 
-    async def _put(self, envelopes: list[Envelope]) -> list[str]:
+    async def send(self, envelopes: list[Envelope]) -> list[str]:
         for envelope in envelopes:
             check_column("a message", size_of(envelope))
-        ids: list[str] = await self._batcher.call(do.Put(self._number, envelopes, self._capacity))
+        ids: list[str] = await self._batcher.call(do.Put(self._number, envelopes, self._options.capacity))
         return ids
 
-    async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
+    async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
         if self.name.startswith(TRANSIENT) and self._now() - self._kept_at >= TRANSIENT_LIFE / 24:
             await self._keep()
         if not wait_time_seconds:
             return await self._claim_once(max_messages, visibility_timeout, waits=False)
         look = partial(self._claim_once, max_messages, visibility_timeout, waits=True)
-        return await self._waiters.first(look, self._now() + wait_time_seconds, usable=lambda: self._usable)
+        return await self._waiters.first(look, self._now() + wait_time_seconds, usable=lambda: not self._is_closing)
 
     async def _keep(self) -> None:
         """Say that this transient mailbox is in use; one that was forgotten meanwhile (the machine slept) is made anew."""
@@ -248,12 +279,12 @@ class SQLiteMailbox(Mailbox[T, R]):
     async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:
         command = do.Claim(self._number, limit, visibility, waits)
         found: list[Delivery] = await self._batcher.call(command)
-        if found and not self._usable:  # closed meanwhile
+        if found and self._is_closing:  # closed meanwhile
             self._undo(command)
             return []
         return found
 
-    async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
         number = self._number
         _check_handle(delivery)
         command: do.StoreCommand
@@ -269,55 +300,48 @@ class SQLiteMailbox(Mailbox[T, R]):
             command = do.GiveBack(number, delivery, settlement)
         await self._batcher.call(command)
 
-    async def _extend(self, delivery: Delivery, timeout: float) -> None:
+    async def extend(self, delivery: Delivery, timeout: float) -> None:
         _check_handle(delivery)
         await self._batcher.call(do.Extend(self._number, delivery, timeout))
 
-    async def _save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
+    async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
         _check_handle(delivery)
         check_column("a checkpoint", len(state))
         await self._batcher.call(do.SaveCheckpoint(self._number, delivery, state))
 
-    async def _counts(self) -> Counts:
+    async def counts(self) -> Counts:
         counts: Counts = await self._batcher.call(do.CountAll(self._number))
         return counts
 
-    async def _purge(self) -> int:
+    async def purge(self) -> int:
         return int(await self._batcher.call(do.PurgeAll(self._number)))
 
-    async def _dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+    async def dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
         page: list[tuple[Delivery, Dead, float]] = await self._batcher.call(do.ListDead(self._number, limit, after))
         return page
 
-    async def _replay(self, message_ids: list[str] | None) -> int:
-        return int(await self._batcher.call(do.Revive(self._number, message_ids, self._capacity)))
+    async def replay_dead_letters(self, message_ids: list[str] | None) -> int:
+        return int(await self._batcher.call(do.Revive(self._number, message_ids, self._options.capacity)))
 
-    async def _discard_dead(self, message_ids: list[str] | None) -> int:
+    async def purge_dead_letters(self, message_ids: list[str] | None) -> int:
         return int(await self._batcher.call(do.Forget(self._number, message_ids)))
 
-    async def _find_dead(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
+    async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
         found: list[tuple[Delivery, Dead, float]] = await self._batcher.call(do.FindDead(self._number, message_ids))
         return found
 
-    async def _cancel(self, message_id: str) -> Cancelled:
+    async def cancel(self, message_id: str) -> Cancelled:
         cancelled: Cancelled = await self._batcher.call(do.Cancel(self._number, message_id))
         return cancelled
 
     def _hear_cancelled(self, wanted: bool) -> None:
-        if self._writer is not None and self._real and (self._usable or not wanted):
+        if self._writer is not None and self._real and not (self._is_closing and wanted):
             self._writer.listen(self._waiters, wanted)
 
-    def _sibling(self, name: str, *, body: Any = None, reply: Any = None) -> SQLiteMailbox[Any, Any]:
-        return SQLiteMailbox(
-            self.path,
-            name=name,
-            body=body,
-            reply=reply,
-            synchronous=self._synchronous,
-            busy_timeout=self._busy_timeout,
-        )
+    def sibling(self, name: str) -> SQLiteBackend:
+        return SQLiteBackend(name, self.path, replace(self._options, capacity=None))
 
-    async def _drop(self) -> None:
+    async def drop(self) -> None:
         await self._batcher.call(do.Drop(self._number))
 
 

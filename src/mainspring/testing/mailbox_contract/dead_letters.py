@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from mainspring.core import clock
-from mainspring.mailbox.dead_letter_queue import DeadLetterView, Replay
+from mainspring.mailbox.dead_letters import DeadLetterView, Replay
 from mainspring.mailbox.history import LAST, LEASE_EXPIRED
 from mainspring.testing.mailbox_contract.harness import (
     AnyMailbox,

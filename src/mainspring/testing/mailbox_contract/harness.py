@@ -123,7 +123,7 @@ class Harness:
         if self.backend.corrupt is not None:
             await self.backend.corrupt(mailbox, raw)
         else:
-            await mailbox._put([Envelope(mailbox.new_id(), raw)])  # noqa: SLF001 - past the encoding, on purpose
+            await mailbox.backend.send([Envelope(mailbox.new_id(), raw)])  # past the encoding
 
     # -------------------------------------------------------------------------------------------------------- receiving
 

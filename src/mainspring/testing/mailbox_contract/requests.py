@@ -251,7 +251,7 @@ async def a_reply_to_a_requester_that_is_gone_is_dropped(h: Harness) -> None:
     async with h.open() as worker:
         async with h.open() as box:
             await box.submit("x")
-            if box._works_unopened:  # closed is closed for good there: the worker must have an object of its own  # noqa: SLF001 - this package's own
+            if box.backend.works_unopened:  # closed is closed for good there: the worker must have an object of its own
                 check(box is not worker, "the factory gives one object twice")
             request = await h.one(worker)
         await request.reply("too late")
@@ -265,7 +265,7 @@ async def a_second_reply_is_dropped(h: Harness, box: AnyMailbox) -> None:
     pending = await box.submit("x")
     request = await h.one(box)
     address = request.reply_to or ""
-    async with box._sibling(address) as replies:  # noqa: SLF001 - as another worker's reply would come
+    async with box.sibling(address) as replies:  # as another worker's reply would come
         for answer in ("first", "second"):
             await replies.send(answer, headers={"request_id": request.id})
         check(await pending.result(timeout=h.wait) in ("first", "second"), "another reply")

@@ -282,7 +282,7 @@ async def a_cancellation_is_announced(h: Harness, box: AnyMailbox) -> None:
         heard.extend(message_ids)
         told.set()
 
-    stop = box._listen_for_cancelled(hear)  # noqa: SLF001 - this package's own
+    stop = box.backend.notifications.cancelled.subscribe(hear)
     with h.at_once("the announcement"):
         await box.cancel(sent)
         with anyio.move_on_after(h.wait):

@@ -11,8 +11,9 @@ import trio
 
 from mainspring import events
 from mainspring.core import clock, random
+from mainspring.mailbox.mailbox import Mailbox
 from mainspring.testing.simulation.faults import generator
-from mainspring.testing.simulation.store import SimulatedMailbox, StoreConnection
+from mainspring.testing.simulation.store import SimulatedBackend, StoreConnection
 from mainspring.worker.main_loop import MainLoop
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Process:
         self.stubborn_until = -math.inf
         rng = generator(world.seed, self.lane)
         self.connection = StoreConnection(world.store, self.lane, rng, world.log, world.faults.slow_call)
-        self.mailbox = SimulatedMailbox(world.name, self.connection)
+        self.mailbox = Mailbox(SimulatedBackend(world.name, self.connection))
         self.group: LoopGroup | None = None
         self._randomness = rng.getrandbits(64)
 

@@ -247,8 +247,9 @@ class _Run:
     async def main(self) -> None:
         import trio
 
+        from mainspring.mailbox.mailbox import Mailbox
         from mainspring.testing.simulation.guards import Guards
-        from mainspring.testing.simulation.store import SimulatedMailbox
+        from mainspring.testing.simulation.store import SimulatedBackend
         from mainspring.testing.simulation.workload import GroupUnderTest
         from mainspring.testing.simulation.world import World
 
@@ -256,7 +257,7 @@ class _Run:
         virtual = VirtualClock()
         guards = self.guards = Guards(self._stop, lambda: (virtual.now, self._work()), simulation.patience)
         with guards():
-            mailbox = SimulatedMailbox("jobs", None)  # type: ignore[arg-type]  # never called
+            mailbox = Mailbox(SimulatedBackend("jobs", None))  # type: ignore[arg-type]  # never called
             group = self._build(mailbox)
             under_test = GroupUnderTest(group, mailbox, simulation.body, sends=simulation.send is not None)
             planned: Sequence[PlannedFault] = plan(

@@ -11,13 +11,13 @@ from contextvars import copy_context
 from dataclasses import fields
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
 from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError, SerializationError
+from mainspring.mailbox.backend import Backend, Capabilities
 from mainspring.mailbox.limits import CLOSE_TIMEOUT
-from mainspring.mailbox.mailbox import Capabilities, Mailbox
 from mainspring.mailbox.message import ACK, Delivery
 
 if TYPE_CHECKING:
@@ -33,15 +33,12 @@ if TYPE_CHECKING:
 
 _VALUES = attrgetter(*(part.name for part in fields(Delivery)))
 
-# This module plays the server: it calls the hooks of the store's mailbox directly.
-# ruff: noqa: SLF001
-
 
 class SimulatedStore:
     """The store that all processes of a run share. It reports each change to the ledger."""
 
-    def __init__(self, mailbox: Mailbox[Any, Any], codec: Codec, ledger: Ledger, nursery: trio.Nursery) -> None:
-        self.mailbox = mailbox
+    def __init__(self, backend: Backend, codec: Codec, ledger: Ledger, nursery: trio.Nursery) -> None:
+        self.backend = backend
         self.ledger = ledger
         self.down = False
         self._nursery = nursery
@@ -51,7 +48,7 @@ class SimulatedStore:
 
     async def put(self, lane: str, envelopes: list[Envelope]) -> list[str]:
         """SimulatedStore messages."""
-        ids = await self.mailbox._put(envelopes)
+        ids = await self.backend.send(envelopes)
         broken = len(envelopes) == 1 and not self._is_understood(envelopes[0].body)
         self.ledger.accepted(lane, ids, [envelope.delay for envelope in envelopes], undecodable=broken)
         return ids
@@ -65,14 +62,14 @@ class SimulatedStore:
 
     async def claim(self, lane: str, most: int, visibility: float, wait: float) -> list[Delivery]:
         """Lease messages. Return copies, because a client of a real store never shares objects with it."""
-        deliveries = await self.mailbox._claim(most, visibility, wait)
+        deliveries = await self.backend.claim(most, visibility, wait)
         self.ledger.claimed(lane, deliveries, visibility)
         return [_copy(delivery) for delivery in deliveries]
 
     async def settle(self, lane: str, delivery: Delivery, settlement: Settlement) -> None:
         """Settle a delivery."""
         try:
-            await self.mailbox._settle(delivery, settlement)
+            await self.backend.settle(delivery, settlement)
         except ReceiptHandleExpiredError:
             self.ledger.refused(lane, delivery, type(settlement).__name__.lower())
             raise
@@ -80,7 +77,7 @@ class SimulatedStore:
 
     async def acknowledge(self, lane: str, deliveries: list[Delivery]) -> dict[int, Exception]:
         """Acknowledge several deliveries in one call. Return the errors of those that were refused, by index."""
-        refused = await self.mailbox._acknowledge_many(deliveries)
+        refused = await self.backend.acknowledge_many(deliveries)
         for number, delivery in enumerate(deliveries):
             if number in refused:
                 self.ledger.refused(lane, delivery, "ack")
@@ -91,7 +88,7 @@ class SimulatedStore:
     async def extend(self, lane: str, delivery: Delivery, timeout: float) -> None:
         """Extend a lease."""
         try:
-            await self.mailbox._extend(delivery, timeout)
+            await self.backend.extend(delivery, timeout)
         except ReceiptHandleExpiredError:
             self.ledger.refused(lane, delivery, "renewal")
             raise
@@ -100,37 +97,37 @@ class SimulatedStore:
     async def save_checkpoint(self, lane: str, delivery: Delivery, state: bytes) -> None:
         """Save a checkpoint."""
         try:
-            await self.mailbox._save_checkpoint(delivery, state)
+            await self.backend.checkpoint(delivery, state)
         except ReceiptHandleExpiredError:
             self.ledger.refused(lane, delivery, "checkpoint")
             raise
 
     async def purge(self) -> int:
         """Purge all unfinished messages."""
-        dropped = await self.mailbox._purge()
+        dropped = await self.backend.purge()
         self.ledger.purged()
         return dropped
 
     async def replay(self, message_ids: list[str] | None) -> int:
         """Replay dead letters."""
         before = await self._dead()
-        replayed = await self.mailbox._replay(message_ids)
+        replayed = await self.backend.replay_dead_letters(message_ids)
         self.ledger.replayed(before, await self._dead())
         return replayed
 
     async def discard_dead(self, message_ids: list[str] | None) -> int:
         """Purge dead letters."""
         before = await self._dead()
-        discarded = await self.mailbox._discard_dead(message_ids)
+        discarded = await self.backend.purge_dead_letters(message_ids)
         self.ledger.discarded(before, await self._dead())
         return discarded
 
     async def _dead(self) -> set[str]:
-        return {delivery.message_id for delivery, _, _ in await self.mailbox._dead_letters(1 << 30, None)}
+        return {delivery.message_id for delivery, _, _ in await self.backend.dead_letters(1 << 30, None)}
 
     async def check(self) -> None:
         """Have the ledger compare its counts with those of the store."""
-        self.ledger.check(await self.mailbox._counts())
+        self.ledger.check(await self.backend.counts())
 
     # ------------------------------------------------------------------------------------------------------- outages
 
@@ -456,10 +453,10 @@ class StoreConnection:
         return bool(claim.answer)
 
 
-class SimulatedMailbox(Mailbox[Any, Any]):
-    """The mailbox of one simulated process. Its hooks call the store through a :class:`StoreConnection`."""
+class SimulatedBackend(Backend):
+    """The backend of one simulated process's mailbox: its calls reach the store through a :class:`StoreConnection`."""
 
-    capabilities: ClassVar[Capabilities] = Capabilities(
+    capabilities = Capabilities(
         durable=True,
         cross_process=True,
         cancel=False,
@@ -469,27 +466,27 @@ class SimulatedMailbox(Mailbox[Any, Any]):
         async_backends=frozenset({"trio"}),
     )
 
-    def __init__(self, name: str, connection: StoreConnection, *, body: Any = None, reply: Any = None) -> None:
-        super().__init__(name, body=body, reply=reply)
+    def __init__(self, name: str, connection: StoreConnection) -> None:
+        super().__init__(name)
         self._connection = connection
 
-    async def _open(self, scope: DaemonScope) -> None:
+    async def open(self, scope: DaemonScope) -> None:
         """Do nothing: a simulated connection needs no set-up."""
 
-    async def _close(self) -> None:
+    async def close(self) -> None:
         """Do nothing."""
 
-    def _wake_all(self) -> None:
+    def stop_claims(self) -> None:
         self._connection.end_waits()
 
-    async def _put(self, envelopes: list[Envelope]) -> list[str]:
+    async def send(self, envelopes: list[Envelope]) -> list[str]:
         connection = self._connection
         return await connection.call("send", partial(connection.store.put, connection.lane, envelopes))
 
-    async def _claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
+    async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
         return await self._connection.claim(max_messages, visibility_timeout, wait_time_seconds)
 
-    async def _settle(self, delivery: Delivery, settlement: Settlement) -> None:
+    async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
         connection = self._connection
         what = type(settlement).__name__.lower()
         try:
@@ -498,7 +495,7 @@ class SimulatedMailbox(Mailbox[Any, Any]):
             connection.store.ledger.unanswered(delivery)
             raise
 
-    async def _acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+    async def acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
         """Acknowledge in one call or in concurrent single calls: backends do either. The connection may break between those."""
         connection = self._connection
         apart, whole = connection.split(len(deliveries))
@@ -521,7 +518,7 @@ class SimulatedMailbox(Mailbox[Any, Any]):
             delivery = deliveries[number]
             try:
                 if number < whole:
-                    await self._settle(delivery, ACK)
+                    await self.settle(delivery, ACK)
                 else:
                     connection.store.ledger.unanswered(delivery)
                     await connection.break_during(
@@ -535,30 +532,30 @@ class SimulatedMailbox(Mailbox[Any, Any]):
                 nursery.start_soon(acknowledge, number)
         return refused
 
-    async def _extend(self, delivery: Delivery, timeout: float) -> None:
+    async def extend(self, delivery: Delivery, timeout: float) -> None:
         connection = self._connection
         await connection.call("renewal", partial(connection.store.extend, connection.lane, delivery, timeout))
 
-    async def _save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
+    async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
         connection = self._connection
         await connection.call("checkpoint", partial(connection.store.save_checkpoint, connection.lane, delivery, state))
 
     # Read-only calls need no entry in the ledger, so they call the store's mailbox directly.
-    async def _counts(self) -> Counts:
-        return await self._connection.call("counts", self._connection.store.mailbox._counts)
+    async def counts(self) -> Counts:
+        return await self._connection.call("counts", self._connection.store.backend.counts)
 
-    async def _purge(self) -> int:
+    async def purge(self) -> int:
         return await self._connection.call("purge", self._connection.store.purge)
 
-    async def _dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
-        hook = self._connection.store.mailbox._dead_letters
+    async def dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+        hook = self._connection.store.backend.dead_letters
         return await self._connection.call("dead letters", partial(hook, limit, after))
 
-    async def _replay(self, message_ids: list[str] | None) -> int:
+    async def replay_dead_letters(self, message_ids: list[str] | None) -> int:
         return await self._connection.call("replay", partial(self._connection.store.replay, message_ids))
 
-    async def _discard_dead(self, message_ids: list[str] | None) -> int:
+    async def purge_dead_letters(self, message_ids: list[str] | None) -> int:
         return await self._connection.call("discard", partial(self._connection.store.discard_dead, message_ids))
 
-    def _local_name(self, address: str) -> str | None:
-        return self._connection.store.mailbox._local_name(address)
+    def local_name(self, address: str) -> str | None:
+        return self._connection.store.backend.local_name(address)

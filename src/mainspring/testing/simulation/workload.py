@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from mainspring.group.group import LoopGroup
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.testing.simulation.run import Simulation
-    from mainspring.testing.simulation.store import SimulatedMailbox
     from mainspring.testing.simulation.world import World
 
 
@@ -38,7 +37,7 @@ STRANGE = (b'{"poison":true}', b'"poison"', b"null", b"[[]]", b"-1")
 class Workload:
     """Sends ``per_minute`` messages per worker and minute, unevenly, and owns the mailbox for replies."""
 
-    def __init__(self, world: World, mailbox: SimulatedMailbox, simulation: Simulation) -> None:
+    def __init__(self, world: World, mailbox: Mailbox[Any, Any], simulation: Simulation) -> None:
         self._world = world
         self._mailbox = mailbox
         self._simulation = simulation
@@ -81,7 +80,7 @@ class Workload:
 
     async def _send_poison(self) -> None:
         raw = NO_JSON if not self._strange or self._rng.random() < 0.5 else self._rng.choice(self._strange)
-        await self._mailbox._send_encoded(Envelope(self._mailbox.new_id(), raw))  # noqa: SLF001 - this package's own
+        await self._mailbox.backend.send([Envelope(self._mailbox.new_id(), raw)])
 
     async def receive_replies(self) -> None:
         """Receive replies until cancelled, on behalf of the requesters."""
@@ -92,7 +91,7 @@ class Workload:
                     await message.acknowledge()
 
 
-def _fits(mailbox: SimulatedMailbox, raw: bytes) -> bool:
+def _fits(mailbox: Mailbox[Any, Any], raw: bytes) -> bool:
     try:
         mailbox.codec.decode(raw)
     except SerializationError:

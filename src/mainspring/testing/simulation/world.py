@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from mainspring.core.tracebacks import where
+from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.memory.mailbox import InMemoryMailbox
 from mainspring.testing.simulation.event_log import EventLog
 from mainspring.testing.simulation.faults import generator
 from mainspring.testing.simulation.ledger import Ledger
 from mainspring.testing.simulation.process import Process, inside
-from mainspring.testing.simulation.store import SimulatedMailbox, SimulatedStore, StoreConnection
+from mainspring.testing.simulation.store import SimulatedBackend, SimulatedStore, StoreConnection
 from mainspring.testing.simulation.workload import Workload
 from mainspring.testing.trio_internals import TaskHold, descendants
 
@@ -76,7 +77,7 @@ class World:
         """Run work and faults, then let the fleet finish, then shut everything down."""
         make = self._simulation.store or (lambda: InMemoryMailbox("store", serialize=True))
         async with trio.open_nursery() as self._nursery, make() as mailbox:
-            self.store = SimulatedStore(mailbox, self.under_test.codec, self.ledger, self._nursery)
+            self.store = SimulatedStore(mailbox.backend, self.under_test.codec, self.ledger, self._nursery)
             try:
                 async with trio.open_nursery() as course:
                     course.start_soon(self._watch_the_end, course.cancel_scope)
@@ -94,7 +95,7 @@ class World:
             self._nursery.start_soon(self._supervise, worker, name=f"supervisor of worker {worker}")
         connection = StoreConnection(self.store, "client", generator(self.seed, "client"), self.log)
         async with (
-            SimulatedMailbox(self.name, connection, body=self.under_test.body_type) as client,
+            Mailbox(SimulatedBackend(self.name, connection), body=self.under_test.body_type) as client,
             trio.open_nursery() as nursery,
         ):
             workload = Workload(self, client, self._simulation)
