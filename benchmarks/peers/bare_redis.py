@@ -12,8 +12,8 @@ import hiredis
 from harness import Peer, main
 
 from mainspring import open_mailbox
-from mainspring.mailbox.redis.calls import keys_of
 from mainspring.mailbox.redis.client import library
+from mainspring.mailbox.redis.commands import keys_of
 
 NAME = "bench"
 LEASE = 60_000_000

@@ -8,7 +8,7 @@ import anyio
 import pytest
 from anyio.abc import SocketAttribute
 
-from mainspring.mailbox.redis.direct_stream import DirectStream
+from mainspring.mailbox.redis.connection import DirectStream
 
 pytestmark = pytest.mark.anyio
 

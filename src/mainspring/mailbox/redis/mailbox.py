@@ -14,15 +14,13 @@ from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import Ack, Dead
 from mainspring.mailbox.open import reads_query
 from mainspring.mailbox.redis import commands as do
-from mainspring.mailbox.redis import inspection as look
-from mainspring.mailbox.redis.calls import base_of
+from mainspring.mailbox.redis.commands import base_of
 from mainspring.mailbox.redis.url import FALLBACK, RECOVERY, parse_server, read_options
 from mainspring.validation import is_number, is_whole
 
 if TYPE_CHECKING:
     from mainspring.mailbox.message import Cancelled, Counts, Delivery, Envelope, Settlement
-    from mainspring.mailbox.redis.client import Link
-    from mainspring.mailbox.redis.other_nodes import Beside
+    from mainspring.mailbox.redis.client import Beside, Link
     from mainspring.mailbox.redis.url import Server
     from mainspring.runtime.scope import DaemonScope
 
@@ -157,10 +155,8 @@ class RedisBackend(Backend):
     # ---------------------------------------------------------------------------------------------------- life cycle
 
     async def open(self, scope: DaemonScope) -> None:
-        from mainspring.mailbox.redis.client import Link
-        from mainspring.mailbox.redis.other_nodes import Beside
+        from mainspring.mailbox.redis.client import Beside, Directory, Link, check
         from mainspring.mailbox.redis.receive import Receiving
-        from mainspring.mailbox.redis.topology import Directory, check
 
         if virtual_clock() is not None:  # which would jump past each deadline while the server is asked
             raise ConfigError(
@@ -211,7 +207,7 @@ class RedisBackend(Backend):
         )
 
     async def exists(self) -> bool:
-        from mainspring.mailbox.redis.topology import has_mailbox
+        from mainspring.mailbox.redis.client import has_mailbox
 
         return await has_mailbox(self._server, self.name, self._options.timeout)
 
@@ -292,26 +288,26 @@ class RedisBackend(Backend):
         await self._do(do.SaveCheckpoint(delivery, state))
 
     async def counts(self) -> Counts:
-        while (counts := await self._batcher.call(look.Count())) is None:
+        while (counts := await self._batcher.call(do.Count())) is None:
             pass
         found: Counts = counts
         return found
 
     async def purge(self) -> int:
-        while (dropped := await self._batcher.call(look.Purge())) < 0:
+        while (dropped := await self._batcher.call(do.Purge())) < 0:
             pass
         return int(dropped)
 
     async def cancel(self, message_id: str) -> Cancelled:
         """The server tells all processes of it where it was in flight."""
-        cancelled: Cancelled = await self._batcher.call(look.Cancel(message_id))
+        cancelled: Cancelled = await self._batcher.call(do.Cancel(message_id))
         return cancelled
 
     async def dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
         letters: list[tuple[Delivery, Dead, float]] = []
         while len(letters) < limit:
             most = min(limit - len(letters), AT_ONCE)
-            while (page := await self._batcher.call(look.ListDead(most, after))) is None:
+            while (page := await self._batcher.call(do.ListDead(most, after))) is None:
                 pass
             letters += page
             if len(page) < most:
@@ -320,16 +316,16 @@ class RedisBackend(Backend):
         return letters
 
     async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
-        while (found := await self._batcher.call(look.FindDead(message_ids))) is None:
+        while (found := await self._batcher.call(do.FindDead(message_ids))) is None:
             pass
         letters: list[tuple[Delivery, Dead, float]] = found
         return letters
 
     async def replay_dead_letters(self, message_ids: list[str] | None) -> int:
-        return await self._of_dead(message_ids, lambda ids: look.Replay(ids, AT_ONCE, self._options.capacity))
+        return await self._of_dead(message_ids, lambda ids: do.Replay(ids, AT_ONCE, self._options.capacity))
 
     async def purge_dead_letters(self, message_ids: list[str] | None) -> int:
-        return await self._of_dead(message_ids, lambda ids: look.Discard(ids, AT_ONCE))
+        return await self._of_dead(message_ids, lambda ids: do.Discard(ids, AT_ONCE))
 
     async def _of_dead(self, message_ids: list[str] | None, make: Any) -> int:
         """Do something to dead letters: to those of the ids in one step, to all in several."""
@@ -345,7 +341,7 @@ class RedisBackend(Backend):
         return done
 
     async def drop(self) -> None:
-        await self._batcher.call(look.Drop())
+        await self._batcher.call(do.Drop())
 
     def sibling(self, name: str) -> RedisBackend:
         return RedisBackend(name, self._server, replace(self._options, capacity=None))
