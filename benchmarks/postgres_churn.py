@@ -16,7 +16,7 @@ import psycopg
 
 from common import BODY, Row, on_uvloop, quick, report
 from mainspring import LoopGroup, MainLoop
-from mainspring.mailbox.postgres import maintenance as postgres_maintenance
+from mainspring.mailbox.postgres import schema as postgres_schema
 from mainspring.mailbox.postgres.mailbox import PostgresMailbox
 
 DEFAULT = os.environ.get("MAINSPRING_POSTGRES_URL", "postgresql://postgres@127.0.0.1:5432/postgres")
@@ -99,7 +99,7 @@ async def churn() -> list[tuple[float, float, int, int]]:
 
 def main() -> None:
     if "--autovacuum-only" in sys.argv:
-        postgres_maintenance.FEWEST_DEAD = 10**12
+        postgres_schema.FEWEST_DEAD = 10**12
     try:
         drop()
     except psycopg.Error as error:

@@ -19,10 +19,10 @@ from mainspring.mailbox import limits
 from mainspring.mailbox.backend import MailboxStatistics
 from mainspring.mailbox.message import CancelOutcome, Counts
 from mainspring.mailbox.postgres import schema as schemas
-from mainspring.mailbox.postgres.arrays import Floats, Integers, Longs, Shorts, blobs, numbers, register, texts
 from mainspring.mailbox.postgres.mailbox import PostgresMailbox
-from mainspring.mailbox.postgres.maintenance import worth_a_vacuum
-from mainspring.mailbox.postgres.watermark import LOOK_BACK, View
+from mainspring.mailbox.postgres.pool import LOOK_BACK, View
+from mainspring.mailbox.postgres.schema import worth_a_vacuum
+from mainspring.mailbox.postgres.values import Floats, Integers, Longs, Shorts, blobs, numbers, register, texts
 from postgres_support import Meter, gate, receiving, until, worker_role
 from support import outcomes
 

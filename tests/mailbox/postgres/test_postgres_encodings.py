@@ -7,7 +7,7 @@ import pytest
 from psycopg.pq import Format
 
 from mainspring import InvalidParameterError
-from mainspring.mailbox.postgres.arrays import register, texts
+from mainspring.mailbox.postgres.values import register, texts
 
 pytestmark = pytest.mark.anyio
 

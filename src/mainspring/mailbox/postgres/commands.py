@@ -1,13 +1,54 @@
-"""What a PostgreSQL mailbox asks of its store: one class an operation. They say what; the calls know how."""
+"""From commands to calls of the server's functions, and from their rows to results. No I/O: the connection does that.
+
+Equal commands become one call, or several where they are too many bytes for one. The order serves all best: what gives back,
+what ends, what is new, then the claims; the callers of one transaction do not know of each other, so any order is right, and a
+claim that was made after a settlement is executed after it.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from psycopg import AsyncRawCursor
+from psycopg.rows import tuple_row
+
+from mainspring.errors import MailboxConnectionError
 from mainspring.mailbox.batcher import Command
+from mainspring.mailbox.codec import headers_of
+from mainspring.mailbox.limits import size_of
+from mainspring.mailbox.message import Counts, Delivery
+from mainspring.mailbox.postgres.values import (
+    Floats,
+    Integers,
+    Longs,
+    Shorts,
+    blobs,
+    expired,
+    finish_values,
+    give_back_values,
+    is_special,
+    lease_of,
+    leases,
+    numbers,
+    portions,
+    put_all_keyed_values,
+    put_keyed_values,
+    put_special_values,
+    put_values,
+    register,
+    size_of_end,
+    texts,
+)
 
 if TYPE_CHECKING:
-    from mainspring.mailbox.message import Delivery, Envelope, Return, Settlement
+    from collections.abc import Callable, Sequence
+
+    from psycopg import AsyncConnection
+
+    from mainspring.mailbox.message import Envelope, Return, Settlement
+    from mainspring.mailbox.postgres.pool import View
 
 
 class Put(Command):
@@ -123,3 +164,357 @@ class SaveCheckpoint(OfDelivery):
     def __init__(self, delivery: Delivery, lease: int, state: bytes) -> None:
         super().__init__(delivery, lease)
         self.state = state
+
+
+_PLACE = itemgetter(11, 12)
+
+HASTE = 0.01
+"""Seconds that a send waits for a transaction which has sent its key, before it makes way for the others of its batch."""
+
+
+class Call(NamedTuple):
+    """One statement of a batch: what is sent, and what takes its rows."""
+
+    statement: str
+    values: tuple[Any, ...]
+    finish: Callable[[list[tuple[Any, ...]]], None]
+
+
+class Calls:
+    """The calls for one batch of commands of one mailbox.
+
+    After they were made: ``gained`` is how many messages became pending, by mailbox; ``unreadable`` holds deliveries whose
+    headers cannot be read; ``due_in`` in how many seconds something is due, where a claim asked; ``fresh`` whether senders
+    have only now been asked to tell.
+
+    :param haste: seconds that a send may wait for another transaction, which has sent its key; then all fails, or
+        (``apart``) that send alone is held up.
+    :param patience: the same, where it is in somebody's own transaction.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        box: int,
+        view: View,
+        now: float,
+        *,
+        haste: float = HASTE,
+        apart: bool = False,
+        patience: float | None = None,
+    ) -> None:
+        self._schema = schema
+        self.box = box
+        self._view = view
+        self._now = now
+        self._haste = haste
+        self._apart = apart
+        self.patience = patience
+        self.calls: list[Call] = []
+        self.gained: dict[int, int] = {}
+        self.unreadable: list[Delivery] = []
+        self.due_in: float | None = None
+        self.fresh = False
+
+    def build(self, commands: Sequence[Command]) -> list[Call]:
+        """The calls, in their order."""
+        kinds: dict[type, list[Any]] = {}
+        for command in commands:
+            kinds.setdefault(type(command), []).append(command)
+        for kind, add in _IN_ORDER:
+            if kind in kinds:
+                add(self, kinds[kind])
+        return self.calls
+
+    def _add(self, function: str, values: tuple[Any, ...], finish: Callable[[list[tuple[Any, ...]]], None]) -> None:
+        self.calls.append(call(self._schema, function, (self.box, *values), finish))
+
+    def _gain(self, box: int, number: int) -> None:
+        self.gained[box] = self.gained.get(box, 0) + number
+
+    # --------------------------------------------------------------------------------------------------------- sending
+
+    def add_put(self, puts: list[Put]) -> None:
+        plain: list[Envelope] = []
+        special: list[Envelope] = []
+        keyed: list[tuple[Put, int, Envelope]] = []
+        for put in puts:
+            put.result = [envelope.message_id for envelope in put.envelopes]
+            some_special = False
+            for place, envelope in enumerate(put.envelopes):
+                if envelope.dedup_key is not None:
+                    keyed.append((put, place, envelope))
+                elif is_special(envelope):
+                    some_special = True
+            if len(put.envelopes) == 1 and put.envelopes[0].dedup_key is not None:
+                continue
+            into = special if some_special else plain
+            into += [envelope for envelope in put.envelopes if envelope.dedup_key is None]
+        self._put_keyed(keyed)
+        for some in portions(plain, size_of):
+            self._add("put", put_values(some), _nothing)
+        for some in portions(special, size_of):
+            self._add("put_special", put_special_values(some), _nothing)
+        ready = len(plain) + sum(not envelope.delay for envelope in special)
+        self._gain(self.box, ready)
+        delays = [envelope.delay for envelope in special if envelope.delay]
+        if delays:
+            self.due_in = min(delays)
+
+    def _put_keyed(self, keyed: list[tuple[Put, int, Envelope]]) -> None:
+        if self.patience is not None:
+            for one in keyed:
+                values = (*put_keyed_values(one[2]), self.patience)
+                self._add("put_keyed_within", values, partial(self._keyed_put, [one]))
+            return
+        for some in portions(keyed, lambda one: size_of(one[2])):
+            values = (*put_all_keyed_values([envelope for _, _, envelope in some]), self._haste, self._apart)
+            self._add("put_all_keyed", values, partial(self._keyed_put, some))
+
+    def _keyed_put(self, keyed: list[tuple[Put, int, Envelope]], rows: list[tuple[Any, ...]]) -> None:
+        for (put, place, envelope), (told,) in zip(keyed, rows, strict=True):
+            name = told.decode() if isinstance(told, bytes) else told  # on a sender's connection in SQL_ASCII
+            put.result[place] = name
+            put.held_up = name is None
+            if name == envelope.message_id:
+                self._gain(self.box, int(not envelope.delay))
+                if envelope.delay:
+                    self.due_in = envelope.delay if self.due_in is None else min(self.due_in, envelope.delay)
+
+    # ------------------------------------------------------------------------------------------------------- receiving
+
+    def add_claim(self, claims: list[Claim]) -> None:
+        alike: dict[float, list[Claim]] = {}
+        for claim in claims:
+            alike.setdefault(claim.visibility, []).append(claim)
+        for visibility, group in alike.items():
+            ranks, floors, since = self._view.start(self._now)
+            want = sum(claim.limit for claim in group)
+            waits = any(claim.waits for claim in group)
+            known = (numbers(Shorts, ranks), numbers(Longs, floors))
+            self._add("claim", (want, visibility, *known, since, waits), self._claimed(group))
+
+    def _claimed(self, claims: list[Claim]) -> Callable[[list[tuple[Any, ...]]], None]:
+        def finish(rows: list[tuple[Any, ...]]) -> None:
+            told = rows.pop()  # the row that is no message comes last
+            self._view.swept(told[5], told[2])
+            self._gain(self.box, told[2])
+            if told[6] is not None:
+                self.due_in = told[6]
+            self.fresh = self.fresh or bool(told[3])
+            rows.sort(key=_PLACE)
+            deliveries = self._deliveries(rows)
+            start = 0
+            for claim in claims:
+                claim.result = deliveries[start : start + claim.limit]
+                start += claim.limit
+
+        return finish
+
+    def _deliveries(self, rows: list[tuple[Any, ...]]) -> list[Delivery]:
+        for rank, pos in {row[11]: row[12] for row in rows}.items():  # the last of each rank, as they are in order
+            self._view.claimed(rank, pos)
+        deliveries = []
+        rows.reverse()
+        while rows:  # a row goes as its delivery comes: the garbage collector has less to look at
+            name, body, lease, count, charged, sent, first, reply_to, headers, checkpoint, history, _, _ = rows.pop()
+            known = {} if headers is None else headers_of(headers)
+            delivery = Delivery(
+                name,
+                body,
+                f"{name}.{lease}",
+                count,
+                charged + 1,
+                sent,
+                first,
+                reply_to,
+                known or {},
+                checkpoint,
+                self._now,
+                history,
+            )
+            if known is None:
+                self.unreadable.append(delivery)
+            else:
+                deliveries.append(delivery)
+        return deliveries
+
+    def add_unclaim(self, commands: list[Unclaim]) -> None:
+        self._add("unclaim", _given([one for command in commands for one in command.deliveries]), self._came_back)
+
+    def _came_back(self, rows: list[tuple[Any, ...]]) -> None:
+        for rank, pos in rows:
+            self._view.returned(rank, pos)
+        self._gain(self.box, len(rows))
+
+    def add_look(self, looks: list[Look]) -> None:
+        def finish(rows: list[tuple[Any, ...]]) -> None:
+            moved, pending, due_in, fresh, at = rows[0]
+            self._view.swept(at, moved)
+            self.fresh = self.fresh or fresh
+            for look in looks:
+                look.result = (pending, due_in)
+
+        _, _, since = self._view.start(self._now)
+        self._add("look", (since,), finish)
+
+    def add_count(self, counts: list[Count]) -> None:
+        parts: list[int] = []
+
+        def finish_counts(rows: list[tuple[Any, ...]]) -> None:
+            parts[:] = rows[0]
+
+        def finish(rows: list[tuple[Any, ...]]) -> None:
+            for count in counts:
+                count.result = Counts(*parts, queue_age=rows[0][0])
+
+        self._add("counts", (), finish_counts)
+        self._add("queue_age", (), finish)
+
+    # -------------------------------------------------------------------------------------------------------- settling
+
+    def add_acknowledge(self, acks: list[Acknowledge]) -> None:
+        acks = once_each(acks)
+
+        def finish(rows: list[tuple[Any, ...]]) -> None:
+            refuse(acks[number - 1] for number in rows[0][0] or ())
+
+        self._add("acknowledge", leases(acks), finish)
+
+    def add_acknowledge_many(self, commands: list[AcknowledgeMany]) -> None:
+        def finish(rows: list[tuple[Any, ...]]) -> None:
+            refused = set(rows[0][0] or ())
+            number = 0
+            for command in commands:
+                command.result = {}
+                for place, delivery in enumerate(command.deliveries) if refused else ():
+                    number += 1
+                    if number in refused:
+                        command.result[place] = expired(delivery)
+
+        self._add("acknowledge", _given([one for command in commands for one in command.deliveries]), finish)
+
+    def add_finish(self, commands: list[Finish]) -> None:
+        for some in portions(once_each(commands), size_of_end):
+            self._finish(some)
+
+    def _finish(self, commands: list[Finish]) -> None:
+        def finish(rows: list[tuple[Any, ...]]) -> None:
+            refuse_all_but(rows, commands)
+            for (number,) in rows:
+                if number < 0:
+                    commands[-number - 1].error = NoSuchTargetError()
+            for command in commands:
+                if command.target is not None and command.error is None:
+                    self._gain(command.target, 1)
+
+        self._add("finish", finish_values(commands), finish)
+
+    def add_give_back(self, commands: list[GiveBack]) -> None:
+        commands = once_each(commands)
+
+        def finish(rows: list[tuple[Any, ...]]) -> None:
+            refuse_all_but(rows, commands)
+            self._came_back([(rank, pos) for _, rank, pos, pending in rows if pending])
+            delays = [command.how.delay for command in commands if command.how.delay and command.error is None]
+            if delays:
+                self.due_in = min(delays)
+
+        self._add("give_back", (*leases(commands), *give_back_values([command.how for command in commands])), finish)
+
+    def add_extend(self, commands: list[Extend]) -> None:
+        longest: dict[str, Extend] = {}
+        for command in commands:
+            handle = command.delivery.receipt_handle
+            if handle not in longest or longest[handle].timeout < command.timeout:
+                longest[handle] = command
+        chosen = list(longest.values())
+        self._held("extend", chosen, numbers(Floats, [one.timeout for one in chosen]), commands)
+
+    def add_save_checkpoint(self, commands: list[SaveCheckpoint]) -> None:
+        last = list({command.delivery.receipt_handle: command for command in commands}.values())
+        for some in portions(last, lambda one: len(one.state)):
+            kept = {one.delivery.receipt_handle for one in some}
+            those = [command for command in commands if command.delivery.receipt_handle in kept]
+            self._held("save_checkpoint", some, blobs([one.state for one in some]), those)
+
+    def _held(self, function: str, sent: list[Any], values: Any, commands: list[Any]) -> None:
+        def finish(rows: list[tuple[Any, ...]]) -> None:
+            held = {sent[row[0] - 1].delivery.receipt_handle for row in rows}
+            refuse(command for command in commands if command.delivery.receipt_handle not in held)
+
+        self._add(function, (*leases(sent), values), finish)
+
+
+class NoSuchTargetError(MailboxConnectionError):
+    """The mailbox for a reply was dropped since its number was learnt."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the mailbox for the reply was dropped just now; nothing was settled, and it may be tried again"
+        )
+
+
+_IN_ORDER: tuple[tuple[type, Callable[[Calls, Any], None]], ...] = (
+    (Unclaim, Calls.add_unclaim),
+    (Acknowledge, Calls.add_acknowledge),
+    (AcknowledgeMany, Calls.add_acknowledge_many),
+    (Finish, Calls.add_finish),
+    (GiveBack, Calls.add_give_back),
+    (Extend, Calls.add_extend),
+    (SaveCheckpoint, Calls.add_save_checkpoint),
+    (Put, Calls.add_put),
+    (Claim, Calls.add_claim),
+    (Look, Calls.add_look),
+    (Count, Calls.add_count),
+)
+
+
+def call(schema: str, function: str, values: tuple[Any, ...], finish: Callable[[list[tuple[Any, ...]]], None]) -> Call:
+    """The call of a function of the schema."""
+    marks = ", ".join(f"${number}" for number in range(1, len(values) + 1))
+    return Call(f"SELECT * FROM {schema}.{function}({marks})", values, finish)  # noqa: S608 - a checked name
+
+
+async def make(connection: AsyncConnection[Any], one: Call) -> list[tuple[Any, ...]]:
+    """Make one call on a connection, whatever its settings; its rows."""
+    cursor = AsyncRawCursor(connection, row_factory=tuple_row)
+    register(cursor.adapters)
+    await cursor.execute(one.statement.encode(), one.values, binary=True)
+    return await cursor.fetchall()
+
+
+async def ask(connection: AsyncConnection[Any], schema: str, function: str, *values: Any) -> list[tuple[Any, ...]]:
+    """The rows of one call on a connection."""
+    return await make(connection, call(schema, function, values, _nothing))
+
+
+def _given(deliveries: list[Delivery]) -> tuple[Any, ...]:
+    """Their ids and the numbers of their leases; 0, which no lease has, for a handle that no mailbox of this kind gave out."""
+    ids = texts([delivery.message_id for delivery in deliveries])
+    return ids, numbers(Integers, [lease_of(delivery) or 0 for delivery in deliveries])
+
+
+def once_each(commands: list[Any]) -> list[Any]:
+    """The first command of each lease; one that comes after it is refused: the lease ends with the first."""
+    seen: dict[str, Any] = {}
+    for command in commands:
+        if seen.setdefault(command.delivery.receipt_handle, command) is not command:
+            command.error = expired(command.delivery)
+    return list(seen.values())
+
+
+def refuse_all_but(rows: list[tuple[Any, ...]], commands: list[Any]) -> None:
+    """Those whose places (from 1) are in the rows did hold their leases."""
+    held = {row[0] for row in rows}
+    refuse(command for number, command in enumerate(commands, 1) if number not in held)
+
+
+def refuse(commands: Any) -> None:
+    """These did not hold their leases."""
+    for command in commands:
+        command.error = expired(command.delivery)
+
+
+def _nothing(rows: list[tuple[Any, ...]]) -> None:
+    pass

@@ -20,14 +20,14 @@ from psycopg.waiting import wait_async
 
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, MainspringError, remedy
 from mainspring.mailbox.limits import COURTESY, SILENCE, dropped
-from mainspring.mailbox.postgres.arrays import register
+from mainspring.mailbox.postgres.values import register
 from mainspring.redaction import one_line
 from mainspring.runtime.resolver import resolve
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from mainspring.mailbox.postgres.calls import Call
+    from mainspring.mailbox.postgres.commands import Call
 
 LEAVE_OFF = 3.0
 """Seconds in which the server must answer to the request to leave off; of a short timeout, a quarter."""

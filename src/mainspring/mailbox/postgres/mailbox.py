@@ -5,28 +5,33 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import anyio
 
 from mainspring.errors import ConfigError, InvalidParameterError
 from mainspring.mailbox.backend import TRANSIENT, Backend, Capabilities
 from mainspring.mailbox.codec import headers_of
-from mainspring.mailbox.limits import SILENCE, check_column, check_silence, size_of
+from mainspring.mailbox.limits import SILENCE, check_column, check_silence, full, is_name, size_of
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import ACK, Ack, Cancelled, CancelOutcome, Dead, Return
 from mainspring.mailbox.open import reads_query
 from mainspring.mailbox.postgres import commands as do
 from mainspring.mailbox.postgres import schema as schemas
 from mainspring.mailbox.postgres import values
-from mainspring.mailbox.postgres.arrays import Shorts, numbers
 from mainspring.mailbox.postgres.batches import Lanes
-from mainspring.mailbox.postgres.calls import NoSuchTargetError
+from mainspring.mailbox.postgres.commands import NoSuchTargetError
 from mainspring.mailbox.postgres.connection import Pool
-from mainspring.mailbox.postgres.dead_letters import DeadLetters, known
-from mainspring.mailbox.postgres.enqueue import driver_connection, is_async, put_by_thread, put_into, steps_into
 from mainspring.mailbox.postgres.pool import Hub
-from mainspring.mailbox.postgres.transactions import Transactions, put_within
+from mainspring.mailbox.postgres.transactions import (
+    Transactions,
+    driver_connection,
+    is_async,
+    put_by_thread,
+    put_into,
+    put_within,
+    steps_into,
+)
 from mainspring.mailbox.postgres.url import (
     SCHEMA,
     address_of,
@@ -37,16 +42,17 @@ from mainspring.mailbox.postgres.url import (
     local_name,
     options_of,
 )
+from mainspring.mailbox.postgres.values import Shorts, dead_row, numbers, portions, texts
 from mainspring.mailbox.sync import Errand
 from mainspring.validation import is_number, is_whole
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     import psycopg
 
     from mainspring.mailbox.backend import MailboxStatistics
-    from mainspring.mailbox.message import Counts, Delivery, Envelope, Message, Settlement
+    from mainspring.mailbox.message import Counts, Dead, Delivery, Envelope, Message, Settlement
     from mainspring.runtime.scope import DaemonScope
 
 T = TypeVar("T")
@@ -455,3 +461,70 @@ def _lease(delivery: Delivery) -> int:
     if lease is None:
         raise values.expired(delivery)
     return lease
+
+
+AT_ONCE: Final = 1_000
+"""Dead letters of one call at most, where it is to be done to all: however many there are, each call ends in time."""
+
+
+class DeadLetters:
+    """The dead letters of the mailbox with that number; see :class:`MailboxHooks` for what is done to them."""
+
+    def __init__(self, hub: Hub, number: int, capacity: int | None) -> None:
+        self._hub = hub
+        self._number = number
+        self._capacity = capacity
+
+    async def page(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+        """The oldest ones behind the one with id ``after``."""
+        behind = None if after is None else known([after])[0]
+        rows = await self._hub.rows("dead_letters", self._number, min(limit, 2**31 - 1), behind, None)
+        return [dead_row(row) for row in rows]
+
+    async def find(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
+        """Those with these ids."""
+        named = texts(known(message_ids))
+        rows = await self._hub.rows("dead_letters", self._number, len(message_ids), None, named)
+        return [dead_row(row) for row in rows]
+
+    async def replay(self, message_ids: list[str] | None) -> int:
+        """Send those of the ids again, or (None) all; how many that were. Where they have to find room, in one step."""
+        if message_ids is None and self._capacity is None:
+            return await self._do_to_all(self._replay)
+        return await self._replay(message_ids)
+
+    async def discard(self, message_ids: list[str] | None) -> int:
+        """Forget those of the ids, or (None) all; how many that were."""
+        return await self._do_to_all(self._discard) if message_ids is None else await self._discard(message_ids)
+
+    async def _replay(self, message_ids: list[str] | None) -> int:
+        named = None if message_ids is None else texts(known(message_ids))
+        number, waiting = (await self._hub.rows("replay", self._number, named, self._capacity))[0]
+        if waiting is not None and self._capacity is not None:
+            raise full(waiting, self._capacity, number)
+        self._hub.wake(self._number, number)
+        return int(number)
+
+    async def _discard(self, message_ids: list[str]) -> int:
+        return int(await self._hub.value("forget", self._number, texts(known(message_ids))))
+
+    async def _do_to_all(self, do: Callable[[list[str]], Awaitable[int]]) -> int:
+        """Do it to all that are dead by now, the oldest first; to how many it was done."""
+        hub, box = self._hub, self._number
+        await hub.rows("sweep_all", box)  # what has expired is dead, too
+        dead = f"{hub.schema}.dead WHERE mailbox = $1"
+        ((last,),) = await hub.ask(f"SELECT coalesce(max(place), 0) FROM {dead}", box)  # noqa: S608 - a checked name
+        some = (
+            f"SELECT place, id, octet_length(body) FROM {dead} AND place > $2 AND place <= $3 ORDER BY place LIMIT $4"  # noqa: S608
+        )
+        through = done = 0
+        while rows := await hub.ask(some, box, through, last, AT_ONCE):
+            for letters in portions(rows, lambda row: int(row[2])):
+                done += await do([name for _, name, _ in letters])
+            through = rows[-1][0]
+        return done
+
+
+def known(message_ids: list[str]) -> list[str]:
+    """Ids as the server takes them: what it cannot keep is the id of nothing."""
+    return [message_id if is_name(message_id) else "" for message_id in message_ids]
