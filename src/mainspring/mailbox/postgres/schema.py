@@ -201,7 +201,6 @@ class Upkeep:
         self._not_before = 0.0
         self._stale_at = 0.0
         self._in_vain = 0
-        self.vacuums = 0
 
     async def run(self) -> None:
         """Until cancelled. Does nothing while the mailboxes of this process are idle."""
@@ -237,7 +236,6 @@ class Upkeep:
         began = anyio.current_time()
         for table in tables:
             await self._rows(f"VACUUM (SKIP_LOCKED, INDEX_CLEANUP ON, TRUNCATE OFF) {self._schema}.{table}")
-        self.vacuums += 1
         ended = anyio.current_time()
         self._not_before = ended + PAUSE * (ended - began)
         left = await self._dead_rows()
