@@ -872,6 +872,7 @@ def test_a_signal_handler_may_stop_it_wherever_it_interrupts_a_stop(make):
     interrupt_each_line((threads, threading, TRIOS_WAY_IN), prepare, lambda: thread.stop(), stop, check, least=20)
 
 
+@pytest.mark.slow
 def test_a_signal_handler_that_stops_what_is_being_started_waits_no_longer_than_its_timeout(make):
     def prepare():
         nonlocal thread

@@ -187,6 +187,7 @@ async def test_what_is_held_here_and_comes_as_if_for_the_first_time_is_not_hande
             await late.acknowledge()
 
 
+@pytest.mark.slow
 async def test_what_comes_twice_in_one_pull_is_one_delivery(here):
     """Back, as its lease has ended, and by that fault of 2.9 as if for the first time, too."""
     async with here.box() as dead, here.box() as box:

@@ -233,6 +233,7 @@ async def test_what_is_past_its_time_waits_for_room_among_the_dead(here):
         assert [letter.body for letter in await box.dead_letters()] == ["b"]
 
 
+@pytest.mark.slow
 async def test_a_due_message_waits_for_room_in_the_queue(here):
     async with here.box() as box:
         await here.server.limit(here.names().queue, max_msgs=1)

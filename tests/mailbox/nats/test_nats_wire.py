@@ -216,6 +216,7 @@ async def test_a_refused_connection_is_told_at_once(anyio_backend):
     assert str(refused.value).endswith("; start the server, or correct the host and the port of the URL")
 
 
+@pytest.mark.slow
 async def test_a_server_that_does_not_answer_leaves_time_for_the_next(nats_url, anyio_backend, monkeypatch):
     monkeypatch.setattr("nats.aio.client.shuffle", lambda pool: None)
     async with listening() as silent, place(nats_url) as here:

@@ -637,6 +637,7 @@ async def test_statistics_tell_what_waits_and_what_is_out(place, capacity):
     assert mailbox.statistics() == MailboxStatistics()
 
 
+@pytest.mark.slow
 async def test_statistics_tell_whether_the_server_can_be_reached(place):
     async with gate(place.url) as (url, way), place.mailbox(url=url, timeout=1, listen=False) as mailbox:
         await mailbox.send("x")

@@ -73,6 +73,7 @@ async def test_a_message_exists_if_and_when_the_senders_transaction_commits(plac
     assert (counts.delayed, counts.pending, counts.in_flight) == (0, 0, 3)
 
 
+@pytest.mark.slow
 async def test_the_commit_wakes_receivers(place):
     async with place.mailbox(poll_interval=30) as mailbox, await place.connect() as connection:
         await until(lambda: not mailbox.statistics().polling)
