@@ -7,6 +7,7 @@ Fixtures of modules and sessions do not count: whichever test comes first pays f
 
 The setting ``own_time_limit`` is the limit, in seconds; by default there is none, ``make test`` sets one. A run that begins on
 a busy machine has none either: one whose load average is above ``own_time_load``, by default the number of its processors.
+``@pytest.mark.own_time(seconds)`` is the limit of one test that is worth more.
 """
 
 from __future__ import annotations
@@ -93,10 +94,12 @@ class OwnTime:
         reading = Reading.now().since(self._began)
         own = reading.own - self._shared
         item.user_properties.append((PROPERTY, [own, reading.passed, reading.busy]))
-        if self._limit and own > self._limit:
+        mark = item.get_closest_marker("own_time")
+        limit = mark.args[0] if mark else self._limit
+        if self._limit and own > limit:
             pytest.fail(
                 f"took {own:.2f} s by itself ({reading.passed:.2f} s passed, {reading.busy:.2f} s of processor time); the"
-                f" quick run allows {self._limit} s: have it take less, in virtual time if it waits, or mark it slow",
+                f" quick run allows {limit} s: have it take less, in virtual time if it waits, or mark it slow",
                 pytrace=False,
             )
 
@@ -110,6 +113,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Measure, with a limit in a quick run on a machine that is not busy."""
+    config.addinivalue_line("markers", "own_time(seconds): the limit of this test in the quick run")
     busy = os.getloadavg()[0] > float(config.getini("own_time_load"))
     limit = 0.0 if busy or is_full(config) else float(config.getini("own_time_limit"))
     config.pluginmanager.register(OwnTime(limit), "own time")

@@ -88,12 +88,13 @@ def test_what_is_chosen(suite: pytest.Pytester, arguments: tuple[str, ...], chos
 
 @pytest.mark.parametrize("processes", [(), ("-n", "1")], ids=["one process", "xdist"])
 def test_a_quick_test_above_the_limit_fails_and_is_listed(suite: pytest.Pytester, processes: tuple[str, ...]) -> None:
-    suite.makepyfile(test_it="def test_a(shared): ...\ndef test_b(own): ...\ndef test_c(): ...\n")
+    more = "import pytest\n@pytest.mark.own_time(9)\ndef test_d(own): ...\n"
+    suite.makepyfile(test_it="def test_a(shared): ...\ndef test_b(own): ...\ndef test_c(): ...\n", test_more=more)
     suite.makeini("[pytest]\nown_time_limit = 0.3\nown_time_load = 1000\n")
     done = run(suite, *processes)
-    done.assert_outcomes(passed=2, failed=1)
+    done.assert_outcomes(passed=3, failed=1)
     done.stdout.fnmatch_lines(["took 0.* s by itself (*; the quick run allows 0.3 s: *"])
     listed = [line.split()[-1] for line in done.outlines if line.startswith(" ") and "test_it.py::" in line]
     assert listed == ["test_it.py::test_b"]
-    run(suite, "--full", *processes).assert_outcomes(passed=3)
-    run(suite, "-o", "own_time_load=-1", *processes).assert_outcomes(passed=3)
+    run(suite, "--full", *processes).assert_outcomes(passed=4)
+    run(suite, "-o", "own_time_load=-1", *processes).assert_outcomes(passed=4)

@@ -450,6 +450,7 @@ async def test_the_contract_holds_in_a_cluster(cluster, anyio_backend):
         assert not report.lacking
 
 
+@pytest.mark.slow
 async def test_a_slot_that_moves_is_followed(cluster, anyio_backend):
     """The mailbox's slot goes to another node, as in a resharding; a waiting receive and a sender go along."""
     name = f"moving-{uuid4().hex}"  # one for each event loop: they share the cluster

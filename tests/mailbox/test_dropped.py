@@ -54,6 +54,7 @@ async def test_what_is_sent_into_a_dropped_mailbox_is_refused(make: Any, anyio_b
         assert [message.body for message in await mailbox.receive(max_messages=9)] == ["after"]
 
 
+@pytest.mark.slow
 async def test_a_receive_that_waits_and_a_loop_hear_of_it(make: Any, anyio_backend: Any) -> None:
     async def handle(job: str) -> None:
         raise AssertionError(job)

@@ -102,6 +102,7 @@ async def test_a_cancellation_that_arises_in_a_handler_is_a_failed_attempt(kind,
         assert loop.outcomes == {"dead_lettered": 1}
 
 
+@pytest.mark.slow
 async def test_at_its_timeout_the_process_is_killed_and_the_attempt_has_failed(tmp_path):
     box, path, pool = InMemoryMailbox(), tmp_path / "pid", OffloadPool("process", workers=1)
     loop = MainLoop(box, offload_work.hang, offload=pool, handler_timeout=1, dead_letter=ONCE)

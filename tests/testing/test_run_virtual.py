@@ -352,6 +352,7 @@ def test_a_hold_that_nothing_ends_is_noticed() -> None:
         run_virtual(main)
 
 
+@pytest.mark.slow
 def test_waiting_for_real_io_is_no_deadlock() -> None:
     async def main() -> bytes:
         ours, theirs = os.pipe()

@@ -120,6 +120,7 @@ async def test_a_cancellation_that_a_handler_swallows_ends_nothing(mailbox, swal
     assert loop.outcomes == {"acknowledged" if swallow else "dead_lettered": 10}
 
 
+@pytest.mark.own_time(2)  # a lease ends
 @pytest.mark.parametrize("messages", [1, 4])
 async def test_a_settlement_that_is_cut_off_is_told_and_the_loop_goes_on(mailbox, messages):
     """It may have been written or not: the message comes again when its lease ends."""

@@ -140,6 +140,7 @@ async def test_what_there_is_no_room_to_give_back_comes_again_where_it_is(anyio_
         assert (counts.dead, counts.delayed, counts.pending) == (1, 0, 0)
 
 
+@pytest.mark.slow
 async def test_an_ended_lease_with_a_full_server_is_another_ones_delivery(anyio_backend, tmp_path):
     async with (
         small_server(tmp_path) as server,
@@ -215,6 +216,7 @@ async def test_a_death_without_room_leaves_its_holder_after_ten_seconds(here, mo
         assert [letter.error for letter in await box.dead_letters()] == ["second"]
 
 
+@pytest.mark.slow
 async def test_what_is_past_its_time_waits_for_room_among_the_dead(here):
     names = here.names()
     naks = await here.server.connection.subscribe(f"{ACK}{names.queue}.>")

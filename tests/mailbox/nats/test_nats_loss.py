@@ -26,6 +26,7 @@ async def restart(server):
     await anyio.to_thread.run_sync(server.start)
 
 
+@pytest.mark.slow
 async def test_requests_go_on_with_a_server_that_has_lost_its_data(anyio_backend):
     with NatsServer() as server:
         options = {"name": "jobs", "storage": "memory", "timeout": 2.0}

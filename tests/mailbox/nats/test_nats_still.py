@@ -82,6 +82,7 @@ async def test_while_a_server_stands_still_every_call_ends_and_then_it_goes_on(a
             assert counts.pending + counts.in_flight + counts.delayed + counts.settled + counts.dead >= 9
 
 
+@pytest.mark.slow
 async def test_one_that_stands_still_with_much_on_its_way_is_given_up_for_another(anyio_backend):
     with NatsServer() as one, NatsServer() as another:
         servers = {NatsLine(server.url): server for server in (one, another)}
@@ -184,6 +185,7 @@ async def say_to(line, send, says):
     line.say(says)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("says", "why"),
     [
@@ -211,6 +213,7 @@ async def test_the_call_that_is_out_is_told_why_and_the_connection_made_anew(say
         assert line.made == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "login",
     [
@@ -251,6 +254,7 @@ async def test_who_may_not_hear_the_answers_is_told_so_whenever_the_server_says_
         assert await until_it_works(box.counts) == Counts()
 
 
+@pytest.mark.slow
 async def test_opening_has_one_end_and_not_one_for_each_of_its_calls(here):
     line = await here.line()
     line.lag = 0.2

@@ -104,6 +104,7 @@ def certificate(tmp_path_factory):
     return cert, key
 
 
+@pytest.mark.slow
 async def test_tls_is_insisted_on_when_the_server_comes_back(certificate, anyio_backend, monkeypatch):
     cert, key = certificate
     options = ("--tls", "--tlscert", cert, "--tlskey", key)
@@ -351,6 +352,7 @@ async def lost(box, body):
         await box.send(body)
 
 
+@pytest.mark.slow
 async def test_a_close_does_not_wait_for_one_who_takes_nothing(nats_url, anyio_backend, monkeypatch):
     """What is still to be written stands in the way of the driver's own close: it is dropped, and its tasks end."""
     monkeypatch.setattr(nats_connection, "CLOSE_TIMEOUT", 0.4)

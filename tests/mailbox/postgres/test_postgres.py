@@ -51,6 +51,7 @@ async def test_many_that_open_at_once_make_one_schema(place):
     assert place.execute("SELECT version FROM SCHEMA.store") == [(schemas.SCHEMA_VERSION,)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["lock_timeout", "statement_timeout"])
 async def test_the_wait_for_another_that_migrates_has_the_end_of_opening_alone(place, setting):
     async with await place.connect() as other, anyio.create_task_group() as tasks:
@@ -341,6 +342,7 @@ async def test_a_handle_of_another_kind_is_refused_among_those_acknowledged_toge
         assert (counts.settled, counts.pending) == (2, 1)
 
 
+@pytest.mark.slow
 async def test_every_call_has_an_end(place):
     # The first makes the schema, in its own time.
     async with place.mailbox(), place.mailbox(timeout=0.5) as mailbox, await place.connect() as connection:
@@ -552,6 +554,7 @@ async def test_however_many_calls_wait_few_connections_are_opened(place, what, m
         assert way.opened <= most
 
 
+@pytest.mark.slow
 async def test_a_call_that_waits_for_its_turn_ends_in_the_time_of_one(place):
     async with place.mailbox(timeout=2.0, capacity=9, listen=False) as mailbox:
         async with await place.connect() as blocker, blocker.transaction():

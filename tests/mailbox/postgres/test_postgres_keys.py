@@ -203,6 +203,7 @@ async def test_a_key_that_is_held_up_fails_in_time_in_a_transaction_too_which_go
         assert [message.body for message in await mailbox.receive(max_messages=9)] == ["before", "after"]
 
 
+@pytest.mark.slow
 async def test_keys_that_deadlock_in_the_senders_own_transactions_are_told_as_what_may_be_tried_again(place):
     async with place.mailbox() as mailbox, await place.connect() as one, await place.connect() as two:
         await mailbox.send(1, dedup_key="a", connection=one)

@@ -40,6 +40,7 @@ async def _is_told_within(seconds, call):
     assert watch.seconds < seconds + SLACK
 
 
+@pytest.mark.slow
 async def test_opening_ends_in_time(mute):
     # The driver's own end of connecting is far off: on a busy machine the usual 2 s may be over when either is looked at.
     mailbox = PostgresMailbox(f"postgresql://ann@127.0.0.1:{mute}/app?connect_timeout=60", timeout=0.5)

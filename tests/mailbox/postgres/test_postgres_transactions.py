@@ -383,6 +383,7 @@ async def test_more_transactions_than_connections_take_turns(place, mailbox):
     assert (await mailbox.counts()).settled == 25
 
 
+@pytest.mark.slow
 async def test_in_a_loop_effects_happen_once_however_often_it_is_tried(place, mailbox):
     tried = []
 

@@ -35,6 +35,7 @@ async def test_another_process_is_notified(place):
         await sender.send("x")
 
 
+@pytest.mark.slow
 async def test_a_delay_that_another_process_sets_is_waited_for(place):
     async with two_processes(place) as (receiver, sender), receiving(receiver):
         await quiet(receiver)

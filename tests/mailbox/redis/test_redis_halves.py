@@ -217,6 +217,7 @@ async def test_a_key_of_another_program_is_refused_at_opening(user, key):
         await user.mailbox().__aenter__()
 
 
+@pytest.mark.slow
 async def test_where_a_key_is_of_another_type_operations_fail_whole(user):
     """What is accepted is stored, what is refused is not, and the rest is as it was."""
     await each(user.here, KEYS, play_with_another_type)
@@ -336,6 +337,7 @@ async def test_one_process_of_a_fleet_looks_at_a_time(user):
         assert (await one.counts()).pending == 1_000
 
 
+@pytest.mark.slow
 async def test_large_messages_are_gone_through_one_by_one(user):
     """A step copies what it looks at: the server would stand still for all of them."""
     here = user.here

@@ -56,6 +56,7 @@ async def test_a_server_that_is_not_what_the_url_says(where, scheme, path, says)
             await act()
 
 
+@pytest.mark.slow
 @pytest.mark.loops("asyncio")
 async def test_a_server_that_speaks_no_tls(where, anyio_backend):
     """It is asked in plain text after a second in which it has not answered."""
