@@ -436,12 +436,12 @@ class Mailbox(Generic[T, R]):
             and expires_in is None
             and at is None
         ):
-            return Envelope(self.new_id(), self._encode(codec, body))
+            return Envelope(self._ids.next(), codec.encode(body) if self.serializes else self._encode(codec, body))
         wait, expiry = delay_of(delay, at), as_seconds(expires_in)
         check_send(wait, dedup_key, priority, headers, expiry)
         address, given = reply_address(reply_to), dict(headers) if headers else {}
         payload = self._encode(codec, body)
-        return Envelope(self.new_id(), payload, float(wait), address, dedup_key, priority, given, expiry)
+        return Envelope(self._ids.next(), payload, float(wait), address, dedup_key, priority, given, expiry)
 
     # ----------------------------------------------------------------------------------------------------- requesting
 

@@ -125,7 +125,7 @@ class Delivery:
         now: float,
         message: Message[Any, Any],
     ) -> None:
-        leased_at = message.leased_at
+        leased_at = message.delivery.leased_at
         self.renewed_at = now if leased_at is None else leased_at
         self.trusted_until = self.renewed_at + lease_seconds
         self.name = name
@@ -396,11 +396,12 @@ class HandlerRuns:
     def _prepare(self, delivery: Delivery, now: float) -> tuple[Any, Deadline | None] | Decision:
         """What the handler is to be called with, and its message's deadline; or what the message's end is without a call."""
         message = delivery.message
+        claimed = message.delivery
         if (
             delivery.lost or now >= delivery.trusted_until
         ):  # this process stood still meanwhile (SIGSTOP, a suspended machine)
             return delivery.fate
-        given_up = before_start(message.attempt, self._settings.dead_letter, message._history_until)  # noqa: SLF001 - this package's own
+        given_up = before_start(claimed.attempt, self._settings.dead_letter, message._history_until)  # noqa: SLF001 - this package's own
         if given_up is not None:
             return given_up
         if self._dispatcher.wants(MessageStarted):
@@ -408,7 +409,7 @@ class HandlerRuns:
                 MessageStarted(self._name, message.id, message.receipt_handle, message.delivery_count, message.attempt)
             )
         body = message.body
-        due = deadline_of(message.headers) if message.headers else None
+        due = deadline_of(claimed.headers) if claimed.headers else None
         return after_deadline(delivery.too_late(due)) if due is not None and due.passed else (body, due)
 
     async def _wrapped(self, message: Message[Any, Any], args: tuple[Any, ...]) -> Any:
@@ -444,7 +445,7 @@ class HandlerRuns:
         if result is not None:
             ran(result, self._called, TaskExitError)
         message = delivery.message
-        if message.reply_to is None or (message.is_settled and not is_unanswered(message.settlement)):
+        if message.delivery.reply_to is None or (message.is_settled and not is_unanswered(message.settlement)):
             return DONE
         return Decision(Outcome.ACKNOWLEDGED, Ack(self._mailbox.reply_to(message, result)))
 

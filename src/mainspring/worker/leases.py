@@ -80,9 +80,11 @@ class LeaseKeeper:
         if self._failures:
             self._answers()
         until_due = self._period if self._policy.renew != "never" else self._visibility
+        oldest = math.inf
         for delivery in deliveries:
             delivery.renew_at = delivery.renewed_at + until_due
-        self._timer.wake_by(min(delivery.renewed_at for delivery in deliveries) + self._first)
+            oldest = min(oldest, delivery.renewed_at)
+        self._timer.wake_by(oldest + self._first)
 
     def revoke(self, message_ids: Collection[str]) -> None:
         """Messages were cancelled by their ids: the handlers of those that are here end, as their leases have."""

@@ -209,10 +209,6 @@ class Slots:
         self._freed = anyio.Event()
         self._full = False
 
-    def take(self, deliveries: Collection[Delivery]) -> None:
-        """These have come."""
-        self.deliveries.update(dict.fromkeys(deliveries))
-
     @property
     def free(self) -> int:
         """How many neither a message nor a claim has; at most as many as one claim may ask for."""

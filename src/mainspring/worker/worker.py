@@ -282,8 +282,8 @@ class Worker:
         if not messages:
             return
         made = partial(Delivery, self.name, self._clock, self._heartbeat, self.shutting_down, self._visibility, now)
-        deliveries = [made(message) for message in messages]
-        self._slots.take(deliveries)
+        deliveries = list(map(made, messages))
+        self._slots.deliveries.update(dict.fromkeys(deliveries))
         self._lease.track(deliveries)
         self._backlog.extend(deliveries)
         if self.admission.open and not self._waking:

@@ -15,7 +15,7 @@ from mainspring import (
     ReceiptHandleExpiredError,
     SerializationError,
 )
-from mainspring.mailbox.message import CancelOutcome, Counts
+from mainspring.mailbox.message import CancelOutcome, Counts, Envelope
 from mainspring.mailbox.redis.mailbox import RedisMailbox
 from redis_support import CALLS, line_to, place, soon, used_memory
 from scripted_redis import Scripted, Sentinel, hello
@@ -54,9 +54,8 @@ def own(own_server):
 async def test_a_message_with_the_id_of_another_ends_that_and_is_whole(here, where, anyio_backend):
     """Whatever befalls the earlier one from then on is nothing to the later one; the counts add up."""
     async with here.mailbox() as mailbox:
-        mailbox.new_id = lambda: "same"
         delay = 600.0 if where == "delayed" else 0.0
-        await mailbox.send("old", delay=delay, dedup_key="old", expires_in=3_600)
+        await mailbox.backend.send([Envelope("same", b'"old"', delay=delay, dedup_key="old", expires_in=3_600)])
         if where in {"in flight", "returned", "dead"}:
             (held,) = await mailbox.receive()
         if where == "returned":
@@ -64,12 +63,11 @@ async def test_a_message_with_the_id_of_another_ends_that_and_is_whole(here, whe
             await held.nack()
         elif where == "dead":
             await held.dead_letter("no")
-        assert await mailbox.send("new", dedup_key="new") == "same"
+        assert await mailbox.backend.send([Envelope("same", b'"new"', dedup_key="new")]) == ["same"]
         assert await mailbox.counts() == Counts(pending=1, settled=1)
         if where == "in flight":
             with pytest.raises(ReceiptHandleExpiredError):
                 await held.acknowledge()
-        mailbox.new_id = lambda: "other"
         assert await mailbox.send("new", dedup_key="new") == "same", "it has lost its key"
         (message,) = await mailbox.receive(max_messages=9)
         assert (message.body, message.delivery_count, message.checkpoint) == ("new", 1, None)

@@ -377,19 +377,15 @@ class Bell:
         receiver = self._receiver
         self.waiting += 1
         try:
-            if until == math.inf:
-                await _token(receiver)
-            else:
-                with anyio.CancelScope(deadline=until):
-                    await _token(receiver)
+            with suppress(anyio.EndOfStream, anyio.ClosedResourceError):  # ring_all
+                if until == math.inf:
+                    await receiver.receive()
+                else:
+                    with anyio.CancelScope(deadline=until):
+                        await receiver.receive()
         finally:
             self.waiting -= 1
             self._rung = False
-
-
-async def _token(receiver: MemoryObjectReceiveStream[None]) -> None:
-    with suppress(anyio.EndOfStream, anyio.ClosedResourceError):  # ring_all
-        await receiver.receive()
 
 
 def _close_streams(streams: list[Any]) -> None:
@@ -434,14 +430,18 @@ class MemoryStore:
 
     def put(self, envelopes: list[Envelope]) -> list[str]:
         """Store messages, all or none."""
-        now, wall = self.clock(), self.queue.wall()
+        queue = self.queue
+        now, wall = self.clock(), queue.wall()
         entries = []
         for e in envelopes:
             ends = math.inf if e.expires_in is None else now + e.expires_in
             entry = Entry(e.message_id, e.body, wall, e.reply_to, e.headers, e.priority, e.dedup_key, ends)
             entries.append((entry, e.delay))
-        ids = self.queue.put_all(entries, now)
-        self.changed()
+        ids = queue.put_all(entries, now) if len(entries) > 1 else [queue.put(entry, now, e.delay)]
+        if queue.pending and self.bell.waiting:
+            self.bell.ring()
+        if e.delay or e.expires_in is not None:
+            self.arm()
         return ids
 
     def changed(self) -> None:

@@ -112,21 +112,14 @@ class Lane:
 
     def take(self, most: int, into: list[Entry]) -> bool:
         """Move the first into ``into`` until that holds ``most``; whether the lane is empty now."""
-        room = most - len(into)
-        front = self.front
-        while front and room:
-            room -= self._keep(heappop(front)[1], into)
-        tail = self.tail
-        while tail and room:
-            room -= self._keep(tail.popleft(), into)
+        front, tail = self.front, self.tail
+        while (front or tail) and len(into) < most:
+            entry = heappop(front)[1] if front else tail.popleft()
+            if entry.place == PENDING:
+                into.append(entry)
+            else:
+                self.gone -= 1
         return not front and not tail
-
-    def _keep(self, entry: Entry, into: list[Entry]) -> int:
-        if entry.place != PENDING:
-            self.gone -= 1
-            return 0
-        into.append(entry)
-        return 1
 
     def first(self) -> Entry | None:
         """Return the entry that is next in turn, and drop the dead items before it."""
@@ -172,25 +165,20 @@ class Agenda:
     top or the dead outnumber the living, so that each message pays a constant for it and memory stays flat.
     """
 
-    __slots__ = ("_heap", "_serial", "_stale", "_sweep_at", "_weight", "in_flight", "waiting")
+    __slots__ = ("_serial", "_stale", "_sweep_at", "_weight", "heap", "in_flight", "waiting")
 
     def __init__(self) -> None:
         self.in_flight: dict[str, Entry] = {}
         self.waiting: dict[int, Entry] = {}
-        self._heap: list[tuple[float, int, list[str] | None]] = []
+        self.heap: list[tuple[float, int, list[str] | None]] = []
         self._serial = 0
         self._weight = 0  # keys in the heap
         self._stale = 0  # dead ones among them
         self._sweep_at = HEAP_SWEEP_FROM
 
-    @property
-    def earliest(self) -> float:
-        """No instant is due before this one (at which, maybe, nothing is any more)."""
-        return self._heap[0][0] if self._heap else math.inf
-
     def next_due(self) -> float:
         """The earliest instant at which something may be due, or infinity."""
-        heap = self._heap
+        heap = self.heap
         while heap:
             when, serial, receipts = heap[0]
             if serial in self.waiting if receipts is None else any(receipt in self.in_flight for receipt in receipts):
@@ -206,29 +194,33 @@ class Agenda:
         self._serial += 1
         entry.timer = self._serial
         self.waiting[self._serial] = entry
-        heappush(self._heap, (when, self._serial, None))
+        heappush(self.heap, (when, self._serial, None))
         self._weight += 1
 
     def drop_timer(self, entry: Entry) -> None:
         """``entry`` waits no more."""
         del self.waiting[entry.timer]
         entry.timer = 0
-        self._die()
+        self._stale += 1
+        if self._stale >= self._sweep_at:
+            self._sweep()
 
     def set_leases(self, receipts: list[str], until: float) -> None:
         """The leases under ``receipts`` last until ``until``; one that is extended needs no new item."""
         self._serial += 1
-        heappush(self._heap, (until, self._serial, receipts))
+        heappush(self.heap, (until, self._serial, receipts))
         self._weight += len(receipts)
 
     def end_lease(self, receipt: str) -> None:
         """The delivery under ``receipt`` has ended."""
         del self.in_flight[receipt]
-        self._die()
+        self._stale += 1
+        if self._stale >= self._sweep_at:
+            self._sweep()
 
     def due(self, now: float) -> Iterator[Entry]:
         """Take out, in order, the entries for which something is due at ``now``; each goes before the next comes."""
-        heap = self._heap
+        heap = self.heap
         while heap and heap[0][0] <= now:
             _, serial, receipts = heappop(heap)
             if receipts is None:
@@ -251,16 +243,11 @@ class Agenda:
                     del self.in_flight[receipt]
                     yield entry
 
-    def _die(self) -> None:
-        self._stale += 1
-        if self._stale >= self._sweep_at:
-            self._sweep()
-
     def _sweep(self) -> None:
         if self._stale * 2 >= self._weight:
             living: list[tuple[float, int, list[str] | None]] = []
             weight = 0
-            for when, serial, receipts in self._heap:
+            for when, serial, receipts in self.heap:
                 if receipts is None:
                     if serial in self.waiting:
                         living.append((when, serial, None))
@@ -269,7 +256,7 @@ class Agenda:
                     living.append((when, serial, held))
                     weight += len(held)
             heapify(living)
-            self._heap[:] = living
+            self.heap[:] = living
             self._weight = weight
             self._stale = 0
         self._sweep_at = max(HEAP_SWEEP_FROM, self._weight - self._stale)
@@ -278,7 +265,7 @@ class Agenda:
         """Forget everything."""
         self.in_flight.clear()
         self.waiting.clear()
-        self._heap.clear()
+        self.heap.clear()
         self._weight = self._stale = 0
 
 
@@ -299,6 +286,7 @@ class MemoryQueue:
             None  # made by the first cancellation: who never cancels pays nothing for it
         )
         self._agenda = Agenda()
+        self._heap = self._agenda.heap  # whose first instant is the earliest at which something is due
         self._in_flight = self._agenda.in_flight
         self._serial = 0
 
@@ -311,7 +299,7 @@ class MemoryQueue:
 
     def put(self, entry: Entry, now: float, delay: float) -> str:
         """Let ``entry`` wait, after ``delay`` seconds; its id, or that of an unfinished one with its ``dedup_key``."""
-        if self._agenda.earliest <= now:
+        if self._heap and self._heap[0][0] <= now:
             self.advance(now)
         if entry.dedup_key is not None or self.capacity is not None:
             found = self._keys.get(entry.dedup_key) if entry.dedup_key is not None else None
@@ -328,7 +316,7 @@ class MemoryQueue:
 
     def put_all(self, entries: Iterable[tuple[Entry, float]], now: float) -> list[str]:
         """:meth:`put` all of ``(entry, delay)``, or (where there is no room) none."""
-        if self._agenda.earliest <= now:
+        if self._heap and self._heap[0][0] <= now:
             self.advance(now)
         batch = list(entries)
         if self.capacity is not None and len(batch) > 1:
@@ -376,7 +364,7 @@ class MemoryQueue:
 
     def claim(self, most: int, now: float, visibility_timeout: float) -> list[Entry]:
         """Lease at most ``most`` pending messages, best first, until ``visibility_timeout`` seconds from ``now``."""
-        if self._agenda.earliest <= now:
+        if self._heap and self._heap[0][0] <= now:
             self.advance(now)
         if not self.pending:
             return []
@@ -389,10 +377,7 @@ class MemoryQueue:
             if len(taken) == most:
                 break
         self.pending -= len(taken)
-        self._lease(taken, now, now + visibility_timeout)
-        return taken
-
-    def _lease(self, taken: list[Entry], now: float, until: float) -> None:
+        until = now + visibility_timeout
         serial = self._serial
         wall = self.wall()
         in_flight = self._in_flight
@@ -412,6 +397,7 @@ class MemoryQueue:
             receipts.append(receipt)
         self._serial = serial
         self._agenda.set_leases(receipts, until)
+        return taken
 
     def leased(self, delivery: Delivery, now: float) -> Entry:
         """The entry of a delivery whose lease is held; raises :class:`ReceiptHandleExpiredError` for any other."""
@@ -426,7 +412,8 @@ class MemoryQueue:
     def acknowledge(self, delivery: Delivery, now: float) -> None:
         """Done: it leaves the queue."""
         entry = self.leased(delivery, now)
-        self._end_lease(entry)
+        entry.place = GONE
+        self._agenda.end_lease(entry.receipt_handle)
         if entry.dedup_key is not None:
             self._free_key(entry)
         if self._ids is not None:
@@ -495,7 +482,7 @@ class MemoryQueue:
     @property
     def earliest(self) -> float:
         """No instant is due before this one (at which, maybe, nothing is any more)."""
-        return self._agenda.earliest
+        return self._heap[0][0] if self._heap else math.inf
 
     def next_due(self) -> float:
         """The earliest instant at which something may be due, or infinity."""
