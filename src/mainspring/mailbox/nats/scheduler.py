@@ -14,7 +14,7 @@ from mainspring.mailbox.message import EXPIRED
 from mainspring.mailbox.nats.claims import LONGEST_PULL
 from mainspring.mailbox.nats.connection import Ask
 from mainspring.mailbox.nats.errors import GoneError
-from mainspring.mailbox.nats.leases import Arrival
+from mainspring.mailbox.nats.leases import Arrival, nak
 from mainspring.mailbox.nats.names import CONSUMER, nanoseconds
 from mainspring.mailbox.nats.records import token_of, tokens_of
 from mainspring.mailbox.nats.streams import Add, Added
@@ -25,13 +25,18 @@ if TYPE_CHECKING:
     from mainspring.mailbox.nats.names import Names
     from mainspring.mailbox.nats.pulls import Puller
     from mainspring.mailbox.nats.records import Record
-    from mainspring.mailbox.nats.streams import Store
+    from mainspring.mailbox.nats.streams import Store, Stored
 
 _BATCH = 256
 LEFT_BEHIND = 10.0
 """Seconds after which the older copy in the queue is taken for one that nobody will remove: longer than a call lasts."""
 _AGAIN = 0.25
 """Seconds until a message is looked at again whose older copy has not left the queue yet."""
+LOOK_AGAIN_MIN = 0.25
+"""Seconds until the scheduler looks again for an expired message that is in flight: as long as it has been expired, but not
+less than this."""
+LOOK_AGAIN_MAX = 30.0
+"""Seconds between two such looks at most."""
 
 
 def due_again(names: Names, token: str, record: Record, sequence: int) -> Add:
@@ -167,29 +172,52 @@ class Mover(Timed):
 
 
 class Expirer(Timed):
-    """Moves messages to the dead letters when they expire, unless somebody works on them."""
+    """Moves messages to the dead letters when they expire, unless a worker has them.
+
+    A note of an expiry stays until its message is settled or dead. While the message is in flight, or may be, the note comes
+    again: a message that is put back then (by a cancelled receive, by a nack that met the expiry) has no other reminder.
+    """
 
     def __init__(self, store: Store, claims: Claims) -> None:
         super().__init__(store, store.names.expiries)
         self._claims = claims
 
     async def _do(self, due: list[Arrival]) -> None:
-        for arrival in due:
-            await self._expire(arrival.record)
-        await self._store.remove_all(self._store.names.expiries, [arrival.sequence for arrival in due])
-
-    async def _expire(self, note: Record) -> None:
         store = self._store
         names = store.names
-        for stream, prefix in ((names.delayed, names.to_delayed), (names.queue, names.to_queue)):
-            for token in tokens_of(note.message_id):
-                there = await store.last(stream, prefix + token)
-                if there is None:
-                    continue
+        needed: set[int] = set()
+        for stream in (names.delayed, names.queue, names.delayed):  # a nack moves it from the second to the first
+            found = await self._expired_in(stream, due)
+            delivered = await store.delivered() if found and stream == names.queue else 0
+            for note, there in found:
                 record = there.record
-                if record.message_id != note.message_id or record.expires_at is None:
-                    continue
-                if stream == names.queue and there.sequence <= await store.delivered():
-                    return  # in flight, or it was: who gives it back, or would receive it, sees that it has expired
-                await self._claims.bury(stream, there.sequence, record, EXPIRED, record.expires_at)
-                break  # it may have been due just now, so that there is one in the queue as well
+                in_flight = there.sequence <= delivered  # or it was
+                if in_flight or not await self._claims.bury(
+                    stream, there.sequence, record, EXPIRED, record.expires_at or 0.0
+                ):
+                    needed.add(note.sequence)
+        now = self._wall()
+        again = [
+            Ask(note.reply, nak(min(LOOK_AGAIN_MAX, max(LOOK_AGAIN_MIN, now - (note.record.due or now)))))
+            for note in due
+            if note.sequence in needed
+        ]
+        await store.wire.ask_all(again)
+        await store.remove_all(names.expiries, [note.sequence for note in due if note.sequence not in needed])
+
+    async def _expired_in(self, stream: str, notes: list[Arrival]) -> list[tuple[Arrival, Stored]]:
+        """Return those of the messages that the notes name which are in ``stream``, each with its note."""
+        names = self._store.names
+        prefix = names.to_delayed if stream == names.delayed else names.to_queue
+        asked = [(note, prefix + token) for note in notes for token in tokens_of(note.record.message_id)]
+        found = []
+        stored = await self._store.last_all(stream, [subject for _, subject in asked])
+        for (note, _), there in zip(asked, stored, strict=True):
+            if isinstance(there, MailboxError):
+                raise there
+            if there is None:
+                continue
+            record = there.record
+            if record.message_id == note.record.message_id and record.expires_at is not None:
+                found.append((note, there))
+        return found
