@@ -20,7 +20,7 @@ from mainspring.mailbox.backend import MailboxStatistics
 from mainspring.mailbox.message import CancelOutcome, Counts
 from mainspring.mailbox.postgres import schema as schemas
 from mainspring.mailbox.postgres.mailbox import PostgresMailbox
-from mainspring.mailbox.postgres.pool import LOOK_BACK, View
+from mainspring.mailbox.postgres.pool import RESET_AFTER, Watermark
 from mainspring.mailbox.postgres.schema import worth_a_vacuum
 from mainspring.mailbox.postgres.values import Floats, Integers, Longs, Shorts, blobs, numbers, register, texts
 from postgres_support import Meter, gate, receiving, until, worker_role
@@ -143,7 +143,7 @@ async def test_an_upgrade_brings_the_functions_of_its_version(place):
     await place.mailbox().migrate_schema()
     place.execute("UPDATE SCHEMA.store SET version = 1")
     place.execute("DROP FUNCTION SCHEMA.sweep_from")
-    place.execute("DROP FUNCTION SCHEMA.try_keyed")
+    place.execute("DROP FUNCTION SCHEMA.try_send_dedup")
     place.execute("DROP FUNCTION SCHEMA.queue_age")
     with pytest.raises(ConfigError, match=f"has version 1, and this Mainspring needs {schemas.SCHEMA_VERSION}"):
         await place.mailbox(migrate=False).__aenter__()
@@ -364,24 +364,24 @@ async def test_a_cancelled_purge_is_left_off_by_the_server(place):
         assert (await mailbox.counts()).pending == 1
 
 
-# ------------------------------------------------------------------------------------------------- floors and upkeep
+# ------------------------------------------------------------------------------------------------- watermark and maintenance
 
 
 def test_a_claim_starts_at_the_floors():
-    view = View()
+    view = Watermark()
     assert view.start(100.0) == ([], [], None)
     view.claimed(0, 7)
     view.claimed(-1, 3)
     view.claimed(0, 5)
     view.swept(50.0, 999)
-    assert view.start(100.1) == ([0, -1], [7, 3], 50.0 - LOOK_BACK)
+    assert view.start(100.1) == ([0, -1], [7, 3], 50.0 - RESET_AFTER)
     view.returned(0, 2)
     view.returned(-1, 9)
     assert view.start(100.2)[:2] == ([0, -1], [2, 3])
-    assert view.start(100.0 + LOOK_BACK) == ([], [], None)
-    assert view.start(100.1 + LOOK_BACK) == ([], [], 50.0 - LOOK_BACK)
+    assert view.start(100.0 + RESET_AFTER) == ([], [], None)
+    assert view.start(100.1 + RESET_AFTER) == ([], [], 50.0 - RESET_AFTER)
     view.swept(49.0, 1_000)
-    assert view.start(100.2 + LOOK_BACK) == ([], [], 49.0)
+    assert view.start(100.2 + RESET_AFTER) == ([], [], 49.0)
 
 
 async def test_what_comes_behind_the_floors_is_found(place):
@@ -477,7 +477,7 @@ async def test_a_reply_whose_mailbox_is_dropped_meanwhile_is_tidied_away(place):
                 await owner.execute(f"SELECT {place.schema}.drop_mailbox(%s)", (place.number("~box"),))
         left = """SELECT 1 FROM SCHEMA.{0} t WHERE NOT EXISTS (SELECT FROM SCHEMA.mailboxes b WHERE b.id = t.mailbox)"""
         assert place.execute(left.format("messages"))
-        async with place.mailbox("later", application_name="another hub") as later:
+        async with place.mailbox("later", application_name="another pool") as later:
             for table in ("messages", "tallies"):
                 await busy_until(later, lambda table=table: not place.execute(left.format(table)))
         counts = [await each.counts() for each in (mailbox, kept)]

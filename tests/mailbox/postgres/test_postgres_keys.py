@@ -89,7 +89,7 @@ async def test_a_key_that_is_held_up_delays_and_fails_only_its_own_sends(place, 
 
 async def test_keys_that_hold_each_other_up_are_sent(place):
     """As each process has sent one of them, and not committed, when it comes to the other."""
-    async with place.mailbox() as one, place.mailbox(application_name="another hub") as two:
+    async with place.mailbox() as one, place.mailbox(application_name="another pool") as two:
 
         async def send(mailbox, keys):
             async with anyio.create_task_group() as tasks:

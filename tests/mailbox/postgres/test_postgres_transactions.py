@@ -513,7 +513,7 @@ async def test_a_cancelled_send_within_a_capacity_ends_at_once(place):
 
 async def test_a_cancelled_send_within_a_capacity_leaves_nothing_behind(place):
     async with place.mailbox(capacity=1, timeout=5) as mailbox, await place.connect() as connection:
-        await connection.execute(f"SELECT {place.schema}.room({place.number()})")
+        await connection.execute(f"SELECT {place.schema}.lock_capacity({place.number()})")
         with Stopwatch() as watch, anyio.move_on_after(0.2) as scope:
             await mailbox.send("never")
         assert scope.cancelled_caught

@@ -145,7 +145,7 @@ async def test_a_lost_listening_connection_comes_back(place):
         await until(lambda: not mailbox.statistics().polling)
         assert mailbox.statistics().reconnects == 1
         async with receiving(mailbox):
-            place.execute("SELECT SCHEMA.put(%s, ARRAY['by hand'], ARRAY['1'::bytea])", place.number())
+            place.execute("SELECT SCHEMA.send(%s, ARRAY['by hand'], ARRAY['1'::bytea])", place.number())
 
 
 @pytest.mark.slow

@@ -26,19 +26,19 @@ from mainspring.mailbox.postgres.values import (
     Shorts,
     blobs,
     expired,
-    finish_values,
-    give_back_values,
-    is_special,
+    has_options,
     lease_of,
     leases,
+    nack_values,
     numbers,
     portions,
-    put_all_keyed_values,
-    put_keyed_values,
-    put_special_values,
-    put_values,
     register,
-    size_of_end,
+    send_dedup_values,
+    send_dedup_within_values,
+    send_options_values,
+    send_values,
+    settle_values,
+    size_of_settlement,
     texts,
 )
 
@@ -48,18 +48,18 @@ if TYPE_CHECKING:
     from psycopg import AsyncConnection
 
     from mainspring.mailbox.message import Envelope, Return, Settlement
-    from mainspring.mailbox.postgres.pool import View
+    from mainspring.mailbox.postgres.pool import Watermark
 
 
-class Put(Command):
-    """Store all or none; results in the ids. ``held_up``: none is, as an open transaction has sent one of their keys."""
+class Send(Command):
+    """Store all or none; results in the ids. ``blocked``: none is, as an open transaction has sent one of their keys."""
 
-    __slots__ = ("envelopes", "held_up")
+    __slots__ = ("blocked", "envelopes")
 
     def __init__(self, envelopes: list[Envelope]) -> None:
         super().__init__()
         self.envelopes = envelopes
-        self.held_up = False
+        self.blocked = False
 
 
 class Claim(Command):
@@ -85,7 +85,7 @@ class Unclaim(Command):
         self.deliveries = deliveries
 
 
-class Look(Command):
+class Poll(Command):
     """Do what is due and see what could be claimed, for those who wait; results in (pending, seconds until more is due)."""
 
     __slots__ = ()
@@ -125,7 +125,7 @@ class AcknowledgeMany(Command):
         self.deliveries = deliveries
 
 
-class Finish(OfDelivery):
+class Settle(OfDelivery):
     """The message is done, with a reply, or dead. ``target`` is the number of the mailbox of its reply."""
 
     __slots__ = ("settlement", "target")
@@ -136,7 +136,7 @@ class Finish(OfDelivery):
         self.target = target
 
 
-class GiveBack(OfDelivery):
+class Nack(OfDelivery):
     """The message returns to the queue."""
 
     __slots__ = ("how",)
@@ -168,11 +168,11 @@ class SaveCheckpoint(OfDelivery):
 
 _PLACE = itemgetter(11, 12)
 
-HASTE = 0.01
-"""Seconds that a send waits for a transaction which has sent its key, before it makes way for the others of its batch."""
+LOCK_WAIT = 0.01
+"""Seconds that a send waits for a transaction which has sent its key, before it gives way for the others of its batch."""
 
 
-class Call(NamedTuple):
+class Statement(NamedTuple):
     """One statement of a batch: what is sent, and what takes its rows."""
 
     statement: str
@@ -180,15 +180,15 @@ class Call(NamedTuple):
     finish: Callable[[list[tuple[Any, ...]]], None]
 
 
-class Calls:
+class Batch:
     """The calls for one batch of commands of one mailbox.
 
-    After they were made: ``gained`` is how many messages became pending, by mailbox; ``unreadable`` holds deliveries whose
-    headers cannot be read; ``due_in`` in how many seconds something is due, where a claim asked; ``fresh`` whether senders
-    have only now been asked to tell.
+    After its statements were executed: ``became_pending`` is how many messages became pending, by mailbox; ``unreadable``
+    holds deliveries whose headers cannot be read; ``due_in`` is the seconds until something is due, where a claim asked;
+    ``newly_listening`` is True if senders notify only from now on.
 
-    :param haste: seconds that a send may wait for another transaction, which has sent its key; then all fails, or
-        (``apart``) that send alone is held up.
+    :param lock_wait: seconds that a send may wait for another transaction, which has sent its key; then all fails, or
+        (``apart``) that send alone is blocked.
     :param patience: the same, where it is in somebody's own transaction.
     """
 
@@ -196,27 +196,27 @@ class Calls:
         self,
         schema: str,
         box: int,
-        view: View,
+        watermark: Watermark,
         now: float,
         *,
-        haste: float = HASTE,
+        lock_wait: float = LOCK_WAIT,
         apart: bool = False,
         patience: float | None = None,
     ) -> None:
         self._schema = schema
         self.box = box
-        self._view = view
+        self._watermark = watermark
         self._now = now
-        self._haste = haste
+        self._lock_wait = lock_wait
         self._apart = apart
         self.patience = patience
-        self.calls: list[Call] = []
-        self.gained: dict[int, int] = {}
+        self.statements: list[Statement] = []
+        self.became_pending: dict[int, int] = {}
         self.unreadable: list[Delivery] = []
         self.due_in: float | None = None
-        self.fresh = False
+        self.newly_listening = False
 
-    def build(self, commands: Sequence[Command]) -> list[Call]:
+    def build(self, commands: Sequence[Command]) -> list[Statement]:
         """The calls, in their order."""
         kinds: dict[type, list[Any]] = {}
         for command in commands:
@@ -224,58 +224,58 @@ class Calls:
         for kind, add in _IN_ORDER:
             if kind in kinds:
                 add(self, kinds[kind])
-        return self.calls
+        return self.statements
 
     def _add(self, function: str, values: tuple[Any, ...], finish: Callable[[list[tuple[Any, ...]]], None]) -> None:
-        self.calls.append(call(self._schema, function, (self.box, *values), finish))
+        self.statements.append(call(self._schema, function, (self.box, *values), finish))
 
     def _gain(self, box: int, number: int) -> None:
-        self.gained[box] = self.gained.get(box, 0) + number
+        self.became_pending[box] = self.became_pending.get(box, 0) + number
 
     # --------------------------------------------------------------------------------------------------------- sending
 
-    def add_put(self, puts: list[Put]) -> None:
+    def add_send(self, sends: list[Send]) -> None:
         plain: list[Envelope] = []
-        special: list[Envelope] = []
-        keyed: list[tuple[Put, int, Envelope]] = []
-        for put in puts:
-            put.result = [envelope.message_id for envelope in put.envelopes]
-            some_special = False
-            for place, envelope in enumerate(put.envelopes):
+        with_options: list[Envelope] = []
+        dedup: list[tuple[Send, int, Envelope]] = []
+        for send in sends:
+            send.result = [envelope.message_id for envelope in send.envelopes]
+            some_options = False
+            for place, envelope in enumerate(send.envelopes):
                 if envelope.dedup_key is not None:
-                    keyed.append((put, place, envelope))
-                elif is_special(envelope):
-                    some_special = True
-            if len(put.envelopes) == 1 and put.envelopes[0].dedup_key is not None:
+                    dedup.append((send, place, envelope))
+                elif has_options(envelope):
+                    some_options = True
+            if len(send.envelopes) == 1 and send.envelopes[0].dedup_key is not None:
                 continue
-            into = special if some_special else plain
-            into += [envelope for envelope in put.envelopes if envelope.dedup_key is None]
-        self._put_keyed(keyed)
+            into = with_options if some_options else plain
+            into += [envelope for envelope in send.envelopes if envelope.dedup_key is None]
+        self._send_dedup(dedup)
         for some in portions(plain, size_of):
-            self._add("put", put_values(some), _nothing)
-        for some in portions(special, size_of):
-            self._add("put_special", put_special_values(some), _nothing)
-        ready = len(plain) + sum(not envelope.delay for envelope in special)
+            self._add("send", send_values(some), _nothing)
+        for some in portions(with_options, size_of):
+            self._add("send_with_options", send_options_values(some), _nothing)
+        ready = len(plain) + sum(not envelope.delay for envelope in with_options)
         self._gain(self.box, ready)
-        delays = [envelope.delay for envelope in special if envelope.delay]
+        delays = [envelope.delay for envelope in with_options if envelope.delay]
         if delays:
             self.due_in = min(delays)
 
-    def _put_keyed(self, keyed: list[tuple[Put, int, Envelope]]) -> None:
+    def _send_dedup(self, dedup: list[tuple[Send, int, Envelope]]) -> None:
         if self.patience is not None:
-            for one in keyed:
-                values = (*put_keyed_values(one[2]), self.patience)
-                self._add("put_keyed_within", values, partial(self._keyed_put, [one]))
+            for one in dedup:
+                values = (*send_dedup_within_values(one[2]), self.patience)
+                self._add("send_dedup_within", values, partial(self._dedup_sent, [one]))
             return
-        for some in portions(keyed, lambda one: size_of(one[2])):
-            values = (*put_all_keyed_values([envelope for _, _, envelope in some]), self._haste, self._apart)
-            self._add("put_all_keyed", values, partial(self._keyed_put, some))
+        for some in portions(dedup, lambda one: size_of(one[2])):
+            values = (*send_dedup_values([envelope for _, _, envelope in some]), self._lock_wait, self._apart)
+            self._add("send_many_dedup", values, partial(self._dedup_sent, some))
 
-    def _keyed_put(self, keyed: list[tuple[Put, int, Envelope]], rows: list[tuple[Any, ...]]) -> None:
-        for (put, place, envelope), (told,) in zip(keyed, rows, strict=True):
-            name = told.decode() if isinstance(told, bytes) else told  # on a sender's connection in SQL_ASCII
-            put.result[place] = name
-            put.held_up = name is None
+    def _dedup_sent(self, dedup: list[tuple[Send, int, Envelope]], rows: list[tuple[Any, ...]]) -> None:
+        for (send, place, envelope), (found,) in zip(dedup, rows, strict=True):
+            name = found.decode() if isinstance(found, bytes) else found  # on a sender's connection in SQL_ASCII
+            send.result[place] = name
+            send.blocked = name is None
             if name == envelope.message_id:
                 self._gain(self.box, int(not envelope.delay))
                 if envelope.delay:
@@ -288,7 +288,7 @@ class Calls:
         for claim in claims:
             alike.setdefault(claim.visibility, []).append(claim)
         for visibility, group in alike.items():
-            ranks, floors, since = self._view.start(self._now)
+            ranks, floors, since = self._watermark.start(self._now)
             want = sum(claim.limit for claim in group)
             waits = any(claim.waits for claim in group)
             known = (numbers(Shorts, ranks), numbers(Longs, floors))
@@ -296,12 +296,12 @@ class Calls:
 
     def _claimed(self, claims: list[Claim]) -> Callable[[list[tuple[Any, ...]]], None]:
         def finish(rows: list[tuple[Any, ...]]) -> None:
-            told = rows.pop()  # the row that is no message comes last
-            self._view.swept(told[5], told[2])
-            self._gain(self.box, told[2])
-            if told[6] is not None:
-                self.due_in = told[6]
-            self.fresh = self.fresh or bool(told[3])
+            summary = rows.pop()  # the row that is no message comes last
+            self._watermark.swept(summary[5], summary[2])
+            self._gain(self.box, summary[2])
+            if summary[6] is not None:
+                self.due_in = summary[6]
+            self.newly_listening = self.newly_listening or bool(summary[3])
             rows.sort(key=_PLACE)
             deliveries = self._deliveries(rows)
             start = 0
@@ -313,7 +313,7 @@ class Calls:
 
     def _deliveries(self, rows: list[tuple[Any, ...]]) -> list[Delivery]:
         for rank, pos in {row[11]: row[12] for row in rows}.items():  # the last of each rank, as they are in order
-            self._view.claimed(rank, pos)
+            self._watermark.claimed(rank, pos)
         deliveries = []
         rows.reverse()
         while rows:  # a row goes as its delivery comes: the garbage collector has less to look at
@@ -340,23 +340,23 @@ class Calls:
         return deliveries
 
     def add_unclaim(self, commands: list[Unclaim]) -> None:
-        self._add("unclaim", _given([one for command in commands for one in command.deliveries]), self._came_back)
+        self._add("unclaim", _given([one for command in commands for one in command.deliveries]), self._returned)
 
-    def _came_back(self, rows: list[tuple[Any, ...]]) -> None:
+    def _returned(self, rows: list[tuple[Any, ...]]) -> None:
         for rank, pos in rows:
-            self._view.returned(rank, pos)
+            self._watermark.returned(rank, pos)
         self._gain(self.box, len(rows))
 
-    def add_look(self, looks: list[Look]) -> None:
+    def add_poll(self, polls: list[Poll]) -> None:
         def finish(rows: list[tuple[Any, ...]]) -> None:
-            moved, pending, due_in, fresh, at = rows[0]
-            self._view.swept(at, moved)
-            self.fresh = self.fresh or fresh
-            for look in looks:
-                look.result = (pending, due_in)
+            moved, pending, due_in, newly_listening, at = rows[0]
+            self._watermark.swept(at, moved)
+            self.newly_listening = self.newly_listening or newly_listening
+            for poll in polls:
+                poll.result = (pending, due_in)
 
-        _, _, since = self._view.start(self._now)
-        self._add("look", (since,), finish)
+        _, _, since = self._watermark.start(self._now)
+        self._add("poll", (since,), finish)
 
     def add_count(self, counts: list[Count]) -> None:
         parts: list[int] = []
@@ -394,11 +394,11 @@ class Calls:
 
         self._add("acknowledge", _given([one for command in commands for one in command.deliveries]), finish)
 
-    def add_finish(self, commands: list[Finish]) -> None:
-        for some in portions(once_each(commands), size_of_end):
-            self._finish(some)
+    def add_settle(self, commands: list[Settle]) -> None:
+        for some in portions(once_each(commands), size_of_settlement):
+            self._settle(some)
 
-    def _finish(self, commands: list[Finish]) -> None:
+    def _settle(self, commands: list[Settle]) -> None:
         def finish(rows: list[tuple[Any, ...]]) -> None:
             refuse_all_but(rows, commands)
             for (number,) in rows:
@@ -408,19 +408,19 @@ class Calls:
                 if command.target is not None and command.error is None:
                     self._gain(command.target, 1)
 
-        self._add("finish", finish_values(commands), finish)
+        self._add("settle", settle_values(commands), finish)
 
-    def add_give_back(self, commands: list[GiveBack]) -> None:
+    def add_nack(self, commands: list[Nack]) -> None:
         commands = once_each(commands)
 
         def finish(rows: list[tuple[Any, ...]]) -> None:
             refuse_all_but(rows, commands)
-            self._came_back([(rank, pos) for _, rank, pos, pending in rows if pending])
+            self._returned([(rank, pos) for _, rank, pos, pending in rows if pending])
             delays = [command.how.delay for command in commands if command.how.delay and command.error is None]
             if delays:
                 self.due_in = min(delays)
 
-        self._add("give_back", (*leases(commands), *give_back_values([command.how for command in commands])), finish)
+        self._add("nack", (*leases(commands), *nack_values([command.how for command in commands])), finish)
 
     def add_extend(self, commands: list[Extend]) -> None:
         longest: dict[str, Extend] = {}
@@ -455,28 +455,30 @@ class NoSuchTargetError(MailboxConnectionError):
         )
 
 
-_IN_ORDER: tuple[tuple[type, Callable[[Calls, Any], None]], ...] = (
-    (Unclaim, Calls.add_unclaim),
-    (Acknowledge, Calls.add_acknowledge),
-    (AcknowledgeMany, Calls.add_acknowledge_many),
-    (Finish, Calls.add_finish),
-    (GiveBack, Calls.add_give_back),
-    (Extend, Calls.add_extend),
-    (SaveCheckpoint, Calls.add_save_checkpoint),
-    (Put, Calls.add_put),
-    (Claim, Calls.add_claim),
-    (Look, Calls.add_look),
-    (Count, Calls.add_count),
+_IN_ORDER: tuple[tuple[type, Callable[[Batch, Any], None]], ...] = (
+    (Unclaim, Batch.add_unclaim),
+    (Acknowledge, Batch.add_acknowledge),
+    (AcknowledgeMany, Batch.add_acknowledge_many),
+    (Settle, Batch.add_settle),
+    (Nack, Batch.add_nack),
+    (Extend, Batch.add_extend),
+    (SaveCheckpoint, Batch.add_save_checkpoint),
+    (Send, Batch.add_send),
+    (Claim, Batch.add_claim),
+    (Poll, Batch.add_poll),
+    (Count, Batch.add_count),
 )
 
 
-def call(schema: str, function: str, values: tuple[Any, ...], finish: Callable[[list[tuple[Any, ...]]], None]) -> Call:
+def call(
+    schema: str, function: str, values: tuple[Any, ...], finish: Callable[[list[tuple[Any, ...]]], None]
+) -> Statement:
     """The call of a function of the schema."""
     marks = ", ".join(f"${number}" for number in range(1, len(values) + 1))
-    return Call(f"SELECT * FROM {schema}.{function}({marks})", values, finish)  # noqa: S608 - a checked name
+    return Statement(f"SELECT * FROM {schema}.{function}({marks})", values, finish)  # noqa: S608 - a checked name
 
 
-async def make(connection: AsyncConnection[Any], one: Call) -> list[tuple[Any, ...]]:
+async def make(connection: AsyncConnection[Any], one: Statement) -> list[tuple[Any, ...]]:
     """Make one call on a connection, whatever its settings; its rows."""
     cursor = AsyncRawCursor(connection, row_factory=tuple_row)
     register(cursor.adapters)

@@ -27,16 +27,16 @@ from mainspring.runtime.resolver import resolve
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from mainspring.mailbox.postgres.commands import Call
+    from mainspring.mailbox.postgres.commands import Statement
 
-LEAVE_OFF = 3.0
+CANCEL_TIMEOUT = 3.0
 """Seconds in which the server must answer to the request to leave off; of a short timeout, a quarter."""
-KEPT = 4
+MAX_IDLE = 4
 """How many connections without work are kept open."""
 TRIES = 4
 """How often a batch is tried that the server broke off because of another transaction (a deadlock)."""
 WATCH = 0.2
-"""The part of the ``silence`` between two looks at what is out."""
+"""The part of the ``silence`` between two looks at what is in flight."""
 ANSWER = 0.4
 """The part of it that a server may take to answer a new connection."""
 _AGAIN = (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure)
@@ -80,7 +80,7 @@ class Connection(psycopg.AsyncConnection[Any]):
     """
 
     is_expendable = False
-    leave_off = LEAVE_OFF
+    cancel_timeout = CANCEL_TIMEOUT
 
     @classmethod
     async def _get_connection_params(cls, conninfo: str, **keywords: Any) -> dict[str, Any]:
@@ -95,16 +95,16 @@ class Connection(psycopg.AsyncConnection[Any]):
             if self.is_expendable:
                 self.pgconn.finish()
             elif self.pgconn.transaction_status == TransactionStatus.ACTIVE:
-                await self._leave_off(gen)
+                await self._cancel_query(gen)
             raise
 
-    async def _leave_off(self, gen: Any) -> None:
+    async def _cancel_query(self, gen: Any) -> None:
         """Have the server end what it does for this connection; where it does not say that it has, the connection is lost."""
         ended = False
-        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + self.leave_off):
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + self.cancel_timeout):
             try:
                 if capabilities.has_cancel_safe():
-                    await self.cancel_safe(timeout=self.leave_off)
+                    await self.cancel_safe(timeout=self.cancel_timeout)
                 else:  # which would be done in the event loop's default executor
                     await anyio.to_thread.run_sync(self.cancel, abandon_on_cancel=True, limiter=CapacityLimiter(1))
                 await wait_async(gen, self.pgconn.socket, interval=0.1)
@@ -147,7 +147,7 @@ async def _with_addresses(parameters: dict[str, Any]) -> dict[str, Any]:
     return {**parameters, **{key: ",".join(each) for key, each in zip(keys, zip(*found, strict=True), strict=False)}}
 
 
-class _Out:
+class _InFlight:
     """A batch on its way, also to a connection: since when, how to end the wait for it, and whether that was done."""
 
     __slots__ = ("connection", "lost", "scope", "since")
@@ -159,7 +159,7 @@ class _Out:
         self.lost = False
 
 
-class Pool:
+class ConnectionPool:
     """The connections of one process to one database, on one event loop. It has no tasks: a caller that needs one opens it.
 
     :param silence: see :meth:`watch`.
@@ -177,14 +177,14 @@ class Pool:
         self.timeout = timeout
         self.silence = silence
         self._on_silence = on_silence
-        self._out: set[_Out] = set()
-        self.leave_off = min(LEAVE_OFF, timeout / 4)
+        self._in_flight: set[_InFlight] = set()
+        self.cancel_timeout = min(CANCEL_TIMEOUT, timeout / 4)
         self.batches = 0
         self.connected = False
         self.reconnects = 0
         self._lost = False  # a connection, which has not been made anew yet
         self._keeps = False
-        self._welcome = False
+        self._was_connected = False
         self._idle: list[psycopg.AsyncConnection[Any]] = []
 
     async def connect(self) -> Connection:
@@ -202,18 +202,18 @@ class Pool:
             raise MailboxConnectionError(f"PostgreSQL did not answer within {self.timeout:g} s") from None
         except (psycopg.Error, OSError) as error:
             self.connected = False
-            remedy = None if self._welcome else _remedy(str(error))
+            remedy = None if self._was_connected else _remedy(str(error))
             if remedy is not None:
                 raise ConfigError(f"PostgreSQL refuses the connection: {one_line(error)}; {remedy}") from error
             raise _unreached(error) from error
         except BaseException as error:
             clear_frames(error.__traceback__)  # else what was half open stays so for as long as somebody has the error
             raise
-        connection.leave_off = self.leave_off
+        connection.cancel_timeout = self.cancel_timeout
         register(connection.adapters)
         self.reconnects += self._lost
         self._lost = False
-        self.connected = self._welcome = True
+        self.connected = self._was_connected = True
         return connection
 
     @asynccontextmanager
@@ -222,29 +222,29 @@ class Pool:
         connection = self._take() or await self.connect()
         try:
             yield connection
-        except HeldUpError:
-            await self._give_back(connection)
+        except BlockedError:
+            await self._put_back(connection)
             raise
         except BaseException as error:
             await self.drop(connection)
             if type(error) is MailboxConnectionError:
                 await self.lose()
             raise
-        await self._give_back(connection)
+        await self._put_back(connection)
 
-    async def _give_back(self, connection: psycopg.AsyncConnection[Any]) -> None:
+    async def _put_back(self, connection: psycopg.AsyncConnection[Any]) -> None:
         if connection.closed or connection.pgconn.transaction_status != TransactionStatus.IDLE:
             await self.drop(connection)
         else:
             self._keep(connection)
 
     async def run(
-        self, calls: Sequence[Call], timeout: float | None = None, turn: anyio.Semaphore | None = None
+        self, calls: Sequence[Statement], timeout: float | None = None, turn: anyio.Semaphore | None = None
     ) -> None:
         """Make the calls in one transaction and one round trip, and hand each its rows; with ``turn``, when that lets it.
 
         Raises :class:`MailboxConnectionError` where the server cannot be reached or does not answer in time (then the calls
-        may have taken effect), :class:`HeldUpError` where a lock_timeout strikes, :class:`ConfigError` where it lacks the
+        may have taken effect), :class:`BlockedError` where a lock_timeout strikes, :class:`ConfigError` where it lacks the
         schema or a right, and ``psycopg.Error`` for what is the fault of a value. What it raises otherwise than by a lost
         connection has had no effect. Cancelled, or out of time, it tells the server to leave off.
         """
@@ -252,12 +252,12 @@ class Pool:
         deadline = anyio.current_time() + patience
         for again in range(TRIES):
             scope = anyio.CancelScope(deadline=deadline)
-            out = _Out(scope)
-            self._out.add(out)
+            out = _InFlight(scope)
+            self._in_flight.add(out)
             try:
                 with scope:
                     async with turn or nullcontext(), self.connection() as connection:
-                        scope.deadline = deadline - self.leave_off
+                        scope.deadline = deadline - self.cancel_timeout
                         out.connection = connection
                         results = await _sent(connection, calls)
             except _ConflictError as error:
@@ -265,7 +265,7 @@ class Pool:
                     raise MailboxConnectionError(f"PostgreSQL gave up a transaction: {error}") from error
                 continue
             finally:
-                self._out.discard(out)
+                self._in_flight.discard(out)
             if scope.cancelled_caught:
                 await self.lose()
                 if out.lost:
@@ -287,12 +287,12 @@ class Pool:
         while True:
             await anyio.sleep(WATCH * self.silence)
             until = anyio.current_time() - WATCH * self.silence
-            if any(out.since <= until for out in self._out) and not await self.ask():
-                for out in self._out:
+            if any(out.since <= until for out in self._in_flight) and not await self.ask():
+                for out in self._in_flight:
                     if out.since <= until:
                         out.lost = True
                         if out.connection is not None:
-                            out.connection.is_expendable = True  # a server that is gone cannot be told to leave off
+                            out.connection.is_expendable = True  # a server that is gone cannot be asked to cancel
                         out.scope.cancel()
 
     async def ask(self) -> bool:
@@ -320,15 +320,15 @@ class Pool:
 
     async def close(self) -> None:
         """Close what idles, and from now on what comes back; see :meth:`keep_open`."""
-        self._keeps = self._welcome = self._lost = self.connected = False
+        self._keeps = self._was_connected = self._lost = self.connected = False
         await self._drop_idle()
 
-    def hasten(self) -> None:
+    def begin_close(self) -> None:
         """A mailbox closes: what is out and cancelled from now on has the server's answer within :data:`COURTESY` seconds, or
         loses its connection."""
-        for out in self._out:
+        for out in self._in_flight:
             if out.connection is not None:
-                out.connection.leave_off = min(out.connection.leave_off, COURTESY)
+                out.connection.cancel_timeout = min(out.connection.cancel_timeout, COURTESY)
 
     def keep_open(self) -> None:
         """Keep connections that come back, for the next who needs one."""
@@ -359,7 +359,7 @@ class Pool:
         return None
 
     def _keep(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        if self._keeps and len(self._idle) < KEPT:
+        if self._keeps and len(self._idle) < MAX_IDLE:
             self._idle.append(connection)
         else:
             connection.pgconn.finish()
@@ -375,7 +375,7 @@ class _ConflictError(MailboxConnectionError):
     """Another transaction was in the way; nothing was done."""
 
 
-class HeldUpError(MailboxConnectionError):
+class BlockedError(MailboxConnectionError):
     """Another transaction was in the way for longer than the lock_timeout; nothing was done."""
 
 
@@ -393,14 +393,14 @@ def _unreached(error: Exception) -> MailboxConnectionError:
     return MailboxConnectionError(f"PostgreSQL cannot be reached: {told}{remedy(failed)}")
 
 
-async def _sent(connection: psycopg.AsyncConnection[Any], calls: Sequence[Call]) -> list[list[tuple[Any, ...]]]:
+async def _sent(connection: psycopg.AsyncConnection[Any], calls: Sequence[Statement]) -> list[list[tuple[Any, ...]]]:
     try:
         return await send(connection, calls)
     except psycopg.Error as error:
-        raise explained(error) from error
+        raise translated(error) from error
 
 
-async def send(connection: psycopg.AsyncConnection[Any], calls: Sequence[Call]) -> list[list[tuple[Any, ...]]]:
+async def send(connection: psycopg.AsyncConnection[Any], calls: Sequence[Statement]) -> list[list[tuple[Any, ...]]]:
     """Make the calls on a connection; the rows of each."""
     if len(calls) == 1:
         cursor = psycopg.AsyncRawCursor(connection, row_factory=tuple_row)
@@ -426,12 +426,12 @@ async def send(connection: psycopg.AsyncConnection[Any], calls: Sequence[Call]) 
     return [await cursor.fetchall() for cursor in cursors]
 
 
-def explained(error: psycopg.Error) -> Exception:
+def translated(error: psycopg.Error) -> Exception:
     """What an error of the driver is to the user of a mailbox; itself, where it is the fault of a value."""
     if error.sqlstate == DROPPED:
         return dropped("the mailbox")
     if isinstance(error, psycopg.errors.LockNotAvailable):
-        return HeldUpError(f"PostgreSQL: {one_line(error)}")
+        return BlockedError(f"PostgreSQL: {one_line(error)}")
     if isinstance(error, _AGAIN):
         return _ConflictError(one_line(error))
     if isinstance(error, _MIGRATE):
@@ -448,11 +448,11 @@ def explained(error: psycopg.Error) -> Exception:
     return error
 
 
-def told(error: psycopg.Error) -> Exception:
+def as_mailbox_error(error: psycopg.Error) -> Exception:
     """What it is to a user whose call is not tried again by itself."""
-    known = explained(error)
+    known = translated(error)
     if known is error:
-        return faulty(error)
+        return refusal(error)
     return (
         MailboxConnectionError(f"PostgreSQL gave up the transaction: {known}")
         if type(known) is _ConflictError
@@ -460,6 +460,6 @@ def told(error: psycopg.Error) -> Exception:
     )
 
 
-def faulty(error: psycopg.Error) -> MainspringError:
+def refusal(error: psycopg.Error) -> MainspringError:
     """The error of a command whose values the server does not take."""
     return MailboxError(f"PostgreSQL refused the operation: {one_line(error)}")

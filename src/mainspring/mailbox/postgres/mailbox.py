@@ -16,21 +16,32 @@ from mainspring.mailbox.limits import SILENCE, check_column, check_silence, full
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import ACK, Ack, Cancelled, CancelOutcome, Dead, Return
 from mainspring.mailbox.open import reads_query
-from mainspring.mailbox.postgres import commands as do
 from mainspring.mailbox.postgres import schema as schemas
 from mainspring.mailbox.postgres import values
-from mainspring.mailbox.postgres.batches import Lanes
-from mainspring.mailbox.postgres.commands import NoSuchTargetError
-from mainspring.mailbox.postgres.connection import Pool
-from mainspring.mailbox.postgres.pool import Hub
+from mainspring.mailbox.postgres.batches import Batchers
+from mainspring.mailbox.postgres.commands import (
+    Acknowledge,
+    AcknowledgeMany,
+    Claim,
+    Count,
+    Extend,
+    Nack,
+    NoSuchTargetError,
+    OfDelivery,
+    SaveCheckpoint,
+    Send,
+    Settle,
+)
+from mainspring.mailbox.postgres.connection import ConnectionPool
+from mainspring.mailbox.postgres.pool import SharedPool
 from mainspring.mailbox.postgres.transactions import (
-    Transactions,
+    HandlerTransactions,
     driver_connection,
     is_async,
-    put_by_thread,
-    put_into,
-    put_within,
-    steps_into,
+    send_on,
+    send_on_thread,
+    send_within_capacity,
+    statements_to_join,
 )
 from mainspring.mailbox.postgres.url import (
     SCHEMA,
@@ -196,11 +207,11 @@ class PostgresBackend(Backend):
     def __init__(self, name: str, options: PostgresOptions) -> None:
         super().__init__(name)
         self._options = options
-        self._hub: Hub | None = None
+        self._shared: SharedPool | None = None
         self._number = 0
         self._store = ""
         self._ranks: set[int] = {0}
-        self._transactions = Transactions()
+        self._transactions = HandlerTransactions()
         self._is_closing = False
 
     @property
@@ -211,12 +222,12 @@ class PostgresBackend(Backend):
     @property
     def transactions(self) -> int:
         """See :attr:`PostgresMailbox.transactions`."""
-        return 0 if self._hub is None else self._hub.pool.batches
+        return 0 if self._shared is None else self._shared.connections.batches
 
     async def migrate_schema(self, dry_run: bool) -> tuple[int, int]:
         """See :meth:`PostgresMailbox.migrate_schema`."""
         options = self._options
-        return await schemas.migrate_at(Pool(options.conninfo, options.timeout), options.schema, dry_run)
+        return await schemas.migrate_at(ConnectionPool(options.conninfo, options.timeout), options.schema, dry_run)
 
     def local_name(self, address: str) -> str | None:
         return local_name(address, self._options.conninfo, self._options.schema)
@@ -226,106 +237,108 @@ class PostgresBackend(Backend):
     async def open(self, scope: DaemonScope) -> None:
         options = self._options
         self._is_closing = False
-        hub = Hub.shared(
+        shared = SharedPool.shared(
             self._options.conninfo, self._options.schema, options.timeout, options.silence, bool(options.listen)
         )
-        hub.acquire()
+        shared.acquire()
         try:
             self._store, self._number = await schemas.prepare(
-                hub.pool, self._options.schema, self._options.migrate, self.name
+                shared.connections, self._options.schema, self._options.migrate, self.name
             )
-            hub.remember(self.name, self._number)
+            shared.remember(self.name, self._number)
         except BaseException:
-            await hub.release()
+            await shared.release()
             raise
-        self._hub = hub
+        self._shared = shared
         self._ranks = {0}  # it may have been dropped since it was open last
         name = f"mailbox {self.name!r}"
-        self._lanes = Lanes(
-            hub,
+        self._batchers = Batchers(
+            shared,
             self._number,
             name,
             options.poll_interval,
             self.notifications.cancelled.publish,
             self.notifications.silence.publish,
         )
-        self._lanes.start(scope)
-        self._letters = DeadLetters(hub, self._number, self._options.capacity)
+        self._batchers.start(scope)
+        self._letters = DeadLetters(shared, self._number, self._options.capacity)
 
     async def exists(self) -> bool:
         return await schemas.has_mailbox(
-            Pool(self._options.conninfo, self._options.timeout), self._options.schema, self.name
+            ConnectionPool(self._options.conninfo, self._options.timeout), self._options.schema, self.name
         )
 
     async def close(self) -> None:
         try:
-            await self._lanes.close()
+            await self._batchers.close()
         finally:
-            hub, self._hub = self._hub, None
-            if hub is not None:
-                await hub.release()
+            shared, self._shared = self._shared, None
+            if shared is not None:
+                await shared.release()
 
     def statistics(self) -> MailboxStatistics:
-        return self._lanes.statistics()
+        return self._batchers.statistics()
 
     def stop_claims(self) -> None:
         self._is_closing = True
-        if self._hub is not None:
-            self._lanes.waiters.wake_all()
+        if self._shared is not None:
+            self._batchers.waiters.wake_all()
 
     async def drop(self) -> None:
-        await self._here.value("drop_mailbox", self._number)
-        self._here.forget(self.name)
+        await self._pool.value("drop_mailbox", self._number)
+        self._pool.forget(self.name)
 
     def sibling(self, name: str) -> PostgresBackend:
         return PostgresBackend(name, replace(self._options, capacity=None))
 
     @property
-    def _here(self) -> Hub:
-        assert self._hub is not None
-        return self._hub
+    def _pool(self) -> SharedPool:
+        assert self._shared is not None
+        return self._shared
 
     # -------------------------------------------------------------------------------------------------------- sending
 
     async def send(self, envelopes: list[Envelope]) -> list[str]:
         await self._ready_for(envelopes)
         if self._options.capacity is not None:
-            return await self._lanes.keyed.patiently(envelopes, partial(self._put_within, self._options.capacity))
+            return await self._batchers.dedup.retry_while_blocked(
+                envelopes, partial(self._send_within_capacity, self._options.capacity)
+            )
         if any(envelope.dedup_key is not None for envelope in envelopes):
-            return await self._lanes.keyed.send(envelopes)
-        ids: list[str] = await self._lanes.sends.call(do.Put(envelopes))
+            return await self._batchers.dedup.send(envelopes)
+        ids: list[str] = await self._batchers.sends.call(Send(envelopes))
         return ids
 
-    async def _put_within(self, capacity: int, put: do.Put) -> None:
-        batch = self._lanes.calls()
-        await put_within(self._here, batch, put, capacity, self._lanes.within)
-        self._lanes.tell(batch)
+    async def _send_within_capacity(self, capacity: int, send: Send) -> None:
+        batch = self._batchers.new_batch()
+        await send_within_capacity(self._pool, batch, send, capacity, self._batchers.within)
+        self._batchers.notify(batch)
 
     async def _ready_for(self, envelopes: list[Envelope]) -> None:
         for envelope in envelopes:
             check_column("a message", size_of(envelope))
         new = {-envelope.priority for envelope in envelopes} - self._ranks
         if new:
-            await self._here.rows("add_ranks", self._number, numbers(Shorts, sorted(new)))
+            await self._pool.rows("add_ranks", self._number, numbers(Shorts, sorted(new)))
             self._ranks |= new
 
     async def send_within(self, connection: Any, envelopes: list[Envelope]) -> list[str]:
         await self._ready_for(envelopes)
         if self._options.capacity is not None:
             raise InvalidParameterError("send: connection= cannot be used with a mailbox that has a capacity")
-        put = do.Put(envelopes)
-        patience = self._here.pool.timeout
-        steps = steps_into(self._here.schema, self._store, self._lanes.calls(patience), put)
+        send = Send(envelopes)
+        patience = self._pool.connections.timeout
+        steps = statements_to_join(self._pool.schema, self._store, self._batchers.new_batch(patience), send)
         if isinstance(connection, Errand) and not is_async(connection.connection):
-            connection.work = partial(put_by_thread, connection.connection, steps, put)
+            connection.work = partial(send_on_thread, connection.connection, steps, send)
             return [envelope.message_id for envelope in envelopes]
         given = connection.connection if isinstance(connection, Errand) else connection
-        await put_into(await driver_connection(given), steps)
-        return list(put.result)
+        await send_on(await driver_connection(given), steps)
+        return list(send.result)
 
     @asynccontextmanager
     async def transaction(self, message: Message[Any, Any]) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
-        async with self._transactions.join(self._here, message) as connection:
+        async with self._transactions.join(self._pool, message) as connection:
             yield connection
 
     # ------------------------------------------------------------------------------------------------------ receiving
@@ -334,37 +347,37 @@ class PostgresBackend(Backend):
         if not wait_time_seconds:
             return await self._claim_once(max_messages, visibility_timeout, waits=False)
         look = partial(self._claim_once, max_messages, visibility_timeout, waits=True)
-        deadline = self._lanes.now() + wait_time_seconds
-        return await self._lanes.waiters.first(look, deadline, usable=lambda: not self._is_closing)
+        deadline = self._batchers.now() + wait_time_seconds
+        return await self._batchers.waiters.first(look, deadline, usable=lambda: not self._is_closing)
 
     async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:
-        command = do.Claim(limit, visibility, waits)
-        found: list[Delivery] = await self._lanes.work.call(command)
+        command = Claim(limit, visibility, waits)
+        found: list[Delivery] = await self._batchers.claims.call(command)
         if found and self._is_closing:  # closed meanwhile
-            self._lanes.undo(command)
+            self._batchers.undo(command)
             return []
         if waits and not found:
-            self._lanes.due_in(self._lanes.poll_interval)
+            self._batchers.due_in(self._batchers.poll_interval)
         return found
 
     # ------------------------------------------------------------------------------------------------------- settling
 
     async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
         lease = _lease(delivery)
-        command: do.OfDelivery
+        command: OfDelivery
         target: int | None = None
         if isinstance(settlement, Return):
-            command = do.GiveBack(delivery, lease, settlement)
+            command = Nack(delivery, lease, settlement)
         elif isinstance(settlement, Ack) and settlement.reply is None:
-            command = do.Acknowledge(delivery, lease)
+            command = Acknowledge(delivery, lease)
         else:
-            settlement, target = await self._answered(settlement)
-            command = do.Finish(delivery, lease, settlement, target)
+            settlement, target = await self._with_reply_target(settlement)
+            command = Settle(delivery, lease, settlement, target)
         under_way = self._transactions.under_way.get(delivery.receipt_handle)
         try:
-            await (self._do(command) if under_way is None else under_way.settle(self._lanes.calls(), command))
+            await (self._do(command) if under_way is None else under_way.settle(self._batchers.new_batch(), command))
         except NoSuchTargetError:
-            self._here.forget_number(target)
+            self._pool.forget_number(target)
             raise
 
     async def acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
@@ -395,25 +408,25 @@ class PostgresBackend(Backend):
         return refused
 
     async def _acknowledge_together(self, deliveries: dict[int, Delivery]) -> dict[int, Exception]:
-        refused = await self._lanes.work.call(do.AcknowledgeMany(list(deliveries.values())))
+        refused = await self._batchers.claims.call(AcknowledgeMany(list(deliveries.values())))
         numbers = list(deliveries)
         return {numbers[place]: error for place, error in refused.items()}
 
-    async def _do(self, command: do.OfDelivery) -> None:
+    async def _do(self, command: OfDelivery) -> None:
         """With whatever else is to be done; where it may have to wait for a transaction that was given up, by itself."""
-        if command.delivery.receipt_handle in self._transactions.doubtful:
-            await self._lanes.alone(command)
+        if command.delivery.receipt_handle in self._transactions.uncertain:
+            await self._batchers.alone(command)
         else:
-            await self._lanes.work.call(command)
+            await self._batchers.claims.call(command)
 
-    async def _answered(self, settlement: Ack | Dead) -> tuple[Ack | Dead, int | None]:
+    async def _with_reply_target(self, settlement: Ack | Dead) -> tuple[Ack | Dead, int | None]:
         """The number of the mailbox that the reply goes to, made before (a name that is new must not wait for commits)."""
         reply = settlement.reply
         if reply is None:
             return settlement, None
         check_column("a reply", size_of(reply))
         name = reply.reply_to or ""
-        target = await self._here.number(name, make=not name.startswith(TRANSIENT))
+        target = await self._pool.number(name, make=not name.startswith(TRANSIENT))
         return replace(settlement, reply=replace(reply, reply_to=None)), target
 
     async def extend(self, delivery: Delivery, timeout: float) -> None:
@@ -422,20 +435,20 @@ class PostgresBackend(Backend):
             under_way.check_renewal()
             if under_way.settled:
                 return  # its row is locked until that commits: nobody can take it, and a renewal would wait, with all others
-        await self._do(do.Extend(delivery, _lease(delivery), timeout))
+        await self._do(Extend(delivery, _lease(delivery), timeout))
 
     async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
         check_column("a checkpoint", len(state))
-        await self._do(do.SaveCheckpoint(delivery, _lease(delivery), state))
+        await self._do(SaveCheckpoint(delivery, _lease(delivery), state))
 
     # -------------------------------------------------------------------------------------------------- looking after
 
     async def counts(self) -> Counts:
-        counts: Counts = await self._lanes.work.call(do.Count())
+        counts: Counts = await self._batchers.claims.call(Count())
         return counts
 
     async def purge(self) -> int:
-        return int(await self._here.value("purge", self._number))
+        return int(await self._pool.value("purge", self._number))
 
     async def dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
         return await self._letters.page(limit, after)
@@ -450,9 +463,9 @@ class PostgresBackend(Backend):
         return await self._letters.discard(message_ids)
 
     async def cancel(self, message_id: str) -> Cancelled:
-        outcome, reply_to, headers = (await self._here.rows("cancel", self._number, known([message_id])[0]))[0]
+        outcome, reply_to, headers = (await self._pool.rows("cancel", self._number, known([message_id])[0]))[0]
         if outcome == CancelOutcome.CANCELLED:
-            self._here.announce(self._number, [message_id])
+            self._pool.announce(self._number, [message_id])
         return Cancelled(CancelOutcome(outcome), reply_to, headers_of(headers or "{}") or {})
 
 
@@ -470,21 +483,21 @@ AT_ONCE: Final = 1_000
 class DeadLetters:
     """The dead letters of the mailbox with that number; see :class:`MailboxHooks` for what is done to them."""
 
-    def __init__(self, hub: Hub, number: int, capacity: int | None) -> None:
-        self._hub = hub
+    def __init__(self, shared: SharedPool, number: int, capacity: int | None) -> None:
+        self._shared = shared
         self._number = number
         self._capacity = capacity
 
     async def page(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
         """The oldest ones behind the one with id ``after``."""
         behind = None if after is None else known([after])[0]
-        rows = await self._hub.rows("dead_letters", self._number, min(limit, 2**31 - 1), behind, None)
+        rows = await self._shared.rows("dead_letters", self._number, min(limit, 2**31 - 1), behind, None)
         return [dead_row(row) for row in rows]
 
     async def find(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
         """Those with these ids."""
         named = texts(known(message_ids))
-        rows = await self._hub.rows("dead_letters", self._number, len(message_ids), None, named)
+        rows = await self._shared.rows("dead_letters", self._number, len(message_ids), None, named)
         return [dead_row(row) for row in rows]
 
     async def replay(self, message_ids: list[str] | None) -> int:
@@ -499,26 +512,26 @@ class DeadLetters:
 
     async def _replay(self, message_ids: list[str] | None) -> int:
         named = None if message_ids is None else texts(known(message_ids))
-        number, waiting = (await self._hub.rows("replay", self._number, named, self._capacity))[0]
+        number, waiting = (await self._shared.rows("replay", self._number, named, self._capacity))[0]
         if waiting is not None and self._capacity is not None:
             raise full(waiting, self._capacity, number)
-        self._hub.wake(self._number, number)
+        self._shared.wake(self._number, number)
         return int(number)
 
     async def _discard(self, message_ids: list[str]) -> int:
-        return int(await self._hub.value("forget", self._number, texts(known(message_ids))))
+        return int(await self._shared.value("purge_dead", self._number, texts(known(message_ids))))
 
     async def _do_to_all(self, do: Callable[[list[str]], Awaitable[int]]) -> int:
         """Do it to all that are dead by now, the oldest first; to how many it was done."""
-        hub, box = self._hub, self._number
-        await hub.rows("sweep_all", box)  # what has expired is dead, too
-        dead = f"{hub.schema}.dead WHERE mailbox = $1"
-        ((last,),) = await hub.ask(f"SELECT coalesce(max(place), 0) FROM {dead}", box)  # noqa: S608 - a checked name
+        shared, box = self._shared, self._number
+        await shared.rows("sweep_all", box)  # what has expired is dead, too
+        dead = f"{shared.schema}.dead WHERE mailbox = $1"
+        ((last,),) = await shared.ask(f"SELECT coalesce(max(place), 0) FROM {dead}", box)  # noqa: S608 - a checked name
         some = (
             f"SELECT place, id, octet_length(body) FROM {dead} AND place > $2 AND place <= $3 ORDER BY place LIMIT $4"  # noqa: S608
         )
         through = done = 0
-        while rows := await hub.ask(some, box, through, last, AT_ONCE):
+        while rows := await shared.ask(some, box, through, last, AT_ONCE):
             for letters in portions(rows, lambda row: int(row[2])):
                 done += await do([name for _, name, _ in letters])
             through = rows[-1][0]

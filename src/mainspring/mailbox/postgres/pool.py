@@ -15,27 +15,27 @@ import psycopg
 from mainspring.core import process, random
 from mainspring.errors import MailboxConnectionError, MailboxError
 from mainspring.mailbox import waiting
-from mainspring.mailbox.postgres.commands import Call
-from mainspring.mailbox.postgres.connection import Pool
-from mainspring.mailbox.postgres.schema import Upkeep
+from mainspring.mailbox.postgres.commands import Statement
+from mainspring.mailbox.postgres.connection import ConnectionPool
+from mainspring.mailbox.postgres.schema import Maintenance
 from mainspring.policies import backoff
 from mainspring.redaction import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LOOK_BACK = 1.0
+RESET_AFTER = 1.0
 """Seconds after which a claim starts from the very front again: what a long transaction or another process put behind the
 floors waits at most so long."""
 SWEEP = 1_000
 """How many messages the server moves at most, as their time has come, in one claim."""
 
 
-class View:
+class Watermark:
     """The floors of one mailbox: for each rank the place before which this process has claimed everything.
 
     A message can come to lie behind a floor: another process released it, or the transaction that sent it took longer than
-    those after it. Claims that find too little look there anyway, and every :data:`LOOK_BACK` seconds one does so first.
+    those after it. Claims that find too little look there anyway, and every :data:`RESET_AFTER` seconds one does so first.
     """
 
     __slots__ = ("_floors", "_full_at", "_swept_at")
@@ -47,7 +47,7 @@ class View:
 
     def start(self, now: float) -> tuple[list[int], list[int], float | None]:
         """For a claim at ``now`` (anyio's clock): ranks, their floors, and since when things can be due (server's clock)."""
-        if now - self._full_at >= LOOK_BACK:
+        if now - self._full_at >= RESET_AFTER:
             self._full_at = now
             self._floors.clear()
             return [], [], None
@@ -59,7 +59,7 @@ class View:
         Where as many were ``moved`` as one sweep may, the next one goes on just there: it shall not read again what this one
         has moved.
         """
-        self._swept_at = at if moved >= SWEEP else at - LOOK_BACK
+        self._swept_at = at if moved >= SWEEP else at - RESET_AFTER
 
     def claimed(self, rank: int, pos: int) -> None:
         """A claim got to that place."""
@@ -72,7 +72,7 @@ class View:
             self._floors[rank] = pos
 
 
-KIND = "postgres hub"
+KIND = "postgres shared pool"
 POLL_INTERVAL = 1.0
 """Seconds after which waiting receives ask the store again, in case a notification was lost."""
 POLL_WITHOUT_LISTENING = 0.1
@@ -89,27 +89,27 @@ ANSWER = 0.25
 """The part of it that the answer may take."""
 REMEMBERED = 1_000
 """How many cancelled messages' ids are remembered, so as to announce each once."""
-MAX_LONE = 10
+MAX_SINGLE_CALLS = 10
 """How many calls of a process that travel alone, as a cancellation by id does, may be out at once, each with a connection."""
 MAX_TRANSACTIONS = 10
 """How many handlers of a process may be in a transaction of their own at once, each with a connection."""
 
 
 class Waiters(waiting.Waiters):
-    """The receives of one mailbox object that wait, and what looks on their behalf."""
+    """The receives of one mailbox object that wait, and what polls on their behalf."""
 
-    __slots__ = ("announce", "due_in", "look", "silent")
+    __slots__ = ("announce", "due_in", "poll", "silent")
 
     def __init__(
         self,
-        look: Callable[[], None],
+        poll: Callable[[], None],
         due_in: Callable[[float], None],
         announce: Callable[[list[str]], None],
         silent: Callable[[MailboxConnectionError], None],
     ) -> None:
         super().__init__()
         self.silent = silent
-        self.look = look
+        self.poll = poll
         self.due_in = due_in
         self.announce = announce
 
@@ -122,45 +122,45 @@ class Waiters(waiting.Waiters):
         super().wake_all()
 
 
-class Hub:
+class SharedPool:
     """See the module. Made by :meth:`shared`, used between :meth:`acquire` and :meth:`release`."""
 
     def __init__(self, conninfo: str, schema: str, timeout: float, silence: float, listens: bool) -> None:
         self.schema = schema
-        self.pool = Pool(conninfo, timeout, silence, self._fell_silent)
+        self.connections = ConnectionPool(conninfo, timeout, silence, self._fell_silent)
         self.listening = False
         self.transactions = anyio.Semaphore(MAX_TRANSACTIONS)
-        self._lone = anyio.Semaphore(MAX_LONE)
+        self._single_calls = anyio.Semaphore(MAX_SINGLE_CALLS)
         self._listens = listens
         self._users = 0
         self._waiters: dict[int, list[Waiters]] = {}
-        self._views: dict[int, View] = {}
+        self._watermarks: dict[int, Watermark] = {}
         self._announced: dict[str, None] = {}
         self._numbers: dict[str, int] = {}
         self._host = anyio.Lock()
-        self._upkeep = Upkeep(self.pool, schema)
+        self._maintenance = Maintenance(self.connections, schema)
         self._loop = process.event_loop()  # kept alive, so that no other event loop has the same identity
 
     @classmethod
-    def shared(cls, conninfo: str, schema: str, timeout: float, silence: float, listens: bool) -> Hub:
-        """The hub of the running event loop for that database, schema and settings."""
+    def shared(cls, conninfo: str, schema: str, timeout: float, silence: float, listens: bool) -> SharedPool:
+        """The pool of the running event loop for that database, schema and settings."""
         key = f"{id(process.event_loop())} {conninfo} {schema} {timeout} {silence} {listens}"
         return process.shared(KIND, key, lambda: cls(conninfo, schema, timeout, silence, listens))
 
     def acquire(self) -> None:
         """Use it; to be undone by :meth:`release`."""
         self._users += 1
-        self.pool.keep_open()
+        self.connections.keep_open()
 
     async def release(self) -> None:
         """Use it no longer; the last one closes the connections."""
         self._users -= 1
         if not self._users:
-            await self.pool.close()
+            await self.connections.close()
 
-    def view(self, number: int) -> View:
+    def watermark(self, number: int) -> Watermark:
         """What this process knows of that mailbox's queue."""
-        return self._views.setdefault(number, View())
+        return self._watermarks.setdefault(number, Watermark())
 
     async def number(self, name: str, *, make: bool = True) -> int | None:
         """The number of the mailbox of that name on the store; made where there is none, or (``make=False``) None."""
@@ -197,7 +197,7 @@ class Hub:
     async def ask(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
         """The rows of a statement that travels alone."""
         rows: list[tuple[Any, ...]] = []
-        await self.pool.run([Call(statement, values, rows.extend)], turn=self._lone)
+        await self.connections.run([Statement(statement, values, rows.extend)], turn=self._single_calls)
         return rows
 
     async def value(self, function: str, *values: Any) -> Any:
@@ -217,7 +217,7 @@ class Hub:
             group.remove(waiters)
         if not group:  # transient mailboxes come and go, each with a number of its own
             self._waiters.pop(number, None)
-            self._views.pop(number, None)
+            self._watermarks.pop(number, None)
 
     def wake(self, number: int, count: int) -> None:
         """So many messages became pending in that mailbox."""
@@ -243,12 +243,12 @@ class Hub:
     # ------------------------------------------------------------------------------------------------------- listening
 
     async def host(self) -> None:
-        """Listen, and look after the tables, for all mailboxes of the hub, as soon as no other task does; until cancelled."""
+        """Listen, and look after the tables, for all mailboxes of the pool, as soon as no other task does; until cancelled."""
         async with self._host:
             try:
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._upkeep.run)
-                    tasks.start_soon(self.pool.watch)
+                    tasks.start_soon(self._maintenance.run)
+                    tasks.start_soon(self.connections.watch)
                     if self._listens:
                         tasks.start_soon(self._keep_listening)
             finally:
@@ -262,37 +262,37 @@ class Hub:
                 failures, pause = 0, PROBE_AGAIN
             except (MailboxError, psycopg.Error, OSError, TimeoutError) as error:
                 if self.listening:
-                    await self.pool.lose()
+                    await self.connections.lose()
                     if isinstance(error, TimeoutError):
-                        await self.pool.ask()
+                        await self.connections.ask()
                 failures = 1 if self.listening else failures + 1
                 pause = backoff(failures, initial=0.1, maximum=10.0, factor=2.0, jitter="full", rng=random.rng())
             self.listening = False
-            self._all_look()
+            self._poll_all()
             await anyio.sleep(pause)
 
     async def _listen(self) -> None:
         """Pass notifications on until the connection is lost, which raises; returns where they do not arrive."""
-        connection = await self.pool.connect()
+        connection = await self.connections.connect()
         connection.is_expendable = True  # whoever closes the last mailbox does not wait for a server that stands still
         try:
-            with anyio.fail_after(self.pool.timeout):
+            with anyio.fail_after(self.connections.timeout):
                 if await self._is_shared(connection):
                     return
                 await connection.execute(f"LISTEN {self.schema}".encode())
             if not await self._arrives(connection):
-                with anyio.fail_after(self.pool.leave_off, shield=True):
+                with anyio.fail_after(self.connections.cancel_timeout, shield=True):
                     await connection.execute(f"UNLISTEN {self.schema}".encode())
                 return
             self.listening = True
-            self._all_look()  # for what came before
+            self._poll_all()  # for what came before
             while True:
-                async for notification in connection.notifies(timeout=QUIET * self.pool.silence):
+                async for notification in connection.notifies(timeout=QUIET * self.connections.silence):
                     self._notified(notification.payload)
-                with anyio.fail_after(min(self.pool.timeout, ANSWER * self.pool.silence)):
+                with anyio.fail_after(min(self.connections.timeout, ANSWER * self.connections.silence)):
                     await connection.execute(b"SELECT 1")
         finally:
-            await self.pool.drop(connection)
+            await self.connections.drop(connection)
 
     async def _is_shared(self, connection: psycopg.AsyncConnection[Any]) -> bool:
         """Whether a pooler gives what serves this connection to others between its transactions.
@@ -304,7 +304,7 @@ class Hub:
         if connection.pgconn.backend_pid in mine:
             return False  # no pooler: those give numbers of their own
         for _ in range(PROCESSES_ASKED):
-            async with self.pool.connection() as other:
+            async with self.connections.connection() as other:
                 if await _process_of(other) in mine:
                     return True
             mine |= {
@@ -318,7 +318,7 @@ class Hub:
     async def _arrives(self, connection: psycopg.AsyncConnection[Any]) -> bool:
         """Whether a notification, sent over another connection, comes in here."""
         word = f"0 probe {random.token()}"
-        await self.pool.run([Call("SELECT pg_notify($1, $2)", (self.schema, word), _nothing)])
+        await self.connections.run([Statement("SELECT pg_notify($1, $2)", (self.schema, word), _nothing)])
         async for notification in connection.notifies(timeout=PROBE_TIMEOUT):
             if notification.payload == word:
                 return True
@@ -335,7 +335,7 @@ class Hub:
         elif kind.isdigit():
             if kind == "0":  # something was sent that is due later
                 for waiters in self._waiters.get(int(number), ()):
-                    waiters.look()
+                    waiters.poll()
             else:
                 self.wake(int(number), int(kind))
 
@@ -346,10 +346,10 @@ class Hub:
                 waiters.fail_all(error)
                 waiters.silent(error)
 
-    def _all_look(self) -> None:
+    def _poll_all(self) -> None:
         for group in self._waiters.values():
             for waiters in group:
-                waiters.look()
+                waiters.poll()
 
 
 async def _process_of(connection: psycopg.AsyncConnection[Any]) -> int:

@@ -17,8 +17,8 @@ import psycopg
 from mainspring.core import random
 from mainspring.errors import ConfigError, MailboxConnectionError, MainspringError
 from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
-from mainspring.mailbox.postgres.commands import Call, ask
-from mainspring.mailbox.postgres.connection import explained
+from mainspring.mailbox.postgres.commands import Statement, ask
+from mainspring.mailbox.postgres.connection import translated
 from mainspring.mailbox.postgres.url import SCHEMA
 from mainspring.redaction import one_line
 
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 
     from psycopg import AsyncConnection
 
-    from mainspring.mailbox.postgres.connection import Pool
+    from mainspring.mailbox.postgres.connection import ConnectionPool
 
 
-_TABLES = ("0001_tables.sql", None, None, None, None, None)
-"""What brings the tables from each version to the next: the first makes version 1. None: only functions are others."""
-_FUNCTIONS = ("sends.sql", "claims.sql", "settlements.sql", "upkeep.sql")
+_TABLES = ("0001_tables.sql", None, None, None, None, None, None)
+"""What brings the tables from each version to the next: the first makes version 1. None: only functions are others.
+
+A function that a version does without stays where it is: processes of an earlier Mainspring may still call it."""
+_FUNCTIONS = ("sends.sql", "claims.sql", "settlements.sql", "maintenance.sql")
 SCHEMA_VERSION = len(_TABLES)
 
 
@@ -84,7 +86,7 @@ async def _has_schema(connection: AsyncConnection[Any], schema: str) -> bool:
     return await (await connection.execute(text, (schema,))).fetchone() is not None
 
 
-async def prepare(pool: Pool, schema: str, may_migrate: bool, name: str) -> tuple[str, int]:
+async def prepare(pool: ConnectionPool, schema: str, may_migrate: bool, name: str) -> tuple[str, int]:
     """See that the schema is there, of this version and usable; the identity of the store, and the number of that mailbox."""
     async with _connected(pool, schema) as connection:
         version = await version_of(connection, schema)
@@ -101,7 +103,7 @@ async def prepare(pool: Pool, schema: str, may_migrate: bool, name: str) -> tupl
         return store, int((await ask(connection, schema, "mailbox", name))[0][0])
 
 
-async def migrate_at(pool: Pool, schema: str, dry_run: bool) -> tuple[int, int]:
+async def migrate_at(pool: ConnectionPool, schema: str, dry_run: bool) -> tuple[int, int]:
     """:func:`migrate` over a connection of its own."""
     try:
         async with _connected(pool, schema) as connection:
@@ -114,7 +116,7 @@ async def migrate_at(pool: Pool, schema: str, dry_run: bool) -> tuple[int, int]:
         await pool.close()
 
 
-async def has_mailbox(pool: Pool, schema: str, name: str) -> bool:
+async def has_mailbox(pool: ConnectionPool, schema: str, name: str) -> bool:
     """Whether the schema is there, in whatever version that is known, and a mailbox of that name in it."""
     try:
         async with _connected(pool, schema) as connection:
@@ -129,12 +131,12 @@ async def has_mailbox(pool: Pool, schema: str, name: str) -> bool:
 
 
 @asynccontextmanager
-async def _connected(pool: Pool, schema: str) -> AsyncIterator[AsyncConnection[Any]]:
+async def _connected(pool: ConnectionPool, schema: str) -> AsyncIterator[AsyncConnection[Any]]:
     """A connection for work on the schema, and what its errors mean to a user.
 
     With the connecting it has one end, and the work is not cut short by anything else.
     """
-    until = anyio.current_time() + pool.timeout - pool.leave_off
+    until = anyio.current_time() + pool.timeout - pool.cancel_timeout
     async with pool.connection() as connection:
         try:
             with anyio.fail_after(until - anyio.current_time(), shield=True):
@@ -142,10 +144,10 @@ async def _connected(pool: Pool, schema: str) -> AsyncIterator[AsyncConnection[A
         except TimeoutError:
             raise MailboxConnectionError(f"PostgreSQL did not answer within {pool.timeout:g} s") from None
         except psycopg.Error as error:
-            told = explained(error)
-            if told is error:
-                told = ConfigError(f"the schema {schema!r} cannot be made: {one_line(error)}")
-            raise told from error
+            known = translated(error)
+            if known is error:
+                known = ConfigError(f"the schema {schema!r} cannot be made: {one_line(error)}")
+            raise known from error
 
 
 async def _check_settings(connection: AsyncConnection[Any]) -> None:
@@ -191,10 +193,10 @@ def worth_a_vacuum(dead: int, live: int) -> bool:
     return dead >= FEWEST_DEAD + DEAD_SHARE * live
 
 
-class Upkeep:
+class Maintenance:
     """Looks after one schema. Nothing depends on its success: what fails is tried again."""
 
-    def __init__(self, pool: Pool, schema: str) -> None:
+    def __init__(self, pool: ConnectionPool, schema: str) -> None:
         self._pool = pool
         self._schema = schema
         self._batches = 0
@@ -220,7 +222,7 @@ class Upkeep:
             f"SELECT mailbox FROM {self._schema}.tallies GROUP BY mailbox HAVING count(*) >= $1",  # noqa: S608
             FOLD_FROM,
         ):
-            await self._rows(f"SELECT {self._schema}.fold($1)", box)
+            await self._rows(f"SELECT {self._schema}.fold_tallies($1)", box)
         if now >= self._stale_at:
             self._stale_at = now + STALE_EVERY
             await self._rows(f"SELECT {self._schema}.drop_stale($1, $2)", TRANSIENT, TRANSIENT_LIFE)
@@ -252,5 +254,5 @@ class Upkeep:
     async def _rows(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
         rows: list[tuple[Any, ...]] = []
         patient = self._pool.timeout if not statement.startswith("VACUUM") else VACUUM_TIMEOUT
-        await self._pool.run([Call(statement, values, rows.extend)], patient)
+        await self._pool.run([Statement(statement, values, rows.extend)], patient)
         return rows

@@ -13,9 +13,9 @@ from psycopg.rows import tuple_row
 
 from mainspring.errors import InvalidParameterError, MailboxConnectionError, MessageSettledError, TransactionEndedError
 from mainspring.mailbox.limits import full
-from mainspring.mailbox.postgres.batches import not_ended
-from mainspring.mailbox.postgres.commands import Call, Calls, ask, call, make
-from mainspring.mailbox.postgres.connection import Connection, HeldUpError, told
+from mainspring.mailbox.postgres.batches import blocked_error
+from mainspring.mailbox.postgres.commands import Batch, Statement, ask, call, make
+from mainspring.mailbox.postgres.connection import BlockedError, Connection, as_mailbox_error
 from mainspring.mailbox.postgres.values import register, stored_key, texts
 from mainspring.redaction import one_line
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
     from mainspring.mailbox.message import Message
-    from mainspring.mailbox.postgres import commands as do
-    from mainspring.mailbox.postgres.pool import Hub
+    from mainspring.mailbox.postgres.commands import OfDelivery, Send
+    from mainspring.mailbox.postgres.pool import SharedPool
 
 
 REMEMBERED = 1_000
@@ -32,69 +32,71 @@ REMEMBERED = 1_000
 UNCERTAIN = "which may have taken place"
 
 
-async def put_within(hub: Hub, batch: Calls, put: do.Put, capacity: int, turn: anyio.Semaphore) -> None:
+async def send_within_capacity(
+    shared: SharedPool, batch: Batch, send: Send, capacity: int, turn: anyio.Semaphore
+) -> None:
     """Look whether there is room, and store, in one transaction, in which no other sender looks; when ``turn`` lets it.
 
-    Where an open transaction has sent one of the keys, the put is ``held_up``. Cancelled, it ends at once; nothing is stored
+    Where an open transaction has sent one of the keys, the send is ``blocked``. Cancelled, it ends at once; nothing is stored
     then, unless the server had been told to COMMIT.
     """
     try:
-        with anyio.fail_after(hub.pool.timeout):
-            async with turn, hub.pool.connection() as connection:
+        with anyio.fail_after(shared.connections.timeout):
+            async with turn, shared.connections.connection() as connection:
                 try:
                     with expendable(connection):
-                        await _put_into(connection, batch, put, capacity, hub.schema)
+                        await _send_within(connection, batch, send, capacity, shared.schema)
                 except psycopg.Error as error:
-                    raise told(error) from error
+                    raise as_mailbox_error(error) from error
     except TimeoutError:
-        raise MailboxConnectionError(f"PostgreSQL did not answer within {hub.pool.timeout:g} s") from None
-    except HeldUpError:
-        if all(envelope.dedup_key is None for envelope in put.envelopes):
+        raise MailboxConnectionError(f"PostgreSQL did not answer within {shared.connections.timeout:g} s") from None
+    except BlockedError:
+        if all(envelope.dedup_key is None for envelope in send.envelopes):
             raise
-        put.held_up = True
+        send.blocked = True
 
 
-async def _put_into(
-    connection: psycopg.AsyncConnection[Any], batch: Calls, put: do.Put, capacity: int, schema: str
+async def _send_within(
+    connection: psycopg.AsyncConnection[Any], batch: Batch, send: Send, capacity: int, schema: str
 ) -> None:
-    envelopes = put.envelopes
+    envelopes = send.envelopes
     keys = sorted({stored_key(e.dedup_key) for e in envelopes if e.dedup_key is not None})
     async with connection.transaction():
-        waiting = (await ask(connection, schema, "room", batch.box))[0][0]
+        waiting = (await ask(connection, schema, "lock_capacity", batch.box))[0][0]
         more = len(envelopes)
         if keys:
-            known = await ask(connection, schema, "known_keys", batch.box, texts(keys))
+            known = await ask(connection, schema, "used_dedup_keys", batch.box, texts(keys))
             more = sum(e.dedup_key is None for e in envelopes) + len(keys) - len(known)
         if more and waiting + more > capacity:
             raise full(waiting, capacity, more)
-        # The lock that keeps other senders out is not kept while a key is held up: the call with it fails soon.
-        for each in batch.build([put]):
+        # The lock that keeps other senders out is not kept while a key is blocked: the call with it fails soon.
+        for each in batch.build([send]):
             each.finish(await make(connection, each))
 
 
-class Transactions:
+class HandlerTransactions:
     """The handlers' transactions of one mailbox object that are under way, by receipt handle.
 
-    ``doubtful`` are the handles of those that were given up with a settlement in them: the server may still hold the message's
+    ``uncertain`` are the handles of those that were given up with a settlement in them: the server may still hold the message's
     row for them, so that whoever settles it anew, or renews its lease, may have to wait, and does so apart from all others.
     """
 
     def __init__(self) -> None:
-        self.under_way: dict[str, Joined] = {}
-        self.doubtful: dict[str, None] = {}
+        self.under_way: dict[str, HandlerTransaction] = {}
+        self.uncertain: dict[str, None] = {}
 
     def concern(self, handle: str) -> bool:
         """Whether that delivery is in one, or may be in one that was given up."""
-        return handle in self.under_way or handle in self.doubtful
+        return handle in self.under_way or handle in self.uncertain
 
-    def doubt(self, handle: str) -> None:
-        """See ``doubtful``."""
-        self.doubtful[handle] = None
-        while len(self.doubtful) > REMEMBERED:
-            del self.doubtful[next(iter(self.doubtful))]
+    def mark_uncertain(self, handle: str) -> None:
+        """See ``uncertain``."""
+        self.uncertain[handle] = None
+        while len(self.uncertain) > REMEMBERED:
+            del self.uncertain[next(iter(self.uncertain))]
 
     @asynccontextmanager
-    async def join(self, hub: Hub, message: Message[Any, Any]) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
+    async def join(self, shared: SharedPool, message: Message[Any, Any]) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
         """A connection in a transaction that ends with the block, and with which the message is settled.
 
         See :meth:`Mailbox.transaction`.
@@ -102,16 +104,18 @@ class Transactions:
         handle = message.receipt_handle
         if message.is_settled or handle in self.under_way:
             raise MessageSettledError(f"message {message.id}: it is already settled, or in a transaction")
-        async with hub.transactions, AsyncExitStack() as stack:
+        async with shared.transactions, AsyncExitStack() as stack:
             try:
-                with anyio.fail_after(hub.pool.timeout):
-                    connection = await stack.enter_async_context(hub.pool.connection())
+                with anyio.fail_after(shared.connections.timeout):
+                    connection = await stack.enter_async_context(shared.connections.connection())
             except TimeoutError:
-                raise MailboxConnectionError(f"PostgreSQL did not answer within {hub.pool.timeout:g} s") from None
-            this = self.under_way[handle] = Joined(connection, hub.pool.timeout)
+                raise MailboxConnectionError(
+                    f"PostgreSQL did not answer within {shared.connections.timeout:g} s"
+                ) from None
+            this = self.under_way[handle] = HandlerTransaction(connection, shared.connections.timeout)
             ended = False
             try:
-                async with _transaction(connection, hub.pool.timeout):
+                async with _transaction(connection, shared.connections.timeout):
                     yield connection
                     if not this.sent:
                         await message.acknowledge()
@@ -120,7 +124,7 @@ class Transactions:
             except BaseException as error:
                 ended = False
                 if this.sent and connection.closed:
-                    self.doubt(handle)
+                    self.mark_uncertain(handle)
                 if not (isinstance(error, psycopg.Error) and connection.closed):  # the handler's own affair
                     raise
                 raise MailboxConnectionError(f"the transaction was lost: {one_line(error)}") from error
@@ -131,7 +135,7 @@ class Transactions:
                     message._settled = None  # noqa: SLF001 - if it was, then in what was rolled back
 
 
-class Joined:
+class HandlerTransaction:
     """A handler's transaction under way: settlements of its message go through its connection.
 
     ``sent`` says that one was sent, ``settled`` that it was answered, and so that the message's row is locked.
@@ -145,7 +149,7 @@ class Joined:
         self.settled = False
         self._timeout = timeout
 
-    async def settle(self, calls: Calls, command: do.OfDelivery) -> None:
+    async def settle(self, calls: Batch, command: OfDelivery) -> None:
         """Settle in the transaction; raises what the command says, and where the block has ended the transaction."""
         self.check(TransactionStatus.IDLE, TransactionStatus.INERROR)
         self.sent = True
@@ -156,7 +160,7 @@ class Joined:
         except psycopg.Error as error:
             if self.connection.closed:  # which whoever opened it tells
                 raise
-            raise told(error) from error
+            raise as_mailbox_error(error) from error
         if command.error is not None:
             self.sent = False
             raise command.error
@@ -190,7 +194,7 @@ async def _transaction(connection: psycopg.AsyncConnection[Any], timeout: float)
         with step(connection, timeout, "to BEGIN"):
             await transaction.__aenter__()
     except psycopg.Error as error:
-        raise told(error) from error
+        raise as_mailbox_error(error) from error
     try:
         yield
     except Exception as error:
@@ -203,7 +207,7 @@ async def _transaction(connection: psycopg.AsyncConnection[Any], timeout: float)
             await transaction.__aexit__(None, None, None)
     except psycopg.Error as error:
         if not connection.closed:
-            refused = told(error)
+            refused = as_mailbox_error(error)
             if isinstance(refused, MailboxConnectionError):
                 raise refused from error
             raise  # a constraint that is looked at only now: the handler's own affair
@@ -286,43 +290,43 @@ def thread_connection(given: Any) -> psycopg.Connection[Any]:
     return connection
 
 
-def steps_into(schema: str, store: str, batch: Calls, put: do.Put) -> Iterator[Call]:
-    """The calls that store the messages of ``put`` in somebody's transaction; each is made, and finished, before the next.
+def statements_to_join(schema: str, store: str, batch: Batch, send: Send) -> Iterator[Statement]:
+    """The calls that store the messages of ``send`` in somebody's transaction; each is made, and finished, before the next.
 
     The messages exist, and wake receivers, if that commits. Raises :class:`MailboxConnectionError` where another open
     transaction has sent its key, and does not end in time: the transaction is then as it was, and can go on.
     """
     yield call(schema, "check_store", (store,), _nothing)
-    for each in batch.build([put]):
+    for each in batch.build([send]):
         yield each
-        if put.held_up:
-            raise not_ended(put.envelopes, f"within {batch.patience:g} s, or by the connection's own lock_timeout")
+        if send.blocked:
+            raise blocked_error(send.envelopes, f"within {batch.patience:g} s, or by the connection's own lock_timeout")
     # Whether or not somebody waits by now: by the time of the commit somebody may.
-    word = f"{batch.box} {batch.gained.get(batch.box, 0)}"
-    yield Call("SELECT pg_notify($1, $2)", (schema, word), _nothing)
+    word = f"{batch.box} {batch.became_pending.get(batch.box, 0)}"
+    yield Statement("SELECT pg_notify($1, $2)", (schema, word), _nothing)
 
 
-async def put_into(connection: psycopg.AsyncConnection[Any], steps: Iterator[Call]) -> None:
+async def send_on(connection: psycopg.AsyncConnection[Any], steps: Iterator[Statement]) -> None:
     """Make the calls in the transaction of ``connection``."""
-    with _told():
+    with _translated_errors():
         for each in steps:
             each.finish(await make(connection, each))
 
 
-def put_by_thread(given: Any, steps: Iterator[Call], put: do.Put) -> list[str]:
+def send_on_thread(given: Any, steps: Iterator[Statement], send: Send) -> list[str]:
     """Make the calls in the transaction of the calling thread's connection; the ids."""
     connection = thread_connection(given)
-    with _told():
+    with _translated_errors():
         for each in steps:
             cursor = RawCursor(connection, row_factory=tuple_row)
             register(cursor.adapters)
             cursor.execute(each.statement.encode(), each.values, binary=True)
             each.finish(cursor.fetchall())
-    return list(put.result)
+    return list(send.result)
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _translated_errors() -> Iterator[None]:
     try:
         yield
     except UnicodeEncodeError as error:
@@ -340,7 +344,7 @@ def _told() -> Iterator[None]:
             raise InvalidParameterError(
                 f"send: the transaction of the connection may not write ({one_line(error)}); send in one that may"
             ) from None
-        raise told(error) from error
+        raise as_mailbox_error(error) from error
 
 
 def _check_transaction(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:

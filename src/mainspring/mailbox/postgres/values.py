@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from psycopg.adapt import AdaptersMap
 
     from mainspring.mailbox.message import Envelope
-    from mainspring.mailbox.postgres import commands as do
+    from mainspring.mailbox.postgres.commands import OfDelivery, Settle
 
 _HEADER = Struct("!iiIii")
 _LENGTH = Struct("!i").pack
@@ -160,7 +160,7 @@ PORTION = 5_000_000
 UNREADABLE = Dead("the stored headers are no JSON object of strings", "NotJsonError")
 
 
-def size_of_end(command: do.Finish) -> int:
+def size_of_settlement(command: Settle) -> int:
     """Bytes of what comes with the end of a message: its reply, or why it is dead."""
     settlement = command.settlement
     if isinstance(settlement, Return):
@@ -185,7 +185,7 @@ def portions(commands: Sequence[C], size: Callable[[C], int]) -> Iterator[list[C
         yield some
 
 
-def is_special(envelope: Envelope) -> bool:
+def has_options(envelope: Envelope) -> bool:
     """Whether it wants more than to be delivered."""
     return bool(
         envelope.delay
@@ -196,15 +196,15 @@ def is_special(envelope: Envelope) -> bool:
     )
 
 
-def put_values(envelopes: list[Envelope]) -> tuple[Any, ...]:
-    """Those of ``put``."""
+def send_values(envelopes: list[Envelope]) -> tuple[Any, ...]:
+    """Those of ``send``."""
     return texts([e.message_id for e in envelopes]), blobs([e.body for e in envelopes])
 
 
-def put_special_values(envelopes: list[Envelope]) -> tuple[Any, ...]:
-    """Those of ``put_special``."""
+def send_options_values(envelopes: list[Envelope]) -> tuple[Any, ...]:
+    """Those of ``send_with_options``."""
     return (
-        *put_values(envelopes),
+        *send_values(envelopes),
         numbers(Floats, [e.delay for e in envelopes]),
         numbers(Shorts, [-e.priority for e in envelopes]),
         texts([e.reply_to for e in envelopes]),
@@ -213,13 +213,13 @@ def put_special_values(envelopes: list[Envelope]) -> tuple[Any, ...]:
     )
 
 
-def put_all_keyed_values(envelopes: list[Envelope]) -> tuple[Any, ...]:
-    """Those of ``put_all_keyed``."""
-    return *put_special_values(envelopes), texts([stored_key(e.dedup_key or "") for e in envelopes])
+def send_dedup_values(envelopes: list[Envelope]) -> tuple[Any, ...]:
+    """Those of ``send_many_dedup``."""
+    return *send_options_values(envelopes), texts([stored_key(e.dedup_key or "") for e in envelopes])
 
 
-def put_keyed_values(e: Envelope) -> tuple[Any, ...]:
-    """Those of ``put_keyed_within``."""
+def send_dedup_within_values(e: Envelope) -> tuple[Any, ...]:
+    """Those of ``send_dedup_within``."""
     text = headers_text(e)
     return e.message_id, e.body, e.delay, -e.priority, e.reply_to, text, e.expires_in, stored_key(e.dedup_key or "")
 
@@ -239,8 +239,8 @@ def headers_text(envelope: Envelope) -> str | None:
     return json.dumps(dict(envelope.headers)) if envelope.headers else None
 
 
-def finish_values(commands: list[do.Finish]) -> tuple[Any, ...]:
-    """Those of ``finish``, the replies among them."""
+def settle_values(commands: list[Settle]) -> tuple[Any, ...]:
+    """Those of ``settle``, the replies among them."""
     deads = [command.settlement if isinstance(command.settlement, Dead) else None for command in commands]
     replies = [
         None if isinstance(command.settlement, Return) or command.target is None else command.settlement.reply
@@ -259,8 +259,8 @@ def finish_values(commands: list[do.Finish]) -> tuple[Any, ...]:
     )
 
 
-def give_back_values(returns: list[Return]) -> tuple[Any, ...]:
-    """Those of ``give_back`` behind the leases."""
+def nack_values(returns: list[Return]) -> tuple[Any, ...]:
+    """Those of ``nack`` behind the leases."""
     return (
         numbers(Floats, [how.delay for how in returns]),
         numbers(Integers, [int(how.charge) for how in returns]),
@@ -284,7 +284,7 @@ def plain_text(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
 
-def leases(commands: Sequence[do.OfDelivery]) -> tuple[Any, ...]:
+def leases(commands: Sequence[OfDelivery]) -> tuple[Any, ...]:
     """The ids and lease numbers of commands."""
     ids = texts([command.delivery.message_id for command in commands])
     return ids, numbers(Integers, [command.lease for command in commands])

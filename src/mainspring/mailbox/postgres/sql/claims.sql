@@ -46,7 +46,7 @@ BEGIN
             ORDER BY m.expires_at LIMIT most FOR UPDATE SKIP LOCKED
         ), gone AS (
             DELETE FROM mainspring.messages m USING late l WHERE m.id = l.id RETURNING m.*
-        ), buried AS (
+        ), dead_lettered AS (
             INSERT INTO mainspring.dead (place, mailbox, dead_at, enqueued_at, first_received_at, lease, deliveries,
                 attempts, rank, id, body, reply_to, headers, dedup_key, history, checkpoint, error, error_type, traceback)
             SELECT nextval('mainspring.positions'), g.mailbox, g.expires_at, g.enqueued_at, g.first_received_at, g.lease, g.deliveries,
@@ -110,20 +110,20 @@ BEGIN
     RETURN before < at;
 END $$;
 
-CREATE OR REPLACE FUNCTION mainspring.look(
-    box integer, since float8, OUT moved integer, OUT pending integer, OUT due_in float8, OUT fresh boolean,
-    OUT looked_at float8
+CREATE OR REPLACE FUNCTION mainspring.poll(
+    box integer, since float8, OUT moved integer, OUT pending integer, OUT due_in float8, OUT newly_listening boolean,
+    OUT polled_at float8
 ) LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $$
--- For those who wait: do what is due, see whether there is something (at most 100), and when more will be. `looked_at`: what
+-- For those who wait: do what is due, see whether there is something (at most 100), and when more will be. `polled_at`: what
 -- was due by then is done.
 DECLARE through timestamptz;
 BEGIN
     SELECT s.moved, s.through INTO moved, through FROM mainspring.sweep_from(box, to_timestamp(since), 1000) AS s;
-    looked_at := extract(epoch FROM through);
+    polled_at := extract(epoch FROM through);
     SELECT count(*) INTO pending
         FROM (SELECT FROM mainspring.messages m WHERE m.mailbox = box AND m.state = 0 LIMIT 100) AS found;
     due_in := CASE WHEN moved < 1000 THEN mainspring.next_due(box) ELSE 0 END;
-    fresh := mainspring.listen(box);
+    newly_listening := mainspring.listen(box);
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.claim(
@@ -145,21 +145,21 @@ DECLARE
     until timestamptz := at + visibility * interval '1 second';
     missing integer := want;
     taken integer;
-    lane record;
+    level record;
     lowest boolean := cardinality(floors) = 0;
     moved integer;
     through timestamptz;
 BEGIN
     SELECT s.moved, s.through INTO moved, through FROM mainspring.sweep_from(box, to_timestamp(since), 1000) AS s;
     LOOP
-        FOR lane IN
+        FOR level IN
             SELECT r.rank, CASE WHEN lowest THEN 0 ELSE coalesce(floors[array_position(known, r.rank)], 0) END AS floor
             FROM mainspring.ranks r WHERE r.mailbox = box ORDER BY r.rank
         LOOP
             RETURN QUERY
                 WITH first AS MATERIALIZED (
                     SELECT m.ctid AS place FROM mainspring.messages m
-                    WHERE m.mailbox = box AND m.state = 0 AND m.rank = lane.rank AND m.pos >= lane.floor
+                    WHERE m.mailbox = box AND m.state = 0 AND m.rank = level.rank AND m.pos >= level.floor
                         AND (m.expires_at IS NULL OR m.expires_at > at)
                     ORDER BY m.pos LIMIT missing FOR UPDATE SKIP LOCKED
                 )
@@ -204,5 +204,5 @@ BEGIN
         WHERE m.id = g.id AND m.lease = g.lease AND m.mailbox = box AND m.state + 0 = 2 RETURNING m.rank, m.pos;
     GET DIAGNOSTICS back = ROW_COUNT;
     INSERT INTO mainspring.tallies (mailbox, pending, in_flight) VALUES (box, back, -back);
-    PERFORM mainspring.tell(box, back);
+    PERFORM mainspring.notify(box, back);
 END $$;

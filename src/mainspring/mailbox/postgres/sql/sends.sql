@@ -23,7 +23,7 @@ CREATE OR REPLACE FUNCTION mainspring.add_ranks(box integer, new_ranks smallint[
     INSERT INTO mainspring.ranks SELECT box, r FROM unnest(new_ranks) AS r ON CONFLICT DO NOTHING
 $$;
 
-CREATE OR REPLACE FUNCTION mainspring.tell(box integer, gained bigint) RETURNS void LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION mainspring.notify(box integer, gained bigint) RETURNS void LANGUAGE plpgsql AS $$
 -- Let other processes know, when this transaction commits, of so many that became pending (0: that something became due).
 BEGIN
     IF EXISTS (SELECT FROM mainspring.mailboxes b WHERE b.id = box AND b.listened_until > clock_timestamp()) THEN
@@ -31,7 +31,7 @@ BEGIN
     END IF;
 END $$;
 
-CREATE OR REPLACE FUNCTION mainspring.tell_sent(box integer, gained bigint) RETURNS void LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION mainspring.notify_sent(box integer, gained bigint) RETURNS void LANGUAGE plpgsql AS $$
 -- The same for what was sent into a mailbox, which must be there: what is in one that was dropped nobody receives.
 DECLARE listened_until timestamptz;
 BEGIN
@@ -44,17 +44,17 @@ BEGIN
     END IF;
 END $$;
 
-CREATE OR REPLACE FUNCTION mainspring.put(box integer, ids text[], bodies bytea[]) RETURNS void LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION mainspring.send(box integer, ids text[], bodies bytea[]) RETURNS void LANGUAGE plpgsql AS $$
 -- Messages that want nothing special.
 DECLARE at timestamptz := clock_timestamp();
 BEGIN
     INSERT INTO mainspring.messages (id, mailbox, state, rank, pos, enqueued_at, body)
         SELECT g.id, box, 0, 0, nextval('mainspring.positions'), at, g.body FROM unnest(ids, bodies) AS g (id, body);
     INSERT INTO mainspring.tallies (mailbox, pending) VALUES (box, cardinality(ids));
-    PERFORM mainspring.tell_sent(box, cardinality(ids));
+    PERFORM mainspring.notify_sent(box, cardinality(ids));
 END $$;
 
-CREATE OR REPLACE FUNCTION mainspring.put_special(
+CREATE OR REPLACE FUNCTION mainspring.send_with_options(
     box integer, ids text[], bodies bytea[], delays float8[], ranks smallint[], reply_tos text[], all_headers text[],
     lives float8[]
 ) RETURNS void LANGUAGE plpgsql AS $$
@@ -71,10 +71,10 @@ BEGIN
             AS g (id, body, delay, rank, reply_to, headers, life);
     SELECT count(*) INTO late FROM unnest(delays) AS d WHERE d > 0;
     INSERT INTO mainspring.tallies (mailbox, pending, delayed) VALUES (box, cardinality(ids) - late, late);
-    PERFORM mainspring.tell_sent(box, cardinality(ids) - late);
+    PERFORM mainspring.notify_sent(box, cardinality(ids) - late);
 END $$;
 
-CREATE OR REPLACE FUNCTION mainspring.bury_expired(box integer, key text) RETURNS void LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION mainspring.dead_letter_expired(box integer, key text) RETURNS void LANGUAGE plpgsql AS $$
 -- What a sweep would do with the message that has this key, if it has expired and nobody holds it; one that another
 -- transaction works on is waited for. No other message is touched: the caller may be in a transaction that lasts.
 DECLARE
@@ -97,7 +97,7 @@ BEGIN
         CASE WHEN was.state = 2 THEN -1 ELSE 0 END, 1);
 END $$;
 
-CREATE OR REPLACE FUNCTION mainspring.put_keyed(
+CREATE OR REPLACE FUNCTION mainspring.send_dedup(
     box integer, new_id text, new_body bytea, delay float8, new_rank smallint, new_reply_to text, new_headers text,
     life float8, key text
 ) RETURNS text LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $$
@@ -113,7 +113,7 @@ BEGIN
         SELECT m.id, m.expires_at <= clock_timestamp() AND (m.state <> 2 OR m.due <= clock_timestamp())
             INTO found_id, is_over FROM mainspring.messages m WHERE m.mailbox = box AND m.dedup_key = key;
         IF is_over THEN
-            PERFORM mainspring.bury_expired(box, key);
+            PERFORM mainspring.dead_letter_expired(box, key);
             CONTINUE;
         ELSIF found_id IS NOT NULL THEN
             RETURN found_id;
@@ -127,24 +127,24 @@ BEGIN
         IF FOUND THEN
             INSERT INTO mainspring.tallies (mailbox, pending, delayed)
                 VALUES (box, CASE WHEN late THEN 0 ELSE 1 END, CASE WHEN late THEN 1 ELSE 0 END);
-            PERFORM mainspring.tell_sent(box, CASE WHEN late THEN 0 ELSE 1 END);
+            PERFORM mainspring.notify_sent(box, CASE WHEN late THEN 0 ELSE 1 END);
             RETURN new_id;
         END IF;
     END LOOP;
 END $$;
 
-CREATE OR REPLACE FUNCTION mainspring.try_keyed(
+CREATE OR REPLACE FUNCTION mainspring.try_send_dedup(
     box integer, new_id text, new_body bytea, delay float8, new_rank smallint, new_reply_to text, new_headers text,
     life float8, key text
 ) RETURNS text LANGUAGE plpgsql AS $$
 -- The same; NULL where another transaction, which has sent the key, has not ended by the lock_timeout.
 BEGIN
-    RETURN mainspring.put_keyed(box, new_id, new_body, delay, new_rank, new_reply_to, new_headers, life, key);
+    RETURN mainspring.send_dedup(box, new_id, new_body, delay, new_rank, new_reply_to, new_headers, life, key);
 EXCEPTION WHEN lock_not_available THEN
     RETURN NULL;
 END $$;
 
-CREATE OR REPLACE FUNCTION mainspring.put_all_keyed(
+CREATE OR REPLACE FUNCTION mainspring.send_many_dedup(
     box integer, ids text[], bodies bytea[], delays float8[], ranks smallint[], reply_tos text[], all_headers text[],
     lives float8[], keys text[], haste float8, apart boolean
 ) RETURNS SETOF text LANGUAGE plpgsql AS $$
@@ -158,17 +158,17 @@ BEGIN
         AS g (id, body, delay, rank, reply_to, headers, life, key)
     LOOP
         IF apart THEN
-            RETURN NEXT mainspring.try_keyed(
+            RETURN NEXT mainspring.try_send_dedup(
                 box, one.id, one.body, one.delay, one.rank, one.reply_to, one.headers, one.life, one.key);
         ELSE
-            RETURN NEXT mainspring.put_keyed(
+            RETURN NEXT mainspring.send_dedup(
                 box, one.id, one.body, one.delay, one.rank, one.reply_to, one.headers, one.life, one.key);
         END IF;
     END LOOP;
     PERFORM set_config('lock_timeout', '0', true);
 END $$;
 
-CREATE OR REPLACE FUNCTION mainspring.put_keyed_within(
+CREATE OR REPLACE FUNCTION mainspring.send_dedup_within(
     box integer, new_id text, new_body bytea, delay float8, new_rank smallint, new_reply_to text, new_headers text,
     life float8, key text, patience float8
 ) RETURNS text LANGUAGE plpgsql AS $$
@@ -180,7 +180,7 @@ DECLARE
 BEGIN
     patience := least(patience, nullif(extract(epoch FROM theirs::interval), 0)) * 1000;
     PERFORM set_config('lock_timeout', greatest(least(ceil(patience), 2147483647), 1)::bigint || 'ms', true);
-    named := mainspring.put_keyed(box, new_id, new_body, delay, new_rank, new_reply_to, new_headers, life, key);
+    named := mainspring.send_dedup(box, new_id, new_body, delay, new_rank, new_reply_to, new_headers, life, key);
     PERFORM set_config('lock_timeout', theirs, true);
     RETURN named;
 EXCEPTION WHEN lock_not_available THEN
@@ -195,7 +195,7 @@ BEGIN
     END IF;
 END $$;
 
-CREATE OR REPLACE FUNCTION mainspring.room(box integer) RETURNS bigint LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION mainspring.lock_capacity(box integer) RETURNS bigint LANGUAGE plpgsql AS $$
 -- How many messages wait, which no other sender that asks changes before this transaction ends.
 BEGIN
     PERFORM pg_advisory_xact_lock(hashtext('mainspring'), box);
@@ -203,6 +203,6 @@ BEGIN
     RETURN (SELECT coalesce(sum(t.delayed + t.pending + t.in_flight), 0) FROM mainspring.tallies t WHERE t.mailbox = box);
 END $$;
 
-CREATE OR REPLACE FUNCTION mainspring.known_keys(box integer, keys text[]) RETURNS SETOF text LANGUAGE sql AS $$
+CREATE OR REPLACE FUNCTION mainspring.used_dedup_keys(box integer, keys text[]) RETURNS SETOF text LANGUAGE sql AS $$
     SELECT m.dedup_key FROM mainspring.messages m WHERE m.mailbox = box AND m.dedup_key = ANY (keys)
 $$;

@@ -26,13 +26,13 @@ BEGIN
     RETURN ARRAY(SELECT n FROM generate_series(1, cardinality(ids)) AS n WHERE done IS NULL OR n <> ALL (done));
 END $$;
 
-CREATE OR REPLACE FUNCTION mainspring.finish(
+CREATE OR REPLACE FUNCTION mainspring.settle(
     box integer, ids text[], leases integer[], errors text[], error_types text[], tracebacks text[], histories text[],
     targets integer[], reply_ids text[], reply_bodies bytea[], reply_headers text[]
 ) RETURNS SETOF bigint
 LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_generic_plan AS $$
--- Acknowledge, or bury where there is an error; and put the replies into their mailboxes. Who was held. Nothing is done for
+-- Acknowledge, or dead-letter where there is an error; and put the replies into their mailboxes. Who was held. Nothing is done for
 -- one whose reply goes to a mailbox that is not there (any more): its place, with a minus.
 DECLARE
     at timestamptz := clock_timestamp();
@@ -52,7 +52,7 @@ BEGIN
         WHERE m.id = g.id AND m.lease = g.lease AND m.mailbox = box AND m.state + 0 = 2 AND m.due > clock_timestamp()
             AND g.n <> ALL (without)
         RETURNING m.*, g.n, g.error, g.error_type, g.traceback, coalesce(g.history, m.history) AS last_history
-    ), buried AS (
+    ), dead_lettered AS (
         INSERT INTO mainspring.dead (place, mailbox, dead_at, enqueued_at, first_received_at, lease, deliveries,
             attempts, rank, id, body, reply_to, headers, dedup_key, history, checkpoint, error, error_type, traceback)
         SELECT nextval('mainspring.positions'), o.mailbox, at, o.enqueued_at, o.first_received_at, o.lease, o.deliveries,
@@ -77,12 +77,12 @@ BEGIN
             SELECT g.id, reply.target, 0, 0, nextval('mainspring.positions'), at, g.headers, g.body
             FROM unnest(reply.ids, reply.bodies, reply.headers) AS g (id, body, headers);
         INSERT INTO mainspring.tallies (mailbox, pending) VALUES (reply.target, reply.number);
-        PERFORM mainspring.tell(reply.target, reply.number);
+        PERFORM mainspring.notify(reply.target, reply.number);
     END LOOP;
     RETURN QUERY SELECT unnest(done);
 END $$;
 
-CREATE OR REPLACE FUNCTION mainspring.give_back(
+CREATE OR REPLACE FUNCTION mainspring.nack(
     box integer, ids text[], leases integer[], delays float8[], charges integer[], fronts integer[], histories text[]
 ) RETURNS TABLE (n bigint, rank smallint, pos bigint, is_pending boolean)
 LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
@@ -116,7 +116,7 @@ BEGIN
     END LOOP;
     IF back > 0 THEN
         INSERT INTO mainspring.tallies (mailbox, pending, delayed, in_flight) VALUES (box, back - late, late, -back);
-        PERFORM mainspring.tell(box, back - late);
+        PERFORM mainspring.notify(box, back - late);
     END IF;
 END $$;
 

@@ -23,7 +23,7 @@ BEGIN
         ) AS f WHERE r.mailbox = box;
 END $$;
 
-CREATE OR REPLACE FUNCTION mainspring.fold(box integer) RETURNS void LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION mainspring.fold_tallies(box integer) RETURNS void LANGUAGE plpgsql AS $$
 -- Make one row of a mailbox's tallies, unless another process is at it.
 BEGIN
     IF pg_try_advisory_xact_lock(hashtext('mainspring tallies'), box) THEN
@@ -73,7 +73,7 @@ DECLARE clashed text;
 BEGIN
     PERFORM mainspring.sweep_all(box);  -- else one that has expired would keep the key of one that is replayed
     IF capacity IS NOT NULL THEN
-        waiting := mainspring.room(box);
+        waiting := mainspring.lock_capacity(box);
         SELECT count(*) INTO number FROM mainspring.dead d WHERE d.mailbox = box AND (named IS NULL OR d.id = ANY (named));
         IF number = 0 OR waiting + number <= capacity THEN
             waiting := NULL;
@@ -83,7 +83,7 @@ BEGIN
     END IF;
     LOOP
         BEGIN
-            number := mainspring.raise_dead(box, named);
+            number := mainspring.replay_dead(box, named);
             EXIT;
         EXCEPTION WHEN unique_violation THEN
             GET STACKED DIAGNOSTICS clashed = CONSTRAINT_NAME;
@@ -93,10 +93,10 @@ BEGIN
         END;
     END LOOP;
     INSERT INTO mainspring.tallies (mailbox, pending, dead) VALUES (box, number, -number);
-    PERFORM mainspring.tell_sent(box, number);
+    PERFORM mainspring.notify_sent(box, number);
 END $$;
 
-CREATE OR REPLACE FUNCTION mainspring.raise_dead(box integer, named text[]) RETURNS bigint LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION mainspring.replay_dead(box integer, named text[]) RETURNS bigint LANGUAGE plpgsql AS $$
 -- The messages of a replay; how many. Fails where one has a key that another transaction sends just now.
 DECLARE number bigint;
 BEGIN
@@ -118,7 +118,7 @@ BEGIN
     RETURN number;
 END $$;
 
-CREATE OR REPLACE FUNCTION mainspring.forget(box integer, named text[]) RETURNS bigint LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION mainspring.purge_dead(box integer, named text[]) RETURNS bigint LANGUAGE plpgsql AS $$
 DECLARE gone bigint;
 BEGIN
     PERFORM mainspring.sweep_all(box);
