@@ -374,7 +374,21 @@ class Mailbox(Generic[T, R]):
         """
         if deadline != "inherit" or inherited() is not None:
             headers = with_deadline(headers, deadline)
-        envelope = self._envelope(body, delay, at, reply_to, dedup_key, priority, headers, expires_in)
+        if (
+            delay == 0
+            and priority == 0
+            and reply_to is None
+            and dedup_key is None
+            and not headers
+            and expires_in is None
+            and at is None
+        ):  # nothing to check but the body
+            self._check_open()
+            codec = self._codec or self.codec
+            payload = codec.encode(body) if self.serializes else self._encode(codec, body)
+            envelope = Envelope(self._ids.next(), payload)
+        else:
+            envelope = self._envelope(body, delay, at, reply_to, dedup_key, priority, headers, expires_in)
         if connection is not None:
             return (await self.backend.send_within(connection, [envelope]))[0]
         return (await self.backend.send([envelope]))[0]
@@ -426,21 +440,10 @@ class Mailbox(Generic[T, R]):
         expires_in: Seconds | None = None,
     ) -> Envelope:
         self._check_open()
-        codec = self._codec or self.codec
-        if (
-            delay == 0
-            and priority == 0
-            and reply_to is None
-            and dedup_key is None
-            and not headers
-            and expires_in is None
-            and at is None
-        ):
-            return Envelope(self._ids.next(), codec.encode(body) if self.serializes else self._encode(codec, body))
         wait, expiry = delay_of(delay, at), as_seconds(expires_in)
         check_send(wait, dedup_key, priority, headers, expiry)
         address, given = reply_address(reply_to), dict(headers) if headers else {}
-        payload = self._encode(codec, body)
+        payload = self._encode(self._codec or self.codec, body)
         return Envelope(self._ids.next(), payload, float(wait), address, dedup_key, priority, given, expiry)
 
     # ----------------------------------------------------------------------------------------------------- requesting

@@ -436,8 +436,9 @@ class MemoryStore:
         for e in envelopes:
             ends = math.inf if e.expires_in is None else now + e.expires_in
             entry = Entry(e.message_id, e.body, wall, e.reply_to, e.headers, e.priority, e.dedup_key, ends)
-            entries.append((entry, e.delay))
-        ids = queue.put_all(entries, now) if len(entries) > 1 else [queue.put(entry, now, e.delay)]
+            if len(envelopes) > 1:
+                entries.append((entry, e.delay))
+        ids = queue.put_all(entries, now) if entries else [queue.put(entry, now, e.delay)]
         if queue.pending and self.bell.waiting:
             self.bell.ring()
         if e.delay or e.expires_in is not None:
