@@ -444,14 +444,14 @@ def test_claims_are_first_on_every_backend_that_batches():
     pytest.importorskip("apsw", reason="apsw is not installed")
     pytest.importorskip("psycopg", reason="the extra 'postgres' is not installed")
     pytest.importorskip("hiredis", reason="the extra 'redis' is not installed")
+    from mainspring.mailbox import batched
     from mainspring.mailbox.postgres import commands as postgres_commands
     from mainspring.mailbox.redis import claims as redis_claims
     from mainspring.mailbox.redis import commands as redis_commands
-    from mainspring.mailbox.sqlite import commands as sqlite_commands
 
-    for claims in (sqlite_commands, redis_claims, postgres_commands):
+    for claims in (batched, redis_claims, postgres_commands):
         assert claims.Claim.first, claims.__name__
-    for commands in (sqlite_commands, redis_commands, postgres_commands):
+    for commands in (batched, redis_commands, postgres_commands):
         assert not commands.Acknowledge.first
 
 

@@ -10,6 +10,7 @@ the caller executes its own, and the runner takes over only if the caller is can
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import anyio
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Command:
     """One operation on its way: whoever executes it sets ``result`` or ``error``.
 
@@ -31,17 +33,17 @@ class Command:
     brings is there when those look for more whose settlements have travelled with it, and none of them falls idle.
 
     ``asks_only``: nothing is lost where it is not done.
+
+    ``mailbox``: its number on a store that numbers its mailboxes; the backend sets it. ``forsaken``: its caller was cancelled.
     """
 
-    __slots__ = ("done", "error", "forsaken", "result")
     first: ClassVar[bool] = False
     asks_only: ClassVar[bool] = False
-
-    def __init__(self) -> None:
-        self.result: Any = None
-        self.error: Exception | None = None
-        self.done = False
-        self.forsaken = False  # its caller was cancelled
+    result: Any = field(default=None, init=False)
+    error: Exception | None = field(default=None, init=False)
+    done: bool = field(default=False, init=False)
+    forsaken: bool = field(default=False, init=False)
+    mailbox: int = field(default=0, init=False)
 
 
 C = TypeVar("C", bound=Command)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Never
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
@@ -15,19 +14,19 @@ from typing_extensions import TypeVar
 from mainspring.core import clock
 from mainspring.core.process import event_loop
 from mainspring.errors import ConfigError, MainspringError, ReceiptHandleExpiredError
-from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE, Backend, Capabilities, MailboxStatistics
-from mainspring.mailbox.batcher import Batcher
+from mainspring.mailbox import batched as do
+from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE, Capabilities, MailboxStatistics
+from mainspring.mailbox.batcher import Batcher, Command
 from mainspring.mailbox.limits import check_column, size_of
 from mainspring.mailbox.mailbox import Mailbox
-from mainspring.mailbox.message import Ack, Dead
-from mainspring.mailbox.sqlite import commands as do
+from mainspring.mailbox.message import Dead, Return
 from mainspring.mailbox.sqlite.connection import DatabaseFile
 from mainspring.mailbox.sqlite.writer import LOOK_AGAIN, Job, Waiters, Writer
 from mainspring.runtime.interval import Periodic
 from mainspring.validation import is_number, is_whole
 
 if TYPE_CHECKING:
-    from mainspring.mailbox.message import Cancelled, Counts, Delivery, Envelope, Settlement
+    from mainspring.mailbox.message import Delivery, Envelope, Settlement
     from mainspring.runtime.scope import DaemonScope
 
 T = TypeVar("T", default=Any)
@@ -114,18 +113,18 @@ class SQLiteOptions:
     busy_timeout: float
 
 
-class SQLiteBackend(Backend):
+class SQLiteBackend(do.BatchedBackend):
     """A queue in the file at ``path``."""
 
     capabilities = Capabilities(durable=True, cross_process=True, ordered=True, queue_age=True)
+    _waiters: Waiters
 
     def __init__(self, name: str, path: str, options: SQLiteOptions) -> None:
-        super().__init__(name)
+        super().__init__(name, options.capacity)
         self.path = path
         self._options = options
         self._writer: Writer | None = None
         self._number = 0
-        self._is_closing = False
 
     @property
     def address(self) -> str:
@@ -167,7 +166,7 @@ class SQLiteBackend(Backend):
         self._loop = event_loop()
         self._wall = clock.wall_clock()
         self._now = clock.loop_clock()
-        self._batcher: Batcher[do.StoreCommand] = Batcher(self._execute, undo=self._undo, name=f"mailbox {self.name!r}")
+        self._batcher = Batcher(self._execute, undo=self._undo, name=f"mailbox {self.name!r}")
         try:
             opening = do.Open(self.name)
             await self._execute([opening])
@@ -214,12 +213,7 @@ class SQLiteBackend(Backend):
         with clock.real_work():
             await released.wait()
 
-    def stop_claims(self) -> None:
-        self._is_closing = True
-        if self._writer is not None:
-            self._waiters.wake_all()
-
-    async def _execute(self, commands: list[do.StoreCommand]) -> None:
+    async def _execute(self, commands: list[Command]) -> None:
         """Have commands executed by the writer thread."""
         assert self._writer is not None
         done = anyio.Event()
@@ -232,18 +226,12 @@ class SQLiteBackend(Backend):
                 for delivery in command.result:
                     delivery.leased_at = leased_at
 
-    def _undo(self, command: do.StoreCommand) -> None:
-        """A claim whose receiver is gone goes back, before anything else is done."""
-        if type(command) is do.Claim and command.result:
-            leases = [delivery.receipt_handle for delivery in command.result]
-            self._batcher.post(do.Unclaim(self._number, leases))
-
     async def _sweep(self, overslept: float) -> float:
         """Let what is due by now be done, for the receives that wait for it."""
         self._waiters.announced = math.inf
         if self._waiters.parked:
             try:
-                await self._batcher.call(do.Sweep(self._number))
+                await self._call(do.Sweep())
             except MainspringError:  # the receives themselves will hear of it
                 return self._now() + LOOK_AGAIN
         return math.inf
@@ -256,16 +244,13 @@ class SQLiteBackend(Backend):
     async def send(self, envelopes: list[Envelope]) -> list[str]:
         for envelope in envelopes:
             check_column("a message", size_of(envelope))
-        ids: list[str] = await self._batcher.call(do.Put(self._number, envelopes, self._options.capacity))
+        ids: list[str] = await self._call(do.Send(envelopes, self._capacity))
         return ids
 
     async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
         if self.name.startswith(TRANSIENT) and self._now() - self._kept_at >= TRANSIENT_LIFE / 24:
             await self._keep()
-        if not wait_time_seconds:
-            return await self._claim_once(max_messages, visibility_timeout, waits=False)
-        look = partial(self._claim_once, max_messages, visibility_timeout, waits=True)
-        return await self._waiters.first(look, self._now() + wait_time_seconds, usable=lambda: not self._is_closing)
+        return await super().claim(max_messages, visibility_timeout, wait_time_seconds)
 
     async def _keep(self) -> None:
         """Say that this transient mailbox is in use; one that was forgotten meanwhile (the machine slept) is made anew."""
@@ -276,63 +261,28 @@ class SQLiteBackend(Backend):
             self._waiters.mailbox = self._number
             self._writer.add_waiters(self._waiters)
 
-    async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:
-        command = do.Claim(self._number, limit, visibility, waits)
-        found: list[Delivery] = await self._batcher.call(command)
-        if found and self._is_closing:  # closed meanwhile
-            self._undo(command)
-            return []
-        return found
-
     async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
-        number = self._number
-        _check_handle(delivery)
-        command: do.StoreCommand
-        if isinstance(settlement, Ack):
-            if settlement.reply is None:
-                command = do.Acknowledge(number, delivery)
-            else:
-                check_column("a reply", size_of(settlement.reply))
-                command = do.Answer(number, delivery, settlement)
+        command: Command
+        if isinstance(settlement, Return):
+            command = do.Return(delivery, settlement)
         elif isinstance(settlement, Dead):
-            command = do.Bury(number, delivery, _writable(settlement))
+            command = do.DeadLetter(delivery, _writable(settlement))
+        elif settlement.reply is None:
+            command = do.Acknowledge(delivery)
         else:
-            command = do.GiveBack(number, delivery, settlement)
-        await self._batcher.call(command)
-
-    async def extend(self, delivery: Delivery, timeout: float) -> None:
-        _check_handle(delivery)
-        await self._batcher.call(do.Extend(self._number, delivery, timeout))
+            check_column("a reply", size_of(settlement.reply))
+            command = do.Reply(delivery, settlement)
+        await self._call(command)
 
     async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
-        _check_handle(delivery)
         check_column("a checkpoint", len(state))
-        await self._batcher.call(do.SaveCheckpoint(self._number, delivery, state))
+        await super().checkpoint(delivery, state)
 
-    async def counts(self) -> Counts:
-        counts: Counts = await self._batcher.call(do.CountAll(self._number))
-        return counts
-
-    async def purge(self) -> int:
-        return int(await self._batcher.call(do.PurgeAll(self._number)))
-
-    async def dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
-        page: list[tuple[Delivery, Dead, float]] = await self._batcher.call(do.ListDead(self._number, limit, after))
-        return page
-
-    async def replay_dead_letters(self, message_ids: list[str] | None) -> int:
-        return int(await self._batcher.call(do.Revive(self._number, message_ids, self._options.capacity)))
-
-    async def purge_dead_letters(self, message_ids: list[str] | None) -> int:
-        return int(await self._batcher.call(do.Forget(self._number, message_ids)))
-
-    async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
-        found: list[tuple[Delivery, Dead, float]] = await self._batcher.call(do.FindDead(self._number, message_ids))
-        return found
-
-    async def cancel(self, message_id: str) -> Cancelled:
-        cancelled: Cancelled = await self._batcher.call(do.Cancel(self._number, message_id))
-        return cancelled
+    async def _call(self, command: Command) -> Any:
+        command.mailbox = self._number
+        if isinstance(command, do.OfDelivery):
+            _check_handle(command.delivery)
+        return await self._batcher.call(command)
 
     def _hear_cancelled(self, wanted: bool) -> None:
         if self._writer is not None and self._real and not (self._is_closing and wanted):
@@ -340,9 +290,6 @@ class SQLiteBackend(Backend):
 
     def sibling(self, name: str) -> SQLiteBackend:
         return SQLiteBackend(name, self.path, replace(self._options, capacity=None))
-
-    async def drop(self) -> None:
-        await self._batcher.call(do.Drop(self._number))
 
 
 _OPTIONS: dict[str, Any] = {"name": str, "synchronous": str, "capacity": int, "busy_timeout": float}

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mainspring.errors import ReceiptHandleExpiredError
+from mainspring.mailbox import batched as do
 from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.limits import full
 from mainspring.mailbox.message import UNKNOWN, Cancelled, CancelOutcome, Counts, Dead, Delivery
-from mainspring.mailbox.sqlite import commands as do
 from mainspring.mailbox.sqlite import schema as sql
 from mainspring.mailbox.sqlite.unit_of_work import Inserts, Work, do_what_is_due, enqueue, expire_ready
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from apsw import Connection
 
+    from mainspring.mailbox.batcher import Command
     from mainspring.mailbox.message import Envelope
-    from mainspring.mailbox.sqlite.commands import StoreCommand
 
 
 def cancel(work: Work, commands: list[do.Cancel]) -> None:
@@ -111,7 +111,7 @@ def _dead_row(row: tuple[Any, ...]) -> tuple[Delivery, Dead, float]:
     return delivery, Dead(*why), dead_at
 
 
-def revive(work: Work, commands: list[do.Revive]) -> None:
+def replay_dead(work: Work, commands: list[do.ReplayDead]) -> None:
     """Back into the queue, with fresh counts."""
     for command in commands:
         first = work.tick
@@ -133,7 +133,7 @@ def revive(work: Work, commands: list[do.Revive]) -> None:
         command.result = revived
 
 
-def forget(work: Work, commands: list[do.Forget]) -> None:
+def purge_dead(work: Work, commands: list[do.PurgeDead]) -> None:
     """Away for good."""
     for command in commands:
         command.result = dropped = _drop_dead(work, command)
@@ -142,7 +142,7 @@ def forget(work: Work, commands: list[do.Forget]) -> None:
         tally.settled += dropped
 
 
-def _drop_dead(work: Work, command: do.Revive | do.Forget) -> int:
+def _drop_dead(work: Work, command: do.ReplayDead | do.PurgeDead) -> int:
     if command.ids is None:
         work.execute(sql.DROP_ALL_DEAD, (command.mailbox,))
     else:
@@ -155,14 +155,14 @@ ALL = 1_000_000
 _UNREADABLE = Dead("the stored headers are no JSON object of strings", "NotJsonError")
 
 
-def perform(connection: Connection, commands: Sequence[StoreCommand], boot: float, wall: float) -> Work:
+def perform(connection: Connection, commands: Sequence[Command], boot: float, wall: float) -> Work:
     """Do all ``commands`` inside the transaction that is open; what changed, for those who wait.
 
     Equal commands are done together, and in an order that serves all best: what gives back, what ends, what is new, then
     the claims. The callers of one transaction do not know of each other, so any order is right.
     """
     work = Work(connection, boot, wall)
-    work.named = {getattr(command, "mailbox", 0) for command in commands}
+    work.named = {command.mailbox for command in commands}
     exact = any(type(command) in _EXACT for command in commands)
     do_what_is_due(work, exact)
     kinds: dict[type, list[Any]] = {}
@@ -203,7 +203,7 @@ def _open(work: Work, commands: list[do.Open]) -> None:
         forget_mailbox(work, unused)
 
 
-def _put(work: Work, commands: list[do.Put]) -> None:
+def _send(work: Work, commands: list[do.Send]) -> None:
     batch = Inserts(work)
     for command in commands:
         envelopes = command.envelopes
@@ -292,7 +292,7 @@ def _lease(work: Work, mailbox: int, limit: int, visibility: float) -> tuple[lis
 
 def _unclaim(work: Work, commands: list[do.Unclaim]) -> None:
     for command in commands:
-        given = _json_list(command.leases)
+        given = _json_list([delivery.receipt_handle for delivery in command.deliveries])
         work.execute(sql.UNLEASE_EXPIRING, (given,))
         work.execute(sql.UNLEASE, (given, command.mailbox))
         back = work.changes()
@@ -335,7 +335,7 @@ def _only_held(work: Work, mailbox: int, given: str, acks: list[do.Acknowledge])
     return good
 
 
-def _answer(work: Work, commands: list[do.Answer]) -> None:
+def _acknowledge_and_reply(work: Work, commands: list[do.Reply]) -> None:
     for command in commands:
         held = _take(work, command.mailbox, command.delivery, command)
         reply = command.ack.reply
@@ -355,7 +355,7 @@ def _reply(work: Work, reply: Envelope) -> None:
         batch.write()
 
 
-def _give_back(work: Work, commands: list[do.GiveBack]) -> None:
+def _return(work: Work, commands: list[do.Return]) -> None:
     for command in commands:
         held = _take(work, command.mailbox, command.delivery, command)
         if held is None:
@@ -371,7 +371,7 @@ def _give_back(work: Work, commands: list[do.GiveBack]) -> None:
         enqueue(work, command.mailbox, seq, rank, pos, how.delay, expires_at)
 
 
-def _bury(work: Work, commands: list[do.Bury]) -> None:
+def _dead_letter(work: Work, commands: list[do.DeadLetter]) -> None:
     for command in commands:
         held = _take(work, command.mailbox, command.delivery, command)
         if held is not None:
@@ -380,7 +380,7 @@ def _bury(work: Work, commands: list[do.Bury]) -> None:
                 _reply(work, command.dead.reply)
 
 
-def _take(work: Work, mailbox: int, delivery: Delivery, command: StoreCommand) -> tuple[Any, ...] | None:
+def _take(work: Work, mailbox: int, delivery: Delivery, command: Command) -> tuple[Any, ...] | None:
     """End a lease that is held, else give ``command`` its error."""
     lease = delivery.receipt_handle
     for row in work.rows(sql.HELD, (int(lease), mailbox, work.boot)):
@@ -400,7 +400,7 @@ def _extend(work: Work, commands: list[do.Extend]) -> None:
             command.error = _expired(command.delivery)
 
 
-def _save_checkpoint(work: Work, commands: list[do.SaveCheckpoint]) -> None:
+def _save_checkpoint(work: Work, commands: list[do.Checkpoint]) -> None:
     for command in commands:
         lease = int(command.delivery.receipt_handle)
         work.execute(sql.CHECKPOINT, (command.state, lease, command.mailbox, work.boot))
@@ -421,7 +421,7 @@ def _json_list(leases: list[str]) -> str:
 # ------------------------------------------------------------------------------------------------------- looking after
 
 
-def _count(work: Work, commands: list[do.CountAll]) -> None:
+def _count(work: Work, commands: list[do.Count]) -> None:
     work.flush()
     for command in commands:
         sent = work.value(sql.FIRST_SENT, (command.mailbox,) * 3)
@@ -433,7 +433,7 @@ def _sweep(work: Work, commands: list[do.Sweep]) -> None:
     work.empty.update(command.mailbox for command in commands)  # so that the next due instant is told
 
 
-def _purge(work: Work, commands: list[do.PurgeAll]) -> None:
+def _purge(work: Work, commands: list[do.Purge]) -> None:
     for command in commands:
         work.flush()
         delayed, pending, in_flight, _, _ = work.counts(command.mailbox)
@@ -451,22 +451,22 @@ _IN_ORDER: tuple[tuple[type, Callable[[Work, Any], None]], ...] = (
     (do.Open, _open),
     (do.Unclaim, _unclaim),
     (do.Acknowledge, _acknowledge),
-    (do.Answer, _answer),
-    (do.GiveBack, _give_back),
-    (do.Bury, _bury),
+    (do.Reply, _acknowledge_and_reply),
+    (do.Return, _return),
+    (do.DeadLetter, _dead_letter),
     (do.Extend, _extend),
-    (do.SaveCheckpoint, _save_checkpoint),
+    (do.Checkpoint, _save_checkpoint),
     (do.Cancel, cancel),
-    (do.PurgeAll, _purge),
-    (do.Put, _put),
-    (do.Revive, revive),
-    (do.Forget, forget),
+    (do.Purge, _purge),
+    (do.Send, _send),
+    (do.ReplayDead, replay_dead),
+    (do.PurgeDead, purge_dead),
     (do.Claim, _claim),
     (do.Sweep, _sweep),
-    (do.CountAll, _count),
+    (do.Count, _count),
     (do.Drop, drop),
     (do.FindDead, find),
     (do.ListDead, list_dead),
 )
-_EXACT = frozenset({do.CountAll, do.PurgeAll, do.ListDead, do.FindDead, do.Cancel})
+_EXACT = frozenset({do.Count, do.Purge, do.ListDead, do.FindDead, do.Cancel})
 """Commands whose result says what is where: before them, all that is due is done."""

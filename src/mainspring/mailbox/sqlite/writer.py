@@ -15,14 +15,13 @@ from mainspring.core import clock, process, random
 from mainspring.core.process import event_loop
 from mainspring.errors import ConfigError, MailboxConnectionError
 from mainspring.mailbox import waiting
-from mainspring.mailbox.sqlite.commands import Look
+from mainspring.mailbox.batcher import Command
 from mainspring.mailbox.sqlite.connection import DatabaseFile
 from mainspring.mailbox.sqlite.store import look
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mainspring.mailbox.sqlite.commands import StoreCommand
     from mainspring.mailbox.sqlite.unit_of_work import Work
 
 
@@ -39,6 +38,12 @@ def read_note(note: bytes) -> tuple[int, str] | None:
     """The mailbox and the message that a note tells of; None where it says only that something has come."""
     mailbox, _, message_id = note.decode(errors="replace").partition(" ")
     return (int(mailbox), message_id) if mailbox.isdecimal() and message_id else None
+
+
+class Look(Command):
+    """See, without writing, what could be claimed and when more becomes due."""
+
+    __slots__ = ()
 
 
 class Waiters(waiting.Waiters):
@@ -178,7 +183,7 @@ class Job:
 
     def __init__(
         self,
-        commands: Sequence[StoreCommand],
+        commands: Sequence[Command],
         boot: Callable[[], float],
         wall: float,
         loop: object | None = None,
@@ -399,7 +404,7 @@ class Writer:
             watcher.start()
         except RuntimeError:
             self._bell.take_down()
-            self._inbox.put(Job((Look(0),), clock.boot_time, 0.0))
+            self._inbox.put(Job((Look(),), clock.boot_time, 0.0))
             for waiters in self._everybody():
                 process.call_soon(waiters.loop, partial(waiters.due_in, LOOK_AGAIN))
             return
@@ -425,7 +430,7 @@ class Writer:
                     return
                 self._tell_of_cancelled([told for note in rung if (told := read_note(note)) is not None])
             if parked:
-                self._inbox.put(Job((Look(0),), clock.boot_time, 0.0))
+                self._inbox.put(Job((Look(),), clock.boot_time, 0.0))
 
     def _wake_all(self) -> None:
         for waiters in self._everybody():
