@@ -16,7 +16,7 @@ import pytest
 from mainspring import MainLoop, Message
 from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError
 from mainspring.mailbox.message import Counts
-from mainspring.mailbox.nats import recovery as nats_recovery
+from mainspring.mailbox.nats import scheduler as nats_recovery
 from mainspring.mailbox.nats.mailbox import NatsMailbox
 from nats_support import place
 from servers import NatsServer

@@ -7,7 +7,7 @@ import asyncio
 import anyio
 import pytest
 
-from mainspring.mailbox.nats.read_write_lock import Gate
+from mainspring.mailbox.nats.streams import Gate
 
 pytestmark = pytest.mark.anyio
 

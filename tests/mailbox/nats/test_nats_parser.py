@@ -11,7 +11,7 @@ pytest.importorskip("nats", reason="the extra 'nats' is not installed")
 from nats.errors import ProtocolError
 from nats.protocol.parser import Parser
 
-from mainspring.mailbox.nats.parser import Heard, QuickParser, UnreadableError
+from mainspring.mailbox.nats.client import Heard, QuickParser, UnreadableError
 
 pytestmark = [pytest.mark.anyio, pytest.mark.loops("asyncio")]
 

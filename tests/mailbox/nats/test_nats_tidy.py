@@ -10,12 +10,11 @@ import pytest
 pytest.importorskip("nats", reason="the extra 'nats' is not installed")
 
 from mainspring.errors import MailboxConnectionError
-from mainspring.mailbox.nats import recovery as nats_recovery
+from mainspring.mailbox.nats import scheduler as nats_recovery
 from mainspring.mailbox.nats.names import Names
-from mainspring.mailbox.nats.read_write_lock import Gate
 from mainspring.mailbox.nats.records import Record
-from mainspring.mailbox.nats.recovery import Tidier
-from mainspring.mailbox.nats.streams import Added, Stored
+from mainspring.mailbox.nats.scheduler import Tidier
+from mainspring.mailbox.nats.streams import Added, Gate, Stored
 from mainspring.testing import run_virtual
 
 NAMES = Names.of("jobs")

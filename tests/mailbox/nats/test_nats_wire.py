@@ -15,8 +15,8 @@ import pytest
 from mainspring import open_mailbox
 from mainspring.errors import ConfigError, MailboxClosedError, MailboxConnectionError
 from mainspring.mailbox.message import Counts
+from mainspring.mailbox.nats import client as nats_errors
 from mainspring.mailbox.nats import connection as nats_connection
-from mainspring.mailbox.nats import errors as nats_errors
 from mainspring.mailbox.nats.mailbox import NatsMailbox
 from nats_support import place
 from ports import free_port

@@ -1,31 +1,83 @@
-"""Claiming on NATS: pull requests, what is done with that which they bring, and the leases that this process holds."""
+"""Claiming on NATS: pull requests, the deliveries made of what they bring, and the leases that this process holds."""
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import anyio
 
 from mainspring.core import clock
-from mainspring.errors import MailboxConnectionError, MailboxError, MailboxFullError
+from mainspring.errors import MailboxConnectionError, MailboxError, MailboxFullError, ReceiptHandleExpiredError
 from mainspring.mailbox.limits import CLOSE_TIMEOUT
 from mainspring.mailbox.message import EXPIRED, Delivery
-from mainspring.mailbox.nats.connection import Ask
-from mainspring.mailbox.nats.errors import GoneError
-from mainspring.mailbox.nats.leases import Arrival, Lease, expired, nak
+from mainspring.mailbox.nats.client import GoneError
+from mainspring.mailbox.nats.connection import GLANCE, LONGEST_GLANCE, Ask
 from mainspring.mailbox.nats.names import CONSUMER, nanoseconds
-from mainspring.mailbox.nats.pulls import GLANCE, LONGEST_GLANCE
-from mainspring.mailbox.nats.records import Record, dead_headers, token_of
+from mainspring.mailbox.nats.records import Record, dead_headers, decode, token_of
 from mainspring.mailbox.nats.streams import Add, Added
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mainspring.mailbox.message import Dead
-    from mainspring.mailbox.nats.parser import Heard
-    from mainspring.mailbox.nats.pulls import Puller
+    from mainspring.mailbox.message import Dead, Delivery
+    from mainspring.mailbox.nats.client import Heard
+    from mainspring.mailbox.nats.connection import Puller
     from mainspring.mailbox.nats.streams import Store, Stored
+
+
+@dataclass(slots=True)
+class Lease:
+    """A message that this process holds."""
+
+    sequence: int
+    reply: str
+    subject: str
+    record: Record
+    until: float
+    """When the lease is over, on anyio's clock: not later than the server thinks."""
+    received_at: float
+    checkpoint: bool = False
+    refused_since: float | None = None
+    """When the server first had no room for what was to become of it, on anyio's clock."""
+    unsure: bool = False
+    """Whether a settlement was sent of which no answer has come: it may have been made."""
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A message as a pull request brought it."""
+
+    sequence: int
+    deliveries: int
+    reply: str
+    subject: str
+    stored_at: float
+    record: Record
+
+    @classmethod
+    def of(cls, message: Heard) -> Arrival:
+        """Read the numbers out of the subject that an acknowledgement of it would go to."""
+        parts = message.reply.split(b".")
+        first = 4 if len(parts) == 9 else 6  # newer servers put the domain and the account before them
+        sequence = int(parts[first + 1])
+        stored_at = int(parts[first + 3]) / 1e9
+        record = decode(message.data, sequence, stored_at)
+        return cls(sequence, int(parts[first]), message.reply.decode(), message.subject.decode(), stored_at, record)
+
+
+def expired(delivery: Delivery) -> ReceiptHandleExpiredError:
+    """The error of one who holds no lease."""
+    return ReceiptHandleExpiredError(
+        f"message {delivery.message_id}: the lease of delivery {delivery.delivery_count} has run out, or it was settled"
+    )
+
+
+def nak(seconds: float) -> bytes:
+    """The order to deliver a message again in so many seconds: until then it is its holder's."""
+    return b'-NAK {"delay":%d}' % nanoseconds(seconds) if seconds > 0 else b"-NAK"
+
 
 LONGEST_PULL = 30.0
 """Seconds of one pull request; a longer wait is made of several."""

@@ -1,26 +1,294 @@
-"""The NATS driver's client, made to insist on what the URL says, to let go of a connection that hangs, and to be quick."""
+"""The NATS driver's client as a mailbox runs it: strict about TLS, quick to parse, its errors as the mailbox's."""
 
 from __future__ import annotations
 
+import json
+import re
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 from nats.aio.client import Client
 from nats.aio.transport import TcpTransport
 from nats.errors import Error, MaxPayloadError, ProtocolError
-from nats.protocol.parser import PERMISSIONS_ERR, STALE_CONNECTION
+from nats.protocol.parser import PERMISSIONS_ERR, STALE_CONNECTION, Parser
 
-from mainspring.errors import describe
-from mainspring.mailbox.nats.parser import Heard, QuickParser
+from mainspring.errors import (
+    ConfigError,
+    MailboxConnectionError,
+    MailboxError,
+    MainspringError,
+    SerializationError,
+    describe,
+    message_of,
+    remedy,
+)
 from mainspring.runtime.resolver import resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from urllib.parse import ParseResult
 
     from nats.aio.client import Srv
     from nats.aio.subscription import Subscription
+
+
+class ApiError(MailboxError):
+    """What JetStream says where it refuses."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"JetStream refused: {text} (code {code})")
+        self.code = code
+        self.text = text
+
+
+class NotAllowedError(ConfigError, MailboxError):
+    """The login is good for less than a mailbox needs."""
+
+
+class GoneError(MailboxConnectionError):
+    """A stream or a consumer is not there, or not any more: a server has lost its data, or somebody has deleted it."""
+
+
+class NobodyAnswersError(GoneError):
+    """The server is there, but no stream or consumer takes what was sent: it does not exist, or JetStream is off."""
+
+
+class PullEndedError(GoneError):
+    """A pull request was refused, or did not end: perhaps its consumer is gone."""
+
+
+NO_STREAM = 10059
+NO_CONSUMER = 10014
+
+
+def is_gone(error: Exception) -> bool:
+    """Whether a call failed as a stream or a consumer is not there, or may have."""
+    return isinstance(error, GoneError) or (isinstance(error, ApiError) and error.code in (NO_STREAM, NO_CONSUMER))
+
+
+def refuses_login(error: Exception) -> bool:
+    """Whether it is a server's refusal of this user, which the driver raises as text."""
+    text = message_of(error).lower()
+    return "authorization violation" in text or "authentication" in text
+
+
+def denied(error: Exception) -> str | None:
+    """The subject, in small letters, that this user may not use, where the server says so; other answer it gives none."""
+    found = re.search(r'permissions violation for (?:publish|subscription) to "([^"]+)"', message_of(error).lower())
+    return found[1] if found else None
+
+
+def no_connection(name: str, servers: Sequence[str], refusals: Sequence[Exception]) -> MainspringError:
+    """Why none of the servers can be connected to, each of which was tried."""
+    from mainspring.mailbox.nats.client import LoginError, NoTlsError
+
+    told = "; ".join(dict.fromkeys(map(message_of, refusals)))
+    if any(map(refuses_login, refusals)):
+        told += "; check the user and the password of the URL, its token or its credentials"
+    else:
+        told += next(filter(None, map(remedy, refusals)), "")
+    lasting = all(isinstance(error, NoTlsError | LoginError) or refuses_login(error) for error in refusals)
+    kind = ConfigError if lasting else MailboxConnectionError
+    error = kind(f"{name}: no connection to a NATS server at {', '.join(servers)}: {told}")
+    error.__cause__ = refusals[-1]
+    return error
+
+
+def in_words(error: Exception, name: str, servers: Sequence[str], told: str) -> MainspringError:
+    """What the driver raises, in the port's words; ``servers`` are those that were tried, where there was no connection yet."""
+    if isinstance(error, MainspringError):
+        return error
+    if isinstance(error, MaxPayloadError):
+        return SerializationError(f"{name}: the message is larger than the server takes (max_payload)")
+    what = "the connection to the NATS server is lost"
+    if servers:
+        what = f"no connection to a NATS server at {', '.join(servers)}"
+    failure = MailboxConnectionError(f"{name}: {what}: {told}")
+    failure.__cause__ = error
+    return failure
+
+
+def check_credentials(path: str) -> None:
+    """Raise :class:`ConfigError` where the driver could make nothing of that credentials file."""
+    try:
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"the credentials file {path!r} cannot be read ({error.strerror}); correct its path"
+        ) from None
+    if find_spec("nkeys") is None:
+        raise ConfigError("credentials= needs nkeys, to sign with what is in the file: pip install 'nats-py[nkeys]'")
+
+
+def parse(answer: Heard) -> dict[str, Any]:
+    """An answer of JetStream's. Raises :class:`ApiError` where it refuses, :class:`NobodyAnswersError` where none is."""
+    if answer.head and answer.status[0] == "503":
+        raise NobodyAnswersError(
+            "no JetStream answers at the NATS server: start it with JetStream (nats-server -js), or wait for its leader"
+        )
+    try:
+        found: dict[str, Any] = json.loads(answer.data)
+    except ValueError:
+        raise ConfigError(f"what answers at the NATS server is no JetStream: {answer.data[:60]!r}") from None
+    error = found.get("error")
+    if error is not None:
+        raise ApiError(int(error.get("err_code", 0)), str(error.get("description", "")))
+    return found
+
+
+_LINE = b"NATS/1.0"
+_END = b"\r\n"
+_KINDS = (b"MSG ", b"HMSG ", b"PING", b"PONG", b"+OK", b"INFO ", b"-ERR")
+_LONGEST_LINE = 1 << 20
+"""Bytes of a line that has no end yet: an INFO names all servers of a cluster."""
+_LARGEST = 1 << 28
+"""Bytes of a message: four times what a server can be set to take."""
+
+
+class UnreadableError(ProtocolError):
+    """What came is no protocol of NATS, so that nothing behind it can be read either: the connection must be made anew."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"what the NATS server sent cannot be read: {what}")
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Heard(NamedTuple):
+    """A message as it came."""
+
+    subject: bytes
+    reply: bytes
+    head: bytes
+    """Its headers with the line before them, or nothing."""
+    data: bytes
+
+    @property
+    def status(self) -> tuple[str, str]:
+        """The status in the line before the headers, which only the server's own word has, and what it says of that."""
+        code, _, told = (
+            self.head.partition(_END)[0].removeprefix(_LINE).decode("utf-8", "replace").strip().partition(" ")
+        )
+        return code, told.strip()
+
+
+class QuickParser(Parser):
+    """In the place of the driver's parser; messages of subscriptions that have a ``hearer`` are what that is called with.
+
+    A hearer may not wait; what it raises goes where the driver's other errors go, and costs the others nothing.
+    """
+
+    def __init__(self, client: Any) -> None:
+        super().__init__(client)
+        self.hearers: dict[bytes, Callable[[Heard], object]] = {}
+        """By the number of the subscription, as it stands in the protocol."""
+
+    def reset(self) -> None:
+        """Forget what has come so far: another connection begins."""
+        super().reset()
+        self._whole = 0
+
+    async def parse(self, data: bytes = b"") -> None:
+        """Take apart what has come; the beginning of something is kept for the next call.
+
+        Raises :class:`UnreadableError`, which is told as the driver's other errors are, and whereupon the driver makes the
+        connection anew. After any other error it would read no more, without a word.
+        """
+        try:
+            await self._take_apart(data)
+        except OSError:
+            raise
+        except Exception as error:
+            unreadable = error if isinstance(error, UnreadableError) else UnreadableError(describe(error))
+            await self.nc._error_cb(unreadable)  # noqa: SLF001 - the driver's own way for errors
+            raise unreadable from error
+
+    async def _take_apart(self, data: bytes) -> None:
+        if self.buf:
+            self.buf += data
+            if len(self.buf) < self._whole:
+                return
+            data = bytes(self.buf)
+            self.buf.clear()
+        self._whole = start = 0
+        while (line := data.find(_END, start)) >= 0:
+            words = data[start:line].split()
+            kind = words[0] if words else b""
+            if kind != b"MSG" and kind != b"HMSG":
+                await self._obey(kind, data[start:line])
+                start = line + 2
+                if not self.nc.is_connected:  # that was the last word: the rest is of no connection any more
+                    return
+                continue
+            size, head, replied = _sizes(words)
+            end = line + 2 + size
+            if len(data) < end + 2:
+                self._whole = end + 2 - start
+                break
+            if not data.startswith(_END, end):
+                raise UnreadableError(f"{data[start:line][:60]!r} has another size")
+            start = line + 2
+            heard = _made(
+                (words[1], words[3] if replied else b"", data[start : start + head], data[start + head : end])
+            )
+            start = end + 2
+            hearer = self.hearers.get(words[2])
+            if hearer is None:
+                await self.nc._process_msg(int(words[2]), heard.subject, heard.reply, heard.data, heard.head)  # noqa: SLF001
+                continue
+            try:
+                hearer(heard)
+            except Exception as error:
+                await self.nc._error_cb(error)  # noqa: SLF001
+        if not self.nc.is_connected:  # the rest never comes: what does is of a new connection
+            return
+        rest = data[start:]
+        if rest and not self._whole and (len(rest) > _LONGEST_LINE or not _begins(rest)):
+            raise UnreadableError(f"{rest[:60]!r}")
+        self.buf += rest
+
+    async def _obey(self, kind: bytes, line: bytes) -> None:
+        """Do what a line wants that is no message."""
+        client = self.nc
+        if kind == b"PING":
+            await client._process_ping()  # noqa: SLF001 - the driver's parser calls these too
+        elif kind == b"PONG":
+            await client._process_pong()  # noqa: SLF001
+        elif kind == b"INFO":
+            await client._process_info(json.loads(line[4:]))  # noqa: SLF001
+        elif kind == b"-ERR":
+            await client._process_err(line[4:].strip().decode("utf-8", "replace").lower())  # noqa: SLF001
+        elif kind != b"+OK":
+            raise UnreadableError(f"{line[:60]!r}")
+
+
+_made: Callable[[tuple[bytes, bytes, bytes, bytes]], Heard] = partial(tuple.__new__, Heard)
+"""A :class:`Heard`, without the Python function that a named tuple has for it."""
+
+
+def _sizes(words: list[bytes]) -> tuple[int, int, bool]:
+    """What the line before a message says: the bytes of all of it, of its headers, and whether it names a reply subject."""
+    count = len(words)
+    size = head = -1
+    if words[0] == b"MSG":
+        if 4 <= count <= 5 and words[-1].isdigit():
+            size, head = int(words[-1]), 0
+    elif 5 <= count <= 6 and words[-1].isdigit() and words[-2].isdigit():
+        size, head = int(words[-1]), int(words[-2])
+        count -= 1
+    if 0 <= head <= size <= _LARGEST:
+        return size, head, count == 5
+    raise UnreadableError(f"{b' '.join(words)[:60]!r}")
+
+
+def _begins(rest: bytes) -> bool:
+    """Whether a line can begin so."""
+    return any(rest.startswith(kind[: len(rest)]) for kind in _KINDS)
 
 
 class NoTlsError(Error):

@@ -18,12 +18,11 @@ from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import CancelOutcome
 from mainspring.mailbox.nats import inspection as look
 from mainspring.mailbox.nats.claims import Claims
+from mainspring.mailbox.nats.client import check_credentials
 from mainspring.mailbox.nats.connection import Wire
-from mainspring.mailbox.nats.dead_letters import DeadLetters
-from mainspring.mailbox.nats.errors import check_credentials
+from mainspring.mailbox.nats.inspection import DeadLetters
 from mainspring.mailbox.nats.names import Names, encoded
-from mainspring.mailbox.nats.recovery import Tidier
-from mainspring.mailbox.nats.scheduler import Expirer, Mover, Timed
+from mainspring.mailbox.nats.scheduler import Expirer, Mover, Tidier, Timed
 from mainspring.mailbox.nats.sends import Sends
 from mainspring.mailbox.nats.settlements import Settlements
 from mainspring.mailbox.nats.streams import Store
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from mainspring.mailbox.message import Cancelled, Counts, Dead, Delivery, Envelope, Settlement
-    from mainspring.mailbox.nats.parser import Heard
+    from mainspring.mailbox.nats.client import Heard
     from mainspring.runtime.scope import DaemonScope
 
 T = TypeVar("T", default=Any)

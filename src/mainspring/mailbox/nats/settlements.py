@@ -16,17 +16,15 @@ from mainspring.errors import (
     ReplyNotAvailableError,
 )
 from mainspring.mailbox.message import EXPIRED, Ack, Dead, Return
-from mainspring.mailbox.nats.claims import NO_ROOM
-from mainspring.mailbox.nats.errors import GoneError
-from mainspring.mailbox.nats.leases import expired
+from mainspring.mailbox.nats.claims import NO_ROOM, expired
+from mainspring.mailbox.nats.client import GoneError
 from mainspring.mailbox.nats.names import Names
 from mainspring.mailbox.nats.records import RESERVED_FOR_DEATH, Record, token_of
 from mainspring.mailbox.nats.streams import Add
 
 if TYPE_CHECKING:
     from mainspring.mailbox.message import Delivery, Envelope, Settlement
-    from mainspring.mailbox.nats.claims import Claims
-    from mainspring.mailbox.nats.leases import Lease
+    from mainspring.mailbox.nats.claims import Claims, Lease
     from mainspring.mailbox.nats.streams import Store
 
 PATIENCE = 10.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections import deque
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -17,16 +18,76 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import anyio
 
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, MailboxFullError
+from mainspring.mailbox.nats.client import NO_CONSUMER, NO_STREAM, ApiError, GoneError, is_gone, parse
 from mainspring.mailbox.nats.connection import Ask, Wire
-from mainspring.mailbox.nats.errors import NO_CONSUMER, NO_STREAM, ApiError, GoneError, is_gone, parse
 from mainspring.mailbox.nats.names import CONSUMER, Names, brought_up, check_stream
-from mainspring.mailbox.nats.read_write_lock import Gate
 from mainspring.mailbox.nats.records import Record, decode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
+    from contextlib import AbstractAsyncContextManager
 
-    from mainspring.mailbox.nats.parser import Heard
+    from mainspring.mailbox.nats.client import Heard
+
+
+class Gate:
+    """Lets those through together who do the same, the others in their turn: none can keep others waiting for ever."""
+
+    def __init__(self) -> None:
+        self._inside = 0
+        self._counting = False
+        self._waiting: deque[tuple[bool, anyio.Event]] = deque()
+
+    def __repr__(self) -> str:
+        what = "counting" if self._counting else "moving"
+        return f"<Gate {self._inside} {what}, {len(self._waiting)} waiting>"
+
+    def moving(self) -> AbstractAsyncContextManager[None]:
+        """While a message moves. Never inside another."""
+        return self._pass(counting=False)
+
+    def counting(self) -> AbstractAsyncContextManager[None]:
+        """While somebody counts: no message is half-way."""
+        return self._pass(counting=True)
+
+    @asynccontextmanager
+    async def _pass(self, *, counting: bool) -> AsyncIterator[None]:
+        if self._waiting or (self._inside and self._counting is not counting):
+            await self._turn(counting)
+        else:
+            self._enter(counting)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    async def _turn(self, counting: bool) -> None:
+        turn = anyio.Event()
+        place = (counting, turn)
+        self._waiting.append(place)
+        try:
+            await turn.wait()
+        except BaseException:
+            if turn.is_set():
+                self._leave()
+            else:
+                self._waiting.remove(place)
+                self._admit()
+            raise
+
+    def _enter(self, counting: bool) -> None:
+        self._inside += 1
+        self._counting = counting
+
+    def _leave(self) -> None:
+        self._inside -= 1
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and (not self._inside or self._counting is self._waiting[0][0]):
+            counting, turn = self._waiting.popleft()
+            self._enter(counting)
+            turn.set()
 
 
 _EXPECT = "Nats-Expected-Last-Subject-Sequence"
