@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from mainspring import MailboxConnectionError
-from mainspring.mailbox.redis import listener as redis_listener
+from mainspring.mailbox.redis import receive as redis_receive
 from mainspring.mailbox.waiting import Waiters
 from mainspring.testing import run_virtual
 
@@ -212,7 +212,7 @@ def test_redis_keeps_what_was_given_to_a_receive_as_the_server_falls_silent(give
 
     async def scenario():
         passed, refused, got = [], [], []
-        waiters = redis_listener.Waiters(passed.append)
+        waiters = redis_receive.Waiters(passed.append)
         waiters.active = 1
         scope = anyio.CancelScope()
 

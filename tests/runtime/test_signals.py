@@ -438,6 +438,7 @@ def early(*loop):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loop", [("asyncio", ""), ("asyncio", "uvloop"), ("trio", "")], ids=lambda loop: "-".join(loop)
 )

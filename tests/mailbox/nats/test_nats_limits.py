@@ -305,6 +305,7 @@ async def test_streams_that_cannot_be_brought_up_are_named(here):
                     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
 async def test_the_largest_message_is_what_the_server_says_that_is_connected_now(tmp_path, anyio_backend, late):
     """Also where the driver, which connects and sends again before it says so, has yet to say so."""

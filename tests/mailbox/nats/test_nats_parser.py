@@ -182,6 +182,7 @@ def cut(stream, rng, most):
     return pieces
 
 
+@pytest.mark.own_time(2)
 @pytest.mark.parametrize("seed", range(20))
 async def test_it_tells_what_the_drivers_parser_tells(seed, anyio_backend):
     rng = random.Random(seed)

@@ -122,6 +122,7 @@ async def test_a_call_that_fails_is_nothing_to_those_of_the_call_before(line, an
         assert await mailbox.counts() == Counts(pending=25_000, in_flight=1, settled=2)
 
 
+@pytest.mark.slow
 async def test_senders_of_one_batch_hear_only_of_their_own_messages(own, anyio_backend):
     """Together they are more than one call takes: the second has no memory left, and the first ones are stored."""
     async with own.mailbox(timeout=60) as mailbox:
