@@ -39,7 +39,7 @@ def broken(kind: Kind) -> mailbox_contract.Backend:
 
 def named(kind: type[InMemoryMailbox[Any, Any]], name: str, body: Any, reply: Any) -> InMemoryMailbox[Any, Any]:
     """The one queue of that name."""
-    return kind.from_url(f"memory://{name}", host=name, path="", options={}, body=body, reply=reply)
+    return kind.from_url(f"memory://{name}", body=body, reply=reply)
 
 
 class AcceptsStale(WrappedBackend):

@@ -68,8 +68,8 @@ BOXES = {
     "slow-open": SlowOpen,
     "stuck-open": SlowOpen,
 }
-options = SQLiteOptions(synchronous="normal", capacity=None, busy_timeout=5)
-mailbox = Mailbox(BOXES.get(HOW, SQLiteBackend)("jobs", OPTIONS["path"], options))
+options = SQLiteOptions(name="jobs", synchronous="normal", capacity=None, busy_timeout=5)
+mailbox = Mailbox(BOXES.get(HOW, SQLiteBackend)(OPTIONS["path"], options))
 asked = threading.Event()
 entered = {state: threading.Event() for state in ("drain delay", "finish")}
 both = anyio.Event()

@@ -8,7 +8,7 @@ from functools import wraps
 from importlib import import_module
 from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeVar, overload
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from typing_extensions import ParamSpec
 
@@ -77,19 +77,17 @@ def open_mailbox(
     :param options: the backend's own options; each can also stand in the URL's query.
     :raises ConfigError: an unknown scheme, a missing extra, a bad or unknown option.
     """
-    bare, query = divided(url)
-    parts = urlsplit(bare)
-    module, name, extra = _BACKENDS[parts.scheme]
+    from mainspring.mailbox.settings import read_url
+
+    scheme = read_url(url, _BACKENDS).scheme
+    module, name, extra = _BACKENDS[scheme]
     try:
         backend = getattr(import_module(module), name)
     except ImportError as error:
         if extra is None:
             raise
-        raise ConfigError(f"{parts.scheme}:// needs an extra: pip install 'mainspring[{extra}]' ({error})") from error
-    merged = _each_once(url, [*query, *options.items()])
-    mailbox: Mailbox[Any, Any] = backend.from_url(
-        bare, host=unquote(parts.netloc), path=unquote(parts.path), options=merged, body=body, reply=reply
-    )
+        raise ConfigError(f"{scheme}:// needs an extra: pip install 'mainspring[{extra}]' ({error})") from error
+    mailbox: Mailbox[Any, Any] = backend.from_url(url, body=body, reply=reply, **options)
     mailbox.reply_stores = _stores(reply_stores)
     return mailbox
 

@@ -355,7 +355,7 @@ async def test_memory_stays_flat_over_many_messages_though_their_leases_are_long
 
 @pytest.mark.parametrize(
     "keywords",
-    [{"capacity": 0}, {"capacity": True}, {"capacity": 1.5}, {"serialize": "yes"}, {"name": ""}, {"name": 5}],
+    [{"capacity": 0}, {"capacity": True}, {"capacity": 1.5}, {"serialize": "perhaps"}, {"name": ""}, {"name": 5}],
 )
 async def test_wrong_constructor_values_are_config_errors(keywords) -> None:
     with pytest.raises(ConfigError):

@@ -140,10 +140,10 @@ async def test_the_options_of_a_url_hold(connections, path, anyio_backend):
     ("url", "says"),
     [
         ("sqlite:///x.db?colour=red", "no option 'colour'; it has name, synchronous, capacity, busy_timeout"),
-        ("sqlite:///x.db?capacity=many", "capacity must be a number, not 'many'"),
+        ("sqlite:///x.db?capacity=many", "capacity must be a whole number from 1, or None, not 'many'"),
         ("sqlite:///x.db?capacity=0", "capacity must be a whole number from 1"),
         ("sqlite:///x.db?synchronous=off", "synchronous must be 'full' or 'normal'"),
-        ("sqlite:///x.db?busy_timeout=nan", "busy_timeout must be 0 or more seconds"),
+        ("sqlite:///x.db?busy_timeout=nan", "busy_timeout must be a number of seconds from 0, not 'nan'"),
         ("sqlite:///x.db?name=", "needs a name"),
         ("sqlite://server/x.db", "names the host 'server'"),
         ("sqlite:///", "needs the path of a file"),

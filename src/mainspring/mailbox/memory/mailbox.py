@@ -22,10 +22,9 @@ from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.memory.queue import Entry, MemoryQueue
 from mainspring.mailbox.message import Ack, CancelOutcome, Return
 from mainspring.runtime.interval import Periodic
-from mainspring.validation import is_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
@@ -100,48 +99,29 @@ class InMemoryMailbox(Mailbox[T, R]):
         reply: Any = None,
         **unknown: Never,
     ) -> None:
+        from mainspring.mailbox.memory.options import MemoryOptions
+
         name = f"memory-{random.token(32)}" if name is None else name
         if isinstance(name, str) and name.startswith(KIND):
             raise ConfigError(f"InMemoryMailbox takes a name, and {name!r} is a URL: that is for open_mailbox()")
-        _check_options(name, unknown)
-        backend = MemoryBackend(name, capacity=_capacity(name, capacity), key=f"{name}@{random.token(64)}")
-        super().__init__(backend, body=body, reply=reply, serialize=_serialize(name, serialize))
+        options = MemoryOptions.of(f"{KIND}{name}", capacity=capacity, serialize=serialize, **unknown)
+        backend = MemoryBackend(name, capacity=options.capacity, key=f"{name}@{random.token(64)}")
+        super().__init__(backend, body=body, reply=reply, serialize=options.serialize)
 
     @classmethod
-    def from_url(
-        cls, url: str, *, host: str, path: str, options: Mapping[str, Any], body: Any = None, reply: Any = None
-    ) -> Self:
+    def from_url(cls, url: str, *, body: Any = None, reply: Any = None, **options: Any) -> Self:
         """The mailbox for ``memory://host``: the one queue of that name on the event loop it is used on."""
-        if not host or path not in ("", "/"):
+        from mainspring.mailbox.memory.options import MemoryOptions
+        from mainspring.mailbox.settings import with_query
+
+        place, given = with_query(url, options, "a memory mailbox", "memory")
+        if not place.places or place.path not in ("", "/"):
             raise ConfigError(f"{url!r}: a memory mailbox is named memory://NAME, as in memory://jobs")
-        _check_options(url, options)
-        capacity: Any = options.get("capacity")
-        serialize: Any = options.get("serialize", True)
-        if isinstance(capacity, str):
-            capacity = int(capacity) if capacity.isascii() and capacity.isdigit() else capacity
-        if isinstance(serialize, str):
-            serialize = {"true": True, "1": True, "false": False, "0": False}.get(serialize.lower(), serialize)
-        mailbox = cls(host, capacity=capacity, serialize=serialize, body=body, reply=reply)
-        mailbox.backend = MemoryBackend(host, capacity=capacity, key=host)
+        read = MemoryOptions.of(place.bare, **given)
+        name = unquote(place.places)
+        mailbox = cls(name, capacity=read.capacity, serialize=read.serialize, body=body, reply=reply)
+        mailbox.backend = MemoryBackend(name, capacity=read.capacity, key=name)
         return mailbox
-
-
-def _check_options(place: str, options: Mapping[str, Any]) -> None:
-    for key in options:
-        if key not in ("capacity", "serialize"):
-            raise ConfigError(f"{place!r}: a memory mailbox has no option {key!r}; it has capacity, serialize")
-
-
-def _capacity(name: str, value: Any) -> int | None:
-    if value is not None and not is_whole(value, 1):
-        raise ConfigError(f"memory mailbox {name!r}: capacity must be a whole number from 1, not {value!r}")
-    return value
-
-
-def _serialize(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"memory mailbox {name!r}: serialize must be true or false, not {value!r}")
-    return value
 
 
 class MemoryBackend(Backend):

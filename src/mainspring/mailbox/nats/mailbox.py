@@ -115,9 +115,7 @@ class NatsMailbox(Mailbox[T, R]):
         super().__init__(NatsBackend(name, names, place, options), body=body, reply=reply)
 
     @classmethod
-    def from_url(
-        cls, url: str, *, host: str, path: str, options: dict[str, Any], body: Any = None, reply: Any = None
-    ) -> NatsMailbox[Any, Any]:
+    def from_url(cls, url: str, *, body: Any = None, reply: Any = None, **options: Any) -> NatsMailbox[Any, Any]:
         """The mailbox that a URL means; options that stand in it are strings."""
         return cls(url, body=body, reply=reply, **read_options(url, options))
 

@@ -146,9 +146,7 @@ class PostgresMailbox(Mailbox[T, R]):
         super().__init__(PostgresBackend(name, options), body=body, reply=reply)
 
     @classmethod
-    def from_url(
-        cls, url: str, *, host: str, path: str, options: dict[str, Any], body: Any = None, reply: Any = None
-    ) -> PostgresMailbox[Any, Any]:
+    def from_url(cls, url: str, *, body: Any = None, reply: Any = None, **options: Any) -> PostgresMailbox[Any, Any]:
         """The mailbox that a URL means; options that stand in it are strings, and libpq's parameters stand there too."""
         return cls(url, body=body, reply=reply, **options_of(url, options))
 

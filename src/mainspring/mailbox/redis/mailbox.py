@@ -105,9 +105,7 @@ class RedisMailbox(Mailbox[T, R]):
         super().__init__(RedisBackend(name, server, given), body=body, reply=reply)
 
     @classmethod
-    def from_url(
-        cls, url: str, *, host: str, path: str, options: dict[str, Any], body: Any = None, reply: Any = None
-    ) -> RedisMailbox[Any, Any]:
+    def from_url(cls, url: str, *, body: Any = None, reply: Any = None, **options: Any) -> RedisMailbox[Any, Any]:
         """The mailbox that a URL means; options that stand in it are strings."""
         return cls(url, body=body, reply=reply, **read_options(url, options))
 

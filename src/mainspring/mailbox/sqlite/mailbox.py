@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Never
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Never
+from urllib.parse import quote
 
 import anyio
+from pydantic import Field
 from typing_extensions import TypeVar
 
 from mainspring.core import clock
@@ -20,19 +21,20 @@ from mainspring.mailbox.batcher import Batcher, Command
 from mainspring.mailbox.limits import check_column, size_of
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import Dead, Return
+from mainspring.mailbox.settings import NUMBER, Capacity, Options, name_at, with_query
 from mainspring.mailbox.sqlite.connection import DatabaseFile
 from mainspring.mailbox.sqlite.writer import LOOK_AGAIN, Job, Waiters, Writer
 from mainspring.runtime.interval import Periodic
-from mainspring.validation import is_number, is_whole
 
 if TYPE_CHECKING:
     from mainspring.mailbox.message import Delivery, Envelope, Settlement
+    from mainspring.mailbox.settings import MailboxURL
     from mainspring.runtime.scope import DaemonScope
 
 T = TypeVar("T", default=Any)
 R = TypeVar("R", default=Any)
 
-SYNCHRONOUS = ("full", "normal")
+SCHEME = "sqlite"
 
 
 class SQLiteMailbox(Mailbox[T, R]):
@@ -71,27 +73,29 @@ class SQLiteMailbox(Mailbox[T, R]):
         **unknown: Never,
     ) -> None:
         file = os.fspath(path)
-        _read_options(file, unknown)  # which refuses them
         if file.startswith("sqlite://"):
             raise ConfigError(f"SQLiteMailbox takes a path, and {file!r} is a URL: that is for open_mailbox()")
         if not file or file == ":memory:" or file.endswith("/") or "\0" in file:
             raise ConfigError(f"a SQLite mailbox needs the path of a file, not {file!r}; in memory is memory://{name}")
-        if synchronous not in SYNCHRONOUS:
-            raise ConfigError(f"mailbox {name!r}: synchronous must be 'full' or 'normal', not {synchronous!r}")
-        if capacity is not None and not is_whole(capacity, 1):
-            raise ConfigError(f"mailbox {name!r}: capacity must be a whole number from 1, or None, not {capacity!r}")
-        if not is_number(busy_timeout, 0):
-            raise ConfigError(f"mailbox {name!r}: busy_timeout must be 0 or more seconds, not {busy_timeout!r}")
-        options = SQLiteOptions(synchronous, capacity, float(busy_timeout))
-        super().__init__(SQLiteBackend(name, os.path.realpath(file), options), body=body, reply=reply)
+        options = SQLiteOptions.of(
+            f"{SCHEME}:///{file}",
+            name=name,
+            synchronous=synchronous,
+            capacity=capacity,
+            busy_timeout=busy_timeout,
+            **unknown,
+        )
+        super().__init__(SQLiteBackend(os.path.realpath(file), options), body=body, reply=reply)
 
     @classmethod
-    def from_url(
-        cls, url: str, *, host: str, path: str, options: dict[str, Any], body: Any = None, reply: Any = None
-    ) -> SQLiteMailbox[Any, Any]:
-        """The mailbox that a URL means; options that stand in it are strings."""
-        file = _file_of(url, host, path)
-        return cls(file, body=body, reply=reply, **_read_options(url, options))
+    def from_url(cls, url: str, *, body: Any = None, reply: Any = None, **options: Any) -> SQLiteMailbox[Any, Any]:
+        """The mailbox that a ``sqlite:///`` URL means; its options can stand in the query."""
+        place, given = with_query(url, options, SQLiteOptions.kind, SCHEME)
+        if place.places:
+            raise ConfigError(
+                f"{url!r} names the host {place.places!r}; a file is sqlite:///relative.db or sqlite:////absolute/path.db"
+            )
+        return cls(place.path[1:], body=body, reply=reply, **given)
 
     @property
     def path(self) -> str:
@@ -104,13 +108,15 @@ class SQLiteMailbox(Mailbox[T, R]):
         return self.backend.transactions
 
 
-@dataclass(frozen=True, slots=True)
-class SQLiteOptions:
-    """The options of a :class:`SQLiteMailbox`, checked."""
+class SQLiteOptions(Options):
+    """The options of a :class:`SQLiteMailbox`."""
 
-    synchronous: str
-    capacity: int | None
-    busy_timeout: float
+    kind: ClassVar[str] = "a SQLite mailbox"
+
+    name: str
+    synchronous: Annotated[Literal["full", "normal"], Field(description="'full' or 'normal'")]
+    capacity: Capacity
+    busy_timeout: Annotated[float, Field(ge=0, description="a number of seconds from 0"), NUMBER]
 
 
 class SQLiteBackend(do.BatchedBackend):
@@ -119,8 +125,8 @@ class SQLiteBackend(do.BatchedBackend):
     capabilities = Capabilities(durable=True, cross_process=True, ordered=True, queue_age=True)
     _waiters: Waiters
 
-    def __init__(self, name: str, path: str, options: SQLiteOptions) -> None:
-        super().__init__(name, options.capacity)
+    def __init__(self, path: str, options: SQLiteOptions) -> None:
+        super().__init__(options.name, options.capacity)
         self.path = path
         self._options = options
         self._writer: Writer | None = None
@@ -137,17 +143,10 @@ class SQLiteBackend(do.BatchedBackend):
         return 0 if self._writer is None else self._writer.file.transactions
 
     def local_name(self, address: str) -> str | None:
-        if "://" not in address:
-            return address
-        try:
-            parts = urlsplit(address)
-        except ValueError:  # no URL of anything: opening it will say so
-            return None
-        if parts.scheme != "sqlite" or parts.netloc:
-            return None
-        if os.path.realpath(unquote(parts.path)[1:]) != self.path:
-            return None
-        return dict(parse_qsl(parts.query)).get("name", "default")
+        return name_at(address, [SCHEME], self._is_here)
+
+    def _is_here(self, url: MailboxURL) -> bool:
+        return not url.places and os.path.realpath(url.path[1:]) == self.path
 
     # ---------------------------------------------------------------------------------------------------- life cycle
 
@@ -289,30 +288,7 @@ class SQLiteBackend(do.BatchedBackend):
             self._writer.listen(self._waiters, wanted)
 
     def sibling(self, name: str) -> SQLiteBackend:
-        return SQLiteBackend(name, self.path, replace(self._options, capacity=None))
-
-
-_OPTIONS: dict[str, Any] = {"name": str, "synchronous": str, "capacity": int, "busy_timeout": float}
-
-
-def _read_options(place: str, options: dict[str, Any]) -> dict[str, Any]:
-    values = {}
-    for key, value in options.items():
-        if key not in _OPTIONS:
-            raise ConfigError(f"{place!r}: a SQLite mailbox has no option {key!r}; it has {', '.join(_OPTIONS)}")
-        try:
-            values[key] = _OPTIONS[key](value) if isinstance(value, str) else value
-        except ValueError:
-            raise ConfigError(f"{place!r}: the option {key} must be a number, not {value!r}") from None
-    return values
-
-
-def _file_of(url: str, host: str, path: str) -> str:
-    if host:
-        raise ConfigError(
-            f"{url!r} names the host {host!r}; a file is sqlite:///relative.db or sqlite:////absolute/path.db"
-        )
-    return path[1:]
+        return SQLiteBackend(self.path, self._options.model_copy(update={"name": name, "capacity": None}))
 
 
 def _check_handle(delivery: Delivery) -> None:

@@ -1,0 +1,251 @@
+"""Mailbox URLs: where a store is, and the options of a mailbox. Each backend states its own as a model (:class:`Options`).
+
+The constructor of a mailbox has the defaults of its options, the model has their types and bounds. An option stands in the
+query of the URL or is given as a keyword, but not both. In the query it is text, which pydantic reads in lax mode.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import wraps
+from inspect import signature
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Self, TypeAlias
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from typing_extensions import ParamSpec
+
+from mainspring import validation
+from mainspring.errors import ConfigError
+from mainspring.redaction import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+P = ParamSpec("P")
+Host: TypeAlias = tuple[str, int]
+
+# ------------------------------------------------------------------------------------------------------------- options
+
+
+def _number(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("a bool is no number")  # noqa: TRY004 - pydantic reads a ValueError only
+    return None if isinstance(value, str) and value.lower() == "none" else value
+
+
+NUMBER: Final = BeforeValidator(_number)
+"""Last in the type of an option that is a number: it takes no bool, and reads ``none`` as None."""
+Capacity: TypeAlias = Annotated[int | None, Field(ge=1, description="a whole number from 1, or None"), NUMBER]
+Duration: TypeAlias = Annotated[float, Field(ge=0.001, description="a number of seconds from 0.001"), NUMBER]
+Flag: TypeAlias = Annotated[bool, Field(description="true or false")]
+Secret: TypeAlias = Annotated[str | None, Field(repr=False)]
+"""Text that neither errors nor a repr show."""
+
+
+class Options(BaseModel):
+    """The options of one kind of mailbox, checked. The description of a field says what its value must be."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
+
+    kind: ClassVar[str]
+    """The mailbox, as errors name it."""
+    besides: ClassVar[str] = ""
+    """What else it takes, as errors say it."""
+
+    @classmethod
+    def of(cls, url: str, **given: Any) -> Self:
+        """Check the options ``given`` for a mailbox at ``url`` (or of that name), and read those that are text.
+
+        :raises ConfigError: one is unknown, or cannot be used. No secret is shown.
+        """
+        try:
+            return cls(**given)
+        except ValidationError as error:
+            option = str(error.errors(include_url=False, include_context=False)[0]["loc"][0])
+        if option not in cls.model_fields:
+            raise ConfigError(f"{shown(url)!r}: {cls.has_no(option)}")
+        known = cls.model_fields[option]
+        value = f", not {validation.shown(given.get(option)):.200}" if known.repr else ""
+        raise ConfigError(f"{shown(url)!r}: {option} must be {known.description or 'text'}{value}")
+
+    @classmethod
+    def has_no(cls, option: str) -> str:
+        """What is told of an option that there is not."""
+        return f"{cls.kind} has no option {option!r}; it has {', '.join(cls.model_fields)}{cls.besides}"
+
+
+class ServerOptions(Options):
+    """The options that all mailboxes on servers have."""
+
+    name: str
+    timeout: Duration
+    silence: Duration
+
+
+# ---------------------------------------------------------------------------------------------------------------- URLs
+
+
+@dataclass(frozen=True, slots=True)
+class MailboxURL:
+    """A mailbox URL, taken apart."""
+
+    bare: str = field(repr=False)
+    """The URL without its query."""
+    scheme: str
+    username: str | None
+    password: str | None = field(repr=False)
+    places: str
+    """The hosts as they stand there."""
+    path: str
+    query: tuple[tuple[str, str], ...] = field(repr=False)
+
+    @property
+    def shown(self) -> str:
+        """:attr:`bare` without the login."""
+        return shown(self.bare)
+
+    def hosts(self, default: int) -> tuple[Host, ...]:
+        """The hosts and their ports; raises :class:`ConfigError` for what is neither. No host at all is ``localhost``."""
+        return tuple(self._host(place, default) for place in (self.places or "localhost").split(","))
+
+    def _host(self, place: str, default: int) -> Host:
+        name, colon, port = place.rpartition(":")
+        if not colon or port.endswith("]"):  # no port; an IPv6 address has its colons in brackets
+            name, port = place, ""
+        name = unquote(name.removeprefix("[").removesuffix("]")).lower()
+        if not name or (port and not (port.isascii() and port.isdigit() and 0 < int(port) < 65_536)):
+            raise ConfigError(
+                f"{self.shown!r}: what stands there is no host and port; write it as in {self.scheme}://localhost:{default}"
+            )
+        return name, int(port) if port else default
+
+
+def read_url(url: str, schemes: Iterable[str], kind: str = "") -> MailboxURL:
+    """Take a mailbox URL apart.
+
+    :param schemes: those that it may have.
+    :param kind: the only kind of mailbox that has those schemes; None: they are all that there are.
+    :raises ConfigError: it is none, or has another scheme.
+    """
+    if not isinstance(url, str):
+        raise ConfigError(f"{url!r} is no mailbox URL: it must be a string, as in 'sqlite:///jobs.db?name=jobs'")
+    _check_login(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # which may say the password
+        raise ConfigError(
+            f"{shown(url)!r} is no mailbox URL: the brackets of an IPv6 address belong around the host alone, and special"
+            " characters elsewhere are written as %5B"
+        ) from None
+    if not parts.scheme:
+        raise ConfigError(f"{shown(url)!r} is no mailbox URL; write it as in 'sqlite:///jobs.db?name=jobs'")
+    if parts.scheme not in schemes:
+        known = ", ".join(f"{scheme}://" for scheme in schemes)
+        raise ConfigError(
+            f"{shown(url)!r}: {kind} has the scheme {known}; open_mailbox() makes mailboxes of every kind"
+            if kind
+            else f"{shown(url)!r}: no mailbox backend has the scheme {parts.scheme + '://'!r}; there are {known}"
+        )
+    if parts.scheme not in _WITHOUT_HOST and not _AUTHORITY.match(url):
+        raise ConfigError(f"{shown(url)!r}: behind the scheme come two slashes, as in {parts.scheme}://host?name=jobs")
+    if parts.fragment:
+        raise ConfigError(
+            f"{shown(url)!r}: a # begins what no mailbox reads; write %23 where it belongs to a name or a path"
+        )
+    login, at, places = ("", "", parts.netloc) if parts.scheme in _WITHOUT_HOST else parts.netloc.rpartition("@")
+    user, colon, password = login.partition(":")
+    return MailboxURL(
+        url.partition("#")[0].partition("?")[0],
+        parts.scheme,
+        unquote(user) if at else None,
+        unquote(password) if colon else None,
+        places,
+        unquote(parts.path),
+        _query(url, parts.query),
+    )
+
+
+def _query(url: str, query: str) -> tuple[tuple[str, str], ...]:
+    try:
+        options = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+        if not all(_OPTION.fullmatch(key) for key, _ in options):
+            raise ValueError
+    except ValueError:  # what is none may be the end of a password
+        raise ConfigError(
+            f"{shown(url)!r} is no mailbox URL: behind the ? stand options as key=value, with & between them"
+        ) from None
+    for key, _ in options:
+        if key in _NO_OPTIONS:
+            raise ConfigError(f"{shown(url)!r}: a mailbox has no option {key!r} that stands in its URL")
+    return tuple(options)
+
+
+def _check_login(url: str) -> None:
+    """A password's ``/``, ``?``, ``#`` or ``@`` ends what is read as the login: say so, and show nothing of what is left."""
+    scheme, _, rest = url.partition("://")
+    if scheme in _WITHOUT_HOST:
+        return
+    rest, _, fragment = rest.partition("#")
+    rest, _, query = rest.partition("?")
+    host, _, path = rest.partition("/")
+    is_login = not all(map(_PLACE.fullmatch, host.split(","))) and "@" not in host
+    if (
+        host.count("@") > 1
+        or "@" in path + fragment
+        or ("@" in query and (is_login or "=" not in query.partition("@")[0]))
+    ):
+        raise ConfigError(
+            f"{shown(url)!r}: a /, ?, # or @ in a user or a password must be written %2F, %3F, %23 or %40"
+        )
+
+
+_WITHOUT_HOST = ("memory", "sqlite")
+_AUTHORITY = re.compile(r"\s*[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+_OPTION = re.compile(r"[\w.-]+")
+_PLACE = re.compile(r"(\[[^]]*\]|[^:@]*)(:\d*)?")
+_NO_OPTIONS = ("self", "cls", "url", "server", "body", "reply", "reply_stores")
+
+
+def with_query(url: str, given: dict[str, Any], kind: str, *schemes: str) -> tuple[MailboxURL, dict[str, Any]]:
+    """Take the URL of a ``kind`` of mailbox apart; its options are those of its query and the keywords that are ``given``.
+
+    :raises ConfigError: it is none, or an option is given twice.
+    """
+    place = read_url(url, schemes, kind)
+    options: dict[str, Any] = {}
+    for key, value in (*place.query, *given.items()):
+        if key in options:
+            raise ConfigError(f"{shown(url)!r}: the option {key!r} is given twice; leave one out")
+        options[key] = value
+    return place, options
+
+
+def reads_query(kind: str, *schemes: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """For a constructor whose first parameter is a URL: it gets that without its query, and the options there as keywords."""
+
+    def decorate(init: Callable[P, None]) -> Callable[P, None]:
+        first = list(signature(init).parameters)[1]
+
+        @wraps(init)
+        def construct(*args: P.args, **given: P.kwargs) -> None:
+            keywords: dict[str, Any] = dict(given)
+            url: Any = args[1] if len(args) > 1 else keywords.pop(first, None)
+            place, options = with_query(url, keywords, kind, *schemes)
+            init(args[0], place.bare, *args[2:], **options)  # type: ignore[arg-type]
+
+        return construct
+
+    return decorate
+
+
+def name_at(address: str, schemes: Iterable[str], is_here: Callable[[MailboxURL], bool]) -> str | None:
+    """The name of the mailbox that an address means where its URL ``is_here``, else None. What is no URL is a name."""
+    if "://" not in address:
+        return address
+    try:
+        url = read_url(address, schemes)
+        return dict(url.query).get("name", "default") if is_here(url) else None
+    except ConfigError:  # opening it will say so
+        return None
