@@ -22,7 +22,7 @@ from mainspring.mailbox.postgres import schema as schemas
 from mainspring.mailbox.postgres.mailbox import PostgresMailbox
 from mainspring.mailbox.postgres.pool import RESET_AFTER, Watermark
 from mainspring.mailbox.postgres.schema import worth_a_vacuum
-from mainspring.mailbox.postgres.values import Floats, Integers, Longs, Shorts, blobs, numbers, register, texts
+from mainspring.mailbox.postgres.values import Blobs, Floats, Integers, Longs, Shorts, Texts, array, register
 from postgres_support import Meter, gate, receiving, until, worker_role
 from support import outcomes
 
@@ -696,14 +696,14 @@ async def test_arrays_arrive_as_they_are(place):
     async with await place.connect() as connection:
         register(connection.adapters)
         for sent, kind, expected in (
-            (texts(["a", None, "ü", ""]), "text[]", ["a", None, "ü", ""]),
-            (blobs([b"\0\xff", None]), "bytea[]", [b"\0\xff", None]),
-            (numbers(Shorts, [-32_767, 32_767]), "smallint[]", [-32_767, 32_767]),
-            (numbers(Integers, [1, None]), "integer[]", [1, None]),
-            (numbers(Longs, [2**40]), "bigint[]", [2**40]),
-            (numbers(Floats, [0.5, None, 1e300]), "double precision[]", [0.5, None, 1e300]),
-            (texts([]), "text[]", []),
-            (numbers(Floats, []), "double precision[]", []),
+            (array(Texts, ["a", None, "ü", ""]), "text[]", ["a", None, "ü", ""]),
+            (array(Blobs, [b"\0\xff", None]), "bytea[]", [b"\0\xff", None]),
+            (array(Shorts, [-32_767, 32_767]), "smallint[]", [-32_767, 32_767]),
+            (array(Integers, [1, None]), "integer[]", [1, None]),
+            (array(Longs, [2**40]), "bigint[]", [2**40]),
+            (array(Floats, [0.5, None, 1e300]), "double precision[]", [0.5, None, 1e300]),
+            (array(Texts, []), "text[]", []),
+            (array(Floats, []), "double precision[]", []),
         ):
             cursor = psycopg.AsyncRawCursor(connection)
             row = await (await cursor.execute("SELECT $1, pg_typeof($1)::text", (sent,), binary=True)).fetchone()

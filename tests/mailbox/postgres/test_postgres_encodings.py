@@ -7,7 +7,7 @@ import pytest
 from psycopg.pq import Format
 
 from mainspring import InvalidParameterError
-from mainspring.mailbox.postgres.values import register, texts
+from mainspring.mailbox.postgres.values import Texts, array, register
 
 pytestmark = pytest.mark.anyio
 
@@ -80,5 +80,5 @@ def test_arrays_of_text_leave_in_the_encoding_of_the_connection(place, values, a
         cursor = psycopg.RawCursor(connection)
         register(cursor.adapters)
         for form in Format.TEXT, Format.BINARY:
-            cursor.execute("SELECT $1", (texts(values),), binary=form == Format.BINARY)
+            cursor.execute("SELECT $1", (array(Texts, values),), binary=form == Format.BINARY)
             assert cursor.fetchall() == [(values,)]

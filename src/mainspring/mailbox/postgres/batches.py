@@ -16,7 +16,7 @@ from mainspring.mailbox.batcher import Batcher, Command
 from mainspring.mailbox.postgres.commands import LOCK_WAIT, Batch, Claim, OfDelivery, Poll, Send, Settle, Unclaim
 from mainspring.mailbox.postgres.connection import BlockedError, refusal
 from mainspring.mailbox.postgres.pool import POLL_INTERVAL, POLL_WITHOUT_LISTENING, Waiters
-from mainspring.mailbox.postgres.values import UNREADABLE, lease_of, stored_key
+from mainspring.mailbox.postgres.values import UNREADABLE, stored_key
 from mainspring.runtime.interval import Periodic
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class Batchers:
         batch = Batch(shared.schema, self.number, self.watermark, self.now(), lock_wait=lock_wait, apart=apart)
         await shared.connections.run(batch.build(commands))
         for delivery in batch.unreadable:
-            self.claims.post(Settle(delivery, lease_of(delivery) or 0, UNREADABLE, None))
+            self.claims.post(Settle(delivery, UNREADABLE, None))
         if batch.unreadable:
             shared.wake(self.number, 1)  # for what lies behind
         self.notify(batch)

@@ -7,7 +7,8 @@ claim that was made after a settlement is executed after it.
 
 from __future__ import annotations
 
-from functools import partial
+from collections import Counter
+from functools import lru_cache, partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,26 +21,23 @@ from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.limits import size_of
 from mainspring.mailbox.message import Counts, Delivery
 from mainspring.mailbox.postgres.values import (
+    Blobs,
     Floats,
     Integers,
     Longs,
     Shorts,
-    blobs,
+    Texts,
+    array,
     expired,
     has_options,
-    lease_of,
+    headers_text,
     leases,
-    nack_values,
-    numbers,
+    options_values,
     portions,
     register,
-    send_dedup_values,
-    send_dedup_within_values,
-    send_options_values,
-    send_values,
     settle_values,
     size_of_settlement,
-    texts,
+    stored_key,
 )
 
 if TYPE_CHECKING:
@@ -47,7 +45,7 @@ if TYPE_CHECKING:
 
     from psycopg import AsyncConnection
 
-    from mainspring.mailbox.message import Envelope, Return, Settlement
+    from mainspring.mailbox.message import Ack, Dead, Envelope, Return
     from mainspring.mailbox.postgres.pool import Watermark
 
 
@@ -99,14 +97,13 @@ class Count(Command):
 
 
 class OfDelivery(Command):
-    """An operation that only the holder of the lease may do; ``lease`` is its number."""
+    """An operation that only the holder of the lease may do."""
 
-    __slots__ = ("delivery", "lease")
+    __slots__ = ("delivery",)
 
-    def __init__(self, delivery: Delivery, lease: int) -> None:
+    def __init__(self, delivery: Delivery) -> None:
         super().__init__()
         self.delivery = delivery
-        self.lease = lease
 
 
 class Acknowledge(OfDelivery):
@@ -130,8 +127,8 @@ class Settle(OfDelivery):
 
     __slots__ = ("settlement", "target")
 
-    def __init__(self, delivery: Delivery, lease: int, settlement: Settlement, target: int | None) -> None:
-        super().__init__(delivery, lease)
+    def __init__(self, delivery: Delivery, settlement: Ack | Dead, target: int | None) -> None:
+        super().__init__(delivery)
         self.settlement = settlement
         self.target = target
 
@@ -141,8 +138,8 @@ class Nack(OfDelivery):
 
     __slots__ = ("how",)
 
-    def __init__(self, delivery: Delivery, lease: int, how: Return) -> None:
-        super().__init__(delivery, lease)
+    def __init__(self, delivery: Delivery, how: Return) -> None:
+        super().__init__(delivery)
         self.how = how
 
 
@@ -151,8 +148,8 @@ class Extend(OfDelivery):
 
     __slots__ = ("timeout",)
 
-    def __init__(self, delivery: Delivery, lease: int, timeout: float) -> None:
-        super().__init__(delivery, lease)
+    def __init__(self, delivery: Delivery, timeout: float) -> None:
+        super().__init__(delivery)
         self.timeout = timeout
 
 
@@ -161,8 +158,8 @@ class SaveCheckpoint(OfDelivery):
 
     __slots__ = ("state",)
 
-    def __init__(self, delivery: Delivery, lease: int, state: bytes) -> None:
-        super().__init__(delivery, lease)
+    def __init__(self, delivery: Delivery, state: bytes) -> None:
+        super().__init__(delivery)
         self.state = state
 
 
@@ -173,11 +170,23 @@ LOCK_WAIT = 0.01
 
 
 class Statement(NamedTuple):
-    """One statement of a batch: what is sent, and what takes its rows."""
+    """One statement of a batch: its text, its parameters, and what takes its rows, if anything does."""
 
-    statement: str
+    text: bytes
     values: tuple[Any, ...]
-    finish: Callable[[list[tuple[Any, ...]]], None]
+    finish: Callable[[list[tuple[Any, ...]]], None] | None = None
+
+    def take(self, rows: list[tuple[Any, ...]]) -> None:
+        """Take its rows, where anything does."""
+        if self.finish is not None:
+            self.finish(rows)
+
+
+@lru_cache(maxsize=1_000)
+def call_text(schema: str, function: str, arguments: int) -> bytes:
+    """The text that calls a function of the schema."""
+    marks = ", ".join(f"${number}" for number in range(1, arguments + 1))
+    return f"SELECT * FROM {schema}.{function}({marks})".encode()  # noqa: S608 - a checked name
 
 
 class Batch:
@@ -211,7 +220,7 @@ class Batch:
         self._apart = apart
         self.patience = patience
         self.statements: list[Statement] = []
-        self.became_pending: dict[int, int] = {}
+        self.became_pending: Counter[int] = Counter()
         self.unreadable: list[Delivery] = []
         self.due_in: float | None = None
         self.newly_listening = False
@@ -226,11 +235,11 @@ class Batch:
                 add(self, kinds[kind])
         return self.statements
 
-    def _add(self, function: str, values: tuple[Any, ...], finish: Callable[[list[tuple[Any, ...]]], None]) -> None:
-        self.statements.append(call(self._schema, function, (self.box, *values), finish))
-
-    def _gain(self, box: int, number: int) -> None:
-        self.became_pending[box] = self.became_pending.get(box, 0) + number
+    def _add(
+        self, function: str, values: tuple[Any, ...], finish: Callable[[list[tuple[Any, ...]]], None] | None = None
+    ) -> None:
+        values = (self.box, *values)
+        self.statements.append(Statement(call_text(self._schema, function, len(values)), values, finish))
 
     # --------------------------------------------------------------------------------------------------------- sending
 
@@ -239,36 +248,39 @@ class Batch:
         with_options: list[Envelope] = []
         dedup: list[tuple[Send, int, Envelope]] = []
         for send in sends:
-            send.result = [envelope.message_id for envelope in send.envelopes]
+            send.result = []
+            rest: list[Envelope] = []  # in one statement, as they are in order
             some_options = False
             for place, envelope in enumerate(send.envelopes):
+                send.result.append(envelope.message_id)
                 if envelope.dedup_key is not None:
                     dedup.append((send, place, envelope))
-                elif has_options(envelope):
-                    some_options = True
-            if len(send.envelopes) == 1 and send.envelopes[0].dedup_key is not None:
-                continue
-            into = with_options if some_options else plain
-            into += [envelope for envelope in send.envelopes if envelope.dedup_key is None]
-        self._send_dedup(dedup)
+                else:
+                    rest.append(envelope)
+                    some_options = some_options or has_options(envelope)
+            (with_options if some_options else plain).extend(rest)
+        if dedup:
+            self._send_dedup(dedup)
         for some in portions(plain, size_of):
-            self._add("send", send_values(some), _nothing)
+            self._add("send", _bodies(some))
         for some in portions(with_options, size_of):
-            self._add("send_with_options", send_options_values(some), _nothing)
-        ready = len(plain) + sum(not envelope.delay for envelope in with_options)
-        self._gain(self.box, ready)
-        delays = [envelope.delay for envelope in with_options if envelope.delay]
-        if delays:
-            self.due_in = min(delays)
+            self._add("send_with_options", (*_bodies(some), *options_values(some)))
+        self.became_pending[self.box] += len(plain)
+        for envelope in with_options:
+            self._sent(envelope)
 
     def _send_dedup(self, dedup: list[tuple[Send, int, Envelope]]) -> None:
         if self.patience is not None:
             for one in dedup:
-                values = (*send_dedup_within_values(one[2]), self.patience)
-                self._add("send_dedup_within", values, partial(self._dedup_sent, [one]))
+                e = one[2]
+                values = (e.message_id, e.body, e.delay, -e.priority, e.reply_to, headers_text(e), e.expires_in)
+                key = stored_key(e.dedup_key or "")
+                self._add("send_dedup_within", (*values, key, self.patience), partial(self._dedup_sent, [one]))
             return
         for some in portions(dedup, lambda one: size_of(one[2])):
-            values = (*send_dedup_values([envelope for _, _, envelope in some]), self._lock_wait, self._apart)
+            envelopes = [envelope for _, _, envelope in some]
+            keys = array(Texts, [stored_key(envelope.dedup_key or "") for envelope in envelopes])
+            values = (*_bodies(envelopes), *options_values(envelopes), keys, self._lock_wait, self._apart)
             self._add("send_many_dedup", values, partial(self._dedup_sent, some))
 
     def _dedup_sent(self, dedup: list[tuple[Send, int, Envelope]], rows: list[tuple[Any, ...]]) -> None:
@@ -277,9 +289,13 @@ class Batch:
             send.result[place] = name
             send.blocked = name is None
             if name == envelope.message_id:
-                self._gain(self.box, int(not envelope.delay))
-                if envelope.delay:
-                    self.due_in = envelope.delay if self.due_in is None else min(self.due_in, envelope.delay)
+                self._sent(envelope)
+
+    def _sent(self, envelope: Envelope) -> None:
+        if not envelope.delay:
+            self.became_pending[self.box] += 1
+        elif self.due_in is None or envelope.delay < self.due_in:
+            self.due_in = envelope.delay
 
     # ------------------------------------------------------------------------------------------------------- receiving
 
@@ -289,35 +305,36 @@ class Batch:
             alike.setdefault(claim.visibility, []).append(claim)
         for visibility, group in alike.items():
             ranks, floors, since = self._watermark.start(self._now)
-            want = sum(claim.limit for claim in group)
-            waits = any(claim.waits for claim in group)
-            known = (numbers(Shorts, ranks), numbers(Longs, floors))
-            self._add("claim", (want, visibility, *known, since, waits), self._claimed(group))
+            want, waits = 0, False
+            for claim in group:
+                want += claim.limit
+                waits = waits or claim.waits
+            known = (array(Shorts, ranks), array(Longs, floors))
+            self._add("claim", (want, visibility, *known, since, waits), partial(self._claimed, group))
 
-    def _claimed(self, claims: list[Claim]) -> Callable[[list[tuple[Any, ...]]], None]:
-        def finish(rows: list[tuple[Any, ...]]) -> None:
-            summary = rows.pop()  # the row that is no message comes last
-            self._watermark.swept(summary[5], summary[2])
-            self._gain(self.box, summary[2])
-            if summary[6] is not None:
-                self.due_in = summary[6]
-            self.newly_listening = self.newly_listening or bool(summary[3])
-            rows.sort(key=_PLACE)
-            deliveries = self._deliveries(rows)
-            start = 0
-            for claim in claims:
-                claim.result = deliveries[start : start + claim.limit]
-                start += claim.limit
-
-        return finish
+    def _claimed(self, claims: list[Claim], rows: list[tuple[Any, ...]]) -> None:
+        _, _, moved, newly_listening, _, swept_at, due_in, *_ = rows.pop()  # the row that is no message comes last
+        self._watermark.swept(swept_at, moved)
+        self.became_pending[self.box] += moved
+        if due_in is not None:
+            self.due_in = due_in
+        self.newly_listening = self.newly_listening or bool(newly_listening)
+        rows.sort(key=_PLACE)
+        deliveries = self._deliveries(rows)
+        start = 0
+        for claim in claims:
+            claim.result = deliveries[start : start + claim.limit]
+            start += claim.limit
 
     def _deliveries(self, rows: list[tuple[Any, ...]]) -> list[Delivery]:
-        for rank, pos in {row[11]: row[12] for row in rows}.items():  # the last of each rank, as they are in order
-            self._watermark.claimed(rank, pos)
         deliveries = []
+        last: dict[int, int] = {}  # of each rank, as they are in order
         rows.reverse()
         while rows:  # a row goes as its delivery comes: the garbage collector has less to look at
-            name, body, lease, count, charged, sent, first, reply_to, headers, checkpoint, history, _, _ = rows.pop()
+            name, body, lease, count, charged, sent, first, reply_to, headers, checkpoint, history, rank, pos = (
+                rows.pop()
+            )
+            last[rank] = pos
             known = {} if headers is None else headers_of(headers)
             delivery = Delivery(
                 name,
@@ -337,15 +354,17 @@ class Batch:
                 self.unreadable.append(delivery)
             else:
                 deliveries.append(delivery)
+        for rank, pos in last.items():
+            self._watermark.claimed(rank, pos)
         return deliveries
 
     def add_unclaim(self, commands: list[Unclaim]) -> None:
-        self._add("unclaim", _given([one for command in commands for one in command.deliveries]), self._returned)
+        self._add("unclaim", leases([one for command in commands for one in command.deliveries]), self._returned)
 
     def _returned(self, rows: list[tuple[Any, ...]]) -> None:
         for rank, pos in rows:
             self._watermark.returned(rank, pos)
-        self._gain(self.box, len(rows))
+        self.became_pending[self.box] += len(rows)
 
     def add_poll(self, polls: list[Poll]) -> None:
         def finish(rows: list[tuple[Any, ...]]) -> None:
@@ -377,9 +396,10 @@ class Batch:
         acks = once_each(acks)
 
         def finish(rows: list[tuple[Any, ...]]) -> None:
-            refuse(acks[number - 1] for number in rows[0][0] or ())
+            for number in rows[0][0] or ():
+                acks[number - 1].error = expired(acks[number - 1].delivery)
 
-        self._add("acknowledge", leases(acks), finish)
+        self._add("acknowledge", leases([ack.delivery for ack in acks]), finish)
 
     def add_acknowledge_many(self, commands: list[AcknowledgeMany]) -> None:
         def finish(rows: list[tuple[Any, ...]]) -> None:
@@ -392,7 +412,7 @@ class Batch:
                     if number in refused:
                         command.result[place] = expired(delivery)
 
-        self._add("acknowledge", _given([one for command in commands for one in command.deliveries]), finish)
+        self._add("acknowledge", leases([one for command in commands for one in command.deliveries]), finish)
 
     def add_settle(self, commands: list[Settle]) -> None:
         for some in portions(once_each(commands), size_of_settlement):
@@ -406,7 +426,7 @@ class Batch:
                     commands[-number - 1].error = NoSuchTargetError()
             for command in commands:
                 if command.target is not None and command.error is None:
-                    self._gain(command.target, 1)
+                    self.became_pending[command.target] += 1
 
         self._add("settle", settle_values(commands), finish)
 
@@ -420,7 +440,13 @@ class Batch:
             if delays:
                 self.due_in = min(delays)
 
-        self._add("nack", (*leases(commands), *nack_values([command.how for command in commands])), finish)
+        values = (
+            array(Floats, [command.how.delay for command in commands]),
+            array(Integers, [int(command.how.charge) for command in commands]),
+            array(Integers, [int(command.how.front) for command in commands]),
+            array(Texts, [command.how.history for command in commands]),
+        )
+        self._add("nack", (*leases([command.delivery for command in commands]), *values), finish)
 
     def add_extend(self, commands: list[Extend]) -> None:
         longest: dict[str, Extend] = {}
@@ -429,21 +455,21 @@ class Batch:
             if handle not in longest or longest[handle].timeout < command.timeout:
                 longest[handle] = command
         chosen = list(longest.values())
-        self._held("extend", chosen, numbers(Floats, [one.timeout for one in chosen]), commands)
+        self._held("extend", chosen, array(Floats, [one.timeout for one in chosen]), commands)
 
     def add_save_checkpoint(self, commands: list[SaveCheckpoint]) -> None:
         last = list({command.delivery.receipt_handle: command for command in commands}.values())
         for some in portions(last, lambda one: len(one.state)):
             kept = {one.delivery.receipt_handle for one in some}
             those = [command for command in commands if command.delivery.receipt_handle in kept]
-            self._held("save_checkpoint", some, blobs([one.state for one in some]), those)
+            self._held("save_checkpoint", some, array(Blobs, [one.state for one in some]), those)
 
     def _held(self, function: str, sent: list[Any], values: Any, commands: list[Any]) -> None:
         def finish(rows: list[tuple[Any, ...]]) -> None:
             held = {sent[row[0] - 1].delivery.receipt_handle for row in rows}
             refuse(command for command in commands if command.delivery.receipt_handle not in held)
 
-        self._add(function, (*leases(sent), values), finish)
+        self._add(function, (*leases([command.delivery for command in sent]), values), finish)
 
 
 class NoSuchTargetError(MailboxConnectionError):
@@ -470,31 +496,22 @@ _IN_ORDER: tuple[tuple[type, Callable[[Batch, Any], None]], ...] = (
 )
 
 
-def call(
-    schema: str, function: str, values: tuple[Any, ...], finish: Callable[[list[tuple[Any, ...]]], None]
-) -> Statement:
-    """The call of a function of the schema."""
-    marks = ", ".join(f"${number}" for number in range(1, len(values) + 1))
-    return Statement(f"SELECT * FROM {schema}.{function}({marks})", values, finish)  # noqa: S608 - a checked name
-
-
-async def make(connection: AsyncConnection[Any], one: Statement) -> list[tuple[Any, ...]]:
-    """Make one call on a connection, whatever its settings; its rows."""
+async def execute(connection: AsyncConnection[Any], statement: Statement) -> list[tuple[Any, ...]]:
+    """Execute a statement on a connection, whatever its settings. Return its rows."""
     cursor = AsyncRawCursor(connection, row_factory=tuple_row)
     register(cursor.adapters)
-    await cursor.execute(one.statement.encode(), one.values, binary=True)
+    await cursor.execute(statement.text, statement.values, binary=True)
     return await cursor.fetchall()
 
 
-async def ask(connection: AsyncConnection[Any], schema: str, function: str, *values: Any) -> list[tuple[Any, ...]]:
-    """The rows of one call on a connection."""
-    return await make(connection, call(schema, function, values, _nothing))
+async def call(connection: AsyncConnection[Any], schema: str, function: str, *values: Any) -> list[tuple[Any, ...]]:
+    """Call a function of the schema on a connection. Return its rows."""
+    return await execute(connection, Statement(call_text(schema, function, len(values)), values))
 
 
-def _given(deliveries: list[Delivery]) -> tuple[Any, ...]:
-    """Their ids and the numbers of their leases; 0, which no lease has, for a handle that no mailbox of this kind gave out."""
-    ids = texts([delivery.message_id for delivery in deliveries])
-    return ids, numbers(Integers, [lease_of(delivery) or 0 for delivery in deliveries])
+def _bodies(envelopes: list[Envelope]) -> tuple[Any, ...]:
+    """Their ids and bodies."""
+    return array(Texts, [e.message_id for e in envelopes]), array(Blobs, [e.body for e in envelopes])
 
 
 def once_each(commands: list[Any]) -> list[Any]:
@@ -516,7 +533,3 @@ def refuse(commands: Any) -> None:
     """These did not hold their leases."""
     for command in commands:
         command.error = expired(command.delivery)
-
-
-def _nothing(rows: list[tuple[Any, ...]]) -> None:
-    pass

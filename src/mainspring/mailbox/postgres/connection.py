@@ -158,6 +158,12 @@ class _InFlight:
         self.since = anyio.current_time()
         self.lost = False
 
+    def give_up(self) -> None:
+        self.lost = True
+        if self.connection is not None:
+            self.connection.is_expendable = True  # a server that is gone cannot be asked to cancel
+        self.scope.cancel()
+
 
 class ConnectionPool:
     """The connections of one process to one database, on one event loop. It has no tasks: a caller that needs one opens it.
@@ -199,7 +205,7 @@ class ConnectionPool:
                 connection = await Connection.connect(self.conninfo, autocommit=True, prepare_threshold=None)
         except TimeoutError:
             self.connected = False
-            raise MailboxConnectionError(f"PostgreSQL did not answer within {self.timeout:g} s") from None
+            raise no_answer(self.timeout) from None
         except (psycopg.Error, OSError) as error:
             self.connected = False
             remedy = None if self._was_connected else _remedy(str(error))
@@ -210,7 +216,7 @@ class ConnectionPool:
             clear_frames(error.__traceback__)  # else what was half open stays so for as long as somebody has the error
             raise
         connection.cancel_timeout = self.cancel_timeout
-        register(connection.adapters)
+        register(connection.adapters, is_utf8=True)
         self.reconnects += self._lost
         self._lost = False
         self.connected = self._was_connected = True
@@ -235,18 +241,20 @@ class ConnectionPool:
     async def _put_back(self, connection: psycopg.AsyncConnection[Any]) -> None:
         if connection.closed or connection.pgconn.transaction_status != TransactionStatus.IDLE:
             await self.drop(connection)
+        elif self._keeps and len(self._idle) < MAX_IDLE:
+            self._idle.append(connection)
         else:
-            self._keep(connection)
+            connection.pgconn.finish()
 
     async def run(
-        self, calls: Sequence[Statement], timeout: float | None = None, turn: anyio.Semaphore | None = None
+        self, statements: Sequence[Statement], timeout: float | None = None, turn: anyio.Semaphore | None = None
     ) -> None:
-        """Make the calls in one transaction and one round trip, and hand each its rows; with ``turn``, when that lets it.
+        """Execute the statements in one transaction and one round trip, and hand each its rows; with ``turn``, within it.
 
-        Raises :class:`MailboxConnectionError` where the server cannot be reached or does not answer in time (then the calls
-        may have taken effect), :class:`BlockedError` where a lock_timeout strikes, :class:`ConfigError` where it lacks the
-        schema or a right, and ``psycopg.Error`` for what is the fault of a value. What it raises otherwise than by a lost
-        connection has had no effect. Cancelled, or out of time, it tells the server to leave off.
+        Raises :class:`MailboxConnectionError` where the server cannot be reached or does not answer in time (then the
+        statements may have taken effect), :class:`BlockedError` where a lock_timeout strikes, :class:`ConfigError` where it
+        lacks the schema or a right, and ``psycopg.Error`` for what is the fault of a value. What it raises otherwise than by
+        a lost connection has had no effect. Cancelled, or out of time, it asks the server to cancel.
         """
         patience = self.timeout if timeout is None else timeout
         deadline = anyio.current_time() + patience
@@ -259,7 +267,7 @@ class ConnectionPool:
                     async with turn or nullcontext(), self.connection() as connection:
                         scope.deadline = deadline - self.cancel_timeout
                         out.connection = connection
-                        results = await _sent(connection, calls)
+                        results = await execute(connection, statements)
             except _ConflictError as error:
                 if again == TRIES - 1:
                     raise MailboxConnectionError(f"PostgreSQL gave up a transaction: {error}") from error
@@ -268,17 +276,16 @@ class ConnectionPool:
                 self._in_flight.discard(out)
             if scope.cancelled_caught:
                 await self.lose()
-                if out.lost:
-                    raise _silent()
-                raise MailboxConnectionError(f"PostgreSQL did not answer within {patience:g} s")
+                raise _silent() if out.lost else no_answer(patience)
             break
         self.batches += 1
         self.connected = True
-        for call, rows in zip(calls, results, strict=True):
-            call.finish(rows)
+        for statement, rows in zip(statements, results, strict=True):
+            if statement.finish is not None:
+                statement.finish(rows)
 
     async def watch(self) -> None:
-        """Give up the batches that are out while the server answers nothing, within ``silence`` seconds; until cancelled.
+        """Give up the batches that are in flight while the server answers nothing, within ``silence`` seconds; until cancelled.
 
         A batch may wait for long, as for a lock. So where one has waited for a while, the server is asked over a new
         connection: it is gone if it does not answer there either. A dead connection to a server that is there is the kernel's
@@ -287,31 +294,27 @@ class ConnectionPool:
         while True:
             await anyio.sleep(WATCH * self.silence)
             until = anyio.current_time() - WATCH * self.silence
-            if any(out.since <= until for out in self._in_flight) and not await self.ask():
+            if any(out.since <= until for out in self._in_flight) and not await self.is_answering():
                 for out in self._in_flight:
                     if out.since <= until:
-                        out.lost = True
-                        if out.connection is not None:
-                            out.connection.is_expendable = True  # a server that is gone cannot be asked to cancel
-                        out.scope.cancel()
+                        out.give_up()
 
-    async def ask(self) -> bool:
-        """Return whether the server answers; if not, tell ``on_silence``."""
-        answers = await self._answers()
+    async def is_answering(self) -> bool:
+        """Return whether the server answers; if not, call ``on_silence``.
+
+        It does not if a new connection is neither made nor refused within a part of the ``silence``.
+        """
+        answers = False
+        with anyio.move_on_after(ANSWER * self.silence):
+            try:
+                await self.drop(await self.connect())
+                answers = True
+            except (MailboxConnectionError, ConfigError) as error:
+                answers = not isinstance(error.__cause__, psycopg.errors.ConnectionTimeout)
         if not answers:
             self.connected = False
             self._on_silence(_silent())
         return answers
-
-    async def _answers(self) -> bool:
-        """Return False if a new connection is neither made nor refused within a part of the ``silence``."""
-        with anyio.move_on_after(ANSWER * self.silence):
-            try:
-                await self.drop(await self.connect())
-            except (MailboxConnectionError, ConfigError) as error:
-                return not isinstance(error.__cause__, psycopg.errors.ConnectionTimeout)
-            return True
-        return False
 
     async def drop(self, connection: psycopg.AsyncConnection[Any]) -> None:
         """Close it; never waits."""
@@ -358,11 +361,10 @@ class ConnectionPool:
             connection.pgconn.finish()
         return None
 
-    def _keep(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        if self._keeps and len(self._idle) < MAX_IDLE:
-            self._idle.append(connection)
-        else:
-            connection.pgconn.finish()
+
+def no_answer(seconds: float, what: str = "") -> MailboxConnectionError:
+    """The error of a call, or of ``what`` in it, that the server has not answered in time."""
+    return MailboxConnectionError(f"PostgreSQL did not answer within {seconds:g} s{what}")
 
 
 def _silent() -> MailboxConnectionError:
@@ -393,33 +395,37 @@ def _unreached(error: Exception) -> MailboxConnectionError:
     return MailboxConnectionError(f"PostgreSQL cannot be reached: {told}{remedy(failed)}")
 
 
-async def _sent(connection: psycopg.AsyncConnection[Any], calls: Sequence[Statement]) -> list[list[tuple[Any, ...]]]:
+async def execute(
+    connection: psycopg.AsyncConnection[Any], statements: Sequence[Statement]
+) -> list[list[tuple[Any, ...]]]:
+    """Execute statements on a connection, in one transaction. Return the rows of each; raise what :func:`translated` says."""
     try:
-        return await send(connection, calls)
+        if len(statements) > 1:
+            return await _execute_in_pipeline(connection, statements)
+        cursor = psycopg.AsyncRawCursor(connection, row_factory=tuple_row)
+        await cursor.execute(statements[0].text, statements[0].values, binary=True)
+        result = cursor.pgresult  # not its description, which would be made of every column for this one question
+        return [await cursor.fetchall() if result is not None and result.nfields else []]
     except psycopg.Error as error:
         raise translated(error) from error
 
 
-async def send(connection: psycopg.AsyncConnection[Any], calls: Sequence[Statement]) -> list[list[tuple[Any, ...]]]:
-    """Make the calls on a connection; the rows of each."""
-    if len(calls) == 1:
-        cursor = psycopg.AsyncRawCursor(connection, row_factory=tuple_row)
-        await cursor.execute(calls[0].statement.encode(), calls[0].values, binary=True)
-        result = cursor.pgresult  # not its description, which would be made of every column for this one question
-        return [await cursor.fetchall() if result is not None and result.nfields else []]
+async def _execute_in_pipeline(
+    connection: psycopg.AsyncConnection[Any], statements: Sequence[Statement]
+) -> list[list[tuple[Any, ...]]]:
     cursors = []
     handled = sys.exc_info()[1]
     try:
         async with connection.pipeline():
-            for call in calls:
+            for statement in statements:
                 cursor = psycopg.AsyncRawCursor(connection, row_factory=tuple_row)
-                await cursor.execute(call.statement.encode(), call.values, binary=True)
+                await cursor.execute(statement.text, statement.values, binary=True)
                 cursors.append(cursor)
     except psycopg.OperationalError as error:
         refusal = error.__context__ if error.__context__ is not handled else None
         if error.sqlstate is None and isinstance(refusal, psycopg.Error) and refusal.sqlstate is not None:
             # The server's error came before the rest of its answer, and the driver could not leave the pipeline: that says
-            # nothing about the calls, and the error all.
+            # nothing about the statements, and the error all.
             connection.pgconn.finish()
             raise refusal from None
         raise

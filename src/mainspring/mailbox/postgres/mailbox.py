@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
@@ -17,7 +17,6 @@ from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import ACK, Ack, Cancelled, CancelOutcome, Dead, Return
 from mainspring.mailbox.open import reads_query
 from mainspring.mailbox.postgres import schema as schemas
-from mainspring.mailbox.postgres import values
 from mainspring.mailbox.postgres.batches import Batchers
 from mainspring.mailbox.postgres.commands import (
     Acknowledge,
@@ -53,7 +52,7 @@ from mainspring.mailbox.postgres.url import (
     local_name,
     options_of,
 )
-from mainspring.mailbox.postgres.values import Shorts, dead_row, numbers, portions, texts
+from mainspring.mailbox.postgres.values import Shorts, Texts, array, dead_row, portions
 from mainspring.mailbox.sync import Errand
 from mainspring.validation import is_number, is_whole
 
@@ -70,6 +69,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 MAX_POLL_INTERVAL = 30.0
 """Seconds: each time that a waiting receive asks, it has senders notify for a minute."""
+DEAD_AT_ONCE = 1_000
+"""Dead letters of one call at most, where it is to be done to all: however many there are, each call ends in time."""
 
 
 class PostgresMailbox(Mailbox[T, R]):
@@ -259,7 +260,6 @@ class PostgresBackend(Backend):
             self.notifications.silence.publish,
         )
         self._batchers.start(scope)
-        self._letters = DeadLetters(shared, self._number, self._options.capacity)
 
     async def exists(self) -> bool:
         return await schemas.has_mailbox(
@@ -299,11 +299,11 @@ class PostgresBackend(Backend):
     async def send(self, envelopes: list[Envelope]) -> list[str]:
         await self._ready_for(envelopes)
         if self._options.capacity is not None:
-            return await self._batchers.dedup.retry_while_blocked(
-                envelopes, partial(self._send_within_capacity, self._options.capacity)
-            )
-        if any(envelope.dedup_key is not None for envelope in envelopes):
-            return await self._batchers.dedup.send(envelopes)
+            attempt = partial(self._send_within_capacity, self._options.capacity)
+            return await self._batchers.dedup.retry_while_blocked(envelopes, attempt)
+        for envelope in envelopes:
+            if envelope.dedup_key is not None:
+                return await self._batchers.dedup.send(envelopes)
         ids: list[str] = await self._batchers.sends.call(Send(envelopes))
         return ids
 
@@ -313,11 +313,13 @@ class PostgresBackend(Backend):
         self._batchers.notify(batch)
 
     async def _ready_for(self, envelopes: list[Envelope]) -> None:
+        new = set()
         for envelope in envelopes:
             check_column("a message", size_of(envelope))
-        new = {-envelope.priority for envelope in envelopes} - self._ranks
+            if -envelope.priority not in self._ranks:
+                new.add(-envelope.priority)
         if new:
-            await self._pool.rows("add_ranks", self._number, numbers(Shorts, sorted(new)))
+            await self._pool.rows("add_ranks", self._number, array(Shorts, sorted(new)))
             self._ranks |= new
 
     async def send_within(self, connection: Any, envelopes: list[Envelope]) -> list[str]:
@@ -361,16 +363,15 @@ class PostgresBackend(Backend):
     # ------------------------------------------------------------------------------------------------------- settling
 
     async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
-        lease = _lease(delivery)
         command: OfDelivery
         target: int | None = None
         if isinstance(settlement, Return):
-            command = Nack(delivery, lease, settlement)
+            command = Nack(delivery, settlement)
         elif isinstance(settlement, Ack) and settlement.reply is None:
-            command = Acknowledge(delivery, lease)
+            command = Acknowledge(delivery)
         else:
             settlement, target = await self._with_reply_target(settlement)
-            command = Settle(delivery, lease, settlement, target)
+            command = Settle(delivery, settlement, target)
         under_way = self._transactions.under_way.get(delivery.receipt_handle)
         try:
             await (self._do(command) if under_way is None else under_way.settle(self._batchers.new_batch(), command))
@@ -433,11 +434,11 @@ class PostgresBackend(Backend):
             under_way.check_renewal()
             if under_way.settled:
                 return  # its row is locked until that commits: nobody can take it, and a renewal would wait, with all others
-        await self._do(Extend(delivery, _lease(delivery), timeout))
+        await self._do(Extend(delivery, timeout))
 
     async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
         check_column("a checkpoint", len(state))
-        await self._do(SaveCheckpoint(delivery, _lease(delivery), state))
+        await self._do(SaveCheckpoint(delivery, state))
 
     # -------------------------------------------------------------------------------------------------- looking after
 
@@ -449,91 +450,56 @@ class PostgresBackend(Backend):
         return int(await self._pool.value("purge", self._number))
 
     async def dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
-        return await self._letters.page(limit, after)
+        behind = None if after is None else known([after])[0]
+        rows = await self._pool.rows("dead_letters", self._number, min(limit, 2**31 - 1), behind, None)
+        return [dead_row(row) for row in rows]
 
     async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
-        return await self._letters.find(message_ids)
+        named = array(Texts, known(message_ids))
+        rows = await self._pool.rows("dead_letters", self._number, len(message_ids), None, named)
+        return [dead_row(row) for row in rows]
 
     async def replay_dead_letters(self, message_ids: list[str] | None) -> int:
-        return await self._letters.replay(message_ids)
+        if message_ids is None and self._options.capacity is None:
+            return await self._do_to_all_dead(self._replay)
+        return await self._replay(message_ids)  # where they have to find room, in one step
+
+    async def _replay(self, message_ids: list[str] | None) -> int:
+        named = None if message_ids is None else array(Texts, known(message_ids))
+        capacity = self._options.capacity
+        number, waiting = (await self._pool.rows("replay", self._number, named, capacity))[0]
+        if waiting is not None and capacity is not None:
+            raise full(waiting, capacity, number)
+        self._pool.wake(self._number, number)
+        return int(number)
 
     async def purge_dead_letters(self, message_ids: list[str] | None) -> int:
-        return await self._letters.discard(message_ids)
+        return await (self._do_to_all_dead(self._purge_dead) if message_ids is None else self._purge_dead(message_ids))
+
+    async def _purge_dead(self, message_ids: list[str]) -> int:
+        return int(await self._pool.value("purge_dead", self._number, array(Texts, known(message_ids))))
+
+    async def _do_to_all_dead(self, do: Callable[[list[str]], Awaitable[int]]) -> int:
+        """Do it to all that are dead by now, the oldest first. Return to how many it was done."""
+        shared, box = self._pool, self._number
+        await shared.rows("sweep_all", box)  # what has expired is dead, too
+        dead = f"{shared.schema}.dead WHERE mailbox = $1"
+        ((last,),) = await shared.query(f"SELECT coalesce(max(place), 0) FROM {dead}", box)  # noqa: S608 - a checked name
+        some = (
+            f"SELECT place, id, octet_length(body) FROM {dead} AND place > $2 AND place <= $3 ORDER BY place LIMIT $4"  # noqa: S608
+        )
+        through = done = 0
+        while rows := await shared.query(some, box, through, last, DEAD_AT_ONCE):
+            for letters in portions(rows, lambda row: int(row[2])):
+                done += await do([name for _, name, _ in letters])
+            through = rows[-1][0]
+        return done
 
     async def cancel(self, message_id: str) -> Cancelled:
         outcome, reply_to, headers = (await self._pool.rows("cancel", self._number, known([message_id])[0]))[0]
         if outcome == CancelOutcome.CANCELLED:
             self._pool.announce(self._number, [message_id])
         return Cancelled(CancelOutcome(outcome), reply_to, headers_of(headers or "{}") or {})
-
-
-def _lease(delivery: Delivery) -> int:
-    lease = values.lease_of(delivery)
-    if lease is None:
-        raise values.expired(delivery)
-    return lease
-
-
-AT_ONCE: Final = 1_000
-"""Dead letters of one call at most, where it is to be done to all: however many there are, each call ends in time."""
-
-
-class DeadLetters:
-    """The dead letters of the mailbox with that number; see :class:`MailboxHooks` for what is done to them."""
-
-    def __init__(self, shared: SharedPool, number: int, capacity: int | None) -> None:
-        self._shared = shared
-        self._number = number
-        self._capacity = capacity
-
-    async def page(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
-        """The oldest ones behind the one with id ``after``."""
-        behind = None if after is None else known([after])[0]
-        rows = await self._shared.rows("dead_letters", self._number, min(limit, 2**31 - 1), behind, None)
-        return [dead_row(row) for row in rows]
-
-    async def find(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
-        """Those with these ids."""
-        named = texts(known(message_ids))
-        rows = await self._shared.rows("dead_letters", self._number, len(message_ids), None, named)
-        return [dead_row(row) for row in rows]
-
-    async def replay(self, message_ids: list[str] | None) -> int:
-        """Send those of the ids again, or (None) all; how many that were. Where they have to find room, in one step."""
-        if message_ids is None and self._capacity is None:
-            return await self._do_to_all(self._replay)
-        return await self._replay(message_ids)
-
-    async def discard(self, message_ids: list[str] | None) -> int:
-        """Forget those of the ids, or (None) all; how many that were."""
-        return await self._do_to_all(self._discard) if message_ids is None else await self._discard(message_ids)
-
-    async def _replay(self, message_ids: list[str] | None) -> int:
-        named = None if message_ids is None else texts(known(message_ids))
-        number, waiting = (await self._shared.rows("replay", self._number, named, self._capacity))[0]
-        if waiting is not None and self._capacity is not None:
-            raise full(waiting, self._capacity, number)
-        self._shared.wake(self._number, number)
-        return int(number)
-
-    async def _discard(self, message_ids: list[str]) -> int:
-        return int(await self._shared.value("purge_dead", self._number, texts(known(message_ids))))
-
-    async def _do_to_all(self, do: Callable[[list[str]], Awaitable[int]]) -> int:
-        """Do it to all that are dead by now, the oldest first; to how many it was done."""
-        shared, box = self._shared, self._number
-        await shared.rows("sweep_all", box)  # what has expired is dead, too
-        dead = f"{shared.schema}.dead WHERE mailbox = $1"
-        ((last,),) = await shared.ask(f"SELECT coalesce(max(place), 0) FROM {dead}", box)  # noqa: S608 - a checked name
-        some = (
-            f"SELECT place, id, octet_length(body) FROM {dead} AND place > $2 AND place <= $3 ORDER BY place LIMIT $4"  # noqa: S608
-        )
-        through = done = 0
-        while rows := await shared.ask(some, box, through, last, AT_ONCE):
-            for letters in portions(rows, lambda row: int(row[2])):
-                done += await do([name for _, name, _ in letters])
-            through = rows[-1][0]
-        return done
 
 
 def known(message_ids: list[str]) -> list[str]:

@@ -15,7 +15,7 @@ import psycopg
 from mainspring.core import process, random
 from mainspring.errors import MailboxConnectionError, MailboxError
 from mainspring.mailbox import waiting
-from mainspring.mailbox.postgres.commands import Statement
+from mainspring.mailbox.postgres.commands import Statement, call_text
 from mainspring.mailbox.postgres.connection import ConnectionPool
 from mainspring.mailbox.postgres.schema import Maintenance
 from mainspring.policies import backoff
@@ -171,7 +171,7 @@ class SharedPool:
             found = int(await self.value("mailbox", name))
             self.remember(name, found)
             return found
-        rows = await self.ask(f"SELECT id FROM {self.schema}.mailboxes WHERE name = $1", name)  # noqa: S608 - a checked name
+        rows = await self.query(f"SELECT id FROM {self.schema}.mailboxes WHERE name = $1", name)  # noqa: S608 - a checked name
         return rows[0][0] if rows else None  # one that somebody else may drop is not remembered
 
     def remember(self, name: str, number: int) -> None:
@@ -188,16 +188,18 @@ class SharedPool:
 
     async def rows(self, function: str, *values: Any) -> list[tuple[Any, ...]]:
         """The rows of a lone call of a function of the schema."""
-        marks = ", ".join(f"${number}" for number in range(1, len(values) + 1))
         try:
-            return await self.ask(f"SELECT * FROM {self.schema}.{function}({marks})", *values)  # noqa: S608
+            return await self._execute(call_text(self.schema, function, len(values)), values)
         except psycopg.Error as error:
             raise MailboxError(f"PostgreSQL refused {function}: {one_line(error)}") from error
 
-    async def ask(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+    async def query(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
         """The rows of a statement that travels alone."""
+        return await self._execute(statement.encode(), values)
+
+    async def _execute(self, text: bytes, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         rows: list[tuple[Any, ...]] = []
-        await self.connections.run([Statement(statement, values, rows.extend)], turn=self._single_calls)
+        await self.connections.run([Statement(text, values, rows.extend)], turn=self._single_calls)
         return rows
 
     async def value(self, function: str, *values: Any) -> Any:
@@ -264,7 +266,7 @@ class SharedPool:
                 if self.listening:
                     await self.connections.lose()
                     if isinstance(error, TimeoutError):
-                        await self.connections.ask()
+                        await self.connections.is_answering()
                 failures = 1 if self.listening else failures + 1
                 pause = backoff(failures, initial=0.1, maximum=10.0, factor=2.0, jitter="full", rng=random.rng())
             self.listening = False
@@ -318,7 +320,7 @@ class SharedPool:
     async def _arrives(self, connection: psycopg.AsyncConnection[Any]) -> bool:
         """Whether a notification, sent over another connection, comes in here."""
         word = f"0 probe {random.token()}"
-        await self.connections.run([Statement("SELECT pg_notify($1, $2)", (self.schema, word), _nothing)])
+        await self.connections.run([Statement(b"SELECT pg_notify($1, $2)", (self.schema, word))])
         async for notification in connection.notifies(timeout=PROBE_TIMEOUT):
             if notification.payload == word:
                 return True
@@ -357,7 +359,3 @@ async def _process_of(connection: psycopg.AsyncConnection[Any]) -> int:
     row = await (await connection.execute("SELECT pg_backend_pid()")).fetchone()
     assert row is not None
     return int(row[0])
-
-
-def _nothing(rows: list[tuple[Any, ...]]) -> None:
-    pass

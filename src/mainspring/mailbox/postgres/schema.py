@@ -15,10 +15,10 @@ import anyio
 import psycopg
 
 from mainspring.core import random
-from mainspring.errors import ConfigError, MailboxConnectionError, MainspringError
+from mainspring.errors import ConfigError, MainspringError
 from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
-from mainspring.mailbox.postgres.commands import Statement, ask
-from mainspring.mailbox.postgres.connection import translated
+from mainspring.mailbox.postgres.commands import Statement, call
+from mainspring.mailbox.postgres.connection import no_answer, translated
 from mainspring.mailbox.postgres.url import SCHEMA
 from mainspring.redaction import one_line
 
@@ -100,7 +100,7 @@ async def prepare(pool: ConnectionPool, schema: str, may_migrate: bool, name: st
             await migrate(connection, schema)
         await _check_settings(connection)
         store = await store_of(connection, schema)
-        return store, int((await ask(connection, schema, "mailbox", name))[0][0])
+        return store, int((await call(connection, schema, "mailbox", name))[0][0])
 
 
 async def migrate_at(pool: ConnectionPool, schema: str, dry_run: bool) -> tuple[int, int]:
@@ -142,7 +142,7 @@ async def _connected(pool: ConnectionPool, schema: str) -> AsyncIterator[AsyncCo
             with anyio.fail_after(until - anyio.current_time(), shield=True):
                 yield connection
         except TimeoutError:
-            raise MailboxConnectionError(f"PostgreSQL did not answer within {pool.timeout:g} s") from None
+            raise no_answer(pool.timeout) from None
         except psycopg.Error as error:
             known = translated(error)
             if known is error:
@@ -254,5 +254,5 @@ class Maintenance:
     async def _rows(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
         rows: list[tuple[Any, ...]] = []
         patient = self._pool.timeout if not statement.startswith("VACUUM") else VACUUM_TIMEOUT
-        await self._pool.run([Statement(statement, values, rows.extend)], patient)
+        await self._pool.run([Statement(statement.encode(), values, rows.extend)], patient)
         return rows

@@ -14,9 +14,9 @@ from psycopg.rows import tuple_row
 from mainspring.errors import InvalidParameterError, MailboxConnectionError, MessageSettledError, TransactionEndedError
 from mainspring.mailbox.limits import full
 from mainspring.mailbox.postgres.batches import blocked_error
-from mainspring.mailbox.postgres.commands import Batch, Statement, ask, call, make
-from mainspring.mailbox.postgres.connection import BlockedError, Connection, as_mailbox_error
-from mainspring.mailbox.postgres.values import register, stored_key, texts
+from mainspring.mailbox.postgres.commands import Batch, Statement, call, call_text, execute
+from mainspring.mailbox.postgres.connection import BlockedError, Connection, as_mailbox_error, no_answer
+from mainspring.mailbox.postgres.values import Texts, array, register, stored_key
 from mainspring.redaction import one_line
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ async def send_within_capacity(
                 except psycopg.Error as error:
                     raise as_mailbox_error(error) from error
     except TimeoutError:
-        raise MailboxConnectionError(f"PostgreSQL did not answer within {shared.connections.timeout:g} s") from None
+        raise no_answer(shared.connections.timeout) from None
     except BlockedError:
         if all(envelope.dedup_key is None for envelope in send.envelopes):
             raise
@@ -62,16 +62,16 @@ async def _send_within(
     envelopes = send.envelopes
     keys = sorted({stored_key(e.dedup_key) for e in envelopes if e.dedup_key is not None})
     async with connection.transaction():
-        waiting = (await ask(connection, schema, "lock_capacity", batch.box))[0][0]
+        waiting = (await call(connection, schema, "lock_capacity", batch.box))[0][0]
         more = len(envelopes)
         if keys:
-            known = await ask(connection, schema, "used_dedup_keys", batch.box, texts(keys))
+            known = await call(connection, schema, "used_dedup_keys", batch.box, array(Texts, keys))
             more = sum(e.dedup_key is None for e in envelopes) + len(keys) - len(known)
         if more and waiting + more > capacity:
             raise full(waiting, capacity, more)
         # The lock that keeps other senders out is not kept while a key is blocked: the call with it fails soon.
         for each in batch.build([send]):
-            each.finish(await make(connection, each))
+            each.take(await execute(connection, each))
 
 
 class HandlerTransactions:
@@ -156,7 +156,7 @@ class HandlerTransaction:
         try:
             with step(self.connection, self._timeout, "to the settlement in the transaction, which is given up"):
                 for each in calls.build([command]):
-                    each.finish(await make(self.connection, each))
+                    each.take(await execute(self.connection, each))
         except psycopg.Error as error:
             if self.connection.closed:  # which whoever opened it tells
                 raise
@@ -227,7 +227,7 @@ def step(connection: psycopg.AsyncConnection[Any], timeout: float, what: str) ->
         with anyio.fail_after(timeout), expendable(connection):
             yield
     except TimeoutError:
-        raise MailboxConnectionError(f"PostgreSQL did not answer within {timeout:g} s {what}") from None
+        raise no_answer(timeout, f" {what}") from None
 
 
 @contextmanager
@@ -296,21 +296,21 @@ def statements_to_join(schema: str, store: str, batch: Batch, send: Send) -> Ite
     The messages exist, and wake receivers, if that commits. Raises :class:`MailboxConnectionError` where another open
     transaction has sent its key, and does not end in time: the transaction is then as it was, and can go on.
     """
-    yield call(schema, "check_store", (store,), _nothing)
+    yield Statement(call_text(schema, "check_store", 1), (store,))
     for each in batch.build([send]):
         yield each
         if send.blocked:
             raise blocked_error(send.envelopes, f"within {batch.patience:g} s, or by the connection's own lock_timeout")
     # Whether or not somebody waits by now: by the time of the commit somebody may.
     word = f"{batch.box} {batch.became_pending.get(batch.box, 0)}"
-    yield Statement("SELECT pg_notify($1, $2)", (schema, word), _nothing)
+    yield Statement(b"SELECT pg_notify($1, $2)", (schema, word))
 
 
 async def send_on(connection: psycopg.AsyncConnection[Any], steps: Iterator[Statement]) -> None:
     """Make the calls in the transaction of ``connection``."""
     with _translated_errors():
         for each in steps:
-            each.finish(await make(connection, each))
+            each.take(await execute(connection, each))
 
 
 def send_on_thread(given: Any, steps: Iterator[Statement], send: Send) -> list[str]:
@@ -320,8 +320,8 @@ def send_on_thread(given: Any, steps: Iterator[Statement], send: Send) -> list[s
         for each in steps:
             cursor = RawCursor(connection, row_factory=tuple_row)
             register(cursor.adapters)
-            cursor.execute(each.statement.encode(), each.values, binary=True)
-            each.finish(cursor.fetchall())
+            cursor.execute(each.text, each.values, binary=True)
+            each.take(cursor.fetchall())
     return list(send.result)
 
 
@@ -353,7 +353,3 @@ def _check_transaction(connection: psycopg.Connection[Any] | psycopg.AsyncConnec
             "send: the connection is in autocommit and in no transaction, so there is nothing that the message could join;"
             " send inside of a transaction (psycopg: in the block of connection.transaction()), or without connection="
         )
-
-
-def _nothing(rows: list[tuple[Any, ...]]) -> None:
-    """What to make of rows that say nothing."""

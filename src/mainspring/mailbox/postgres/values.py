@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from psycopg.adapt import AdaptersMap
 
     from mainspring.mailbox.message import Envelope
-    from mainspring.mailbox.postgres.commands import OfDelivery, Settle
+    from mainspring.mailbox.postgres.commands import Settle
 
 _HEADER = Struct("!iiIii")
 _LENGTH = Struct("!i").pack
@@ -79,56 +79,44 @@ _ARRAYS: dict[type[Packed], tuple[int, int, str, int]] = {
 }
 
 
-def texts(values: Sequence[str | None]) -> Texts:
-    """A ``text[]``."""
-    return Texts(_joined(25, [None if value is None else value.encode() for value in values]))
-
-
-def blobs(values: Sequence[bytes | None]) -> Blobs:
-    """A ``bytea[]``."""
-    return Blobs(_joined(17, values))
-
-
-def numbers(kind: type[Packed], values: Sequence[float | None]) -> Packed:
-    """An array of numbers, of the given kind."""
+def array(kind: type[Packed], values: Sequence[Any], encoding: str = "utf-8") -> Packed:
+    """Pack ``values``, of which some may be None, as an array of that kind; texts in ``encoding``."""
     _, element, form, size = _ARRAYS[kind]
     if not values:
         return kind(_HEADER.pack(0, 0, element, 0, 0)[:12])
-    if None not in values:
+    has_null = None in values
+    header = _HEADER.pack(1, has_null, element, len(values), 1)
+    if form and not has_null:
         flat: list[Any] = [size] * (2 * len(values))
         flat[1::2] = values
-        return kind(_HEADER.pack(1, 0, element, len(values), 1) + pack("!" + form * len(values), *flat))
-    one = "!" + form[1]
-    return kind(_joined(element, [None if value is None else pack(one, value) for value in values]))
-
-
-def _joined(element: int, values: Sequence[bytes | None]) -> bytes:
-    if not values:
-        return _HEADER.pack(0, 0, element, 0, 0)[:12]
-    parts = [_HEADER.pack(1, int(None in values), element, len(values), 1)]
+        return kind(header + pack("!" + form * len(values), *flat))
+    parts = [header]
     for value in values:
         if value is None:
             parts.append(_NULL)
-        else:
-            parts += (_LENGTH(len(value)), value)
-    return b"".join(parts)
+            continue
+        packed = value.encode(encoding) if kind is Texts else pack("!" + form[1], value) if form else value
+        parts += (_LENGTH(len(packed)), packed)
+    return kind(b"".join(parts))
 
 
-class _AsItIs(Dumper):
+class _Dumper(Dumper):
     format = Format.BINARY
 
     def dump(self, obj: Any) -> Any:
         return obj
 
 
-class _InItsEncoding(_AsItIs):
-    """What is packed as UTF-8 leaves in the encoding of the connection, which is a sender's own where it is another."""
+class _TextsDumper(_Dumper):
+    """Texts, which are packed as UTF-8, leave in the encoding of the connection."""
+
+    oid = _ARRAYS[Texts][0]
 
     def dump(self, obj: Any) -> Any:
         encoding = self.connection.info.encoding if self.connection is not None else "utf-8"
         if encoding in ("utf-8", "ascii"):  # the latter is a connection that converts nothing
             return obj
-        return _joined(25, [None if value is None else value.decode().encode(encoding) for value in _parts(obj)])
+        return array(Texts, [None if value is None else value.decode() for value in _parts(obj)], encoding)
 
 
 def _parts(packed: bytes) -> Iterator[bytes | None]:
@@ -141,17 +129,16 @@ def _parts(packed: bytes) -> Iterator[bytes | None]:
         place += max(length, 0)
 
 
-_DUMPERS = {
-    kind: type(f"_{kind.__name__}Dumper", (_InItsEncoding if kind is Texts else _AsItIs,), {"oid": oid})
-    for kind, (oid, *_) in _ARRAYS.items()
-}
+_DUMPERS = {kind: type(f"_{kind.__name__}Dumper", (_Dumper,), {"oid": oid}) for kind, (oid, *_) in _ARRAYS.items()}
 """Made once: the driver keeps each class that was ever registered."""
 
 
-def register(adapters: AdaptersMap) -> None:
-    """Let a connection (or a cursor) take packed arrays as parameters."""
+def register(adapters: AdaptersMap, *, is_utf8: bool = False) -> None:
+    """Let a connection (or a cursor) take packed arrays as parameters; ``is_utf8``: its encoding is and stays UTF-8."""
     for kind, dumper in _DUMPERS.items():
         adapters.register_dumper(kind, dumper)
+    if not is_utf8:
+        adapters.register_dumper(Texts, _TextsDumper)
 
 
 C = TypeVar("C")
@@ -196,32 +183,15 @@ def has_options(envelope: Envelope) -> bool:
     )
 
 
-def send_values(envelopes: list[Envelope]) -> tuple[Any, ...]:
-    """Those of ``send``."""
-    return texts([e.message_id for e in envelopes]), blobs([e.body for e in envelopes])
-
-
-def send_options_values(envelopes: list[Envelope]) -> tuple[Any, ...]:
-    """Those of ``send_with_options``."""
+def options_values(envelopes: list[Envelope]) -> tuple[Any, ...]:
+    """What ``send_with_options`` and ``send_many_dedup`` take behind the ids and the bodies."""
     return (
-        *send_values(envelopes),
-        numbers(Floats, [e.delay for e in envelopes]),
-        numbers(Shorts, [-e.priority for e in envelopes]),
-        texts([e.reply_to for e in envelopes]),
-        texts([headers_text(e) for e in envelopes]),
-        numbers(Floats, [e.expires_in for e in envelopes]),
+        array(Floats, [e.delay for e in envelopes]),
+        array(Shorts, [-e.priority for e in envelopes]),
+        array(Texts, [e.reply_to for e in envelopes]),
+        array(Texts, [headers_text(e) for e in envelopes]),
+        array(Floats, [e.expires_in for e in envelopes]),
     )
-
-
-def send_dedup_values(envelopes: list[Envelope]) -> tuple[Any, ...]:
-    """Those of ``send_many_dedup``."""
-    return *send_options_values(envelopes), texts([stored_key(e.dedup_key or "") for e in envelopes])
-
-
-def send_dedup_within_values(e: Envelope) -> tuple[Any, ...]:
-    """Those of ``send_dedup_within``."""
-    text = headers_text(e)
-    return e.message_id, e.body, e.delay, -e.priority, e.reply_to, text, e.expires_in, stored_key(e.dedup_key or "")
 
 
 def stored_key(key: str) -> str:
@@ -247,25 +217,15 @@ def settle_values(commands: list[Settle]) -> tuple[Any, ...]:
         for command in commands
     ]
     return (
-        *leases(commands),
-        texts([None if dead is None else plain_text(dead.error) for dead in deads]),
-        texts([None if dead is None else plain_text(dead.error_type) for dead in deads]),
-        texts([None if dead is None else plain_text(dead.traceback) for dead in deads]),
-        texts([None if dead is None else dead.history for dead in deads]),
-        numbers(Integers, [command.target for command in commands]),
-        texts([None if reply is None else reply.message_id for reply in replies]),
-        blobs([None if reply is None else reply.body for reply in replies]),
-        texts([None if reply is None else headers_text(reply) for reply in replies]),
-    )
-
-
-def nack_values(returns: list[Return]) -> tuple[Any, ...]:
-    """Those of ``nack`` behind the leases."""
-    return (
-        numbers(Floats, [how.delay for how in returns]),
-        numbers(Integers, [int(how.charge) for how in returns]),
-        numbers(Integers, [int(how.front) for how in returns]),
-        texts([how.history for how in returns]),
+        *leases([command.delivery for command in commands]),
+        array(Texts, [None if dead is None else plain_text(dead.error) for dead in deads]),
+        array(Texts, [None if dead is None else plain_text(dead.error_type) for dead in deads]),
+        array(Texts, [None if dead is None else plain_text(dead.traceback) for dead in deads]),
+        array(Texts, [None if dead is None else dead.history for dead in deads]),
+        array(Integers, [command.target for command in commands]),
+        array(Texts, [None if reply is None else reply.message_id for reply in replies]),
+        array(Blobs, [None if reply is None else reply.body for reply in replies]),
+        array(Texts, [None if reply is None else headers_text(reply) for reply in replies]),
     )
 
 
@@ -284,17 +244,17 @@ def plain_text(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
 
-def leases(commands: Sequence[OfDelivery]) -> tuple[Any, ...]:
-    """The ids and lease numbers of commands."""
-    ids = texts([command.delivery.message_id for command in commands])
-    return ids, numbers(Integers, [command.lease for command in commands])
+def leases(deliveries: Sequence[Delivery]) -> tuple[Any, ...]:
+    """The ids and the lease numbers of deliveries."""
+    ids = array(Texts, [delivery.message_id for delivery in deliveries])
+    return ids, array(Integers, [lease_of(delivery) for delivery in deliveries])
 
 
-def lease_of(delivery: Delivery) -> int | None:
-    """The number of a delivery's lease; None for a handle that no mailbox of this kind gave out."""
-    name, _, number = delivery.receipt_handle.rpartition(".")
-    if name != delivery.message_id or not (number.isascii() and number.isdigit() and len(number) < 10):
-        return None
+def lease_of(delivery: Delivery) -> int:
+    """The number of a delivery's lease; 0, which no lease has, for a handle that no mailbox of this kind gave out."""
+    message_id, _, number = delivery.receipt_handle.rpartition(".")
+    if message_id != delivery.message_id or not (number.isascii() and number.isdigit() and len(number) < 10):
+        return 0
     return int(number)
 
 
