@@ -11,22 +11,25 @@ pytest.importorskip("nats", reason="the extra 'nats' is not installed")
 from nats.errors import ProtocolError
 from nats.protocol.parser import Parser
 
-from mainspring.mailbox.nats.client import Heard, QuickParser, UnreadableError
+from mainspring.mailbox.nats.client import QuickParser, RawMessage, UnreadableError
 
 pytestmark = [pytest.mark.anyio, pytest.mark.loops("asyncio")]
 
 STATUS = b"NATS/1.0 409 Exceeded MaxWaiting\r\nNats-Pending-Messages: 1\r\n\r\n"
 INSIDE = b"MSG a.b 7 1\r\nx\r\n"
 SAID = [
-    (b"MSG a.b 7 3\r\nxyz\r\n", Heard(b"a.b", b"", b"", b"xyz")),
+    (b"MSG a.b 7 3\r\nxyz\r\n", RawMessage(b"a.b", b"", b"", b"xyz")),
     (b"PING\r\n", "ping"),
-    (b"MSG a.b 7 back.to 0\r\n\r\n", Heard(b"a.b", b"back.to", b"", b"")),
-    (b"HMSG a.b 7 %d %d\r\n%b\r\n" % (len(STATUS), len(STATUS), STATUS), Heard(b"a.b", b"", STATUS, b"")),
-    (b"MSG a.b 7 %d\r\n%b\r\n" % (len(INSIDE), INSIDE), Heard(b"a.b", b"", b"", INSIDE)),
-    (b"HMSG a.b 7 back.to 12 15\r\nNATS/1.0\r\n\r\nxyz\r\n", Heard(b"a.b", b"back.to", b"NATS/1.0\r\n\r\n", b"xyz")),
+    (b"MSG a.b 7 back.to 0\r\n\r\n", RawMessage(b"a.b", b"back.to", b"", b"")),
+    (b"HMSG a.b 7 %d %d\r\n%b\r\n" % (len(STATUS), len(STATUS), STATUS), RawMessage(b"a.b", b"", STATUS, b"")),
+    (b"MSG a.b 7 %d\r\n%b\r\n" % (len(INSIDE), INSIDE), RawMessage(b"a.b", b"", b"", INSIDE)),
+    (
+        b"HMSG a.b 7 back.to 12 15\r\nNATS/1.0\r\n\r\nxyz\r\n",
+        RawMessage(b"a.b", b"back.to", b"NATS/1.0\r\n\r\n", b"xyz"),
+    ),
     (b"MSG c 8 back.to 2\r\nhi\r\n", (8, b"c", b"back.to", b"hi", b"")),
     (b"-ERR 'Permissions Violation'\r\n", "'permissions violation'"),
-    (b"MSG a.b 7 70000\r\n%b\r\n" % (b"x" * 70_000), Heard(b"a.b", b"", b"", b"x" * 70_000)),
+    (b"MSG a.b 7 70000\r\n%b\r\n" % (b"x" * 70_000), RawMessage(b"a.b", b"", b"", b"x" * 70_000)),
     (b"PONG\r\n", "pong"),
 ]
 
@@ -60,10 +63,10 @@ class Client:
 
 
 def listening(**options):
-    """A parser with a hearer for subscription 7, and its client."""
+    """A parser with a callback for subscription 7, and its client."""
     client = Client(**options)
     parser = QuickParser(client)
-    parser.hearers[b"7"] = client.told.append
+    parser.callbacks[b"7"] = client.told.append
     return parser, client
 
 
@@ -87,9 +90,9 @@ async def test_what_a_hearer_raises_costs_the_others_nothing(anyio_backend):
     def raises(heard):
         raise RuntimeError(heard.data)
 
-    parser.hearers[b"6"] = raises
+    parser.callbacks[b"6"] = raises
     await parser.parse(b"MSG a 6 1\r\nx\r\nMSG a 7 1\r\ny\r\n")
-    assert client.told == ["RuntimeError(b'x')", Heard(b"a", b"", b"", b"y")]
+    assert client.told == ["RuntimeError(b'x')", RawMessage(b"a", b"", b"", b"y")]
 
 
 @pytest.mark.parametrize("line", [b"MSG a 7 many", b"MSG", b"HMSG a 7", b"HMSG a 7 x 5", b"SAY what"])
@@ -105,7 +108,7 @@ async def test_nothing_of_a_connection_that_is_over_is_kept_for_the_next(anyio_b
     await parser.parse(b"-ERR 'Stale Connection'\r\nMSG a 7 5\r\nx")
     client.is_connected = True
     await parser.parse(b"MSG a 7 1\r\ny\r\n")
-    assert client.told == ["'stale connection'", Heard(b"a", b"", b"", b"y")]
+    assert client.told == ["'stale connection'", RawMessage(b"a", b"", b"", b"y")]
     client.is_connected = False
     await parser.parse(b"MSG a 7 5\r\nx")
     client.is_connected = True
@@ -128,7 +131,7 @@ async def test_nothing_of_a_connection_that_is_over_is_kept_for_the_next(anyio_b
     ],
 )
 async def test_the_status_of_a_message(head, status, anyio_backend):
-    assert Heard(b"a", b"", head, b"").status == status
+    assert RawMessage(b"a", b"", head, b"").status == status
 
 
 # --------------------------------------------------------------------------------------------- beside the driver's own

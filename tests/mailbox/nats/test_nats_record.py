@@ -36,7 +36,7 @@ def test_a_record_comes_back_as_it_was(body, headers, reply_to, key, expires_in,
     back = sent.returned(received_at=1_001.25, charge=charge, kept=True, history=history)
     assert decode(back.encode(), 7, 0.0) == back
     assert (back.deliveries, back.charged, back.kept) == (1, int(charge), True)
-    assert decode(back.revived(None).encode(), 7, 0.0).deliveries == 0
+    assert decode(back.replayed(None).encode(), 7, 0.0).deliveries == 0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from mainspring.errors import MailboxConnectionError, MailboxError, MailboxFullE
 from mainspring.mailbox.limits import CLOSE_TIMEOUT
 from mainspring.mailbox.message import EXPIRED, Delivery
 from mainspring.mailbox.nats.client import GoneError
-from mainspring.mailbox.nats.connection import GLANCE, LONGEST_GLANCE, Ask
+from mainspring.mailbox.nats.connection import MAX_POLL_TIMEOUT, POLL_TIMEOUT, Request
 from mainspring.mailbox.nats.names import CONSUMER, nanoseconds
 from mainspring.mailbox.nats.records import Record, dead_headers, decode, token_of
 from mainspring.mailbox.nats.streams import Add, Added
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mainspring.mailbox.message import Dead, Delivery
-    from mainspring.mailbox.nats.client import Heard
+    from mainspring.mailbox.nats.client import RawMessage
     from mainspring.mailbox.nats.connection import Puller
     from mainspring.mailbox.nats.streams import Store, Stored
 
@@ -57,7 +57,7 @@ class Arrival:
     record: Record
 
     @classmethod
-    def of(cls, message: Heard) -> Arrival:
+    def of(cls, message: RawMessage) -> Arrival:
         """Read the numbers out of the subject that an acknowledgement of it would go to."""
         parts = message.reply.split(b".")
         first = 4 if len(parts) == 9 else 6  # newer servers put the domain and the account before them
@@ -67,7 +67,7 @@ class Arrival:
         return cls(sequence, int(parts[first]), message.reply.decode(), message.subject.decode(), stored_at, record)
 
 
-def expired(delivery: Delivery) -> ReceiptHandleExpiredError:
+def lease_expired(delivery: Delivery) -> ReceiptHandleExpiredError:
     """The error of one who holds no lease."""
     return ReceiptHandleExpiredError(
         f"message {delivery.message_id}: the lease of delivery {delivery.delivery_count} has run out, or it was settled"
@@ -86,17 +86,17 @@ SHORTEST_PULL = 1.0
 forgotten the pulls of a killed process before any lease of that process ends. 2.9 gives what comes back to such a pull if
 nobody else waits: that message it loses until the ack wait has passed again, and the one that it delivered last it delivers
 once more as if for the first time, whoever holds it."""
-TRUST = 0.05
+FRESH_SHARE = 0.05
 """The part of a lease that a claim may take to come: after a longer wait the lease is begun anew."""
 YOUNG = 1.0
 """Seconds since a message came into the queue within which its second delivery means that the first one met nobody."""
-NO_ROOM = 5.0
+FULL_RETRY = 5.0
 """Seconds until a message comes again for which the server had no room elsewhere."""
 _PROBES = 8
 _PRUNE = 1_000
-NOTICED = 0.25
+CONSUMER_LAG = 0.25
 """Seconds within which the server's consumer has surely noticed that a message came into the stream, or left it."""
-MOST_LEFT = 2_000
+MAX_REMOVED = 2_000
 """How many such messages are remembered."""
 
 
@@ -111,12 +111,12 @@ class Claims:
         self._next = f"$JS.API.CONSUMER.MSG.NEXT.{store.names.queue}.{CONSUMER}"
         self._leases: dict[str, Lease] = {}
         self._prune_at = _PRUNE
-        self._left: deque[tuple[float, str]] = deque(maxlen=MOST_LEFT)
+        self._removed: deque[tuple[float, str]] = deque(maxlen=MAX_REMOVED)
 
     @property
     def waiting(self) -> int:
         """How many pulls wait for messages of the queue."""
-        return sum(puller.source == self._next for puller in self._store.wire.pullers)
+        return sum(puller.source == self._next for puller in self._store.connection.pullers)
 
     @property
     def unconfirmed(self) -> int:
@@ -131,7 +131,9 @@ class Claims:
         deadline = self._now() + wait
         more = False
         while True:
-            lasts = max(deadline - self._now(), NOTICED if more else 0.0)  # what went to the tail is there in a moment
+            lasts = max(
+                deadline - self._now(), CONSUMER_LAG if more else 0.0
+            )  # what went to the tail is there in a moment
             longest = min(LONGEST_PULL, max(SHORTEST_PULL, visibility / 2))
             found, more = await self._claim_once(limit, visibility, min(lasts, longest))
             if found:
@@ -158,63 +160,67 @@ class Claims:
             return deliveries, len(deliveries) < len(messages)
         raise MailboxConnectionError("the NATS server did not answer in time")
 
-    async def _pull(self, limit: int, wait: float) -> list[Heard]:
+    async def _pull(self, limit: int, wait: float) -> list[RawMessage]:
         """What one pull brings; where it may not wait, what several bring that are made for that.
 
         A server that is busy may not have come to a glance in time. A glance that is over before the server comes to it must
         not meet what comes back (see :data:`SHORTEST_PULL`), so a pull without an end is first where something may come
         back; and where the server says that there is more, some longer glances are last. Cancelled, it has claimed nothing.
         """
-        found: list[Heard] = []
+        found: list[RawMessage] = []
         try:
-            if wait < GLANCE and (await self._store.consumer())["num_ack_pending"]:
+            if wait < POLL_TIMEOUT and (await self._store.consumer())["num_ack_pending"]:
                 found += await self._pull_for(limit, 0.0)
-            lasts = max(wait, GLANCE)
+            lasts = max(wait, POLL_TIMEOUT)
             while len(found) < limit:
                 found += await self._pull_for(limit - len(found), lasts)
                 lasts *= 3
-                if wait >= GLANCE or lasts > LONGEST_GLANCE or not (await self._store.consumer())["num_pending"]:
+                if (
+                    wait >= POLL_TIMEOUT
+                    or lasts > MAX_POLL_TIMEOUT
+                    or not (await self._store.consumer())["num_pending"]
+                ):
                     break
         except MailboxError:
             if not found:
                 raise
         except BaseException:
             with anyio.CancelScope(shield=True, deadline=self._now() + CLOSE_TIMEOUT / 2):
-                await self._put_back(found, young=0.0)
+                await self._undo_claim(found, young=0.0)
             raise
         return found
 
-    async def _pull_for(self, limit: int, lasts: float) -> list[Heard]:
+    async def _pull_for(self, limit: int, lasts: float) -> list[RawMessage]:
         """What one pull brings. Without an end (0) the server ends it at once if it knows of nothing to deliver."""
         end = b',"expires":%d' % nanoseconds(lasts) if lasts else b""
-        puller = await self._store.wire.puller()
+        puller = await self._store.connection.puller()
         if not self._usable():
             return []
         try:
             request = b'{"batch":%d,"no_wait":true%b}' % (limit, end)
-            return await puller.pull(self._next, request, limit, lasts, self._take_back)
+            return await puller.pull(self._next, request, limit, lasts, self._undo_pull)
         except GoneError as error:
-            await self._store.mend(error)
+            await self._store.recreate(error)
             raise
 
-    async def _take_back(self, broken_off: Puller) -> None:
+    async def _undo_pull(self, broken_off: Puller) -> None:
         """What a pull that was broken off has brought goes back, and so does what it would have brought.
 
         A message that the server had in hand for it comes nevertheless, or is with the server again as one that was
         delivered once. All that the server sends leaves in one order: so either has happened when the first of two pulls
         that are made now is answered, and the second one finds what went back.
         """
-        await self._put_back(broken_off.take(), young=0.0)
+        await self._undo_claim(broken_off.take(), young=0.0)
         empty = probes = 0
         while empty < 2 and probes < _PROBES:
             probes += 1
-            puller = await self._store.wire.puller()
-            found = await puller.pull(self._next, b'{"batch":1,"no_wait":true}', 1, 0.0, _leave)
-            await self._put_back(found, young=YOUNG)
+            puller = await self._store.connection.puller()
+            found = await puller.pull(self._next, b'{"batch":1,"no_wait":true}', 1, 0.0, _leave_leased)
+            await self._undo_claim(found, young=YOUNG)
             empty += not found or Arrival.of(found[0]).deliveries == 1  # what has been delivered before comes first
-        await self._put_back(broken_off.take(), young=0.0)
+        await self._undo_claim(broken_off.take(), young=0.0)
 
-    async def _put_back(self, messages: list[Heard], *, young: float) -> None:
+    async def _undo_claim(self, messages: list[RawMessage], *, young: float) -> None:
         """Messages that nobody was given go back as if they had never been claimed, but to the tail.
 
         One that was delivered before has had a lease that ended, and pays for it, unless it is younger than ``young`` seconds.
@@ -226,13 +232,13 @@ class Claims:
         for arrival in await self._not_held(messages):
             record = arrival.record
             if arrival.deliveries > 2 or (arrival.deliveries == 2 and wall - arrival.stored_at >= young):
-                record = self.lost(record)
+                record = self.after_lost_lease(record)
             moves.append((arrival, record))
-        left = await self._move(moves)
+        left = await self._move_to_tail(moves)
         if left:  # no room to put it to the tail: it is the next one's as it is
-            await self._store.wire.ask_all([Ask(arrival.reply, nak(0)) for arrival, _ in left])
+            await self._store.connection.request_all([Request(arrival.reply, nak(0)) for arrival, _ in left])
 
-    async def _take(self, messages: list[Heard], visibility: float, began: float) -> list[Delivery]:
+    async def _take(self, messages: list[RawMessage], visibility: float, began: float) -> list[Delivery]:
         """Make deliveries of what came; what has been delivered before goes to the tail first, as another message."""
         wall = self._wall()
         fresh: list[Arrival] = []
@@ -241,7 +247,7 @@ class Claims:
         for arrival in await self._not_held(messages):
             record = arrival.record
             if arrival.deliveries > 1:
-                record = self.lost(record)
+                record = self.after_lost_lease(record)
             if record.expires_at is not None and record.expires_at <= wall:
                 arrival.record = record
                 expired.append(arrival)
@@ -252,18 +258,20 @@ class Claims:
         if again:
             numbers = {arrival.sequence for arrival, _ in again}
             fresh = [arrival for arrival in fresh if arrival.sequence not in numbers]  # see _not_held
-            fresh += [self._as_it_is(arrival) for arrival, _ in await self._move(again)]
+            fresh += [self._redelivered_in_place(arrival) for arrival, _ in await self._move_to_tail(again)]
         for arrival in expired:
             record = arrival.record
             try:
-                await self.bury(self._store.names.queue, arrival.sequence, record, EXPIRED, record.expires_at or wall)
+                await self.dead_letter(
+                    self._store.names.queue, arrival.sequence, record, EXPIRED, record.expires_at or wall
+                )
             except MailboxFullError:
-                await self._store.wire.ask(arrival.reply, nak(NO_ROOM))
+                await self._store.connection.request(arrival.reply, nak(FULL_RETRY))
             else:
-                self._left.append((self._now(), arrival.reply))
+                self._removed.append((self._now(), arrival.reply))
         return await self._lease(fresh, visibility, began) if fresh else []
 
-    async def _not_held(self, messages: list[Heard]) -> list[Arrival]:
+    async def _not_held(self, messages: list[RawMessage]) -> list[Arrival]:
         """What came, without that which is held here: it comes as if for the first time by a fault of the server's (see
 
         :data:`SHORTEST_PULL`), and its lease goes on.
@@ -276,41 +284,41 @@ class Claims:
             if lease is None:
                 free.append(arrival)
             elif lease.until > now:
-                held.append(Ask(arrival.reply, nak(lease.until - now)))
+                held.append(Request(arrival.reply, nak(lease.until - now)))
             else:
                 arrival.deliveries = 2
                 free.append(arrival)
         if held:
-            await self._store.wire.ask_all(held)
+            await self._store.connection.request_all(held)
         return free
 
-    def lost(self, record: Record) -> Record:
+    def after_lost_lease(self, record: Record) -> Record:
         """The record of a message whose lease has run out."""
         first = record.first_received_at
         received_at = self._wall() - self._store.ack_wait if first is None else first
         return record.returned(received_at=max(received_at, record.enqueued_at), charge=True, kept=True)
 
-    def _as_it_is(self, arrival: Arrival) -> Arrival:
+    def _redelivered_in_place(self, arrival: Arrival) -> Arrival:
         """What is delivered again under its number, as the server has no room for another one; else it would never come.
 
         An earlier holder is kept off by his own clock only. All deliveries but this one have ended.
         """
         for _ in range(arrival.deliveries - 1):
-            arrival.record = self.lost(arrival.record)
+            arrival.record = self.after_lost_lease(arrival.record)
         for handle in [handle for handle, lease in self._leases.items() if lease.sequence == arrival.sequence]:
             del self._leases[handle]
         return arrival
 
-    async def _move(self, moves: list[tuple[Arrival, Record]]) -> list[tuple[Arrival, Record]]:
+    async def _move_to_tail(self, moves: list[tuple[Arrival, Record]]) -> list[tuple[Arrival, Record]]:
         """Put messages to the tail as new ones, each unless it is gone by now; those for which there is no room."""
         adds = [Add(arrival.subject, record.encode(), arrival.sequence) for arrival, record in moves]
-        async with self._store.gate.moving():
+        async with self._store.lock.writing():
             results = await self._store.add_all(adds)
             moved = sum(isinstance(result, Added) and result.sequence > 0 for result in results)
             if moved:
-                await self._store.moved(moved)
+                await self._store.count_moves(moved)
         now = self._now()
-        self._left.extend(
+        self._removed.extend(
             (now, arrival.reply)
             for (arrival, _), result in zip(moves, results, strict=True)
             if isinstance(result, Added)
@@ -320,11 +328,11 @@ class Claims:
     async def _lease(self, fresh: list[Arrival], visibility: float, began: float) -> list[Delivery]:
         store = self._store
         waited = self._now() - began
-        if visibility != store.ack_wait or waited > TRUST * visibility:
+        if visibility != store.ack_wait or waited > FRESH_SHARE * visibility:
             began = self._now()
             # A nak with a delay leaves the message with us and says when it is to be delivered again.
             order = nak(visibility)
-            for answer in await store.wire.ask_all([Ask(arrival.reply, order) for arrival in fresh]):
+            for answer in await store.connection.request_all([Request(arrival.reply, order) for arrival in fresh]):
                 if isinstance(answer, MailboxError):
                     raise answer
         if (
@@ -374,17 +382,17 @@ class Claims:
                 kept[record.message_id] = stored.payload
         return kept
 
-    async def bury(self, stream: str, sequence: int, record: Record, dead: Dead, at: float) -> bool:
+    async def dead_letter(self, stream: str, sequence: int, record: Record, dead: Dead, at: float) -> bool:
         """Move a message to the dead letters; whether it was still number ``sequence`` of ``stream``."""
         store = self._store
         payload = record.encode()
-        headers = dead_headers(dead, at, min(65_536, max(2_048, store.wire.max_payload - len(payload) - 1_024)))
+        headers = dead_headers(dead, at, min(65_536, max(2_048, store.connection.max_payload - len(payload) - 1_024)))
         subject = store.names.to_dead + token_of(record.message_id)  # not by its dedup key, which is free now
-        async with store.moving():
+        async with store.writing():
             added = await store.add(Add(subject, payload, 0, None, headers))
             fresh = added.sequence > 0
             if not fresh:  # left there by one who could not finish
-                added = await store.put_over(Add(subject, payload, 0, None, headers), record.message_id)
+                added = await store.add_or_replace(Add(subject, payload, 0, None, headers), record.message_id)
             held = await store.remove(stream, sequence)
             if not held and fresh:
                 await store.remove(store.names.dead, added.sequence)
@@ -396,50 +404,50 @@ class Claims:
         """The lease of a delivery; :class:`ReceiptHandleExpiredError` where it is over."""
         lease = self._leases.get(delivery.receipt_handle)
         if lease is None or lease.until <= self._now():
-            raise expired(delivery)
+            raise lease_expired(delivery)
         return lease
 
-    def drop(self, delivery: Delivery) -> None:
+    def drop_lease(self, delivery: Delivery) -> None:
         """Forget the lease of a delivery whose message is not in the queue any more, not under this number."""
         lease = self._leases.pop(delivery.receipt_handle, None)
         if lease is not None:
-            self._left.append((self._now(), lease.reply))
+            self._removed.append((self._now(), lease.reply))
 
-    def forget(self) -> None:
+    def forget_leases(self) -> None:
         """Forget all leases: the queue in which they were is gone, and their numbers mean other messages."""
         self._leases.clear()
-        self._left.clear()
+        self._removed.clear()
 
-    async def come_again(self, delivery: Delivery, seconds: float) -> None:
+    async def redeliver_in_place(self, delivery: Delivery, seconds: float) -> None:
         """Let a message of which nothing else could be made come again, where it is, in so many seconds."""
         lease = self.held(delivery)
-        await self._store.wire.ask(lease.reply, nak(seconds))
+        await self._store.connection.request(lease.reply, nak(seconds))
         self._leases.pop(delivery.receipt_handle, None)
 
     async def extend(self, delivery: Delivery, timeout: float) -> None:
         """See :meth:`MailboxHooks._extend`."""
         store = self._store
-        await store.recognize()
+        await store.check_identity()
         lease = self.held(delivery)
         until = self._now() + timeout
         if until > lease.until:
-            await store.wire.ask(lease.reply, nak(timeout))
+            await store.connection.request(lease.reply, nak(timeout))
         if await store.get(store.names.queue, lease.sequence) is None:
-            self.drop(delivery)
-            raise expired(delivery)
+            self.drop_lease(delivery)
+            raise lease_expired(delivery)
         lease.until = max(lease.until, until)
 
-    async def settle_down(self) -> None:
+    async def await_consumer(self) -> None:
         """Wait until the consumer has noticed that messages which have just left the queue are not with it any more.
 
         It does so a moment later, in the background; an acknowledgement of what is gone makes it do so at once.
         """
-        since = self._now() - NOTICED
-        replies = [reply for at, reply in self._left if at >= since]
-        self._left.clear()
-        await self._store.wire.ask_all([Ask(reply, b"+ACK") for reply in replies])
+        since = self._now() - CONSUMER_LAG
+        replies = [reply for at, reply in self._removed if at >= since]
+        self._removed.clear()
+        await self._store.connection.request_all([Request(reply, b"+ACK") for reply in replies])
 
-    async def over(self) -> list[Stored]:
+    async def ended_leases(self) -> list[Stored]:
         """The messages that are still with the consumer although their leases, of this process, are over."""
         now = self._now()
         ended = [(handle, lease) for handle, lease in self._leases.items() if lease.until <= now]
@@ -459,5 +467,5 @@ class Claims:
         self._prune_at = 2 * len(self._leases) + _PRUNE
 
 
-async def _leave(puller: Puller) -> None:
+async def _leave_leased(puller: Puller) -> None:
     """What a probe was broken off with comes again when its lease ends."""

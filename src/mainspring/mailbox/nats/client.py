@@ -52,7 +52,7 @@ class GoneError(MailboxConnectionError):
     """A stream or a consumer is not there, or not any more: a server has lost its data, or somebody has deleted it."""
 
 
-class NobodyAnswersError(GoneError):
+class NoResponderError(GoneError):
     """The server is there, but no stream or consumer takes what was sent: it does not exist, or JetStream is off."""
 
 
@@ -75,7 +75,7 @@ def refuses_login(error: Exception) -> bool:
     return "authorization violation" in text or "authentication" in text
 
 
-def denied(error: Exception) -> str | None:
+def denied_subject(error: Exception) -> str | None:
     """The subject, in small letters, that this user may not use, where the server says so; other answer it gives none."""
     found = re.search(r'permissions violation for (?:publish|subscription) to "([^"]+)"', message_of(error).lower())
     return found[1] if found else None
@@ -97,7 +97,7 @@ def no_connection(name: str, servers: Sequence[str], refusals: Sequence[Exceptio
     return error
 
 
-def in_words(error: Exception, name: str, servers: Sequence[str], told: str) -> MainspringError:
+def translated(error: Exception, name: str, servers: Sequence[str], told: str) -> MainspringError:
     """What the driver raises, in the port's words; ``servers`` are those that were tried, where there was no connection yet."""
     if isinstance(error, MainspringError):
         return error
@@ -124,10 +124,10 @@ def check_credentials(path: str) -> None:
         raise ConfigError("credentials= needs nkeys, to sign with what is in the file: pip install 'nats-py[nkeys]'")
 
 
-def parse(answer: Heard) -> dict[str, Any]:
-    """An answer of JetStream's. Raises :class:`ApiError` where it refuses, :class:`NobodyAnswersError` where none is."""
+def parse(answer: RawMessage) -> dict[str, Any]:
+    """An answer of JetStream's. Raises :class:`ApiError` where it refuses, :class:`NoResponderError` where none is."""
     if answer.head and answer.status[0] == "503":
-        raise NobodyAnswersError(
+        raise NoResponderError(
             "no JetStream answers at the NATS server: start it with JetStream (nats-server -js), or wait for its leader"
         )
     try:
@@ -159,7 +159,7 @@ class UnreadableError(ProtocolError):
         return str(self.args[0])
 
 
-class Heard(NamedTuple):
+class RawMessage(NamedTuple):
     """A message as it came."""
 
     subject: bytes
@@ -178,14 +178,14 @@ class Heard(NamedTuple):
 
 
 class QuickParser(Parser):
-    """In the place of the driver's parser; messages of subscriptions that have a ``hearer`` are what that is called with.
+    """In the place of the driver's parser; messages of subscriptions that have a ``callback`` are what that is called with.
 
-    A hearer may not wait; what it raises goes where the driver's other errors go, and costs the others nothing.
+    A callback may not wait; what it raises goes where the driver's other errors go, and costs the others nothing.
     """
 
     def __init__(self, client: Any) -> None:
         super().__init__(client)
-        self.hearers: dict[bytes, Callable[[Heard], object]] = {}
+        self.callbacks: dict[bytes, Callable[[RawMessage], object]] = {}
         """By the number of the subscription, as it stands in the protocol."""
 
     def reset(self) -> None:
@@ -233,16 +233,16 @@ class QuickParser(Parser):
             if not data.startswith(_END, end):
                 raise UnreadableError(f"{data[start:line][:60]!r} has another size")
             start = line + 2
-            heard = _made(
+            message = _made(
                 (words[1], words[3] if replied else b"", data[start : start + head], data[start + head : end])
             )
             start = end + 2
-            hearer = self.hearers.get(words[2])
-            if hearer is None:
-                await self.nc._process_msg(int(words[2]), heard.subject, heard.reply, heard.data, heard.head)  # noqa: SLF001
+            callback = self.callbacks.get(words[2])
+            if callback is None:
+                await self.nc._process_msg(int(words[2]), message.subject, message.reply, message.data, message.head)  # noqa: SLF001
                 continue
             try:
-                hearer(heard)
+                callback(message)
             except Exception as error:
                 await self.nc._error_cb(error)  # noqa: SLF001
         if not self.nc.is_connected:  # the rest never comes: what does is of a new connection
@@ -267,8 +267,8 @@ class QuickParser(Parser):
             raise UnreadableError(f"{line[:60]!r}")
 
 
-_made: Callable[[tuple[bytes, bytes, bytes, bytes]], Heard] = partial(tuple.__new__, Heard)
-"""A :class:`Heard`, without the Python function that a named tuple has for it."""
+_made: Callable[[tuple[bytes, bytes, bytes, bytes]], RawMessage] = partial(tuple.__new__, RawMessage)
+"""A :class:`RawMessage`, without the Python function that a named tuple has for it."""
 
 
 def _sizes(words: list[bytes]) -> tuple[int, int, bool]:
@@ -365,20 +365,20 @@ class StrictClient(Client):
                 f"no login can be made of the credentials, which must be the file of a user: {describe(error)}"
             ) from error
 
-    async def hear(self, subject: str, hearer: Callable[[Heard], object]) -> Subscription:
-        """Subscribe: ``hearer`` is called with each message as it is read, in the order in which they come."""
+    async def listen(self, subject: str, callback: Callable[[RawMessage], object]) -> Subscription:
+        """Subscribe: ``callback`` is called with each message as it is read, in the order in which they come."""
         subscription = await self.subscribe(subject)
-        self._ps.hearers[b"%d" % subscription._id] = hearer  # noqa: SLF001 - nothing can have come yet
+        self._ps.callbacks[b"%d" % subscription._id] = callback  # noqa: SLF001 - nothing can have come yet
         return subscription
 
-    async def hush(self, subscription: Subscription) -> None:
+    async def unlisten(self, subscription: Subscription) -> None:
         """Unsubscribe; what comes nevertheless is not heard any more."""
         self.forget(subscription)
         await subscription.unsubscribe()
 
     def forget(self, subscription: Subscription) -> None:
         """Hear no more of it, and do not subscribe to it on the next connection."""
-        self._ps.hearers.pop(b"%d" % subscription._id, None)  # noqa: SLF001
+        self._ps.callbacks.pop(b"%d" % subscription._id, None)  # noqa: SLF001
         self._subs.pop(subscription._id, None)  # noqa: SLF001
 
     async def publish(

@@ -16,32 +16,32 @@ from mainspring.errors import MailboxClosedError, MailboxConnectionError, Mailbo
 from mainspring.mailbox.limits import CLOSE_TIMEOUT, COURTESY, SILENCE
 from mainspring.mailbox.nats.client import (
     ApiError,
-    NobodyAnswersError,
+    NoResponderError,
     NotAllowedError,
     PullEndedError,
     StrictClient,
-    denied,
-    in_words,
+    denied_subject,
     no_connection,
     parse,
+    translated,
 )
 from mainspring.policies import backoff
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from mainspring.mailbox.nats.client import Heard
+    from mainspring.mailbox.nats.client import RawMessage
 
 
 RECONNECT_WAIT = 0.2
 """Seconds between tries to reach a server again."""
 PING_SHARE = 0.3
 """The part of the silence that a connection may keep, between two pings. Two may be owed: the third look gives it up."""
-_LOOK = 0.25
+_TIMEOUT_INTERVAL = 0.25
 """Seconds between looks for calls that took too long."""
 
 
-class Ask(NamedTuple):
+class Request(NamedTuple):
     """A message that is answered."""
 
     subject: str
@@ -49,13 +49,13 @@ class Ask(NamedTuple):
     headers: dict[str, str] | None = None
 
 
-class _Lost(NamedTuple):
+class _Failure(NamedTuple):
     """In the place of an answer: why there will be none."""
 
     error: MailboxError
 
 
-class Wire:
+class NatsConnection:
     """One connection, for one mailbox, on asyncio. It reconnects by itself; what is out when it breaks fails at once.
 
     :param servers: their URLs.
@@ -74,10 +74,10 @@ class Wire:
         self._name = name
         self._silence = silence
         self._client: StrictClient | None = None
-        self._asked: dict[int, tuple[Any, float, str]] = {}
-        self._deaf: NotAllowedError | None = None
+        self._pending: dict[int, tuple[Any, float, str]] = {}
+        self._denied: NotAllowedError | None = None
         self._count = self._max_payload = 0
-        self._looking: Any = None
+        self._timer: Any = None
         self._last_error = ""
         self._opening: anyio.CancelScope | None = None
         self._refusals: list[Exception] = []
@@ -86,7 +86,7 @@ class Wire:
         self._was_connected = False
         self.reconnected: Callable[[], object] = lambda: None
         self.on_silence: Callable[[MailboxConnectionError], object] = lambda error: None
-        self._heard: list[tuple[str, Callable[[Heard], object]]] = []
+        self._listeners: list[tuple[str, Callable[[RawMessage], object]]] = []
         self._quiet: anyio.Event | None = None
         self.epoch = 0
         """How often the connection was lost."""
@@ -101,7 +101,7 @@ class Wire:
     @property
     def in_flight(self) -> int:
         """How many calls are out without an answer."""
-        return len(self._asked)
+        return len(self._pending)
 
     @property
     def max_payload(self) -> int:
@@ -111,7 +111,7 @@ class Wire:
         return self._max_payload
 
     def __repr__(self) -> str:
-        return f"<Wire {self._name!r} asked {len(self._asked)} pulls {len(self.pullers)}>"
+        return f"<NatsConnection {self._name!r} asked {len(self._pending)} pulls {len(self.pullers)}>"
 
     # ---------------------------------------------------------------------------------------------------- life cycle
 
@@ -123,7 +123,7 @@ class Wire:
         self._closed = anyio.Event()
         await self._connect(patient=False)
 
-    async def keep(self) -> None:
+    async def keep_connected(self) -> None:
         """Connect anew whenever the driver has given its connection up, as it does where the server sends it away.
 
         A connection that is merely lost it restores by itself.
@@ -147,7 +147,7 @@ class Wire:
     async def _connect(self, *, patient: bool) -> None:
         """Connect; ``patient``: for as long as the timeout lets, as to servers that were there and come back."""
         self._client = client = StrictClient()
-        self._refusals, self._deaf = [], None
+        self._refusals, self._denied = [], None
         try:
             with anyio.fail_after(self.timeout) as opening:
                 self._opening = None if patient else opening
@@ -170,12 +170,12 @@ class Wire:
                 self._opening = None
                 self._was_connected, self._max_payload = True, client.max_payload
                 self._inbox = f"{client.new_inbox()}."
-                await client.hear(f"{self._inbox}*", self._on_answer)
-                for subject, hearer in self._heard:
-                    await client.hear(subject, hearer)
+                await client.listen(f"{self._inbox}*", self._on_answer)
+                for subject, callback in self._listeners:
+                    await client.listen(subject, callback)
                 await client.flush()
-                if self._deaf is not None:
-                    raise self._deaf
+                if self._denied is not None:
+                    raise self._denied
             if opening.cancel_called:
                 raise no_connection(self._name, self._servers, self._refusals)
         except BaseException as error:
@@ -195,57 +195,57 @@ class Wire:
         self.end_pulls()
         try:
             with anyio.move_on_after(CLOSE_TIMEOUT / 2):
-                while self._asked or self.pullers:
+                while self._pending or self.pullers:
                     self._quiet = anyio.Event()
                     await self._quiet.wait()
         finally:  # nobody comes again to hang up
             self._was_connected = False
             await self._abandon()
 
-    def ease(self) -> None:
+    def check_quiet(self) -> None:
         """Something that was out is back: perhaps a close waits for it."""
-        if self._quiet is not None and not (self._asked or self.pullers):
+        if self._quiet is not None and not (self._pending or self.pullers):
             self._quiet.set()
 
     async def _abandon(self) -> None:
         client, self._client = self._client, None
-        if self._looking is not None:
-            self._looking.cancel()
-            self._looking = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         self._fail_all(MailboxClosedError(f"the connection of {self._name} was closed while the operation was out"))
         if client is not None:  # one that is connected may have something to write
             await client.hang_up(CLOSE_TIMEOUT / 2 if client.is_connected else COURTESY)
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = "it does not answer" if isinstance(error, TimeoutError) else describe(error)
-        if (subject := denied(error)) is not None:
+        if (subject := denied_subject(error)) is not None:
             told = (
                 f"{self._name}: the NATS server lets this user not use {subject!r}; grant the user what a mailbox uses"
             )
-            self._refuse(subject, NotAllowedError(told))
+            self._deny(subject, NotAllowedError(told))
         if isinstance(error, StaleConnectionError):
-            self.on_silence(self._lost())
+            self.on_silence(self._lost_error())
         if self._opening is not None:
             self._refusals.append(error)
             if len(self._refusals) >= len(self._servers):
                 self._opening.cancel()
 
-    def _refuse(self, subject: str, error: NotAllowedError) -> None:
+    def _deny(self, subject: str, error: NotAllowedError) -> None:
         """Tell whoever waits for an answer from there, which never comes."""
         if subject == f"{self._inbox}*".lower():
-            self._deaf = error
-        for token, (future, _, asked) in list(self._asked.items()):
-            if (self._deaf is not None or asked.lower() == subject) and not future.done():
-                del self._asked[token]
-                future.set_result(_Lost(error))
+            self._denied = error
+        for token, (future, _, asked) in list(self._pending.items()):
+            if (self._denied is not None or asked.lower() == subject) and not future.done():
+                del self._pending[token]
+                future.set_result(_Failure(error))
         for puller in list(self.pullers):
             if puller.source.lower() == subject:
                 puller.end(error)
-        self.ease()
+        self.check_quiet()
 
     async def _on_disconnect(self) -> None:
-        self._deaf = None
-        self._fail_all(self._lost())
+        self._denied = None
+        self._fail_all(self._lost_error())
 
     async def _on_reconnected(self) -> None:
         self._came_back()
@@ -255,11 +255,11 @@ class Wire:
         self.reconnected()
 
     async def _on_closed(self) -> None:
-        self._fail_all(self._lost())
+        self._fail_all(self._lost_error())
         if self._client is not None:  # the driver did it, not we
             self._closed.set()
 
-    def _lost(self) -> MailboxConnectionError:
+    def _lost_error(self) -> MailboxConnectionError:
         told = f": {self._last_error}" if self._last_error else ""
         return MailboxConnectionError(f"{self._name}: the connection to the NATS server is lost{told}")
 
@@ -268,19 +268,19 @@ class Wire:
         told = describe(error)
         if isinstance(error, TimeoutError):
             told = self._last_error or f"no answer within {self.timeout:g} s"
-        return in_words(error, self._name, () if self._was_connected else self._servers, told)
+        return translated(error, self._name, () if self._was_connected else self._servers, told)
 
     def _fail_all(self, error: MailboxError) -> None:
         self.epoch += 1
-        asked, self._asked = self._asked, {}
+        asked, self._pending = self._pending, {}
         for future, _, _ in asked.values():
             if not future.done():
-                future.set_result(_Lost(error))
+                future.set_result(_Failure(error))
         for puller in list(self.pullers):
             puller.end(error)
         while self.idle:
             self.idle.pop().forget()
-        self.ease()
+        self.check_quiet()
 
     @property
     def driver(self) -> StrictClient | None:
@@ -294,7 +294,7 @@ class Wire:
         if client is None and not self._was_connected:
             raise MailboxClosedError(f"{self._name} is closed")
         if client is None or not client.is_connected:
-            raise self._lost()
+            raise self._lost_error()
         return client
 
     async def _reached(self) -> StrictClient:
@@ -305,23 +305,23 @@ class Wire:
 
     # ----------------------------------------------------------------------------------------------------------- calls
 
-    async def ask(self, subject: str, payload: bytes = b"", headers: dict[str, str] | None = None) -> Heard:
+    async def request(self, subject: str, payload: bytes = b"", headers: dict[str, str] | None = None) -> RawMessage:
         """Send a message and wait for its answer. Raises :class:`MailboxConnectionError` where none comes in time."""
         token, future = await self._start(subject, payload, headers)
         return await self._finish(token, future)
 
-    async def ask_all(self, asks: Sequence[Ask]) -> list[Heard | MailboxError]:
+    async def request_all(self, requests: Sequence[Request]) -> list[RawMessage | MailboxError]:
         """Send messages in one go and wait for all their answers; an error takes the place of a missing one.
 
         Where the connection does not take one, none behind it is sent.
         """
         begun: list[tuple[int, Any] | MailboxError] = []
-        answers: list[Heard | MailboxError] = []
+        answers: list[RawMessage | MailboxError] = []
         lost: MailboxConnectionError | None = None
         try:
-            for ask in asks:
+            for request in requests:
                 try:
-                    begun.append(await self._start(*ask) if lost is None else lost)
+                    begun.append(await self._start(*request) if lost is None else lost)
                 except MailboxError as error:
                     begun.append(error)
                     lost = error if isinstance(error, MailboxConnectionError) else None
@@ -336,27 +336,27 @@ class Wire:
         finally:
             for each in begun[len(answers) :]:
                 if not isinstance(each, MailboxError):
-                    self._asked.pop(each[0], None)
+                    self._pending.pop(each[0], None)
         return answers
 
     async def api(self, subject: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
         """Call JetStream's API. Raises :class:`ApiError` where it refuses."""
         payload = b"" if request is None else json.dumps(request, separators=(",", ":")).encode()
-        return parse(await self.ask(f"$JS.API.{subject}", payload))
+        return parse(await self.request(f"$JS.API.{subject}", payload))
 
     async def _start(self, subject: str, payload: bytes, headers: dict[str, str] | None) -> tuple[int, Any]:
-        if self._deaf is not None:
-            raise NotAllowedError(*self._deaf.args)
+        if self._denied is not None:
+            raise NotAllowedError(*self._denied.args)
         self._count += 1
         token = self._count
         future = self.loop.create_future()
-        self._asked[token] = (future, self._now() + self.timeout, subject)
-        if self._looking is None:
-            self._looking = self.loop.call_later(_LOOK, self._look)
+        self._pending[token] = (future, self._now() + self.timeout, subject)
+        if self._timer is None:
+            self._timer = self.loop.call_later(_TIMEOUT_INTERVAL, self._time_out)
         try:
             await self.publish(subject, payload, f"{self._inbox}{token}", headers)
         except BaseException:
-            self._asked.pop(token, None)
+            self._pending.pop(token, None)
             raise
         return token, future
 
@@ -370,37 +370,37 @@ class Wire:
         except Exception as error:  # also what uvloop says of a connection that was closed just now: a RuntimeError
             raise self.failure(error) from error
 
-    async def _finish(self, token: int, future: Any) -> Heard:
+    async def _finish(self, token: int, future: Any) -> RawMessage:
         try:
             answer = await future
         except BaseException:
-            self._asked.pop(token, None)
-            self.ease()
+            self._pending.pop(token, None)
+            self.check_quiet()
             raise
-        if type(answer) is _Lost:
+        if type(answer) is _Failure:
             raise type(answer.error)(*answer.error.args)
         return answer  # type: ignore[no-any-return]
 
-    def _on_answer(self, message: Heard) -> None:
-        found = self._asked.pop(int(message.subject[len(self._inbox) :]), None)
+    def _on_answer(self, message: RawMessage) -> None:
+        found = self._pending.pop(int(message.subject[len(self._inbox) :]), None)
         if found is not None and not found[0].done():
             found[0].set_result(message)
-        self.ease()
+        self.check_quiet()
 
-    def _look(self) -> None:
+    def _time_out(self) -> None:
         """Give up the calls that took too long: the oldest come first."""
-        self._looking = None
+        self._timer = None
         now = self._now()
-        for token, (future, until, _) in list(self._asked.items()):
+        for token, (future, until, _) in list(self._pending.items()):
             if until > now:
                 break
-            del self._asked[token]
+            del self._pending[token]
             if not future.done():
                 late = f"{self._name}: the NATS server did not answer within {self.timeout:g} s"
-                future.set_result(_Lost(MailboxConnectionError(late)))
-        if self._asked:
-            self._looking = self.loop.call_later(_LOOK, self._look)
-        self.ease()
+                future.set_result(_Failure(MailboxConnectionError(late)))
+        if self._pending:
+            self._timer = self.loop.call_later(_TIMEOUT_INTERVAL, self._time_out)
+        self.check_quiet()
 
     # ------------------------------------------------------------------------------------------------- pulls and news
 
@@ -417,20 +417,20 @@ class Wire:
         for puller in list(self.pullers):
             puller.end()
 
-    async def listen(self, subject: str, hearer: Callable[[Heard], object]) -> None:
-        """Hear what is published on a subject, also after a reconnection; ``hearer`` may not wait."""
-        await self.client.hear(subject, hearer)
-        self._heard.append((subject, hearer))
+    async def listen(self, subject: str, callback: Callable[[RawMessage], object]) -> None:
+        """Hear what is published on a subject, also after a reconnection; ``callback`` may not wait."""
+        await self.client.listen(subject, callback)
+        self._listeners.append((subject, callback))
 
     async def tell(self, subject: str, payload: bytes) -> None:
         """Publish something that nobody answers and nothing stores."""
         await self.publish(subject, payload)
 
 
-GLANCE = 0.02
+POLL_TIMEOUT = 0.02
 """Seconds that a pull lasts at least. Without an end the server answers at once that there is nothing, and at times wrongly:
 what was sent just now it may not have noticed yet; and where what it has counted was removed, it waits for ever instead."""
-LONGEST_GLANCE = 0.5
+MAX_POLL_TIMEOUT = 0.5
 """Seconds that the last of some glances lasts, where the server says that there is something and does not deliver it."""
 OVERDUE = 0.5
 """Seconds after its end at which a pull is taken for ended although the server does not say so: where several wait, 2.9 now
@@ -440,9 +440,9 @@ and then drops one that is over without a word."""
 class Puller:
     """A subscription of its own for one pull at a time: taken away, the server knows at once that nobody waits."""
 
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
-        self._messages: list[Heard] = []
+    def __init__(self, connection: NatsConnection) -> None:
+        self._connection = connection
+        self._messages: list[RawMessage] = []
         self._wanted = 0
         self.source = ""
         self._ended: Any = None
@@ -453,11 +453,11 @@ class Puller:
         self._client = client
         self._subject = client.new_inbox()
         try:
-            self._subscription = await client.hear(self._subject, self._on_message)
+            self._subscription = await client.listen(self._subject, self._on_message)
         except Exception as error:
-            raise self._wire.failure(error) from error
+            raise self._connection.failure(error) from error
 
-    def take(self) -> list[Heard]:
+    def take(self) -> list[RawMessage]:
         """What has come and was not taken yet."""
         taken, self._messages = self._messages, []
         return taken
@@ -477,40 +477,40 @@ class Puller:
         request: bytes,
         wanted: int,
         lasts: float,
-        put_back: Callable[[Puller], Awaitable[None]],
-    ) -> list[Heard]:
+        undo: Callable[[Puller], Awaitable[None]],
+    ) -> list[RawMessage]:
         """Send a pull request and return what comes until it ends: by itself, within ``lasts`` seconds, or by :meth:`end`.
 
         One that the server does not end in time, but has not lost, has brought what has come.
 
-        Where this is cancelled, or its end is forced, ``put_back`` is called under a shield, to see to what has come or comes.
+        Where this is cancelled, or its end is forced, ``undo`` is called under a shield, to see to what has come or comes.
         """
-        wire = self._wire
-        loop = wire.loop
+        connection = self._connection
+        loop = connection.loop
         self._messages = []
         self._wanted = wanted
         self.source = subject
-        epoch = wire.epoch
+        epoch = connection.epoch
         self._ended = loop.create_future()
-        wire.pullers.add(self)
+        connection.pullers.add(self)
         timer = loop.call_later(lasts + OVERDUE, self._finish, _OVERDUE)
         ended: Any = _UNFINISHED
-        come: list[Heard] = []
+        come: list[RawMessage] = []
         try:
-            await wire.publish(subject, request, self._subject)
+            await connection.publish(subject, request, self._subject)
             ended = await self._ended
             if ended is _OVERDUE:
-                await self._look(subject)
+                await self._check_consumer(subject)
                 come = self.take()
         finally:
             timer.cancel()
             if ended is not _DONE:
-                await self._take_back(put_back)
-            wire.pullers.discard(self)
-            wire.ease()
+                await self._withdraw(undo)
+            connection.pullers.discard(self)
+            connection.check_quiet()
         if ended is _DONE:
-            if epoch == wire.epoch:
-                wire.idle.append(self)
+            if epoch == connection.epoch:
+                connection.idle.append(self)
             else:  # lost just now
                 self.forget()
             return self.take()
@@ -518,29 +518,29 @@ class Puller:
             return come
         raise type(ended)(*ended.args)
 
-    async def _look(self, subject: str) -> None:
+    async def _check_consumer(self, subject: str) -> None:
         """Raise :class:`MailboxConnectionError` where a pull is overdue as the server or the consumer is not there."""
         consumer = subject.removeprefix("$JS.API.CONSUMER.MSG.NEXT.")
         try:
-            await self._wire.api(f"CONSUMER.INFO.{consumer}")
+            await self._connection.api(f"CONSUMER.INFO.{consumer}")
         except ApiError as error:
             raise PullEndedError(f"the NATS server did not end a pull request in time: {error}") from error
 
-    async def _take_back(self, put_back: Callable[[Puller], Awaitable[None]]) -> None:
+    async def _withdraw(self, undo: Callable[[Puller], Awaitable[None]]) -> None:
         """Tell the server that nobody waits any more, and give back what it has delivered, or still delivers.
 
         The driver's own ``drain`` would throw away what the server had in hand for this subscription as it went.
         """
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT / 2):
             with suppress(Exception):  # a lost connection: what was delivered comes again when its lease ends
-                client = self._wire.driver
+                client = self._connection.driver
                 if client is self._client and client.is_connected:
                     await client._send_unsubscribe(self._subscription._id)  # noqa: SLF001 - see above
-                    await put_back(self)
+                    await undo(self)
             with suppress(Exception):
-                await self._client.hush(self._subscription)
+                await self._client.unlisten(self._subscription)
 
-    def _on_message(self, message: Heard) -> None:
+    def _on_message(self, message: RawMessage) -> None:
         if message.reply:
             self._messages.append(message)
             if len(self._messages) >= self._wanted:
@@ -550,7 +550,7 @@ class Puller:
         if status in ("404", "408"):
             self._finish(_DONE)
         elif status == "503":
-            self._finish(NobodyAnswersError("no stream or consumer answers: it was deleted, or JetStream is off"))
+            self._finish(NoResponderError("no stream or consumer answers: it was deleted, or JetStream is off"))
         elif status != "100":
             kind: type[MailboxConnectionError] = PullEndedError
             if "MaxWaiting" in told:

@@ -11,24 +11,24 @@ from mainspring.errors import MailboxConnectionError, MailboxError, MailboxFullE
 from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
 from mainspring.mailbox.message import UNKNOWN, Cancelled, CancelOutcome, Counts
 from mainspring.mailbox.nats.client import NO_STREAM, ApiError, is_gone, parse
-from mainspring.mailbox.nats.connection import Ask
+from mainspring.mailbox.nats.connection import Request
 from mainspring.mailbox.nats.names import CONSUMER, encoded
 from mainspring.mailbox.nats.records import read_dead, token_of, tokens_of
-from mainspring.mailbox.nats.scheduler import due_again
+from mainspring.mailbox.nats.scheduler import move_to_queue
 from mainspring.mailbox.nats.streams import Add
 
 if TYPE_CHECKING:
     from mainspring.mailbox.message import Dead, Delivery
     from mainspring.mailbox.nats.claims import Claims
-    from mainspring.mailbox.nats.connection import Wire
+    from mainspring.mailbox.nats.connection import NatsConnection
     from mainspring.mailbox.nats.names import Names
     from mainspring.mailbox.nats.settlements import Settlements
     from mainspring.mailbox.nats.streams import Store, Stored
 
 
-async def has_streams(wire: Wire, names: Names) -> bool:
+async def has_streams(connection: NatsConnection, names: Names) -> bool:
     """See :meth:`Mailbox.exists`: whether the server has any of the mailbox's streams."""
-    for answer in await wire.ask_all([Ask(f"$JS.API.STREAM.INFO.{stream}") for stream in names.streams]):
+    for answer in await connection.request_all([Request(f"$JS.API.STREAM.INFO.{stream}") for stream in names.streams]):
         if isinstance(answer, MailboxError):
             raise answer
         try:
@@ -49,13 +49,13 @@ async def counts(store: Store, claims: Claims) -> Counts:
     """
     names = store.names
     streams = (names.queue, names.delayed, names.dead, names.moves)
-    asks = [Ask(f"$JS.API.STREAM.INFO.{stream}") for stream in streams]
-    asks.append(Ask(f"$JS.API.CONSUMER.INFO.{names.queue}.{CONSUMER}"))
-    async with store.gate.counting():
-        await claims.settle_down()
-        over = await claims.over()
+    requests = [Request(f"$JS.API.STREAM.INFO.{stream}") for stream in streams]
+    requests.append(Request(f"$JS.API.CONSUMER.INFO.{names.queue}.{CONSUMER}"))
+    async with store.lock.reading():
+        await claims.await_consumer()
+        over = await claims.ended_leases()
         answers = []
-        for ask, answer in zip(asks, await store.wire.ask_all(asks), strict=True):
+        for request, answer in zip(requests, await store.connection.request_all(requests), strict=True):
             if isinstance(answer, MailboxError):
                 raise answer
             try:
@@ -63,7 +63,7 @@ async def counts(store: Store, claims: Claims) -> Counts:
             except ApiError as error:
                 if not is_gone(error):
                     raise
-                answers.append(await store.api(ask.subject.removeprefix("$JS.API.")))
+                answers.append(await store.api(request.subject.removeprefix("$JS.API.")))
     queue, delayed, dead, moves = (answer["state"] for answer in answers[:4])
     in_flight = min(max(0, answers[4]["num_ack_pending"] - len(over)), queue["messages"])
     pending = queue["messages"] - in_flight
@@ -94,7 +94,7 @@ async def _queue_age(store: Store, delivered: int, over: list[Stored]) -> float 
 async def purge(store: Store) -> int:
     """See :meth:`MailboxHooks._purge`."""
     names = store.names
-    async with store.gate.moving():
+    async with store.lock.writing():
         dropped = await store.purge(names.delayed) + await store.purge(names.queue)
         await store.purge(names.expiries)
         await store.purge(names.checkpoints)
@@ -134,10 +134,10 @@ async def _was_under_way(store: Store, token: str, removed: Stored) -> bool:
     if (removed.record.due or 0.0) > clock.utc_now().timestamp():
         return False
     with suppress(MailboxFullError):  # then nobody else has found room for it either
-        async with store.moving():
-            added = await store.add(due_again(store.names, token, removed.record, removed.sequence))
+        async with store.writing():
+            added = await store.add(move_to_queue(store.names, token, removed.record, removed.sequence))
             if added.sequence and not added.duplicate:
-                await store.moved()
+                await store.count_moves()
         if added.sequence:
             return True
     there = await store.last(store.names.queue, store.names.to_queue + token)
@@ -149,7 +149,7 @@ async def sweep_transient(store: Store) -> None:
     beginning = f"mainspring-queue_{encoded(TRANSIENT)}"
     offset = 0
     while True:
-        page = await store.wire.api("STREAM.LIST", {"subject": "mainspring.*.queue.*", "offset": offset})
+        page = await store.connection.api("STREAM.LIST", {"subject": "mainspring.*.queue.*", "offset": offset})
         streams = page.get("streams") or []
         for stream in streams:
             name = stream["config"]["name"]
@@ -157,14 +157,14 @@ async def sweep_transient(store: Store) -> None:
                 short = name.removeprefix("mainspring-queue_")
                 kinds = ("queue", "delayed", "expiries", "dead", "moves")
                 gone = [f"mainspring-{kind}_{short}" for kind in kinds] + [f"KV_mainspring-checkpoints_{short}"]
-                await store.wire.ask_all([Ask(f"$JS.API.STREAM.DELETE.{each}") for each in gone])
+                await store.connection.request_all([Request(f"$JS.API.STREAM.DELETE.{each}") for each in gone])
         offset += len(streams)
         if not streams or offset >= page.get("total", 0):
             return
 
 
 async def _unused(store: Store, stream: str) -> bool:
-    info: dict[str, Any] = await store.wire.api(f"CONSUMER.INFO.{stream}.{CONSUMER}")
+    info: dict[str, Any] = await store.connection.api(f"CONSUMER.INFO.{stream}.{CONSUMER}")
     last = info["delivered"].get("last_active")
     return not info.get("num_waiting") and (last is None or _old(last))
 
@@ -184,33 +184,33 @@ class DeadLetters:
         """See :meth:`MailboxHooks._dead_letters`."""
         start = 1
         if after is not None:
-            for stored in await self._of([after]):
+            for stored in await self._by_ids([after]):
                 start = stored.sequence + 1
-        return [_letter(stored) for stored in await self._from(start, limit)]
+        return [_letter(stored) for stored in await self._page_from(start, limit)]
 
     async def find(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
         """See :meth:`MailboxHooks._find_dead`."""
-        return [_letter(stored) for stored in await self._of(message_ids)]
+        return [_letter(stored) for stored in await self._by_ids(message_ids)]
 
     async def replay(self, message_ids: list[str] | None) -> int:
         """See :meth:`MailboxHooks._replay`."""
         count = 0
         start = 1
         while True:
-            found = await self._from(start, 100) if message_ids is None else await self._of(message_ids)
+            found = await self._page_from(start, 100) if message_ids is None else await self._by_ids(message_ids)
             for stored in found:
-                count += await self._revive(stored)
+                count += await self._replay(stored)
                 start = stored.sequence + 1
             if message_ids is not None or len(found) < 100:
                 return count
 
-    async def discard(self, message_ids: list[str] | None) -> int:
+    async def purge(self, message_ids: list[str] | None) -> int:
         """See :meth:`MailboxHooks._discard_dead`."""
         store = self._store
         names = store.names
         if message_ids is None:
             return await store.purge(names.dead)
-        found = await self._of(message_ids)
+        found = await self._by_ids(message_ids)
         count = 0
         for removed in await store.remove_all(names.dead, [stored.sequence for stored in found]):
             if isinstance(removed, MailboxError):
@@ -218,7 +218,7 @@ class DeadLetters:
             count += removed
         return count
 
-    async def _revive(self, stored: Stored) -> bool:
+    async def _replay(self, stored: Stored) -> bool:
         """Add it to the queue, then remove it here; whether this call did. It is sent once, whoever else tries."""
         store = self._store
         names = store.names
@@ -229,11 +229,11 @@ class DeadLetters:
                 other = other or await store.last(stream, prefix + record.token)
         taken = other is not None and other.record.message_id != record.message_id
         for _ in range(20):
-            again = record.revived(None if taken else record.dedup_key)
-            async with store.moving():
+            again = record.replayed(None if taken else record.dedup_key)
+            async with store.writing():
                 added = await store.add(Add(names.to_queue + again.token, again.encode(), 0))
                 if added.sequence:
-                    await store.moved()
+                    await store.count_moves()
                     return await store.remove(names.dead, stored.sequence)
                 there = await store.last(names.queue, names.to_queue + again.token)
                 if there is not None and there.record.message_id == record.message_id:  # by one who could not finish
@@ -242,7 +242,7 @@ class DeadLetters:
             taken = taken or there is not None
         raise MailboxConnectionError(f"the messages with the dedup key {record.dedup_key!r} came and went too fast")
 
-    async def _from(self, start: int, limit: int) -> list[Stored]:
+    async def _page_from(self, start: int, limit: int) -> list[Stored]:
         store = self._store
         found: list[Stored] = []
         while len(found) < limit:
@@ -253,7 +253,7 @@ class DeadLetters:
             start = stored.sequence + 1
         return found
 
-    async def _of(self, message_ids: list[str]) -> list[Stored]:
+    async def _by_ids(self, message_ids: list[str]) -> list[Stored]:
         """Those of some ids, the oldest first."""
         store = self._store
         wanted = dict.fromkeys(message_ids)

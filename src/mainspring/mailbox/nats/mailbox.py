@@ -16,13 +16,13 @@ from mainspring.mailbox.backend import TRANSIENT, Backend, Capabilities, Mailbox
 from mainspring.mailbox.limits import SILENCE, check_silence
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import CancelOutcome
-from mainspring.mailbox.nats import inspection as look
+from mainspring.mailbox.nats import inspection
 from mainspring.mailbox.nats.claims import Claims
 from mainspring.mailbox.nats.client import check_credentials
-from mainspring.mailbox.nats.connection import Wire
+from mainspring.mailbox.nats.connection import NatsConnection
 from mainspring.mailbox.nats.inspection import DeadLetters
 from mainspring.mailbox.nats.names import Names, encoded
-from mainspring.mailbox.nats.scheduler import Expirer, Mover, Tidier, Timed
+from mainspring.mailbox.nats.scheduler import DelayScheduler, ExpiryScheduler, Recovery, Scheduler
 from mainspring.mailbox.nats.sends import Sends
 from mainspring.mailbox.nats.settlements import Settlements
 from mainspring.mailbox.nats.streams import Store
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from mainspring.mailbox.message import Cancelled, Counts, Dead, Delivery, Envelope, Settlement
-    from mainspring.mailbox.nats.client import Heard
+    from mainspring.mailbox.nats.client import RawMessage
     from mainspring.runtime.scope import DaemonScope
 
 T = TypeVar("T", default=Any)
@@ -153,8 +153,8 @@ class NatsBackend(Backend):
         self._names = names
         self._server = server
         self._options = options
-        self._timed: list[Timed] = []
-        self._wire: Wire | None = None
+        self._schedulers: list[Scheduler] = []
+        self._connection: NatsConnection | None = None
         self._is_closing = False
 
     @property
@@ -175,13 +175,13 @@ class NatsBackend(Backend):
     # ---------------------------------------------------------------------------------------------------- life cycle
 
     async def exists(self) -> bool:
-        async with self._connected() as wire:
-            found = await look.has_streams(wire, self._names)
-        await wire.close()
+        async with self._connected() as connection:
+            found = await inspection.has_streams(connection, self._names)
+        await connection.close()
         return found
 
     @asynccontextmanager
-    async def _connected(self) -> AsyncIterator[Wire]:
+    async def _connected(self) -> AsyncIterator[NatsConnection]:
         """A new connection to the server, for what is done with it first: all that has one end, the timeout.
 
         It stays open, but where the block raises.
@@ -190,69 +190,71 @@ class NatsBackend(Backend):
         if options.credentials:
             check_credentials(options.credentials)
             driver = driver | {"user_credentials": options.credentials}
-        wire = Wire(self._server.urls, driver, options.timeout, f"mailbox {self.name!r}", options.silence)
-        until = anyio.current_time() + wire.timeout
-        await wire.open()
+        connection = NatsConnection(
+            self._server.urls, driver, options.timeout, f"mailbox {self.name!r}", options.silence
+        )
+        until = anyio.current_time() + connection.timeout
+        await connection.open()
         try:
             with anyio.fail_after(until - anyio.current_time()):
-                yield wire
+                yield connection
         except BaseException as error:
             with anyio.CancelScope(shield=True):  # which has an end
-                await wire.close()
-            raise wire.failure(error) if isinstance(error, TimeoutError) else error
+                await connection.close()
+            raise connection.failure(error) if isinstance(error, TimeoutError) else error
 
     async def open(self, scope: DaemonScope) -> None:
         options = self._options
         self._is_closing = False
-        async with self._connected() as wire:
+        async with self._connected() as connection:
             store = Store(
-                wire, self._names, replicas=options.replicas, storage=options.storage, ack_wait=options.ack_wait
+                connection, self._names, replicas=options.replicas, storage=options.storage, ack_wait=options.ack_wait
             )
             store.ack_wait = await store.ensure(self._names)
-            await wire.listen(store.names.to_cancelled, self._on_cancelled)
-        wire.on_silence = self.notifications.silence.publish
-        self._wire = wire
+            await connection.listen(store.names.to_cancelled, self._on_cancelled)
+        connection.on_silence = self.notifications.silence.publish
+        self._connection = connection
         self._store = store
         self._sends = Sends(store)
         self._claims = Claims(store, lambda: not self._is_closing)
-        store.replaced = self._claims.forget
+        store.replaced = self._claims.forget_leases
         self._settlements = Settlements(store, self._claims)
         self._letters = DeadLetters(store)
-        scope.start_soon(wire.keep, name=f"mailbox {self.name} connection")
-        self._tidier = tidier = Tidier(store, self._claims)
-        wire.reconnected = tidier.doubt
-        scope.start_soon(tidier.run, name=f"mailbox {self.name} tidying")
-        self._timed = [Mover(store), Expirer(store, self._claims)]
-        for timed, what in zip(self._timed, ("delayed messages", "expiries"), strict=True):
-            scope.start_soon(timed.run, name=f"mailbox {self.name} {what}", stop=timed.stop)
+        scope.start_soon(connection.keep_connected, name=f"mailbox {self.name} connection")
+        recovery = Recovery(store, self._claims)
+        connection.reconnected = recovery.after_reconnect
+        scope.start_soon(recovery.run, name=f"mailbox {self.name} recovery")
+        self._schedulers = [DelayScheduler(store), ExpiryScheduler(store, self._claims)]
+        for scheduler, what in zip(self._schedulers, ("delayed messages", "expiries"), strict=True):
+            scope.start_soon(scheduler.run, name=f"mailbox {self.name} {what}", stop=scheduler.stop)
         if self.name.startswith(TRANSIENT):
             scope.start_soon(self._sweep, name=f"mailbox {self.name} abandoned ones")
 
     def statistics(self) -> MailboxStatistics:
-        wire = self._store.wire
+        connection = self._store.connection
         return MailboxStatistics(
             waiting_receives=self._claims.waiting,
-            in_flight=wire.in_flight,
+            in_flight=connection.in_flight,
             unconfirmed=self._claims.unconfirmed,
-            reconnects=wire.reconnects,
-            connected=wire.is_connected,
+            reconnects=connection.reconnects,
+            connected=connection.is_connected,
         )
 
     async def _sweep(self) -> None:
         with suppress(MailboxError):  # the next one who opens such a mailbox does it
-            await look.sweep_transient(self._store)
+            await inspection.sweep_transient(self._store)
 
     async def close(self) -> None:
-        wire, self._wire = self._wire, None
-        if wire is not None:
-            await wire.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close()
 
     def stop_claims(self) -> None:
         self._is_closing = True
-        for timed in self._timed:
-            timed.stop()
-        if self._wire is not None:
-            self._wire.end_pulls()
+        for scheduler in self._schedulers:
+            scheduler.stop()
+        if self._connection is not None:
+            self._connection.end_pulls()
 
     async def drop(self) -> None:
         await self._store.destroy(self._names)
@@ -261,7 +263,7 @@ class NatsBackend(Backend):
 
     async def send(self, envelopes: list[Envelope]) -> list[str]:
         self._check_reply_names({envelope.reply_to for envelope in envelopes if envelope.reply_to is not None})
-        return await self._sends.put(envelopes)
+        return await self._sends.send(envelopes)
 
     def _check_reply_names(self, addresses: set[str]) -> None:
         for address in addresses:
@@ -285,13 +287,13 @@ class NatsBackend(Backend):
         await self._claims.extend(delivery, timeout)
 
     async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
-        await self._settlements.save_checkpoint(delivery, state)
+        await self._settlements.checkpoint(delivery, state)
 
     async def counts(self) -> Counts:
-        return await look.counts(self._store, self._claims)
+        return await inspection.counts(self._store, self._claims)
 
     async def purge(self) -> int:
-        return await look.purge(self._store)
+        return await inspection.purge(self._store)
 
     async def dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
         return await self._letters.page(limit, after)
@@ -303,14 +305,14 @@ class NatsBackend(Backend):
         return await self._letters.replay(message_ids)
 
     async def purge_dead_letters(self, message_ids: list[str] | None) -> int:
-        return await self._letters.discard(message_ids)
+        return await self._letters.purge(message_ids)
 
     async def cancel(self, message_id: str) -> Cancelled:
-        found = await look.cancel(self._store, self._settlements, message_id)
+        found = await inspection.cancel(self._store, self._settlements, message_id)
         if found.outcome is CancelOutcome.CANCELLED:
             with suppress(MailboxConnectionError):  # its holder hears of it at the next renewal
-                await self._store.wire.tell(self._names.to_cancelled, message_id.encode())
+                await self._store.connection.publish(self._names.to_cancelled, message_id.encode())
         return found
 
-    def _on_cancelled(self, message: Heard) -> None:
+    def _on_cancelled(self, message: RawMessage) -> None:
         self.notifications.cancelled.publish([message.data.decode("utf-8", "replace")])

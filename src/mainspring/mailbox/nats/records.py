@@ -150,7 +150,7 @@ class Record:
             record = replace(record, history=shorter)
         return record
 
-    def revived(self, dedup_key: str | None) -> Record:
+    def replayed(self, dedup_key: str | None) -> Record:
         """Its record when, dead, it is sent again: fresh counts, and no time by which it must be done."""
         return replace(
             self,

@@ -13,7 +13,7 @@ from mainspring.errors import MailboxError
 from mainspring.mailbox.message import EXPIRED
 from mainspring.mailbox.nats.claims import LONGEST_PULL, Arrival, nak
 from mainspring.mailbox.nats.client import GoneError, is_gone
-from mainspring.mailbox.nats.connection import Ask
+from mainspring.mailbox.nats.connection import Request
 from mainspring.mailbox.nats.names import CONSUMER, nanoseconds
 from mainspring.mailbox.nats.records import token_of, tokens_of
 from mainspring.mailbox.nats.streams import Add, Added
@@ -40,13 +40,13 @@ LOOK_AGAIN_MAX = 30.0
 """Seconds between two such looks at most."""
 
 
-def due_again(names: Names, token: str, record: Record, sequence: int) -> Add:
+def move_to_queue(names: Names, token: str, record: Record, sequence: int) -> Add:
     """What moves number ``sequence`` of the delayed to the queue: whoever does it, the server does it once in two minutes."""
     payload = replace(record, due=None).encode()
     return Add(names.to_queue + token, payload, 0, f"due-{record.message_id}-{sequence}")
 
 
-class Timed:
+class Scheduler:
     """Sees to what a stream holds, when it is due. Every open mailbox has one for each such stream.
 
     What is not due is left with the server by a nak with a delay, and comes when it is; to one of those who wait.
@@ -67,48 +67,50 @@ class Timed:
         failures = 0
         while not self._stopping:
             try:
-                await self._round()
+                await self._pull()
                 failures = 0
             except MailboxError as error:
                 failures += 1
                 if isinstance(error, GoneError):
                     with suppress(MailboxError):
-                        await self._store.mend(error)
+                        await self._store.recreate(error)
                 pause = backoff(failures, initial=0.1, maximum=5.0, factor=2.0, jitter="full", rng=random.rng())
                 await anyio.sleep(pause)
 
-    async def _round(self) -> None:
+    async def _pull(self) -> None:
         request = b'{"batch":%d,"no_wait":true,"expires":%d}' % (_BATCH, nanoseconds(LONGEST_PULL))
-        puller = await self._store.wire.puller()
-        messages = await puller.pull(self._next, request, _BATCH, LONGEST_PULL, self._leave)
+        puller = await self._store.connection.puller()
+        messages = await puller.pull(self._next, request, _BATCH, LONGEST_PULL, self._nak_at_once)
         if messages:
             await self._handle([Arrival.of(message) for message in messages])
 
-    async def _leave(self, broken_off: Puller) -> None:
+    async def _nak_at_once(self, broken_off: Puller) -> None:
         """Let another one have at once what came; what comes late is another's in two seconds."""
-        await self._store.wire.ask_all([Ask(message.reply.decode(), b"-NAK") for message in broken_off.take()])
+        await self._store.connection.request_all(
+            [Request(message.reply.decode(), b"-NAK") for message in broken_off.take()]
+        )
 
     async def _handle(self, arrivals: list[Arrival]) -> None:
         now = self._wall()
-        early: list[Ask] = []
+        early: list[Request] = []
         due: list[Arrival] = []
         for arrival in arrivals:
             left = (arrival.record.due or 0.0) - now
             if left > 0:
-                early.append(Ask(arrival.reply, b'-NAK {"delay":%d}' % nanoseconds(max(left, 0.001))))
+                early.append(Request(arrival.reply, b'-NAK {"delay":%d}' % nanoseconds(max(left, 0.001))))
             else:
                 due.append(arrival)
         if early:
-            await self._store.wire.ask_all(early)
+            await self._store.connection.request_all(early)
         if due:
-            await self._do(due)
+            await self._act(due)
 
-    async def _do(self, due: list[Arrival]) -> None:
+    async def _act(self, due: list[Arrival]) -> None:
         """What is to be done with that which is due."""
         raise NotImplementedError
 
 
-class Mover(Timed):
+class DelayScheduler(Scheduler):
     """Moves due messages to the tail of the queue: adds them there, then removes them here.
 
     Who dies between the two has another one do it again, which the queue refuses.
@@ -117,14 +119,14 @@ class Mover(Timed):
     def __init__(self, store: Store) -> None:
         super().__init__(store, store.names.delayed)
 
-    async def _do(self, due: list[Arrival]) -> None:
+    async def _act(self, due: list[Arrival]) -> None:
         store = self._store
         names = store.names
         adds = []
         for arrival in due:
             token = arrival.subject.removeprefix(names.to_delayed)
-            adds.append(due_again(names, token, arrival.record, arrival.sequence))
-        async with store.gate.moving():
+            adds.append(move_to_queue(names, token, arrival.record, arrival.sequence))
+        async with store.lock.writing():
             results = await store.add_all(adds)
             done = [
                 arrival.sequence
@@ -135,44 +137,44 @@ class Mover(Timed):
                 isinstance(result, Added) and result.sequence > 0 and not result.duplicate for result in results
             )
             if fresh:
-                await store.moved(fresh)
+                await store.count_moves(fresh)
             await store.remove_all(names.delayed, done)
         for arrival, result in zip(due, results, strict=True):
             if isinstance(result, Added) and not result.sequence:
-                await self._meet(arrival)
+                await self._resolve_conflict(arrival)
 
-    async def _meet(self, arrival: Arrival) -> None:
+    async def _resolve_conflict(self, arrival: Arrival) -> None:
         """The queue holds another message in its place: a copy of it, or (with one dedup key) another one."""
         store = self._store
         names = store.names
         subject = names.to_queue + arrival.subject.removeprefix(names.to_delayed)
         there = await store.last(names.queue, subject)
         if there is None:
-            await store.wire.ask(arrival.reply, b"-NAK")
+            await store.connection.request(arrival.reply, b"-NAK")
         elif there.record.message_id != arrival.record.message_id:
             record = replace(arrival.record, due=None, dedup_key=None)
-            async with store.moving():
+            async with store.writing():
                 if await store.get(names.delayed, arrival.sequence) is None:
                     return  # it was cancelled, or another one was quicker
                 subject = names.to_queue + token_of(record.message_id)
-                await store.put_over(Add(subject, record.encode()), record.message_id)
-                await store.moved()
+                await store.add_or_replace(Add(subject, record.encode()), record.message_id)
+                await store.count_moves()
                 await store.remove(names.delayed, arrival.sequence)
         elif there.record.deliveries >= arrival.record.deliveries:
             await store.remove(names.delayed, arrival.sequence)  # the queue has it: this copy was left over
         elif self._wall() - (arrival.record.due or 0.0) > LEFT_BEHIND:
             # Whoever delayed it has died before he removed it, or the server before it wrote that: this is its successor.
             record = replace(arrival.record, due=None)
-            async with store.gate.moving():
+            async with store.lock.writing():
                 added = await store.add(Add(subject, record.encode(), there.sequence))
                 if added.sequence:
-                    await store.moved()
+                    await store.count_moves()
                     await store.remove(names.delayed, arrival.sequence)
         else:  # whoever delayed it has yet to remove it from the queue
-            await store.wire.ask(arrival.reply, b'-NAK {"delay":%d}' % nanoseconds(_AGAIN))
+            await store.connection.request(arrival.reply, b'-NAK {"delay":%d}' % nanoseconds(_AGAIN))
 
 
-class Expirer(Timed):
+class ExpiryScheduler(Scheduler):
     """Moves messages to the dead letters when they expire, unless a worker has them.
 
     A note of an expiry stays until its message is settled or dead. While the message is in flight, or may be, the note comes
@@ -183,7 +185,7 @@ class Expirer(Timed):
         super().__init__(store, store.names.expiries)
         self._claims = claims
 
-    async def _do(self, due: list[Arrival]) -> None:
+    async def _act(self, due: list[Arrival]) -> None:
         store = self._store
         names = store.names
         needed: set[int] = set()
@@ -193,17 +195,17 @@ class Expirer(Timed):
             for note, there in found:
                 record = there.record
                 in_flight = there.sequence <= delivered  # or it was
-                if in_flight or not await self._claims.bury(
+                if in_flight or not await self._claims.dead_letter(
                     stream, there.sequence, record, EXPIRED, record.expires_at or 0.0
                 ):
                     needed.add(note.sequence)
         now = self._wall()
         again = [
-            Ask(note.reply, nak(min(LOOK_AGAIN_MAX, max(LOOK_AGAIN_MIN, now - (note.record.due or now)))))
+            Request(note.reply, nak(min(LOOK_AGAIN_MAX, max(LOOK_AGAIN_MIN, now - (note.record.due or now)))))
             for note in due
             if note.sequence in needed
         ]
-        await store.wire.ask_all(again)
+        await store.connection.request_all(again)
         await store.remove_all(names.expiries, [note.sequence for note in due if note.sequence not in needed])
 
     async def _expired_in(self, stream: str, notes: list[Arrival]) -> list[tuple[Arrival, Stored]]:
@@ -236,7 +238,7 @@ WINDOW = 50_000
 _AT_ONCE = 500
 
 
-class Tidier:
+class Recovery:
     """Repairs what a killed NATS server leaves behind. Every open mailbox has one.
 
     - A message was delivered, lies in the stream, and is not out with the consumer. Either the server has forgotten a removal
@@ -257,36 +259,36 @@ class Tidier:
         self._claims = claims
         self._timer = Periodic(self._step)
         self._suspected: dict[str, tuple[float, int]] = {}
-        self._doubtful = False
-        self._found: dict[str, tuple[tuple[int, ...], int]] = {}
+        self._has_reconnected = False
+        self._last_numbers: dict[str, tuple[tuple[int, ...], int]] = {}
 
     async def run(self) -> None:
         """Look now and then, until cancelled."""
         self._timer.wake_by(anyio.current_time())
         await self._timer.run()
 
-    def doubt(self) -> None:
+    def after_reconnect(self) -> None:
         """The server may have been away: look soon, and closely."""
-        self._doubtful = True
+        self._has_reconnected = True
         self._timer.wake_by(anyio.current_time())
 
     async def _step(self, overslept: float) -> float:
-        doubtful, self._doubtful = self._doubtful, False
-        soon = doubtful
+        has_reconnected, self._has_reconnected = self._has_reconnected, False
+        soon = has_reconnected
         try:
-            if doubtful:
-                await self._store.recognize()
-            soon = await self.look(closely=doubtful) or doubtful
+            if has_reconnected:
+                await self._store.check_identity()
+            soon = await self.check(closely=has_reconnected) or has_reconnected
         except MailboxError as error:  # it is looked at again
-            self._doubtful = self._doubtful or doubtful
+            self._has_reconnected = self._has_reconnected or has_reconnected
             if is_gone(error):  # the server has lost its data, or somebody has deleted a stream
                 with suppress(MailboxError):
-                    await self._store.mend(error)
+                    await self._store.recreate(error)
         now = anyio.current_time()
         waits = [EVERY, *(max(SOON, now - since) for since, _ in self._suspected.values())]
         return now + (SOON if soon else min(waits))
 
-    async def look(self, *, closely: bool = False) -> bool:
+    async def check(self, *, closely: bool = False) -> bool:
         """Put right what is not, as far as the numbers tell; ``closely``: where something is out they are not trusted.
 
         Whether the numbers may tell more now, as what they are made of was put right.
@@ -297,57 +299,59 @@ class Tidier:
             # The consumer first: the stream is never behind what it says then.
             consumer, state = await self._states(stream)
             if consumer["delivered"]["stream_seq"] > state["last_seq"]:
-                await self._make_anew(stream)
+                await self._recreate_consumer(stream)
                 continue
             out = consumer["num_ack_pending"]
             if state["messages"] > consumer["num_pending"] + out or (closely and out):
-                if closely or not (out and self._bides(stream)):
-                    await self._look_closer(stream, consumer)
+                if closely or not (out and self._is_waiting(stream)):
+                    await self._examine(stream, consumer)
                 continue
             self._suspected.pop(stream, None)
             found = (consumer["delivered"]["consumer_seq"], out, state["messages"], state["last_seq"])
-            before, times = self._found.get(stream, ((), 0))
+            before, times = self._last_numbers.get(stream, ((), 0))
             times = times + 1 if found == before else 0
-            self._found[stream] = found, times
+            self._last_numbers[stream] = found, times
             if times == 1 and out and state["messages"]:  # nothing was done since the last look; once is enough
-                await self._look_closer(stream, consumer, above=consumer["ack_floor"]["stream_seq"])
+                await self._examine(stream, consumer, above=consumer["ack_floor"]["stream_seq"])
                 soon = True
         return soon
 
-    def _bides(self, stream: str) -> bool:
+    def _is_waiting(self, stream: str) -> bool:
         """Whether it was looked closely at what seems to be passed over there, and its time has not come."""
         suspected = self._suspected.get(stream)
         return suspected is not None and anyio.current_time() - suspected[0] < PATIENCE
 
-    async def _look_closer(self, stream: str, consumer: dict[str, Any], *, above: int = 0) -> None:
+    async def _examine(self, stream: str, consumer: dict[str, Any], *, above: int = 0) -> None:
         """Count those that were delivered and are there: messages that were sent meanwhile are not meant.
 
         What is gone is told to be done, from the number after ``above`` on.
         """
         delivered = consumer["delivered"]["stream_seq"]
-        state = (await self._store.wire.api(f"STREAM.INFO.{stream}", {"deleted_details": True}))["state"]
+        state = (await self._store.connection.api(f"STREAM.INFO.{stream}", {"deleted_details": True}))["state"]
         first = state["first_seq"]
         gone = [number for number in state.get("deleted") or () if number <= delivered]
         there = max(0, delivered - first + 1) - len(gone)
         out = consumer["num_ack_pending"]
         if not out:
-            await self._send_again(stream, delivered)
+            await self._move_to_tail(stream, delivered)
             return
         oldest = max(1, above + 1, delivered - WINDOW)
         gone = [*range(oldest, min(first, delivered + 1)), *(number for number in gone if number >= oldest)]
         place = f"$JS.ACK.{stream}.{CONSUMER}.1"
         for start in range(0, len(gone), _AT_ONCE):
             some = gone[start : start + _AT_ONCE]
-            await self._store.wire.ask_all([Ask(f"{place}.{number}.{number}.0.0", b"+ACK") for number in some])
+            await self._store.connection.request_all(
+                [Request(f"{place}.{number}.{number}.0.0", b"+ACK") for number in some]
+            )
         if there <= out:
             self._suspected.pop(stream, None)
             return
         since, limit = self._suspected.setdefault(stream, (anyio.current_time(), delivered))
         if anyio.current_time() - since >= PATIENCE:
             del self._suspected[stream]
-            await self._send_again(stream, limit)
+            await self._move_to_tail(stream, limit)
 
-    async def _send_again(self, stream: str, limit: int) -> None:
+    async def _move_to_tail(self, stream: str, limit: int) -> None:
         """Put all messages up to number ``limit`` to the tail, each in one step that replaces it."""
         store = self._store
         prefix = {store.names.queue: store.names.to_queue, store.names.delayed: store.names.to_delayed}.get(
@@ -369,21 +373,23 @@ class Tidier:
     async def _replace(self, stream: str, found: list[Stored]) -> None:
         store = self._store
         queued = stream == store.names.queue
-        payloads = [self._claims.lost(stored.record).encode() if queued else stored.payload for stored in found]
+        payloads = [
+            self._claims.after_lost_lease(stored.record).encode() if queued else stored.payload for stored in found
+        ]
         adds = [Add(stored.subject, payload, stored.sequence) for stored, payload in zip(found, payloads, strict=True)]
-        async with store.gate.moving():
+        async with store.lock.writing():
             results = await store.add_all(adds)
             moved = sum(isinstance(result, Added) and result.sequence > 0 for result in results)
             if moved and stream != store.names.expiries:
-                await store.moved(moved)
+                await store.count_moves(moved)
 
     async def _states(self, stream: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        wire = self._store.wire
-        consumer = await wire.api(f"CONSUMER.INFO.{stream}.{CONSUMER}")
-        return consumer, (await wire.api(f"STREAM.INFO.{stream}"))["state"]
+        connection = self._store.connection
+        consumer = await connection.api(f"CONSUMER.INFO.{stream}.{CONSUMER}")
+        return consumer, (await connection.api(f"STREAM.INFO.{stream}"))["state"]
 
-    async def _make_anew(self, stream: str) -> None:
+    async def _recreate_consumer(self, stream: str) -> None:
         # That there is none to delete means that another one was quicker.
-        await self._store.wire.ask_all([Ask(f"$JS.API.CONSUMER.DELETE.{stream}.{CONSUMER}")])
+        await self._store.connection.request_all([Request(f"$JS.API.CONSUMER.DELETE.{stream}.{CONSUMER}")])
         await self._store.ensure(self._store.names)
-        self._store.wire.end_pulls()  # those sent meanwhile reached no consumer
+        self._store.connection.end_pulls()  # those sent meanwhile reached no consumer

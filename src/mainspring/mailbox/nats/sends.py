@@ -11,7 +11,7 @@ from mainspring.core import clock
 from mainspring.errors import InvalidParameterError, MailboxConnectionError, MailboxError
 from mainspring.mailbox.limits import CLOSE_TIMEOUT, check_size
 from mainspring.mailbox.nats.records import RESERVED, Record
-from mainspring.mailbox.nats.scheduler import due_again
+from mainspring.mailbox.nats.scheduler import move_to_queue
 from mainspring.mailbox.nats.streams import Add, Added
 
 if TYPE_CHECKING:
@@ -26,10 +26,10 @@ class Sends:
         self._store = store
         self._wall = clock.wall_clock()
 
-    async def put(self, envelopes: list[Envelope]) -> list[str]:
+    async def send(self, envelopes: list[Envelope]) -> list[str]:
         """See :meth:`MailboxHooks._put`."""
         now = self._wall()
-        most = self._store.wire.max_payload - RESERVED  # another one after a reconnection, perhaps
+        most = self._store.connection.max_payload - RESERVED  # another one after a reconnection, perhaps
         records = []
         for envelope in envelopes:
             if envelope.priority:
@@ -43,58 +43,58 @@ class Sends:
             records.append(record)
         sent = [record.message_id for record in records]
         if any(record.dedup_key is not None for record in records):
-            sent = await self._put_in_turn(records)
+            sent = await self._send_in_turn(records)
         elif len(records) == 1:
-            await self._store.add(self._first(records[0]))
+            await self._store.add(self._addition(records[0]))
         else:
-            await self._put_all([self._first(record) for record in records])
+            await self._send_all([self._addition(record) for record in records])
         if envelopes[0].expires_in is not None:
-            await self._announce_expiries(
+            await self._schedule_expiries(
                 [record for record, message_id in zip(records, sent, strict=True) if message_id == record.message_id]
             )
         return sent
 
-    async def _put_in_turn(self, records: list[Record]) -> list[str]:
+    async def _send_in_turn(self, records: list[Record]) -> list[str]:
         """Messages of which some have a dedup key: all or none, as far as the server can."""
         sent: list[str] = []
         try:
             for record in records:
                 if record.dedup_key is None:
-                    await self._store.add(self._first(record))
+                    await self._store.add(self._addition(record))
                     sent.append(record.message_id)
                 else:
-                    sent.append(await self._put_once(record))
+                    sent.append(await self._send_with_dedup_key(record))
         except BaseException:
             if sent:
-                await self._take_back(
+                await self._remove_sent(
                     [each for each, sent_as in zip(records, sent, strict=False) if each.message_id == sent_as]
                 )
             raise
         return sent
 
-    async def _take_back(self, records: list[Record]) -> None:
+    async def _remove_sent(self, records: list[Record]) -> None:
         store = self._store
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT), suppress(MailboxError):
-            async with store.gate.moving():
+            async with store.lock.writing():
                 for record in records:
                     stream = store.names.queue if record.due is None else store.names.delayed
-                    there = await store.last(stream, self._first(record).subject)
+                    there = await store.last(stream, self._addition(record).subject)
                     if there is not None and there.record.message_id == record.message_id:
-                        await store.moved(int(await store.remove(stream, there.sequence)))
+                        await store.count_moves(int(await store.remove(stream, there.sequence)))
 
-    async def _announce_expiries(self, records: list[Record]) -> None:
+    async def _schedule_expiries(self, records: list[Record]) -> None:
         """Leave notes of when to look for them. Without one, a message is dead when somebody would have received it."""
         store = self._store
         notes = [Record(record.message_id, b"", record.enqueued_at, due=record.expires_at) for record in records]
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT):
             await store.add_all([Add(store.names.to_expiries + note.token, note.encode()) for note in notes])
 
-    def _first(self, record: Record) -> Add:
+    def _addition(self, record: Record) -> Add:
         names = self._store.names
         prefix = names.to_queue if record.due is None else names.to_delayed
         return Add(prefix + record.token, record.encode())
 
-    async def _put_all(self, adds: list[Add]) -> None:
+    async def _send_all(self, adds: list[Add]) -> None:
         """All or none, as far as the server can: those that were stored are taken back where others were not."""
         results = await self._store.add_all(adds)
         errors = [result for result in results if isinstance(result, MailboxError)]
@@ -107,13 +107,13 @@ class Sends:
                 stream = names.queue if add.subject.startswith(names.to_queue) else names.delayed
                 stored.setdefault(stream, []).append(result.sequence)
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT):
-            async with self._store.gate.moving():
+            async with self._store.lock.writing():
                 for stream, sequences in stored.items():
                     taken = await self._store.remove_all(stream, sequences)
-                    await self._store.moved(sum(each is True for each in taken))
+                    await self._store.count_moves(sum(each is True for each in taken))
         raise errors[0]
 
-    async def _put_once(self, record: Record) -> str:
+    async def _send_with_dedup_key(self, record: Record) -> str:
         """A message with a dedup key: it has the key's subject, in the queue or among the delayed, and is alone there."""
         store = self._store
         names = store.names
@@ -124,13 +124,13 @@ class Sends:
             there = await store.last(other_stream, other + record.token)
             if there is not None:
                 if await self._is_unfinished(other_stream, there):
-                    return await self._that_stays(there, my_stream, mine + record.token)
+                    return await self._surviving_id(there, my_stream, mine + record.token)
                 continue
             added = await store.add(Add(mine + record.token, payload, 0))
             if not added.sequence:
                 there = await store.last(my_stream, mine + record.token)
                 if there is not None and await self._is_unfinished(my_stream, there):
-                    return await self._that_stays(there, other_stream, other + record.token)
+                    return await self._surviving_id(there, other_stream, other + record.token)
                 continue  # it was finished just now
             there = await store.last(other_stream, other + record.token)
             if (
@@ -143,13 +143,13 @@ class Sends:
             own = await store.get(my_stream, added.sequence)
             if own is None or not _is_elder(there, own):
                 return record.message_id
-            async with store.gate.moving():
+            async with store.lock.writing():
                 if not await store.remove(my_stream, added.sequence):
                     return record.message_id
-                await store.moved()
+                await store.count_moves()
         raise _too_fast(record)
 
-    async def _that_stays(self, there: Stored, stream: str, subject: str) -> str:
+    async def _surviving_id(self, there: Stored, stream: str, subject: str) -> str:
         """The id of the message that has the key: ``there``, or an elder one elsewhere, to which that is about to give way."""
         elder = await self._store.last(stream, subject)
         return (there if elder is None or not _is_elder(elder, there) else elder).record.message_id
@@ -160,10 +160,10 @@ class Sends:
         names = store.names
         if stream == names.queue or (there.record.due or 0.0) > self._wall():
             return True
-        async with store.moving():
-            added = await store.add(due_again(names, there.record.token, there.record, there.sequence))
+        async with store.writing():
+            added = await store.add(move_to_queue(names, there.record.token, there.record, there.sequence))
             if added.sequence and not added.duplicate:
-                await store.moved()
+                await store.count_moves()
             if added.sequence:
                 await store.remove(names.delayed, there.sequence)
         return not added.duplicate

@@ -16,7 +16,7 @@ from mainspring.errors import (
     ReplyNotAvailableError,
 )
 from mainspring.mailbox.message import EXPIRED, Ack, Dead, Return
-from mainspring.mailbox.nats.claims import NO_ROOM, expired
+from mainspring.mailbox.nats.claims import FULL_RETRY, lease_expired
 from mainspring.mailbox.nats.client import GoneError
 from mainspring.mailbox.nats.names import Names
 from mainspring.mailbox.nats.records import RESERVED_FOR_DEATH, Record, token_of
@@ -46,7 +46,7 @@ class Settlements:
 
     async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
         """See :meth:`MailboxHooks._settle`."""
-        await self._store.recognize()
+        await self._store.check_identity()
         lease = self._claims.held(delivery)
         try:
             if isinstance(settlement, Ack):
@@ -54,14 +54,14 @@ class Settlements:
                     await self._reply(lease, delivery, settlement.reply)
                 held = await self._store.remove(self._store.names.queue, lease.sequence)
             elif isinstance(settlement, Dead):
-                held = await self._bury(lease, delivery, settlement)
+                held = await self._dead_letter(lease, delivery, settlement)
             else:
-                held = await self._give_back(lease, settlement)
+                held = await self._nack(lease, settlement)
         except MailboxConnectionError:
             lease.unsure = True
             raise
         except MailboxFullError:
-            if await self._left_in_place(lease, delivery, settlement):
+            if await self._handle_full(lease, delivery, settlement):
                 return
             raise
         self._drop(delivery, lease, held)
@@ -71,7 +71,7 @@ class Settlements:
     async def acknowledge(self, deliveries: list[Delivery]) -> dict[int, Exception]:
         """See :meth:`MailboxHooks._acknowledge_many`: one call each, all of them out at once."""
         store = self._store
-        await store.recognize()
+        await store.check_identity()
         refused: dict[int, Exception] = {}
         leases: dict[int, Lease] = {}
         for number, delivery in enumerate(deliveries):
@@ -97,75 +97,77 @@ class Settlements:
 
     def _drop(self, delivery: Delivery, lease: Lease, held: bool) -> None:
         """The message has left its place; ``held`` says whether it was there for this delivery to take it away."""
-        self._claims.drop(delivery)
+        self._claims.drop_lease(delivery)
         if not held and not lease.unsure:  # else the try before, whose answer was lost, has done it
-            raise expired(delivery)
+            raise lease_expired(delivery)
 
-    async def _left_in_place(self, lease: Lease, delivery: Delivery, settlement: Settlement) -> bool:
+    async def _handle_full(self, lease: Lease, delivery: Delivery, settlement: Settlement) -> bool:
         """What becomes of a message for whose next place there is no room; whether that is what was wanted.
 
         It stays. One that is given back comes again from there; so does one whose death cannot be written, after a while:
         a worker that waited for room, with its hands full of such, would make none.
         """
         if isinstance(settlement, Return):
-            await self._claims.come_again(delivery, settlement.delay)
+            await self._claims.redeliver_in_place(delivery, settlement.delay)
             return True
         now = anyio.current_time()
         if lease.refused_since is None:
             lease.refused_since = now
         if isinstance(settlement, Dead) and now - lease.refused_since >= PATIENCE:
-            await self._claims.come_again(delivery, NO_ROOM)
+            await self._claims.redeliver_in_place(delivery, FULL_RETRY)
         return False
 
-    async def _give_back(self, lease: Lease, how: Return) -> bool:
+    async def _nack(self, lease: Lease, how: Return) -> bool:
         store = self._store
-        record = self._ended(lease, how.charge, how.history)
+        record = self._ended_record(lease, how.charge, how.history)
         now = self._wall()
         if record.expires_at is not None and record.expires_at <= now:
-            return await self._claims.bury(store.names.queue, lease.sequence, record, EXPIRED, record.expires_at)
+            return await self._claims.dead_letter(store.names.queue, lease.sequence, record, EXPIRED, record.expires_at)
         if how.delay <= 0:
-            async with store.gate.moving():
+            async with store.lock.writing():
                 added = await store.add(Add(lease.subject, record.encode(), lease.sequence))
                 if added.sequence:
-                    await store.moved()
+                    await store.count_moves()
             return added.sequence > 0
         record.due = now + how.delay
         token = lease.subject.removeprefix(store.names.to_queue)
-        async with store.moving():
+        async with store.writing():
             added = await store.add(Add(store.names.to_delayed + token, record.encode(), 0))
             fresh = added.sequence > 0
             if not fresh:  # left there by one who could not finish
-                added = await store.put_over(Add(store.names.to_delayed + token, record.encode()), record.message_id)
+                added = await store.add_or_replace(
+                    Add(store.names.to_delayed + token, record.encode()), record.message_id
+                )
             if not added.sequence:  # another one has its dedup key by now: it was cancelled, or it goes on without
                 record.dedup_key = None
                 subject = store.names.to_delayed + record.token
-                added = await store.put_over(Add(subject, record.encode()), record.message_id)
+                added = await store.add_or_replace(Add(subject, record.encode()), record.message_id)
                 fresh = True
-            await store.moved()
+            await store.count_moves()
             held = await store.remove(store.names.queue, lease.sequence)
             if not held and fresh and not lease.unsure:
                 await store.remove(store.names.delayed, added.sequence)
         return held
 
-    def _ended(self, lease: Lease, charge: bool, history: str | None) -> Record:
+    def _ended_record(self, lease: Lease, charge: bool, history: str | None) -> Record:
         """The record that the message goes on with, or is dead with."""
         record = lease.record.returned(
             received_at=lease.received_at, charge=charge, kept=lease.checkpoint, history=history
         )
-        return record.within(self._store.wire.max_payload - RESERVED_FOR_DEATH)
+        return record.within(self._store.connection.max_payload - RESERVED_FOR_DEATH)
 
-    async def _bury(self, lease: Lease, delivery: Delivery, dead: Dead) -> bool:
+    async def _dead_letter(self, lease: Lease, delivery: Delivery, dead: Dead) -> bool:
         if dead.reply is not None:
             await self._reply(lease, delivery, dead.reply)
-        record = self._ended(lease, True, dead.history)
-        return await self._claims.bury(self._store.names.queue, lease.sequence, record, dead, self._wall())
+        record = self._ended_record(lease, True, dead.history)
+        return await self._claims.dead_letter(self._store.names.queue, lease.sequence, record, dead, self._wall())
 
     async def _reply(self, lease: Lease, delivery: Delivery, reply: Envelope) -> None:
         """Send a reply to a mailbox on this store, while the lease is held; one that comes twice is dropped by its id."""
         store = self._store
         if await store.get(store.names.queue, lease.sequence) is None and not lease.unsure:
-            self._claims.drop(delivery)
-            raise expired(delivery)
+            self._claims.drop_lease(delivery)
+            raise lease_expired(delivery)
         try:
             await self._send_reply(reply, f"reply-{delivery.message_id}")
         except ConfigError as error:
@@ -185,14 +187,14 @@ class Settlements:
             await store.ensure(names)
             await store.add_elsewhere(add)
 
-    async def save_checkpoint(self, delivery: Delivery, state: bytes) -> None:
+    async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
         """See :meth:`MailboxHooks._save_checkpoint`."""
         store = self._store
-        await store.recognize()
+        await store.check_identity()
         lease = self._claims.held(delivery)
         if await store.get(store.names.queue, lease.sequence) is None:
-            self._claims.drop(delivery)
-            raise expired(delivery)
+            self._claims.drop_lease(delivery)
+            raise lease_expired(delivery)
         await store.add(Add(store.names.to_checkpoints + token_of(lease.record.message_id), state))
         lease.checkpoint = True
 

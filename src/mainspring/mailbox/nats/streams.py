@@ -19,51 +19,51 @@ import anyio
 
 from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError, MailboxFullError
 from mainspring.mailbox.nats.client import NO_CONSUMER, NO_STREAM, ApiError, GoneError, is_gone, parse
-from mainspring.mailbox.nats.connection import Ask, Wire
-from mainspring.mailbox.nats.names import CONSUMER, Names, brought_up, check_stream
+from mainspring.mailbox.nats.connection import NatsConnection, Request
+from mainspring.mailbox.nats.names import CONSUMER, Names, check_stream, upgraded
 from mainspring.mailbox.nats.records import Record, decode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from mainspring.mailbox.nats.client import Heard
+    from mainspring.mailbox.nats.client import RawMessage
 
 
-class Gate:
+class ReadWriteLock:
     """Lets those through together who do the same, the others in their turn: none can keep others waiting for ever."""
 
     def __init__(self) -> None:
         self._inside = 0
-        self._counting = False
+        self._reading = False
         self._waiting: deque[tuple[bool, anyio.Event]] = deque()
 
     def __repr__(self) -> str:
-        what = "counting" if self._counting else "moving"
-        return f"<Gate {self._inside} {what}, {len(self._waiting)} waiting>"
+        what = "reading" if self._reading else "writing"
+        return f"<ReadWriteLock {self._inside} {what}, {len(self._waiting)} waiting>"
 
-    def moving(self) -> AbstractAsyncContextManager[None]:
+    def writing(self) -> AbstractAsyncContextManager[None]:
         """While a message moves. Never inside another."""
-        return self._pass(counting=False)
+        return self._hold(reading=False)
 
-    def counting(self) -> AbstractAsyncContextManager[None]:
+    def reading(self) -> AbstractAsyncContextManager[None]:
         """While somebody counts: no message is half-way."""
-        return self._pass(counting=True)
+        return self._hold(reading=True)
 
     @asynccontextmanager
-    async def _pass(self, *, counting: bool) -> AsyncIterator[None]:
-        if self._waiting or (self._inside and self._counting is not counting):
-            await self._turn(counting)
+    async def _hold(self, *, reading: bool) -> AsyncIterator[None]:
+        if self._waiting or (self._inside and self._reading is not reading):
+            await self._wait_for_turn(reading)
         else:
-            self._enter(counting)
+            self._enter(reading)
         try:
             yield
         finally:
             self._leave()
 
-    async def _turn(self, counting: bool) -> None:
+    async def _wait_for_turn(self, reading: bool) -> None:
         turn = anyio.Event()
-        place = (counting, turn)
+        place = (reading, turn)
         self._waiting.append(place)
         try:
             await turn.wait()
@@ -75,18 +75,18 @@ class Gate:
                 self._admit()
             raise
 
-    def _enter(self, counting: bool) -> None:
+    def _enter(self, reading: bool) -> None:
         self._inside += 1
-        self._counting = counting
+        self._reading = reading
 
     def _leave(self) -> None:
         self._inside -= 1
         self._admit()
 
     def _admit(self) -> None:
-        while self._waiting and (not self._inside or self._counting is self._waiting[0][0]):
-            counting, turn = self._waiting.popleft()
-            self._enter(counting)
+        while self._waiting and (not self._inside or self._reading is self._waiting[0][0]):
+            reading, turn = self._waiting.popleft()
+            self._enter(reading)
             turn.set()
 
 
@@ -97,7 +97,7 @@ _NO_MESSAGE = (10037, 10043, 10057)
 _NOT_NOW = 10008
 _FULL = (10023, 10047, 10077, 10122)
 _Read = TypeVar("_Read")
-BEING_REMOVED = 0.25
+REMOVAL_DELAY = 0.25
 """Seconds until a stream is made anew that was found gone: a server that is removing it still (seen in 2.9.10) would remove the
 files of the new one as well."""
 WINDOW = 2_000
@@ -142,18 +142,20 @@ class Stored:
 class Store:
     """The streams of one mailbox over one connection."""
 
-    def __init__(self, wire: Wire, names: Names, *, replicas: int, storage: str, ack_wait: float) -> None:
-        self.wire = wire
+    def __init__(
+        self, connection: NatsConnection, names: Names, *, replicas: int, storage: str, ack_wait: float
+    ) -> None:
+        self.connection = connection
         self.names = names
-        self.gate = Gate()
+        self.lock = ReadWriteLock()
         self.ack_wait = ack_wait
         self._replicas = replicas
         self._storage = storage
-        self._mending = anyio.Lock()
-        self._mended = 0
+        self._recreating = anyio.Lock()
+        self._recreations = 0
         self._dropped = False
         self._made_at = ""
-        self._known_in = wire.epoch
+        self._known_in = connection.epoch
         self.replaced: Callable[[], object] = lambda: None
         """Called when the queue is another one than before, so that its numbers mean other messages."""
 
@@ -161,23 +163,23 @@ class Store:
 
     async def ensure(self, names: Names) -> float:
         """Make the streams and consumers of a mailbox that are missing; the ack wait that its queue has."""
-        wire = self.wire
+        connection = self.connection
         configs = names.configs(replicas=self._replicas, storage=self._storage)
-        found = await wire.ask_all([Ask(f"$JS.API.STREAM.INFO.{config['name']}") for config in configs])
+        found = await connection.request_all([Request(f"$JS.API.STREAM.INFO.{config['name']}") for config in configs])
         for config, answer in zip(configs, found, strict=True):
-            known = _unless(answer, NO_STREAM)
+            known = _parse_unless(answer, NO_STREAM)
             if known is None:
                 known = await self._make(f"STREAM.CREATE.{config['name']}", config)
             else:
-                known = await self._bring_up(config, known)
+                known = await self._upgrade(config, known)
             check_stream(config, known["config"])
             if config["name"] == self.names.queue:
-                self._recognize(known)
+                self._note_identity(known)
         ack_wait = self.ack_wait
         consumers = names.consumers(self.ack_wait)
-        asks = [Ask(f"$JS.API.CONSUMER.INFO.{stream}.{CONSUMER}") for stream, config in consumers]
-        for (stream, config), answer in zip(consumers, await wire.ask_all(asks), strict=True):
-            known = _unless(answer, NO_CONSUMER)
+        requests = [Request(f"$JS.API.CONSUMER.INFO.{stream}.{CONSUMER}") for stream, config in consumers]
+        for (stream, config), answer in zip(consumers, await connection.request_all(requests), strict=True):
+            known = _parse_unless(answer, NO_CONSUMER)
             if known is None:
                 request = {"stream_name": stream, "config": config}
                 known = await self._make(f"CONSUMER.DURABLE.CREATE.{stream}.{CONSUMER}", request)
@@ -185,17 +187,17 @@ class Store:
                 ack_wait = known["config"]["ack_wait"] / 1e9
         return ack_wait
 
-    async def _bring_up(self, config: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    async def _upgrade(self, config: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
         """What is there, made what this version needs where an older one has made it."""
-        wanted = brought_up(config, known["config"])
+        wanted = upgraded(config, known["config"])
         if wanted == known["config"]:
             return known
         check_stream(config, wanted)  # one of another program's stays as it is
         try:
-            return await self.wire.api(f"STREAM.UPDATE.{config['name']}", wanted)
+            return await self.connection.api(f"STREAM.UPDATE.{config['name']}", wanted)
         except ApiError as error:
             if error.code == _NOT_NOW:
-                raise _refused(error) from error
+                raise _as_mailbox_error(error) from error
             raise ConfigError(
                 f"the stream {config['name']!r} would drop accepted messages at a limit (discard = 'old'), and cannot be"
                 f" changed: {error.text}; set its discard to 'new'"
@@ -203,80 +205,82 @@ class Store:
 
     async def _make(self, subject: str, request: dict[str, Any]) -> dict[str, Any]:
         try:
-            return await self.wire.api(subject, request)
+            return await self.connection.api(subject, request)
         except ApiError as error:
-            raise _refused(error) from error
+            raise _as_mailbox_error(error) from error
 
-    async def mend(self, error: MailboxError) -> None:
+    async def recreate(self, error: MailboxError) -> None:
         """Make anew what a call has missed, as ``error`` says. Raises it where the mailbox was dropped by its owner."""
         if self._dropped:
             raise error
-        mended = self._mended
-        async with self._mending:
-            if mended == self._mended:
-                await anyio.sleep(BEING_REMOVED)
+        recreations = self._recreations
+        async with self._recreating:
+            if recreations == self._recreations:
+                await anyio.sleep(REMOVAL_DELAY)
                 await self.ensure(self.names)
-                self._mended += 1
-                self.wire.end_pulls()  # they wait for consumers that are not there any more
+                self._recreations += 1
+                self.connection.end_pulls()  # they wait for consumers that are not there any more
 
-    async def recognize(self) -> None:
+    async def check_identity(self) -> None:
         """After the connection was lost: see whether the queue is still the one that it was."""
-        epoch = self.wire.epoch
+        epoch = self.connection.epoch
         if epoch != self._known_in:
-            self._recognize(await self.api(f"STREAM.INFO.{self.names.queue}"))
+            self._note_identity(await self.api(f"STREAM.INFO.{self.names.queue}"))
             self._known_in = epoch
 
-    def _recognize(self, queue: dict[str, Any]) -> None:
+    def _note_identity(self, queue: dict[str, Any]) -> None:
         made_at, self._made_at = self._made_at, str(queue["created"])
         if made_at not in ("", self._made_at):
             self.replaced()
-            self.wire.end_pulls()
+            self.connection.end_pulls()
 
     async def destroy(self, names: Names) -> None:
         """Delete all streams of a mailbox."""
         self._dropped = self._dropped or names == self.names
-        await self.wire.ask_all([Ask(f"$JS.API.STREAM.DELETE.{stream}") for stream in names.streams])
+        await self.connection.request_all([Request(f"$JS.API.STREAM.DELETE.{stream}") for stream in names.streams])
 
     # -------------------------------------------------------------------------------------------------------- steps
 
     @asynccontextmanager
-    async def moving(self) -> AsyncIterator[None]:
+    async def writing(self) -> AsyncIterator[None]:
         """While a message goes from one stream to another: once begun, a cancellation does not leave it in both."""
-        async with self.gate.moving():
+        async with self.lock.writing():
             with anyio.CancelScope(shield=True):  # every call has its end
                 yield
 
     async def api(self, subject: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
         """Call JetStream's API about this mailbox; what is gone is made anew first."""
         try:
-            return await self.wire.api(subject, request)
+            return await self.connection.api(subject, request)
         except MailboxError as error:
             if not is_gone(error):
                 raise
-            await self.mend(error)
-        return await self.wire.api(subject, request)
+            await self.recreate(error)
+        return await self.connection.api(subject, request)
 
-    async def _call(self, read: Callable[[Heard], _Read], ask: Ask) -> _Read:
+    async def _call(self, read: Callable[[RawMessage], _Read], request: Request) -> _Read:
         try:
-            return read(await self.wire.ask(*ask))
+            return read(await self.connection.request(*request))
         except GoneError as error:
-            await self.mend(error)
-        return read(await self.wire.ask(*ask))
+            await self.recreate(error)
+        return read(await self.connection.request(*request))
 
-    async def _call_all(self, read: Callable[[Heard], _Read], asks: Sequence[Ask]) -> list[_Read | MailboxError]:
+    async def _call_all(
+        self, read: Callable[[RawMessage], _Read], requests: Sequence[Request]
+    ) -> list[_Read | MailboxError]:
         results: list[_Read | MailboxError] = []
-        for start in range(0, len(asks), WINDOW):
-            some = asks[start : start + WINDOW]
-            found = [_each(read, answer) for answer in await self.wire.ask_all(some)]
+        for start in range(0, len(requests), WINDOW):
+            some = requests[start : start + WINDOW]
+            found = [_each(read, answer) for answer in await self.connection.request_all(some)]
             gone = [place for place, result in enumerate(found) if isinstance(result, GoneError)]
             if gone:
                 try:
-                    await self.mend(found[gone[0]])
+                    await self.recreate(found[gone[0]])
                 except MailboxError as error:
                     for place in gone:
                         found[place] = error
                 else:
-                    again = await self.wire.ask_all([some[place] for place in gone])
+                    again = await self.connection.request_all([some[place] for place in gone])
                     for place, answer in zip(gone, again, strict=True):
                         found[place] = _each(read, answer)
             results += found
@@ -284,17 +288,17 @@ class Store:
 
     async def add(self, add: Add) -> Added:
         """Add one message; see :class:`Add`."""
-        return await self._call(_added, Ask(add.subject, add.payload, _headers(add)))
+        return await self._call(_added, Request(add.subject, add.payload, _headers(add)))
 
     async def add_elsewhere(self, add: Add) -> Added:
         """Add a message to a stream of another mailbox. Raises :class:`GoneError` where there is none."""
-        return _added(await self.wire.ask(add.subject, add.payload, _headers(add)))
+        return _added(await self.connection.request(add.subject, add.payload, _headers(add)))
 
     async def add_all(self, adds: Sequence[Add]) -> list[Added | MailboxError]:
         """Add messages in one go; an error stands in the place of each that failed."""
-        return await self._call_all(_added, [Ask(add.subject, add.payload, _headers(add)) for add in adds])
+        return await self._call_all(_added, [Request(add.subject, add.payload, _headers(add)) for add in adds])
 
-    async def put_over(self, add: Add, message_id: str) -> Added:
+    async def add_or_replace(self, add: Add, message_id: str) -> Added:
         """Add a message whose subject may hold a copy of it, and replace that: so that nobody takes it for his own.
 
         Where it holds another message than ``message_id`` it stays as it is: number 0.
@@ -342,10 +346,10 @@ class Store:
         """The highest number of the queue that was ever delivered."""
         return int((await self.consumer())["delivered"]["stream_seq"])
 
-    async def moved(self, count: int = 1) -> None:
+    async def count_moves(self, count: int = 1) -> None:
         """Say that ``count`` messages that were added to the queue or the delayed ones were no new ones."""
         with anyio.CancelScope(shield=True):  # every call has its end
-            await self.wire.ask_all([Ask(self.names.to_moves)] * count)
+            await self.connection.request_all([Request(self.names.to_moves)] * count)
 
     async def purge(self, stream: str, subject: str | None = None) -> int:
         """Drop all messages of a stream, or of a subject; how many that were."""
@@ -375,7 +379,7 @@ def _headers(add: Add) -> dict[str, str] | None:
     return headers
 
 
-def _added(answer: Heard) -> Added:
+def _added(answer: RawMessage) -> Added:
     data = answer.data
     number = data[data.rfind(b":") + 1 : -1]
     if number.isdigit() and b'"seq":%s}' % number in data and b'"error"' not in data:  # the usual one, read quickly
@@ -385,15 +389,15 @@ def _added(answer: Heard) -> Added:
     except ApiError as error:
         if error.code in _WRONG_LAST:
             return Added(0)
-        raise _refused(error) from error
+        raise _as_mailbox_error(error) from error
     return Added(int(found["seq"]), bool(found.get("duplicate")))
 
 
-def _removal(stream: str, sequence: int) -> Ask:
-    return Ask(f"$JS.API.STREAM.MSG.DELETE.{stream}", b'{"seq":%d,"no_erase":true}' % sequence)
+def _removal(stream: str, sequence: int) -> Request:
+    return Request(f"$JS.API.STREAM.MSG.DELETE.{stream}", b'{"seq":%d,"no_erase":true}' % sequence)
 
 
-def _removed(answer: Heard) -> bool:
+def _removed(answer: RawMessage) -> bool:
     if answer.data.endswith(b'"success":true}'):
         return True
     try:
@@ -401,20 +405,20 @@ def _removed(answer: Heard) -> bool:
     except ApiError as error:
         if error.code in _NO_MESSAGE:
             return False
-        raise _refused(error) from error
+        raise _as_mailbox_error(error) from error
 
 
-def _get(stream: str, request: dict[str, Any]) -> Ask:
-    return Ask(f"$JS.API.STREAM.MSG.GET.{stream}", json.dumps(request).encode())
+def _get(stream: str, request: dict[str, Any]) -> Request:
+    return Request(f"$JS.API.STREAM.MSG.GET.{stream}", json.dumps(request).encode())
 
 
-def _stored(answer: Heard) -> Stored | None:
+def _stored(answer: RawMessage) -> Stored | None:
     try:
         found = parse(answer)["message"]
     except ApiError as error:
         if error.code in _NO_MESSAGE:
             return None
-        raise _refused(error) from error
+        raise _as_mailbox_error(error) from error
     headers = _read_headers(base64.b64decode(found["hdrs"])) if "hdrs" in found else {}
     payload = base64.b64decode(found.get("data") or b"")
     return Stored(int(found["seq"]), payload, _instant(found["time"]), found["subject"], headers)
@@ -435,7 +439,7 @@ def _instant(text: str) -> float:
     )
 
 
-def _each(read: Any, answer: Heard | MailboxError) -> Any:
+def _each(read: Any, answer: RawMessage | MailboxError) -> Any:
     if isinstance(answer, MailboxError):
         return answer
     try:
@@ -444,7 +448,7 @@ def _each(read: Any, answer: Heard | MailboxError) -> Any:
         return error
 
 
-def _unless(answer: Heard | MailboxError, code: int) -> dict[str, Any] | None:
+def _parse_unless(answer: RawMessage | MailboxError, code: int) -> dict[str, Any] | None:
     """The answer, or None where JetStream refuses with ``code``."""
     if isinstance(answer, MailboxError):
         raise answer
@@ -453,10 +457,10 @@ def _unless(answer: Heard | MailboxError, code: int) -> dict[str, Any] | None:
     except ApiError as error:
         if error.code == code:
             return None
-        raise _refused(error) from error
+        raise _as_mailbox_error(error) from error
 
 
-def _refused(error: ApiError) -> MailboxError:
+def _as_mailbox_error(error: ApiError) -> MailboxError:
     """What JetStream refuses, in the port's words: limits that are reached, else something that may pass."""
     if error.code in _FULL:
         return MailboxFullError(f"the NATS server has no room: {error.text}")

@@ -1,4 +1,4 @@
-"""The gate between counting and moving: those who do the same pass together, and everybody's turn comes."""
+"""The lock between counting and moving: those who do the same pass together, and everybody's turn comes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import asyncio
 import anyio
 import pytest
 
-from mainspring.mailbox.nats.streams import Gate
+from mainspring.mailbox.nats.streams import ReadWriteLock
 
 pytestmark = pytest.mark.anyio
 
 
 class Passage:
-    """Tasks that want to pass a gate, and who is inside."""
+    """Tasks that want to pass a lock, and who is inside."""
 
     def __init__(self, tasks: anyio.abc.TaskGroup) -> None:
-        self.gate = Gate()
+        self.lock = ReadWriteLock()
         self.inside: list[str] = []
         self._tasks = tasks
         self._scopes: dict[str, anyio.CancelScope] = {}
@@ -30,7 +30,7 @@ class Passage:
 
     async def _pass(self, name: str) -> None:
         with self._scopes[name]:
-            async with self.gate.counting() if name[0] == "c" else self.gate.moving():
+            async with self.lock.reading() if name[0] == "c" else self.lock.writing():
                 self.inside.append(name)
                 try:
                     await self._ends[name].wait()
@@ -60,7 +60,7 @@ async def test_those_who_come_later_do_not_pass_one_who_waits():
             assert sorted(passage.inside) == ["m1", "m2"]
             await passage.leave("m1", "m2")
             assert passage.inside == ["c3"]
-            assert repr(passage.gate) == "<Gate 1 counting, 1 waiting>"
+            assert repr(passage.lock) == "<ReadWriteLock 1 reading, 1 waiting>"
             await passage.leave("c3")
             assert passage.inside == ["m3"]
             await passage.leave("m3")
@@ -87,18 +87,18 @@ async def test_one_who_gives_up_waiting_holds_up_nobody():
 @pytest.mark.loops("asyncio", "uvloop")
 async def test_one_whose_turn_comes_as_he_is_cancelled_leaves(anyio_backend):
     """By asyncio itself: anyio lets one go on who is about to."""
-    gate = Gate()
+    lock = ReadWriteLock()
 
     async def move():
-        async with gate.moving():
+        async with lock.writing():
             pass
 
-    async with gate.counting():
+    async with lock.reading():
         moving = asyncio.create_task(move())
         await anyio.wait_all_tasks_blocked()
     moving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await moving
     with anyio.fail_after(10):
-        async with gate.counting():
-            assert repr(gate) == "<Gate 1 counting, 0 waiting>"
+        async with lock.reading():
+            assert repr(lock) == "<ReadWriteLock 1 reading, 0 waiting>"

@@ -13,8 +13,8 @@ from mainspring.errors import MailboxConnectionError
 from mainspring.mailbox.nats import scheduler as nats_recovery
 from mainspring.mailbox.nats.names import Names
 from mainspring.mailbox.nats.records import Record
-from mainspring.mailbox.nats.scheduler import Tidier
-from mainspring.mailbox.nats.streams import Added, Gate, Stored
+from mainspring.mailbox.nats.scheduler import Recovery
+from mainspring.mailbox.nats.streams import Added, ReadWriteLock, Stored
 from mainspring.testing import run_virtual
 
 NAMES = Names.of("jobs")
@@ -27,8 +27,8 @@ class Server:
         self.there, self.out, self.last = there, out, delivered
         self.delivered = delivered
         self.away = 0
-        self.asks = 0
-        self.names, self.gate, self.wire = NAMES, Gate(), self
+        self.requests = 0
+        self.names, self.lock, self.connection = NAMES, ReadWriteLock(), self
 
     async def api(self, subject: str, request: object = None) -> dict[str, object]:
         if self.away:
@@ -55,10 +55,10 @@ class Server:
             "state": {"messages": len(self.there), "first_seq": first, "last_seq": self.last, "deleted": gone},
         }
 
-    async def ask_all(self, asks: list[object]) -> None:
-        for ask in asks:
-            self.asks += 1
-            self.out.discard(int(ask.subject.split(".")[5]))
+    async def request_all(self, requests: list[object]) -> None:
+        for request in requests:
+            self.requests += 1
+            self.out.discard(int(request.subject.split(".")[5]))
 
     async def next(self, stream: str, number: int, subject: str) -> Stored | None:
         found = min((other for other in self.there if other >= number), default=None)
@@ -71,27 +71,27 @@ class Server:
             self.there.add(self.last)
         return [Added(self.last) for _ in adds]
 
-    async def moved(self, count: int = 1) -> None:
+    async def count_moves(self, count: int = 1) -> None:
         pass
 
-    async def recognize(self) -> None:
+    async def check_identity(self) -> None:
         pass
 
 
-def tidier(server: Server) -> Tidier:
-    return Tidier(server, SimpleNamespace(lost=lambda record: record))
+def recovery(server: Server) -> Recovery:
+    return Recovery(server, SimpleNamespace(after_lost_lease=lambda record: record))
 
 
 @pytest.mark.anyio
 async def test_a_message_that_is_out_for_ever_does_not_hide_one_that_is_passed_over():
     """The consumer has 5 out, which is gone, and passes over 7, which is there: one message, one out, all seems well."""
     server = Server({7}, {5}, 9)
-    tidy = tidier(server)
-    await tidy.look()
+    checks = recovery(server)
+    await checks.check()
     assert (server.there, server.out) == ({7}, {5})
-    await tidy.look(closely=True)
+    await checks.check(closely=True)
     assert server.out == set()
-    await tidy.look()
+    await checks.check()
     assert server.there == {10}
 
 
@@ -99,32 +99,32 @@ async def test_a_message_that_is_out_for_ever_does_not_hide_one_that_is_passed_o
 async def test_what_is_passed_over_is_found_where_nothing_goes_on():
     """The same without a reconnection: nothing is done between two looks, then the second one is close, once."""
     server = Server({7}, {5}, 9)
-    tidy = tidier(server)
+    checks = recovery(server)
     for _ in range(2):
-        await tidy.look()
+        await checks.check()
     assert (server.there, server.out) == ({7}, set())
-    await tidy.look()
+    await checks.check()
     assert server.there == {10}
     busy = Server({5, 7}, {5, 7}, 9)
-    tidy = tidier(busy)
+    checks = recovery(busy)
     for _ in range(3):
-        await tidy.look()
-    asked = busy.asks
-    await tidy.look()
-    assert (busy.there, busy.out, busy.asks) == ({5, 7}, {5, 7}, asked)
+        await checks.check()
+    asked = busy.requests
+    await checks.check()
+    assert (busy.there, busy.out, busy.requests) == ({5, 7}, {5, 7}, asked)
 
 
 def test_after_a_reconnection_it_looks_closely_and_then_again_soon():
     async def main() -> None:
         server = Server({7}, {5}, 9)
         server.away = 2
-        tidy = tidier(server)
+        checks = recovery(server)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(tidy.run)
+            tasks.start_soon(checks.run)
             await anyio.sleep(nats_recovery.EVERY * 2.5)
             assert server.there == {7}
             server.away = 1
-            tidy.doubt()
+            checks.after_reconnect()
             await anyio.sleep(3 * nats_recovery.SOON)
             tasks.cancel_scope.cancel()
         assert server.there == {10}
@@ -137,17 +137,17 @@ def test_what_is_passed_over_comes_back_soon_after_all_that_was_out_is_back():
 
     async def main() -> None:
         server = Server({7, 8}, {8}, 9)  # 7 is passed over, 8 is in hand
-        tidy = tidier(server)
+        checks = recovery(server)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(tidy.run)
+            tasks.start_soon(checks.run)
             await anyio.sleep(2)
-            asked = server.asks
+            asked = server.requests
             await anyio.sleep(1)
             server.out.discard(8)
             server.there.discard(8)
             await anyio.sleep(5)
             assert server.there == {10}
-            assert server.asks == asked
+            assert server.requests == asked
             tasks.cancel_scope.cancel()
 
     run_virtual(main)
@@ -156,9 +156,9 @@ def test_what_is_passed_over_comes_back_soon_after_all_that_was_out_is_back():
 def test_where_something_is_always_out_it_comes_back_after_all():
     async def main() -> None:
         server = Server({7, 8}, {8}, 9)
-        tidy = tidier(server)
+        checks = recovery(server)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(tidy.run)
+            tasks.start_soon(checks.run)
             await anyio.sleep(nats_recovery.PATIENCE - 10)
             assert server.there == {7, 8}
             await anyio.sleep(nats_recovery.EVERY + 10)
@@ -173,7 +173,7 @@ async def test_messages_in_hand_are_left_alone():
     """Their holders are at work: what is out and there stays, however closely it is looked."""
     server = Server({7, 8, 11}, {7, 8}, 9)
     server.last = 11
-    tidy = tidier(server)
-    await tidy.look(closely=True)
-    await tidy.look()
+    checks = recovery(server)
+    await checks.check(closely=True)
+    await checks.check()
     assert (server.there, server.out) == ({7, 8, 11}, {7, 8})

@@ -44,7 +44,7 @@ async def test_what_a_closed_transport_says_is_a_lost_connection(nats_url, anyio
 
     async with place(nats_url) as here, here.box() as box:
         with monkeypatch.context() as broken:
-            broken.setattr(box.backend._wire.client, "publish", closed)
+            broken.setattr(box.backend._connection.client, "publish", closed)
             with pytest.raises(MailboxConnectionError, match="the handler is closed"):
                 await CALLS[call](box)
         await box.send("x")
@@ -265,9 +265,11 @@ async def test_credentials_of_which_no_login_can_be_made_are_not_taken_for_the_s
 
     info = b'INFO {"server_id":"x","version":"2.9.10","auth_required":true,"nonce":"abc","headers":true}\r\n'
     async with listening(info) as server:
-        wire = nats_connection.Wire([f"nats://127.0.0.1:{server.port}"], {"signature_cb": sign}, 30.0, "mailbox 'jobs'")
+        connection = nats_connection.NatsConnection(
+            [f"nats://127.0.0.1:{server.port}"], {"signature_cb": sign}, 30.0, "mailbox 'jobs'"
+        )
         with anyio.fail_after(5), pytest.raises(ConfigError, match=r"no login can be made of the credentials.*no len"):
-            await wire.open()
+            await connection.open()
         await anyio.sleep(0.1)  # the server notices
 
 
@@ -302,16 +304,16 @@ async def all_end(tasks):
 async def closed_under(box, subject):
     """Ask what nobody answers, until the mailbox is closed."""
     with pytest.raises(MailboxClosedError):
-        await box.backend._wire.ask(subject)
+        await box.backend._connection.request(subject)
 
 
 async def test_a_close_that_is_cancelled_hangs_up(nats_url, anyio_backend):
     """Nobody comes again to do it: what is left would be there until the process ends."""
     async with place(nats_url) as here, here.box() as box, here.box("other") as other:
         subject = f"{here.prefix}.silent"
-        await other.backend._wire.listen(subject, lambda message: None)
+        await other.backend._connection.listen(subject, lambda message: None)
         await other.counts()  # so that the server knows of it
-        client = box.backend._wire.client
+        client = box.backend._connection.client
         tasks = tasks_of(client)
         async with anyio.create_task_group() as group:
             group.start_soon(closed_under, box, subject)
@@ -361,7 +363,7 @@ async def test_a_close_does_not_wait_for_one_who_takes_nothing(nats_url, anyio_b
     async with place(nats_url) as here:
         here.url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with here.box(timeout=2) as box, anyio.create_task_group() as group:
-            client = box.backend._wire.client
+            client = box.backend._connection.client
             tasks = tasks_of(client)
             forwarder.taking = anyio.Event()
             for _ in range(40):
