@@ -14,7 +14,8 @@ import anyio
 import hiredis
 
 from mainspring.mailbox.redis.mailbox import RedisMailbox
-from mainspring.mailbox.redis.url import parse_server
+from mainspring.mailbox.redis.url import RedisOptions, Server
+from mainspring.mailbox.settings import read_url
 from silent_line import Line, Passage, Valve
 from stopwatch import Stopwatch
 
@@ -47,7 +48,7 @@ class Place:
 
     def call(self, *command: Any) -> Any:
         """A command to the server, past all mailboxes."""
-        server = parse_server(self.url, dict(self.options))
+        server = Server.at(read_url(self.url, RedisOptions.schemes))
         with socket.create_connection(server.hosts[0], timeout=5) as wire:
             reader = hiredis.Reader()
             result: Any = None
@@ -66,7 +67,7 @@ class Place:
     @contextmanager
     def connected(self, *command: Any) -> Iterator[socket.socket]:
         """A connection of its own, over which a command has been sent that is not waited for."""
-        with socket.create_connection(parse_server(self.url, {}).hosts[0], timeout=5) as wire:
+        with socket.create_connection(Server.at(read_url(self.url, RedisOptions.schemes)).hosts[0], timeout=5) as wire:
             wire.sendall(hiredis.pack_command(command))  # type: ignore[arg-type]
             yield wire
 

@@ -51,6 +51,8 @@ class Options(BaseModel):
 
     kind: ClassVar[str]
     """The mailbox, as errors name it."""
+    schemes: ClassVar[tuple[str, ...]]
+    """Those of its URLs."""
     besides: ClassVar[str] = ""
     """What else it takes, as errors say it."""
 
@@ -97,8 +99,8 @@ class MailboxURL:
     username: str | None
     password: str | None = field(repr=False)
     places: str
-    """The hosts as they stand there."""
     path: str
+    """Like :attr:`places`, the hosts, as it stands there: percent-encoded."""
     query: tuple[tuple[str, str], ...] = field(repr=False)
 
     @property
@@ -108,13 +110,15 @@ class MailboxURL:
 
     def hosts(self, default: int) -> tuple[Host, ...]:
         """The hosts and their ports; raises :class:`ConfigError` for what is neither. No host at all is ``localhost``."""
-        return tuple(self._host(place, default) for place in (self.places or "localhost").split(","))
+        return tuple(self._host(place, default) for place in self.places.split(","))
 
     def _host(self, place: str, default: int) -> Host:
         name, colon, port = place.rpartition(":")
         if not colon or port.endswith("]"):  # no port; an IPv6 address has its colons in brackets
             name, port = place, ""
         name = unquote(name.removeprefix("[").removesuffix("]")).lower()
+        if place == self.places:
+            name = name or "localhost"
         if not name or (port and not (port.isascii() and port.isdigit() and 0 < int(port) < 65_536)):
             raise ConfigError(
                 f"{self.shown!r}: what stands there is no host and port; write it as in {self.scheme}://localhost:{default}"
@@ -162,7 +166,7 @@ def read_url(url: str, schemes: Iterable[str], kind: str = "") -> MailboxURL:
         unquote(user) if at else None,
         unquote(password) if colon else None,
         places,
-        unquote(parts.path),
+        parts.path,
         _query(url, parts.query),
     )
 
@@ -208,12 +212,12 @@ _PLACE = re.compile(r"(\[[^]]*\]|[^:@]*)(:\d*)?")
 _NO_OPTIONS = ("self", "cls", "url", "server", "body", "reply", "reply_stores")
 
 
-def with_query(url: str, given: dict[str, Any], kind: str, *schemes: str) -> tuple[MailboxURL, dict[str, Any]]:
-    """Take the URL of a ``kind`` of mailbox apart; its options are those of its query and the keywords that are ``given``.
+def with_query(url: str, given: dict[str, Any], model: type[Options]) -> tuple[MailboxURL, dict[str, Any]]:
+    """Take the URL of a mailbox with options of that ``model`` apart; they stand in its query, or are the keywords ``given``.
 
     :raises ConfigError: it is none, or an option is given twice.
     """
-    place = read_url(url, schemes, kind)
+    place = read_url(url, model.schemes, model.kind)
     options: dict[str, Any] = {}
     for key, value in (*place.query, *given.items()):
         if key in options:
@@ -222,7 +226,7 @@ def with_query(url: str, given: dict[str, Any], kind: str, *schemes: str) -> tup
     return place, options
 
 
-def reads_query(kind: str, *schemes: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
+def reads_query(model: type[Options]) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """For a constructor whose first parameter is a URL: it gets that without its query, and the options there as keywords."""
 
     def decorate(init: Callable[P, None]) -> Callable[P, None]:
@@ -232,7 +236,7 @@ def reads_query(kind: str, *schemes: str) -> Callable[[Callable[P, None]], Calla
         def construct(*args: P.args, **given: P.kwargs) -> None:
             keywords: dict[str, Any] = dict(given)
             url: Any = args[1] if len(args) > 1 else keywords.pop(first, None)
-            place, options = with_query(url, keywords, kind, *schemes)
+            place, options = with_query(url, keywords, model)
             init(args[0], place.bare, *args[2:], **options)  # type: ignore[arg-type]
 
         return construct
@@ -240,12 +244,12 @@ def reads_query(kind: str, *schemes: str) -> Callable[[Callable[P, None]], Calla
     return decorate
 
 
-def name_at(address: str, schemes: Iterable[str], is_here: Callable[[MailboxURL], bool]) -> str | None:
+def name_at(address: str, model: type[Options], is_here: Callable[[MailboxURL], bool]) -> str | None:
     """The name of the mailbox that an address means where its URL ``is_here``, else None. What is no URL is a name."""
     if "://" not in address:
         return address
     try:
-        url = read_url(address, schemes)
+        url = read_url(address, model.schemes)
         return dict(url.query).get("name", "default") if is_here(url) else None
     except ConfigError:  # opening it will say so
         return None

@@ -1,10 +1,58 @@
-"""How a server's certificate is judged, and which one it is shown: what the options of a mailbox say, made a context."""
+"""How a server's certificate is judged, and which one it is shown: the options that say so, made a context."""
 
 from __future__ import annotations
 
 import ssl
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
 
 from mainspring.errors import ConfigError
+from mainspring.mailbox.settings import ServerOptions
+
+if TYPE_CHECKING:
+    from mainspring.mailbox.settings import MailboxURL
+
+
+class TLSOptions(ServerOptions):
+    """The options of a mailbox on a server whose driver is told of TLS by a context."""
+
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+    ssl_context: Annotated[
+        ssl.SSLContext | None,
+        Field(description="an ssl.SSLContext (in a URL name the files: ca_file, cert_file, key_file)"),
+    ] = None
+
+    def tls(self, url: MailboxURL, scheme: str) -> ssl.SSLContext | None:
+        """The context given, else one that trusts ``ca_file`` (else what the machine trusts) and shows ``cert_file``.
+
+        None where ``url`` does not have ``scheme``, that of TLS. Raises :class:`ConfigError` where the files cannot be read, or
+        the options contradict each other or the scheme.
+        """
+        files = self.ca_file or self.cert_file or self.key_file
+        if url.scheme != scheme:
+            if files or self.ssl_context:
+                raise ConfigError(
+                    f"{url.shown!r} has options of TLS, and is not encrypted; the scheme for TLS is {scheme}://"
+                )
+            return None
+        if self.ssl_context is not None:
+            if files:
+                raise ConfigError(
+                    f"{url.shown!r}: with ssl_context there is no ca_file, cert_file or key_file: load them into it"
+                )
+            return self.ssl_context
+        if self.key_file and not self.cert_file:
+            raise ConfigError(f"{url.shown!r}: key_file belongs to a cert_file; name that too")
+        try:
+            context = ssl.create_default_context(cafile=self.ca_file)
+            if self.cert_file is not None:
+                context.load_cert_chain(self.cert_file, self.key_file)
+        except OSError as error:
+            raise ConfigError(f"{url.shown!r}: the certificates cannot be read: {error}") from error
+        return context
 
 
 def tls_context(

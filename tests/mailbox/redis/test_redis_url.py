@@ -8,7 +8,18 @@ import pytest
 
 from mainspring import open_mailbox
 from mainspring.errors import ConfigError
-from mainspring.mailbox.redis.url import parse_server
+from mainspring.mailbox.redis.mailbox import RedisMailbox
+from mainspring.mailbox.redis.url import RedisOptions, Server, server_at
+
+DEFAULTS = {
+    "name": "jobs", "timeout": 5, "silence": 5, "capacity": None, "fallback_interval": 5, "recovery_interval": 60,
+    "allow_eviction": False,
+}  # fmt: skip
+
+
+def server_of(url: str, **options: object) -> Server:
+    """The server that a mailbox with that URL and those options goes to."""
+    return server_at(url, RedisOptions.of(url, **{**DEFAULTS, **options}))
 
 
 @pytest.mark.parametrize(
@@ -26,13 +37,14 @@ from mainspring.mailbox.redis.url import parse_server
     ],
 )
 def test_a_url_says_where(url, hosts, kind, service, db, login):
-    server = parse_server(url, {})
+    server = server_of(url)
     assert (server.hosts, server.kind, server.service, server.db) == (hosts, kind, service, db)
     assert (server.username, server.password) == login
     assert server.tls is None
-    assert server.is_at(url)
-    assert server.is_at(server.address)
-    assert parse_server(server.address, {}).hosts == hosts
+    mailbox = RedisMailbox(url)
+    assert mailbox.backend.local_name(server.address) == "default"
+    assert mailbox.backend.local_name(mailbox.address) == mailbox.name
+    assert server_of(server.address).hosts == hosts
 
 
 @pytest.mark.parametrize(
@@ -50,41 +62,39 @@ def test_a_url_says_where(url, hosts, kind, service, db, login):
 )
 def test_a_bad_url_says_what_is_wrong(url, says):
     with pytest.raises(ConfigError, match=says):
-        parse_server(url, {})
+        server_of(url)
 
 
 def test_no_error_and_no_repr_shows_a_secret():
     with pytest.raises(ConfigError) as caught:
-        parse_server("redis://me:secret@db:x/1", {})
+        server_of("redis://me:secret@db:x/1")
     assert "secret" not in str(caught.value)
-    server = parse_server("redis://me:secret@db/1", {"sentinel_password": "other secret"})
+    server = server_of("redis://me:secret@db/1", sentinel_password="other secret")
     assert "secret" not in repr(server)
     assert "secret" not in server.address
 
 
 def test_options_go_before_the_url():
-    options = {"username": "you", "password": "word", "capacity": 3}
-    server = parse_server("redis://me:pass@db", options)
+    server = server_of("redis://me:pass@db", username="you", password="word")
     assert (server.username, server.password) == ("you", "word")
-    assert options == {"capacity": 3}
 
 
 def test_tls_belongs_to_rediss():
     context = ssl.create_default_context()
-    assert parse_server("rediss://db", {}).tls is not None
-    assert parse_server("rediss+cluster://db", {"ssl_context": context}).tls is context
-    assert parse_server("rediss+sentinel://db/main", {}).address == "rediss+sentinel://db:26379/main/0"
+    assert server_of("rediss://db").tls is not None
+    assert server_of("rediss+cluster://db", ssl_context=context).tls is context
+    assert server_of("rediss+sentinel://db/main").address == "rediss+sentinel://db:26379/main/0"
     with pytest.raises(ConfigError, match="rediss://"):
-        parse_server("redis://db", {"ca_file": "ca.pem"})
+        server_of("redis://db", ca_file="ca.pem")
     with pytest.raises(ConfigError, match="cannot be read"):
-        parse_server("rediss://db", {"ca_file": "/no/such/ca.pem"})
+        server_of("rediss://db", ca_file="/no/such/ca.pem")
 
 
 @pytest.mark.parametrize(
     "other", ["redis://db/1", "redis://db:7000/0", "redis://else/0", "redis+cluster://db", "redis://db:x"]
 )
 def test_another_server_is_another(other):
-    assert not parse_server("redis://db/0", {}).is_at(other)
+    assert RedisMailbox("redis://db/0").backend.local_name(other) is None
 
 
 @pytest.mark.parametrize("rest", ["db/0?name=a&name=b", "db/0#jobs", "db/0?=&&"])
@@ -99,14 +109,14 @@ def test_no_error_of_open_mailbox_shows_a_secret(rest):
 def test_servers_are_one_by_what_was_given_for_tls_not_by_what_was_made_of_it():
     """Mailboxes of one server share connections; each makes a context of its own of the same files."""
     url, context = "rediss://h:6380/0", ssl.create_default_context()
-    assert parse_server(url, {}) == parse_server(url, {})
-    assert hash(parse_server(url, {})) == hash(parse_server(url, {}))
-    assert parse_server(url, {"ssl_context": context}) == parse_server(url, {"ssl_context": context})
+    assert server_of(url) == server_of(url)
+    assert hash(server_of(url)) == hash(server_of(url))
+    assert server_of(url, ssl_context=context) == server_of(url, ssl_context=context)
     others = [
         {"ssl_context": context},
         {"ssl_context": ssl.create_default_context()},
         {"password": "p"},
         {"username": "u"},
     ]
-    assert len({parse_server(url, {}), *(parse_server(url, dict(options)) for options in others)}) == 5
-    assert parse_server(url, {}) != parse_server("redis://h:6380/0", {})
+    assert len({server_of(url), *(server_of(url, **options) for options in others)}) == 5
+    assert server_of(url) != server_of("redis://h:6380/0")

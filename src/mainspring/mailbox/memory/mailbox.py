@@ -114,7 +114,7 @@ class InMemoryMailbox(Mailbox[T, R]):
         from mainspring.mailbox.memory.options import MemoryOptions
         from mainspring.mailbox.settings import with_query
 
-        place, given = with_query(url, options, "a memory mailbox", "memory")
+        place, given = with_query(url, options, MemoryOptions)
         if not place.places or place.path not in ("", "/"):
             raise ConfigError(f"{url!r}: a memory mailbox is named memory://NAME, as in memory://jobs")
         read = MemoryOptions.of(place.bare, **given)

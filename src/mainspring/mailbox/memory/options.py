@@ -11,6 +11,7 @@ class MemoryOptions(Options):
     """The options of an :class:`InMemoryMailbox`."""
 
     kind: ClassVar[str] = "a memory mailbox"
+    schemes: ClassVar[tuple[str, ...]] = ("memory",)
 
     capacity: Capacity = None
     serialize: Flag = True

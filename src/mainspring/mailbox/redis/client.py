@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.message import Envelope
     from mainspring.mailbox.redis.connection import Channel
-    from mainspring.mailbox.redis.url import Host, Server
+    from mainspring.mailbox.redis.url import Server
+    from mainspring.mailbox.settings import Host
 
 TRIES: Final = 4
 _ELSEWHERE: Final = frozenset({"MOVED", "ASK", "READONLY", "CLUSTERDOWN", "MASTERDOWN"})

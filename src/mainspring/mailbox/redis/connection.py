@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
     from anyio.abc import SocketStream
 
-    from mainspring.mailbox.redis.url import Host, Server
+    from mainspring.mailbox.redis.url import Server
+    from mainspring.mailbox.settings import Host
 
 
 class DirectStream(ByteStream):

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import parse_qsl, quote, urlsplit
+from urllib.parse import quote
 
 from mainspring.core.clock import virtual_clock
 from mainspring.errors import ConfigError, InvalidParameterError, ReceiptHandleExpiredError
 from mainspring.mailbox.backend import Backend, Capabilities, MailboxStatistics
-from mainspring.mailbox.limits import SILENCE, check_silence
+from mainspring.mailbox.limits import SILENCE
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import Ack, Dead
-from mainspring.mailbox.open import reads_query
 from mainspring.mailbox.redis import commands as do
 from mainspring.mailbox.redis.commands import base_of
-from mainspring.mailbox.redis.url import FALLBACK, RECOVERY, parse_server, read_options
-from mainspring.validation import is_number, is_whole
+from mainspring.mailbox.redis.url import FALLBACK, RECOVERY, RedisOptions, server_at
+from mainspring.mailbox.settings import name_at, reads_query
 
 if TYPE_CHECKING:
     from mainspring.mailbox.message import Cancelled, Counts, Delivery, Envelope, Settlement
@@ -67,7 +65,7 @@ class RedisMailbox(Mailbox[T, R]):
 
     backend: RedisBackend
 
-    @reads_query(read_options)
+    @reads_query(RedisOptions)
     def __init__(
         self,
         url: str,
@@ -83,43 +81,24 @@ class RedisMailbox(Mailbox[T, R]):
         allow_eviction: bool = False,
         **options: Any,
     ) -> None:
-        server = parse_server(url, options)
-        if options:
-            raise ConfigError(f"mailbox {name!r}: a Redis mailbox has no option {min(options)!r}; it has {_ALLOWED}")
-        if capacity is not None and not is_whole(capacity, 1):
-            raise ConfigError(f"mailbox {name!r}: capacity must be a whole number from 1, or None, not {capacity!r}")
-        if not is_number(timeout, 0.001):
-            raise ConfigError(f"mailbox {name!r}: timeout must be above 0 seconds, not {timeout!r}")
-        for option, interval in (("fallback", fallback_interval), ("recovery", recovery_interval)):
-            if not is_number(interval, 0.001):
-                raise ConfigError(f"mailbox {name!r}: {option}_interval must be above 0 seconds, not {interval!r}")
         _need_driver()
-        given = RedisOptions(
-            capacity,
-            float(timeout),
-            check_silence(name, silence),
-            float(fallback_interval),
-            float(recovery_interval),
-            bool(allow_eviction),
+        checked = RedisOptions.of(
+            url,
+            name=name,
+            capacity=capacity,
+            timeout=timeout,
+            silence=silence,
+            fallback_interval=fallback_interval,
+            recovery_interval=recovery_interval,
+            allow_eviction=allow_eviction,
+            **options,
         )
-        super().__init__(RedisBackend(name, server, given), body=body, reply=reply)
+        super().__init__(RedisBackend(server_at(url, checked), checked), body=body, reply=reply)
 
     @classmethod
     def from_url(cls, url: str, *, body: Any = None, reply: Any = None, **options: Any) -> RedisMailbox[Any, Any]:
-        """The mailbox that a URL means; options that stand in it are strings."""
-        return cls(url, body=body, reply=reply, **read_options(url, options))
-
-
-@dataclass(frozen=True, slots=True)
-class RedisOptions:
-    """The options of a :class:`RedisMailbox`, checked."""
-
-    capacity: int | None
-    timeout: float
-    silence: float
-    fallback_interval: float
-    recovery_interval: float
-    allow_eviction: bool
+        """The mailbox that a URL means; its options can stand in the query."""
+        return cls(url, body=body, reply=reply, **options)
 
 
 class RedisBackend(Backend):
@@ -127,8 +106,8 @@ class RedisBackend(Backend):
 
     capabilities = Capabilities(durable=True, cross_process=True, ordered=True, joined_acks=True, queue_age=True)
 
-    def __init__(self, name: str, server: Server, options: RedisOptions) -> None:
-        super().__init__(name)
+    def __init__(self, server: Server, options: RedisOptions) -> None:
+        super().__init__(options.name)
         self._server = server
         self._options = options
         self._link: Link | None = None
@@ -140,15 +119,7 @@ class RedisBackend(Backend):
         return f"{self._server.address}?name={quote(self.name, safe='')}"
 
     def local_name(self, address: str) -> str | None:
-        if "://" not in address:
-            return address
-        try:
-            parts = urlsplit(address)
-        except ValueError:  # no URL of anything: opening it will say so
-            return None
-        if not parts.scheme.startswith("redis") or not self._server.is_at(address):
-            return None
-        return dict(parse_qsl(parts.query)).get("name", "default")
+        return name_at(address, RedisOptions, self._server.is_at)
 
     # ---------------------------------------------------------------------------------------------------- life cycle
 
@@ -342,14 +313,7 @@ class RedisBackend(Backend):
         await self._batcher.call(do.Drop())
 
     def sibling(self, name: str) -> RedisBackend:
-        return RedisBackend(name, self._server, replace(self._options, capacity=None))
-
-
-_ALLOWED = (
-    "name, capacity, timeout, silence, fallback_interval, recovery_interval, allow_eviction, username, password,"
-    " sentinel_password;"
-    " for TLS also ca_file, cert_file, key_file, ssl_context"
-)
+        return RedisBackend(self._server, self._options.model_copy(update={"name": name, "capacity": None}))
 
 
 def _need_driver() -> None:

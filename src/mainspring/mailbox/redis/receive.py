@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Delivery
     from mainspring.mailbox.redis.client import Directory, Link
     from mainspring.mailbox.redis.connection import Channel
-    from mainspring.mailbox.redis.url import Host
+    from mainspring.mailbox.settings import Host
 
 ASK_SHARE: Final = 0.15
 """The part of the ``silence`` after which the listener asks whether the server is still there."""

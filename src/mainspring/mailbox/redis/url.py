@@ -1,18 +1,19 @@
-"""Where a Redis mailbox lives: the URL, taken apart. Needs no driver."""
+"""Where a Redis mailbox lives, and its options. Needs no driver."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote, unquote, urlsplit
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar, Final
+from urllib.parse import quote, unquote
 
-from mainspring import redaction
 from mainspring.errors import ConfigError
-from mainspring.mailbox.tls import tls_context
+from mainspring.mailbox.settings import Capacity, Duration, Flag, Host, Secret, read_url
+from mainspring.mailbox.tls import TLSOptions
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Callable
+
+    from mainspring.mailbox.settings import MailboxURL
 
 SENTINEL_PORT: Final = 26379
 PORT: Final = 6379
@@ -21,8 +22,6 @@ FALLBACK: Final = 5.0
 that was sent along is that process's until its lease ends. For so long, too, what is owed waits for a call to leave with."""
 RECOVERY: Final = 60.0
 """Seconds between two looks, of all processes together, for what was lost with a deleted key."""
-
-Host = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -52,81 +51,57 @@ class Server:
         service = f"/{quote(self.service, safe='')}" if self.service else ""
         return f"{scheme}://{hosts}{service}/{self.db}"
 
-    def is_at(self, address: str) -> bool:
-        """Whether the URL ``address`` means this server: the same database of the same hosts."""
-        try:
-            other = parse_server(address, {})
-        except ConfigError:
-            return False
+    @classmethod
+    def at(cls, url: MailboxURL) -> Server:
+        """The server that ``url`` means, without login and TLS. Raises :class:`ConfigError`."""
+        _, _, kind = url.scheme.partition("+")
+        hosts = url.hosts(SENTINEL_PORT if kind == "sentinel" else PORT)
+        steps = [unquote(step) for step in url.path.split("/") if step]
+        service = ""
+        if kind == "sentinel":
+            if not steps:
+                raise ConfigError(f"{url.shown!r} names no service; write it as redis+sentinel://host:26379/service/0")
+            service = steps.pop(0)
+        if len(hosts) > 1 and not kind:
+            raise ConfigError(f"{url.shown!r} names several hosts: that is redis+sentinel:// or redis+cluster://")
+        return cls(hosts, kind or "single", service, _db(url.shown, steps, kind))
+
+    def is_at(self, url: MailboxURL) -> bool:
+        """True if ``url`` means this server: the same database of the same hosts."""
+        other = Server.at(url)
         mine = (self.kind, self.service, self.db, frozenset(self.hosts))
         return mine == (other.kind, other.service, other.db, frozenset(other.hosts))
 
 
-def read_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a URL, which is given without them, each in its type. Raises :class:`ConfigError` for what is of another."""
-    values = dict(options)
-    for key, (convert, kind) in _OF_TEXT.items():
-        if isinstance(values.get(key), str):
-            try:
-                values[key] = convert(values[key])
-            except (ValueError, KeyError):
-                raise ConfigError(
-                    f"{redaction.shown(url)!r}: the option {key} of a Redis mailbox must be {kind}, not {values[key]!r}"
-                ) from None
-    return values
+class RedisOptions(TLSOptions):
+    """The options of a :class:`RedisMailbox`."""
+
+    kind: ClassVar[str] = "a Redis mailbox"
+    schemes: ClassVar[tuple[str, ...]] = (
+        "redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster",
+    )  # fmt: skip
+
+    capacity: Capacity
+    fallback_interval: Duration
+    recovery_interval: Duration
+    allow_eviction: Flag
+    username: str | None = None
+    password: Secret = None
+    sentinel_password: Secret = None
 
 
-_OF_TEXT: Final[dict[str, tuple[Callable[[str], Any], str]]] = {
-    "capacity": (int, "a number"),
-    "timeout": (float, "a number"),
-    "silence": (float, "a number"),
-    "fallback_interval": (float, "a number"),
-    "recovery_interval": (float, "a number"),
-    "allow_eviction": ({"true": True, "1": True, "false": False, "0": False}.__getitem__, "true or false"),
-}
-
-
-def parse_server(url: str, options: dict[str, Any]) -> Server:
-    """The server that ``url`` means; takes what belongs to the connection out of ``options``.
-
-    Raises :class:`ConfigError`, without the password in it.
-    """
-    parts = urlsplit(url)
-    scheme, _, kind = parts.scheme.partition("+")
-    shown = redaction.shown(url)
-    login, _, places = parts.netloc.rpartition("@")
-    user, _, secret = login.partition(":")
-    default = SENTINEL_PORT if kind == "sentinel" else PORT
-    hosts = tuple(_host(shown, place, default) for place in (places or "localhost").split(","))
-    steps = [unquote(step) for step in parts.path.split("/") if step]
-    service = ""
-    if kind == "sentinel":
-        if not steps:
-            raise ConfigError(f"{shown!r} names no service; write it as redis+sentinel://host:26379/service/0")
-        service = steps.pop(0)
-    if len(hosts) > 1 and not kind:
-        raise ConfigError(f"{shown!r} names several hosts: that is redis+sentinel:// or redis+cluster://")
-    db = _db(shown, steps, kind)
-    return Server(
-        hosts,
-        kind or "single",
-        service,
-        db,
-        options.pop("username", None) or unquote(user) or None,
-        options.pop("password", None) or unquote(secret) or None,
-        options.pop("sentinel_password", None),
-        *_tls(shown, scheme == "rediss", options),
+def server_at(url: str, options: RedisOptions) -> Server:
+    """The server that ``url`` means, with the login and the TLS of ``options``. Raises :class:`ConfigError`."""
+    place = read_url(url, options.schemes)
+    scheme, _, _ = place.scheme.partition("+")
+    return replace(
+        Server.at(place),
+        username=options.username or place.username or None,
+        password=options.password or place.password or None,
+        sentinel_password=options.sentinel_password,
+        tls=options.tls(place, place.scheme.replace(scheme, "rediss")),
+        tls_options=(scheme, options.ca_file, options.cert_file, options.key_file, options.ssl_context),
     )
-
-
-def _host(shown: str, place: str, default: int) -> Host:
-    name, colon, port = place.rpartition(":")
-    if not colon or port.endswith("]"):  # no port; an IPv6 address has its colons in brackets
-        name, port = place, ""
-    name = unquote(name.removeprefix("[").removesuffix("]"))
-    if not name or (port and not (port.isascii() and port.isdigit() and 0 < int(port) < 65_536)):
-        raise ConfigError(f"{shown!r}: what stands there is no host and port; write it as in redis://localhost:6379/0")
-    return name, int(port) if port else default
 
 
 def _db(shown: str, steps: list[str], kind: str) -> int:
@@ -137,13 +112,3 @@ def _db(shown: str, steps: list[str], kind: str) -> int:
     if kind == "cluster" and int(steps[0]):
         raise ConfigError(f"{shown!r}: a cluster has the database 0 only")
     return int(steps[0])
-
-
-def _tls(shown: str, wanted: bool, options: dict[str, Any]) -> tuple[ssl.SSLContext | None, tuple[object, ...]]:
-    context: ssl.SSLContext | None = options.pop("ssl_context", None)
-    ca, cert, key = (options.pop(name, None) for name in ("ca_file", "cert_file", "key_file"))
-    if not wanted:
-        if context or ca or cert or key:
-            raise ConfigError(f"{shown!r} is not encrypted, yet has options of TLS; the scheme for TLS is rediss://")
-        return None, ()
-    return tls_context(shown, ca, cert, key, context), ("tls", ca, cert, key, context)

@@ -6,7 +6,7 @@ import math
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Never
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import anyio
 from pydantic import Field
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", default=Any)
 R = TypeVar("R", default=Any)
-
-SCHEME = "sqlite"
 
 
 class SQLiteMailbox(Mailbox[T, R]):
@@ -78,7 +76,7 @@ class SQLiteMailbox(Mailbox[T, R]):
         if not file or file == ":memory:" or file.endswith("/") or "\0" in file:
             raise ConfigError(f"a SQLite mailbox needs the path of a file, not {file!r}; in memory is memory://{name}")
         options = SQLiteOptions.of(
-            f"{SCHEME}:///{file}",
+            f"sqlite:///{file}",
             name=name,
             synchronous=synchronous,
             capacity=capacity,
@@ -90,12 +88,12 @@ class SQLiteMailbox(Mailbox[T, R]):
     @classmethod
     def from_url(cls, url: str, *, body: Any = None, reply: Any = None, **options: Any) -> SQLiteMailbox[Any, Any]:
         """The mailbox that a ``sqlite:///`` URL means; its options can stand in the query."""
-        place, given = with_query(url, options, SQLiteOptions.kind, SCHEME)
+        place, given = with_query(url, options, SQLiteOptions)
         if place.places:
             raise ConfigError(
                 f"{url!r} names the host {place.places!r}; a file is sqlite:///relative.db or sqlite:////absolute/path.db"
             )
-        return cls(place.path[1:], body=body, reply=reply, **given)
+        return cls(unquote(place.path)[1:], body=body, reply=reply, **given)
 
     @property
     def path(self) -> str:
@@ -112,6 +110,7 @@ class SQLiteOptions(Options):
     """The options of a :class:`SQLiteMailbox`."""
 
     kind: ClassVar[str] = "a SQLite mailbox"
+    schemes: ClassVar[tuple[str, ...]] = ("sqlite",)
 
     name: str
     synchronous: Annotated[Literal["full", "normal"], Field(description="'full' or 'normal'")]
@@ -143,10 +142,10 @@ class SQLiteBackend(do.BatchedBackend):
         return 0 if self._writer is None else self._writer.file.transactions
 
     def local_name(self, address: str) -> str | None:
-        return name_at(address, [SCHEME], self._is_here)
+        return name_at(address, SQLiteOptions, self._is_here)
 
     def _is_here(self, url: MailboxURL) -> bool:
-        return not url.places and os.path.realpath(url.path[1:]) == self.path
+        return not url.places and os.path.realpath(unquote(url.path)[1:]) == self.path
 
     # ---------------------------------------------------------------------------------------------------- life cycle
 
