@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio
-import pytest
 
 import mainspring
 from mainspring.cli.sources import SourceWatch, changed, loaded_directories, snapshot
 
-pytestmark = pytest.mark.anyio
+if TYPE_CHECKING:
+    from mainspring.testing import VirtualClock
 
 
 def test_only_python_files_right_in_the_directories_are_seen(tmp_path: Path) -> None:
@@ -46,8 +47,9 @@ def test_the_directories_of_loaded_modules_without_python_and_installed_packages
     assert not any(directory.startswith(str(Path(mainspring.__file__).parent)) for directory in found)
 
 
-@pytest.mark.slow
-async def test_each_change_is_told_once_and_added_directories_count_from_then_on(tmp_path: Path) -> None:
+async def test_each_change_is_told_once_and_added_directories_count_from_then_on(
+    tmp_path: Path, virtual_clock: VirtualClock
+) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for directory in (first, second):
         directory.mkdir()
