@@ -129,7 +129,7 @@ async def test_a_loop_with_defaults_tells_of_a_silent_server_within_ten_seconds(
 def test_with_defaults_the_bound_holds_whenever_the_silence_begins() -> None:
     """As above for the worst instant, by the defaults themselves."""
     redis_timeout = signature(RedisMailbox).parameters["timeout"].default
-    assert (redis_receive.ASK_SHARE + redis_receive.ANSWER_SHARE) * SILENCE + redis_timeout <= 9
+    assert (redis_receive.PING_SHARE + redis_receive.PONG_SHARE) * SILENCE + redis_timeout <= 9
     look = postgres_pool.POLL_INTERVAL + (2 * postgres_connection.WATCH + postgres_connection.ANSWER) * SILENCE
     listener = (postgres_pool.QUIET + postgres_pool.ANSWER + postgres_connection.ANSWER) * SILENCE
     assert max(look, listener) <= 9

@@ -212,14 +212,14 @@ def test_redis_keeps_what_was_given_to_a_receive_as_the_server_falls_silent(give
 
     async def scenario():
         passed, refused, got = [], [], []
-        waiters = redis_receive.Waiters(passed.append)
+        waiters = redis_receive.WaitingReceives(passed.append)
         waiters.active = 1
         scope = anyio.CancelScope()
 
         async def receive():
             with scope:
                 try:
-                    got.append(await waiters.wait_for(0, anyio.current_time() + 60, 30, refused.append))
+                    got.append(await waiters.wait(0, anyio.current_time() + 60, 30, refused.append))
                 except MailboxConnectionError as error:
                     got.append(error)
 

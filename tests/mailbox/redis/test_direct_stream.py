@@ -14,13 +14,7 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def waits():
-    """Whether a write waits until the socket has taken all of it."""
-    return True
-
-
-@pytest.fixture
-async def ends(anyio_backend, waits):
+async def ends(anyio_backend):
     """Both ends of a connection: the stream, and an ordinary one of anyio's."""
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
     port = listener.extra(SocketAttribute.local_port)
@@ -37,13 +31,19 @@ async def ends(anyio_backend, waits):
                 await anyio.sleep_forever()
 
         group.start_soon(serve)
-        stream = DirectStream(await anyio.connect_tcp("127.0.0.1", port), waits=waits)
+        stream = DirectStream(await anyio.connect_tcp("127.0.0.1", port))
         with anyio.fail_after(60):
             while not other:
                 await anyio.sleep(0.001)
             yield stream, other[0]
         await anyio.aclose_forcefully(stream)
         group.cancel_scope.cancel()
+
+
+async def write(stream: DirectStream, data: bytes) -> None:
+    """Write until the socket has taken all of it."""
+    await stream.send(data)
+    await stream.flush()
 
 
 async def test_what_is_written_is_read_on_the_other_side(ends):
@@ -60,7 +60,7 @@ async def test_more_than_the_socket_takes_arrives_whole(ends):
     body = bytes(range(256)) * 65_536
     got = bytearray()
     async with anyio.create_task_group() as group:
-        group.start_soon(stream.send, body)
+        group.start_soon(write, stream, body)
         while len(got) < len(body):
             got += await other.receive(262_144)
     assert bytes(got) == body
@@ -92,7 +92,7 @@ async def test_who_waits_hears_of_a_close(ends, way):
     async def wait() -> None:
         try:
             while True:
-                await (stream.receive() if way == "receive" else stream.send(b"x" * 1_000_000))
+                await (stream.receive() if way == "receive" else write(stream, b"x" * 1_000_000))
         except Exception as error:  # whatever it is
             heard.append(type(error))
 
@@ -125,13 +125,13 @@ async def test_a_broken_connection_is_named_so(ends):
     with pytest.raises((anyio.BrokenResourceError, anyio.EndOfStream)):
         await stream.receive()
 
-    async def write() -> None:
+    async def write_on() -> None:
         while True:
             await stream.send(b"x" * 1_000)
             await anyio.sleep(0.001)
 
     with pytest.raises(anyio.BrokenResourceError):
-        await write()
+        await write_on()
 
 
 async def test_writes_of_several_tasks_arrive_whole_and_in_order_though_some_are_cancelled(ends):
@@ -144,7 +144,7 @@ async def test_writes_of_several_tasks_arrive_whole_and_in_order_though_some_are
 
             async def send(item=item, scope=scope) -> None:
                 with scope:
-                    await stream.send(item)
+                    await write(stream, item)
 
             group.start_soon(send)
             await anyio.wait_all_tasks_blocked()
@@ -156,8 +156,7 @@ async def test_writes_of_several_tasks_arrive_whole_and_in_order_though_some_are
     assert not stream.unsent
 
 
-@pytest.mark.parametrize("waits", [False])
-async def test_a_write_that_does_not_wait_leaves_the_rest_to_a_flush(ends):
+async def test_a_write_does_not_wait_and_leaves_the_rest_to_a_flush(ends):
     quick, other = ends
     body = b"x" * 9_000_000
     await quick.send(body[:-1])

@@ -1,305 +1,217 @@
-"""Batches of operations on their way: each becomes one call of the library, and its results are given out.
+"""Batches on their way: each becomes one call of the library, and its results are given out.
 
-What a lost connection has left open is made good with the next call.
+Operations of a lost call that must be done are retried with the next call, which also undoes the claims of the lost one.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final
 
 from mainspring.core import clock, random
 from mainspring.core.loggers import Logger
 from mainspring.errors import MailboxConnectionError
-from mainspring.mailbox.redis.commands import (
-    MICRO,
-    Acknowledge,
-    Claim,
-    Operation,
-    Put,
-    Unheard,
-    acknowledge,
-    claim_alike,
-    claimed_at,
-    joined,
-    keys_of,
-    put_alike,
-)
+from mainspring.mailbox.redis.commands import MICRO, Claim, UndoLostClaims, joined, keys_of
 from mainspring.runtime.interval import Periodic
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from mainspring.mailbox.redis.client import Link
-    from mainspring.mailbox.redis.commands import Argument
+    from mainspring.mailbox.redis.client import Client
+    from mainspring.mailbox.redis.commands import Argument, Operation
 
 MOST_ARGUMENTS: Final = 50_000
-"""Of one call, unless a single operation has more: the server serves nobody else meanwhile."""
-
-O = TypeVar("O", bound=Operation)  # noqa: E741
-
-
-class Call:
-    """One call of the library, being put together for the mailbox ``name``."""
-
-    def __init__(self, name: str, keys: tuple[bytes, ...]) -> None:
-        self.keys: list[bytes] = list(keys)
-        self.arguments: list[Argument] = []
-        self.commands: list[Operation] = []
-        self.failed: list[Operation] = []
-        """Those of the commands that failed on the server."""
-        self._takers: list[tuple[Callable[[Any], None], Sequence[Operation]]] = []
-        self._numbers = {name: 0}
-
-    @property
-    def full(self) -> bool:
-        """Whether it should leave before more is added."""
-        return len(self.arguments) >= MOST_ARGUMENTS
-
-    def number(self, name: str) -> int:
-        """The number of another mailbox of the call."""
-        if name not in self._numbers:
-            self._numbers[name] = len(self._numbers)
-            self.keys += keys_of(name)
-        return self._numbers[name]
-
-    def add(self, taker: Callable[[Any], None], commands: Sequence[Operation]) -> None:
-        """What takes the result of the operation that was just written, which is that of these commands."""
-        self._takers.append((taker, commands))
-        self.commands += commands
-
-    def take(self, results: list[Any]) -> tuple[int, int, int]:
-        """Give the results out. Return in how many microseconds the next thing is due (-1: not known), the server's time, and
-        how many index entries without a record were dropped.
-
-        An operation that failed on the server is the error of its own commands, and nothing to the others.
-        """
-        due, now, dropped, *failures = results[-1]
-        errors: dict[int, bytes] = dict(zip(failures[::2], failures[1::2], strict=True)) if failures else {}
-        for number, (taker, commands) in enumerate(self._takers):
-            if number in errors:
-                self._fail(commands, errors[number])
-            else:
-                taker(results[number])
-        for command in self.commands:
-            command.done = True
-        return due, now, dropped
-
-    def _fail(self, commands: Sequence[Operation], error: bytes) -> None:
-        for command in commands:
-            command.error = MailboxConnectionError(f"the Redis server says: {error.decode('utf-8', 'replace')}")
-        self.failed += commands
-
-
-def calls(
-    name: str, keys: tuple[bytes, ...], commands: list[Operation], leased_at: float, waiter: Callable[[int], str]
-) -> Iterator[Call]:
-    """The calls that do ``commands``: what is alike together, in the order of their turns, as a rule all in one call.
-
-    The callers of one batch do not know of each other, so any order is right; this one serves all best.
-    """
-    call = Call(name, keys)
-    if len(commands) == 1 and type(commands[0]) not in {
-        Acknowledge,
-        Claim,
-    }:  # what comes one by one costs its caller least
-        commands[0].write(call.arguments, call.number)
-        call.add(commands[0].take, commands)
-        yield call
-        return
-    for write in _writers(commands, leased_at, waiter):
-        if call.full:
-            yield call
-            call = Call(name, keys)
-        write(call)
-    yield call
-
-
-def _writers(
-    commands: list[Operation], leased_at: float, waiter: Callable[[int], str]
-) -> Iterator[Callable[[Call], None]]:
-    turns: dict[int, list[Operation]] = {}
-    for command in commands:
-        turns.setdefault(command.turn, []).append(command)
-    for turn in sorted(turns):
-        some = turns[turn]
-        if turn == Acknowledge.turn:
-            yield _acks(some)
-        elif turn == Put.turn:
-            yield from _puts(some)
-        elif turn == Claim.turn:
-            for claims in _alike(some, lambda claim: claim.visibility):
-                yield _claims(claims, leased_at, waiter)
-        else:
-            yield from map(_single, some)
-
-
-def _single(command: Operation) -> Callable[[Call], None]:
-    def write(call: Call) -> None:
-        command.write(call.arguments, call.number)
-        call.add(command.take, (command,))
-
-    return write
-
-
-def _acks(acks: list[Any]) -> Callable[[Call], None]:
-    return lambda call: call.add(acknowledge(acks, call.arguments), acks)
-
-
-def _claims(claims: list[Any], leased_at: float, waiter: Callable[[int], str]) -> Callable[[Call], None]:
-    return lambda call: call.add(claim_alike(claims, leased_at, waiter, call.arguments), claims)
-
-
-def _puts(puts: list[Any]) -> Iterator[Callable[[Call], None]]:
-    for kind, some in _by(puts, lambda put: put.kind):
-        if kind is None or len(some) == 1:
-            yield from map(_single, some)
-        else:
-            yield _put_alike(some)
-
-
-def _put_alike(puts: list[Any]) -> Callable[[Call], None]:
-    return lambda call: call.add(put_alike(puts, call.arguments), puts)
-
-
-def _by(commands: Iterable[Any], key: Callable[[Any], Hashable]) -> Iterator[tuple[Hashable, list[Any]]]:
-    """Neighbours that are alike, as they come: sends keep their order."""
-    last: Hashable = None
-    run: list[Any] = []
-    for command in commands:
-        kind = key(command)
-        if run and kind != last:
-            yield last, run
-            run = []
-        run.append(command)
-        last = kind
-    if run:
-        yield last, run
-
-
-def _alike(commands: list[Any], key: Callable[[Any], Hashable]) -> Iterator[list[Any]]:
-    """All that are alike, wherever they stand."""
-    found: dict[Hashable, list[Any]] = {}
-    for command in commands:
-        found.setdefault(key(command), []).append(command)
-    return iter(found.values())
-
-
+"""Of one call, unless a single operation has more: the server serves no other client meanwhile."""
 _log = Logger("mainspring.mailbox")
 
 
-class Batches:
-    """What executes for the batcher of the mailbox ``name``.
+class FunctionCall:
+    """One call of the library for the mailbox ``name``.
 
-    :param timeout: seconds that an answer may take.
-    :param waiter: as whom a receive that wants leases of so many microseconds is to be put on the list of waiters.
-    :param due_in: told in how many seconds the next thing is due.
-    :param owing: told that something is owed, which leaves with the next call.
+    :param leased_at: the instant (anyio's clock) just before the call.
+    :param waiter: returns the name on the list of waiters for a receive that wants leases of that many microseconds.
     """
 
     def __init__(
         self,
         name: str,
-        link: Link,
+        keys: tuple[bytes, ...],
+        leased_at: float = 0.0,
+        waiter: Callable[[int], str] = lambda _: "",
+    ) -> None:
+        self.keys: list[bytes] = list(keys)
+        self.arguments: list[Argument] = []
+        self.leased_at = leased_at
+        self.waiter = waiter
+        self.failed: list[Operation] = []
+        """The operations that failed on the server."""
+        self.last_claim = 0
+        """When the last of its claims was made."""
+        self._groups: list[Sequence[Operation]] = []
+        self._numbers = {name: 0}
+
+    def number(self, name: str) -> int:
+        """Return the number of another mailbox of the call."""
+        if name not in self._numbers:
+            self._numbers[name] = len(self._numbers)
+            self.keys += keys_of(name)
+        return self._numbers[name]
+
+    def add(self, group: Sequence[Operation]) -> None:
+        """Write operations of one kind, which have one result."""
+        group[0].write_group(self, group)
+        self._groups.append(group)
+
+    def take(self, results: list[Any]) -> tuple[int, int, int]:
+        """Give the results out. Return the microseconds until more is due (-1: unknown), the server's time, and the number of
+        index entries without a record that were dropped.
+
+        An operation that failed on the server fails alone.
+        """
+        due, now, dropped, *failures = results[-1]
+        for number, message in zip(failures[::2], failures[1::2], strict=True):
+            for command in self._groups[number]:
+                command.error = MailboxConnectionError(f"the Redis server says: {message.decode('utf-8', 'replace')}")
+                self.failed.append(command)
+        for group, result in zip(self._groups, results, strict=False):
+            if not failures or group[0].error is None:
+                group[0].take_group(self, result, group)
+            for command in group:
+                command.done = True
+        return due, now, dropped
+
+
+def calls_for(
+    name: str, keys: tuple[bytes, ...], commands: list[Operation], leased_at: float, waiter: Callable[[int], str]
+) -> Iterator[FunctionCall]:
+    """Yield the calls that do ``commands``, in the order of the operations; as a rule it is one call.
+
+    The callers of one batch do not know of each other, so any order is right. Neighbours of one kind are written as one.
+    """
+    call = FunctionCall(name, keys, leased_at, waiter)
+    group: list[Operation] = []
+    for command in commands if len(commands) == 1 else sorted(commands, key=attrgetter("order")):
+        if group and (command.kind is None or command.kind != group[0].kind):
+            call.add(group)
+            group = []
+            if len(call.arguments) >= MOST_ARGUMENTS:
+                yield call
+                call = FunctionCall(name, keys, leased_at, waiter)
+        group.append(command)
+    call.add(group)
+    yield call
+
+
+class Batches:
+    """Executes the batches of the mailbox ``name`` for its batcher.
+
+    :param timeout: seconds that a reply may take.
+    :param waiter: see :class:`FunctionCall`.
+    :param on_due: called with the seconds until the next thing is due.
+    :param on_unconfirmed: called when an operation is to be retried with the next call.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        client: Client,
         timeout: float,
         *,
         waiter: Callable[[int], str],
-        due_in: Callable[[float], None],
-        owing: Callable[[], None],
+        on_due: Callable[[float], None],
+        on_unconfirmed: Callable[[], None],
     ) -> None:
         self.watch = Periodic(self._watch)
-        """Runs as long as batches are executed: it ends the calls that are not answered in time."""
+        """Ends the calls that are not answered in time; runs as long as batches are executed."""
         self.claimant = random.token(96)
+        self.clock_offset = 0.0
+        """Seconds by which this process's clock is ahead of the server's, at least."""
         self._name = name
         self._keys = keys_of(name)
-        self._link = link
+        self._client = client
         self._timeout = timeout
         self._commands: list[Operation] = []
-        self._calls: Iterator[Call] = iter(())
-        self._call: Call | None = None
+        self._calls: Iterator[FunctionCall] = iter(())
+        self._call: FunctionCall | None = None
         self._asked_at = 0.0
         self._waiter = waiter
-        self._due_in = due_in
-        self._owing = owing
+        self._on_due = on_due
+        self._on_unconfirmed = on_unconfirmed
         self._now = clock.loop_clock()
-        self._heard = 0  # when the last claim was made whose answer has come
-        self._owed: list[Operation] = []
-        self._ahead = 0.0  # by how much this process's clock is ahead of the server's, at least
+        self._last_claim = 0  # whose answer has come
+        self._unconfirmed: list[Operation] = []
 
     @property
     def unconfirmed(self) -> int:
-        """How many operations of calls that failed are done with the next call."""
-        return len(self._owed)
+        """The number of operations that are retried with the next call."""
+        return len(self._unconfirmed)
 
     async def execute(self, commands: list[Operation]) -> None:
-        """Have commands executed; those whose call fails, or was not made, get its error from the batcher."""
-        if self._owed:
-            commands, self._owed = [*self._owed, *commands], []
+        """Execute commands; if a call fails, its commands and those of the calls behind it get the error from the batcher."""
+        if self._unconfirmed:
+            commands, self._unconfirmed = [*self._unconfirmed, *commands], []
         self._commands, self._call = commands, None
-        self._calls = calls(self._name, self._keys, commands, self._now(), self._waiter)
-        await self._go_on(self._link.call)
+        self._calls = calls_for(self._name, self._keys, commands, self._now(), self._waiter)
+        await self._make_calls(resumed=False)
 
     async def resume(self) -> None:
-        """Go on with what was cancelled: its answer, if there is to be one, is still to come."""
-        if not self._link.awaiting:
-            self._owe()
+        """Continue what was cancelled: the reply, if the call was made, is still to come."""
+        if not self._client.awaiting:
+            self._keep_unconfirmed()
             raise MailboxConnectionError("the call was cancelled before it was made")
-        await self._go_on(lambda *_: self._link.resume())
+        await self._make_calls(resumed=True)
 
-    async def _go_on(self, ask: Callable[..., Awaitable[list[Any]]]) -> None:
+    async def _make_calls(self, *, resumed: bool) -> None:
         try:
             while (call := self._call or next(self._calls, None)) is not None:
-                if self._call is None:
+                if resumed:
+                    results = await self._client.resume()
+                    resumed = False
+                else:
                     self._call, self._asked_at = call, self._now()
                     self.watch.wake_by(self._asked_at + self._timeout)
-                self._take(call, await ask(call.keys, call.arguments))
-                self._call, ask = None, self._link.call
+                    results = await self._client.call(call.keys, call.arguments)
+                self._take(call, results)
+                self._call = None
             self._commands = []  # they may be large, and the next ones may be long in coming
         except Exception:
-            self._owe()
+            self._keep_unconfirmed()
             raise
 
-    def _take(self, call: Call, results: list[Any]) -> None:
+    def _take(self, call: FunctionCall, results: list[Any]) -> None:
         due, then, dropped = call.take(results)
         if dropped:
             _log.warning(
                 "mailbox %r: %d index entries without a message were dropped (a key was deleted)", self._name, dropped
             )
-        if again := [command for command in call.failed if command.owed]:
-            for command in again:
+        if call.failed and (retried := [command for command in call.failed if command.retried]):
+            for command in retried:
                 command.error, command.done = None, False
-            self._owed = joined([*self._owed, *again])
-            self._owing()
-        self._ahead = self._asked_at - then / MICRO
-        for claim in call.commands:
-            if type(claim) is Claim and claim.error is None:
-                for delivery in (*claim.result[-1:], *claim.unreadable[-1:]):
-                    self._heard = max(self._heard, claimed_at(delivery.receipt_handle))
+            self._unconfirmed = joined([*self._unconfirmed, *retried])
+            self._on_unconfirmed()
+        self.clock_offset = self._asked_at - then / MICRO
+        self._last_claim = max(self._last_claim, call.last_claim)
         if due >= 0:
-            self._due_in(due / MICRO)
+            self._on_due(due / MICRO)
 
-    def _owe(self) -> None:
-        """A call has failed: what is to be done all the same goes with the next, and what takes back its claims."""
+    def _keep_unconfirmed(self) -> None:
+        """Keep what a failed call must do for the next call, with an operation that undoes its claims."""
         self._call = None
-        self._owed = joined(
-            [*self._owed, *(command for command in self._commands if command.owed and not command.done)]
-        )
-        unheard = any(type(command) is Claim and not command.done for command in self._commands)
-        if unheard and not any(type(command) is Unheard for command in self._owed):
-            self._owed.append(Unheard(self.claimant, self._heard))
+        retried = [command for command in self._commands if command.retried and not command.done]
+        self._unconfirmed = joined([*self._unconfirmed, *retried])
+        claimed = any(type(command) is Claim and not command.done for command in self._commands)
+        if claimed and not any(type(command) is UndoLostClaims for command in self._unconfirmed):
+            self._unconfirmed.append(UndoLostClaims(self.claimant, self._last_claim))
         self._commands, self._calls = [], iter(())
-        if self._owed:
-            self._owing()
+        if self._unconfirmed:
+            self._on_unconfirmed()
 
     async def _watch(self, overslept: float) -> float:
         if self._call is None:
             return math.inf
-        now, patience = self._now(), self._asked_at + self._timeout
-        if now < patience:
-            return patience
-        await self._link.abandon()
+        now, deadline = self._now(), self._asked_at + self._timeout
+        if now < deadline:
+            return deadline
+        await self._client.abandon()
         return now + self._timeout / 10  # where it was about to be made
-
-    def instant(self, micros: int) -> float:
-        """An instant of the server's on this process's clock, or a little sooner: by when the last answer was asked for."""
-        return min(self._now(), micros / MICRO + self._ahead)

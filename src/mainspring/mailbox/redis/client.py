@@ -10,6 +10,7 @@ import hashlib
 import math
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,29 +21,36 @@ from mainspring.core.clock import loop_clock
 from mainspring.core.loggers import Logger
 from mainspring.errors import ConfigError, MailboxConnectionError
 from mainspring.mailbox.limits import SILENCE
-from mainspring.mailbox.redis.batches import Call
-from mainspring.mailbox.redis.commands import Put, base_of, keys_of
+from mainspring.mailbox.redis.batches import FunctionCall
+from mainspring.mailbox.redis.commands import Send, base_of, keys_of
 from mainspring.mailbox.redis.connection import (
     LONGEST,
     LOST,
     RECONNECT_INITIAL,
-    Lines,
+    Connection,
+    Connectors,
     ServerError,
-    Wire,
     connect,
-    refused,
-    trouble,
+    explain,
+    is_refusal,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from mainspring.mailbox.message import Envelope
-    from mainspring.mailbox.redis.connection import Channel
+    from mainspring.mailbox.redis.connection import Argument, Channel, Connector
     from mainspring.mailbox.redis.url import Server
     from mainspring.mailbox.settings import Host
 
 TRIES: Final = 4
+FOR_CALLS: Final = "mainspring-calls"
+TO_LISTEN: Final = "mainspring-listener"
+"""Names of connections in ``CLIENT LIST``."""
+MOST_TARGETS: Final = 16
+"""Connections to other nodes that are kept unused: each requester of a fleet may have a mailbox for its replies."""
+WARNED = "Redis servers that were warned of"
+_log = Logger("mainspring.mailbox")
 _ELSEWHERE: Final = frozenset({"MOVED", "ASK", "READONLY", "CLUSTERDOWN", "MASTERDOWN"})
 
 
@@ -60,53 +68,52 @@ def library() -> tuple[bytes, bytes]:
 _PARTS: Final = ("store", "rights", "due", "handing", "messages", "dead", "recovery", "run")
 
 
-class Link:
-    """Calls the functions. What of it is lost with the connection raises; only what the server refused is tried again.
+class Client:
+    """Calls the functions for one mailbox, one call at a time. A lost call raises; a call that the server refused is retried.
 
-    One call of it is out at a time; those of other mailboxes travel beside it. To connect, it has the timeout; how long an
-    answer may take is its caller's to say: see :meth:`abandon`. A connection on which the server has said nothing for
-    ``silence`` seconds is tried before it is trusted with a call: something between may have dropped it.
+    To connect, a call has the timeout. How long its reply may take is the caller's decision: see :meth:`abandon`. A connection
+    on which the server has said nothing for ``silence`` seconds is pinged before a call: a firewall may have dropped it.
     """
 
-    def __init__(self, directory: Directory, timeout: float, silence: float = SILENCE) -> None:
-        self._directory = directory
+    def __init__(self, topology: Topology, timeout: float, silence: float = SILENCE) -> None:
+        self._topology = topology
         self._timeout = timeout
         self._silence = silence
         self._library, self._function = library()
         self._now = loop_clock()
-        self._wire: Channel | None = None
+        self._channel: Channel | None = None
         self._busy = False
         self._command: tuple[Any, ...] = ()
         self._awaiting = False
         self._abandoned = False
         self._ended = False
         self._connecting = anyio.CancelScope()
-        self._welcome = False
+        self._was_connected = False
         self.reconnects = 0
         """Connections made since the first one."""
         self.failed_at = -math.inf
-        """When a call last found the server away, if no connection was made since."""
+        """When a call last failed, if no connection was made since."""
         self.on_connect: Callable[[Host], None] | None = None
         self.on_silence: Callable[[MailboxConnectionError], None] | None = None
-        """Told why, when a call has not been answered in time."""
+        """Called with the error of a call that was not answered in time."""
 
     @property
     def connected(self) -> bool:
-        """Whether there is a connection, as far as is known."""
-        return self._wire is not None and self._wire.current
+        """True if there is a connection, as far as is known."""
+        return self._channel is not None and self._channel.current
 
     @property
     def host(self) -> Host | None:
-        """Where it is connected."""
-        return self._wire.host if self._wire is not None and self._wire.current else None
+        """Return the address of the server that it is connected to."""
+        return self._channel.host if self._channel is not None and self._channel.current else None
 
     @property
     def awaiting(self) -> bool:
-        """Whether a call is out whose answer has not been read: :meth:`resume` reads it, and the next call hangs up first."""
+        """True if the reply to a cancelled call is still to come: :meth:`resume` reads it, the next call disconnects first."""
         return self._awaiting
 
-    async def call(self, keys: Sequence[bytes], arguments: Sequence[str | int | float | bytes]) -> list[Any]:
-        """Have a batch done. Cancelled while it waits for the answer, it leaves the call out (see ``awaiting``).
+    async def call(self, keys: Sequence[bytes], arguments: Sequence[Argument]) -> list[Any]:
+        """Have the server run a batch. Cancelled while it waits for the reply, it leaves the call out (see ``awaiting``).
 
         :raises MailboxConnectionError: the server cannot be reached, does not answer, or refuses. After a lost connection or
             an :meth:`abandon` it may have done what it was asked.
@@ -117,25 +124,35 @@ class Link:
         return await self.resume()
 
     async def resume(self) -> list[Any]:
-        """Go on with the call whose caller was cancelled."""
+        """Continue the call whose caller was cancelled."""
+        began = self._now()
         self._busy = True
         try:
-            return await self._call()
+            for attempt in range(1, TRIES + 1):
+                channel = self._channel
+                if self._awaiting:
+                    if channel is None:  # disconnected meanwhile
+                        raise anyio.ClosedResourceError
+                elif channel is None or not channel.is_fresh(began - self._silence):
+                    channel = await self._connect_by(began + self._timeout)
+                try:
+                    if not self._awaiting:
+                        await channel.send(self._command)
+                        self._awaiting = True
+                    result: list[Any] = await channel.next(channel.replies)
+                    self._awaiting = False
+                    return result
+                except ServerError as error:
+                    self._awaiting = False
+                    if attempt == TRIES:
+                        raise
+                    await self._prepare_retry(channel, error)
+            raise AssertionError
         except LOST as error:
-            late = self._abandoned or isinstance(error, TimeoutError)
-            self.failed_at = self._now()
-            await self._mistrust()
-            if late:
-                silent = MailboxConnectionError(
-                    f"the Redis server at {self._place} did not answer within {self._timeout:g} s"
-                )
-                if self.on_silence is not None:
-                    self.on_silence(silent)
-                raise silent from error
-            raise MailboxConnectionError(f"the Redis server at {self._place}: {trouble(error)}") from error
+            raise await self._failure(error) from error
         except ServerError as error:
             if error.is_last:
-                await self._mistrust()
+                await self._retire()
             raise
         except BaseException:
             if not self._awaiting:
@@ -146,174 +163,155 @@ class Link:
             if not self._awaiting:
                 self._command = ()  # it may be large, and the next one may be long in coming
 
-    async def _call(self) -> list[Any]:
-        began = self._now()
-        for attempt in range(1, TRIES + 1):
-            wire = self._wire
-            if self._awaiting:
-                if wire is None:  # hung up on meanwhile
-                    raise anyio.ClosedResourceError
-            elif wire is None or not wire.heard_since(began - self._silence):
-                wire = await self._connect_by(began + self._timeout)
-            try:
-                if not self._awaiting:
-                    await wire.send(self._command)
-                    self._awaiting = True
-                result: list[Any] = await wire.read()
-            except ServerError as error:
-                self._awaiting = False
-                if attempt == TRIES:
-                    raise
-                await self._after(wire, error)
-                continue
-            self._awaiting = False
-            return result
-        raise AssertionError
+    async def _failure(self, error: BaseException) -> MailboxConnectionError:
+        """Retire the connection; return the error of a call that was lost."""
+        late = self._abandoned or isinstance(error, TimeoutError)
+        self.failed_at = self._now()
+        await self._retire()
+        if not late:
+            return MailboxConnectionError(f"the Redis server at {self._place}: {explain(error)}")
+        silent = _silent(self._topology.server, self._timeout, connected=self._was_connected)
+        if self.on_silence is not None:
+            self.on_silence(silent)
+        return silent
 
     async def _connect_by(self, deadline: float) -> Channel:
-        wire: Channel | None = None
+        channel: Channel | None = None
         with anyio.CancelScope(deadline=deadline) as self._connecting:
-            wire = await self.connect()
-        if wire is None:
+            channel = await self.connect()
+        if channel is None:
             raise anyio.ClosedResourceError if self._ended else TimeoutError
-        return wire
+        return channel
 
     async def abandon(self) -> None:
-        """The answer to the call that is out has taken too long: end it, and let the next calls have another connection."""
-        if self._wire is not None and (self._busy or self._awaiting):
+        """End the call that is out, as its reply has taken too long; the next calls get another connection."""
+        if self._channel is not None and (self._busy or self._awaiting):
             self._abandoned = True
-            self._wire.retire()
-            await self._hang_up()
+            self._channel.shared.retire(pause=False)
+            await self._disconnect()
 
-    async def _after(self, wire: Channel, error: ServerError) -> None:
-        """Make ready for another try, where the server has done nothing and another try can help; else raise."""
+    async def _prepare_retry(self, channel: Channel, error: ServerError) -> None:
+        """Prepare another try if the server has done nothing and another try can help; else raise."""
         if error.code == "ERR" and error.detail.startswith("Function not found"):
-            await self._load(wire)
+            await self._load(channel)
         elif error.code == "OOM":
             self._command = (b"FCALL", self._function + b"_full", *self._command[2:])
         elif error.code in _ELSEWHERE:
-            await self._mistrust(pause=True)
+            await self._retire(pause=True)
         elif error.code in {"LOADING", "TRYAGAIN", "BUSY"}:
             await anyio.sleep(RECONNECT_INITIAL)
         else:
             raise error
 
-    async def _load(self, wire: Channel) -> None:
+    async def _load(self, channel: Channel) -> None:
         try:
-            await wire.call("FUNCTION", "LOAD", self._library)
+            await channel.call("FUNCTION", "LOAD", self._library)
         except ServerError as error:
             if error.code == "OOM":
                 raise MailboxConnectionError(
                     f"the Redis server at {self._place} has no memory left for this version's functions: raise maxmemory"
                 ) from error
             if "already exists" not in error.detail:  # else another process was quicker
-                await self._after(wire, error)
+                await self._prepare_retry(channel, error)
 
     async def connect(self) -> Channel:
-        """The connection, made if there is none, and tried first if the server has said nothing on it for long."""
+        """Return the connection; make it if there is none, ping it if the server has said nothing for long."""
         while True:
-            wire = self._wire
-            if wire is None or not wire.current:
-                wire = await self._join()
-            if wire.heard_since(self._now() - self._silence):
-                return wire
+            channel = self._channel
+            if channel is None or not channel.current:
+                channel = await self._open_channel()
+            if channel.is_fresh(self._now() - self._silence):
+                return channel
             try:
-                await wire.call("PING")
+                await channel.call("PING")
             except LOST:
-                await self._mistrust()
+                await self._retire()
             else:
-                return wire
+                return channel
 
-    async def _join(self) -> Channel:
+    async def _open_channel(self) -> Channel:
         await self._drop()
         if self._ended:
             raise anyio.ClosedResourceError
         while True:
             try:
-                wire = await self._directory.connect()
+                channel = await self._topology.open_channel(FOR_CALLS)
             except ServerError as error:
-                if refused(error) and not self._welcome:
+                if is_refusal(error) and not self._was_connected:
                     raise ConfigError(f"{error} ({self._place}); check the user and the password of the URL") from error
                 if error.code not in _ELSEWHERE and error.code != "LOADING":
                     raise
             except ConfigError as error:
-                if not self._welcome:
+                if not self._was_connected:
                     raise
                 raise MailboxConnectionError(str(error)) from error
             else:
                 break
-        if self._welcome:
+        if self._was_connected:
             self.reconnects += 1
-        self._welcome = True  # from now on a refusal may be somebody's passing mistake
+        self._was_connected = True  # from now on a refusal may be an operator's passing mistake
         self.failed_at = -math.inf
-        self._wire = wire
+        self._channel = channel
         if self._ended:  # just then
-            await self._hang_up()
+            await self._disconnect()
             raise anyio.ClosedResourceError
         if self.on_connect is not None:
-            self.on_connect(wire.host)
-        return wire
+            self.on_connect(channel.host)
+        return channel
 
     async def ask(self, what: Callable[..., Awaitable[None]], *arguments: object) -> None:
-        """Have ``what`` ask the server things over this connection; call it only while no other call is out.
+        """Await ``what(channel, *arguments)`` with this connection; only while no other call is out.
 
-        Where the server does not answer, or the connection is lost, it is let be: the next call connects anew.
+        Return also if the server does not answer or the connection is lost: the next call connects anew.
         """
-        told = False
+        done = False
         with anyio.move_on_after(self._timeout), suppress(*LOST):
             await what(await self.connect(), *arguments)
-            told = True
-        if not told:
-            await self._mistrust()
+            done = True
+        if not done:
+            await self._retire()
 
     async def suspect(self) -> None:
-        """The server seems to have gone: do not trust the connection, unless a call is out, which will see for itself."""
+        """Retire the connection, as the server seems to be gone; a call that is out finds out by itself."""
         if not (self._busy or self._awaiting):
-            await self._mistrust()
+            await self._retire()
 
     async def close(self) -> None:
-        """Hang up, and connect no more; a call that is out, or connects still, ends."""
+        """Disconnect, and connect no more; a call that is out, or still connects, ends."""
         self._ended = True
         self._connecting.cancel()
         await self._drop()
 
-    async def _mistrust(self, *, pause: bool = False) -> None:
-        """Leave the connection, and let no mailbox begin a call on it any more."""
-        if self._wire is not None:
-            self._wire.retire(pause=pause)
+    async def _retire(self, *, pause: bool = False) -> None:
+        """Leave the connection, and let no mailbox begin another call on it."""
+        if self._channel is not None:
+            self._channel.shared.retire(pause=pause)
         await self._drop()
 
     async def _drop(self) -> None:
-        """Leave the connection, to take what there is with the next call."""
+        """Leave the connection; the next call opens a channel of the current one."""
         self._awaiting = self._abandoned = False
-        await self._hang_up()
+        await self._disconnect()
 
-    async def _hang_up(self) -> None:
-        wire, self._wire = self._wire, None
-        if wire is not None:
+    async def _disconnect(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
             with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
-                await wire.close()
+                await channel.close()
 
     @property
     def _place(self) -> str:
-        return self._directory.server.address.partition("://")[2]
-
-
-FOR_CALLS: Final = "mainspring-calls"
-TO_LISTEN: Final = "mainspring-listener"
-"""Names of connections in ``CLIENT LIST``."""
-WARNED = "Redis servers that were warned of"
-_log = Logger("mainspring.mailbox")
+        return self._topology.server.address.partition("://")[2]
 
 
 class _InClusterError(Exception):
     """The server belongs to a cluster, whose mailboxes are on different nodes."""
 
 
-class Directory:
+class Topology:
     """Finds the server of one mailbox, anew for each connection: it may have moved.
 
-    All mailboxes of the event loop on that server share its connections; in a cluster each mailbox has its own.
+    The mailboxes of an event loop on one server share its connections; in a cluster each mailbox has its own.
     """
 
     def __init__(self, server: Server, key: bytes, *, cluster: bool = False) -> None:
@@ -321,88 +319,80 @@ class Directory:
         self._key = key
         self._nodes: list[Host] = list(server.hosts)
         self.cluster = cluster or server.kind == "cluster"
-        self._lines: Lines | None = Lines() if self.cluster else None
+        self._connectors: Connectors | None = Connectors() if self.cluster else None
         self.longest = LONGEST
-        """The most bytes of one argument that the server takes that was connected to last."""
+        """The most bytes of one argument that the last server takes."""
 
-    async def connect(self) -> Channel:
-        """A channel of the connection for calls to the server that holds the mailbox now.
+    async def open_channel(self, name: str) -> Channel:
+        """Return a channel of the connection :data:`FOR_CALLS` or :data:`TO_LISTEN` to the server that holds the mailbox now.
 
         Raises what :data:`~mainspring.mailbox.redis.connection.LOST` names, :class:`ServerError` (also where it is no primary),
         :class:`MailboxConnectionError` where no node of a cluster has it, :class:`ConfigError`.
         """
-        return await self._channel(FOR_CALLS)
-
-    async def listen(self) -> Channel:
-        """A channel of the connection to subscribe on; raises as :meth:`connect`."""
-        return await self._channel(TO_LISTEN)
-
-    async def _channel(self, name: str) -> Channel:
         try:
-            channel = await self._join(name)
+            channel = await self._connector(name).open_channel(partial(self._connect, name))
         except _InClusterError:
-            self.cluster, self._lines = True, Lines()
-            channel = await self._join(name)
+            self.cluster, self._connectors = True, Connectors()
+            channel = await self._connector(name).open_channel(partial(self._connect, name))
         self.longest = channel.longest
         return channel
 
-    async def _join(self, name: str) -> Channel:
-        if self._lines is None:
-            self._lines = Lines.shared(self.server)
-        line = self._lines.calls if name == FOR_CALLS else self._lines.listening
-        return await line.join(lambda: self._connect(name))
+    def _connector(self, name: str) -> Connector:
+        if self._connectors is None:
+            self._connectors = Connectors.shared(self.server)
+        return self._connectors.calls if name == FOR_CALLS else self._connectors.listening
 
-    async def _connect(self, name: str) -> Wire:
-        wire = await self._found(name)
+    async def _connect(self, name: str) -> Connection:
+        connection = await self._connect_to_owner(name)
         try:
-            wire.longest = await _longest(wire)
+            connection.longest = await _longest(connection)
         except BaseException:
             with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
-                await wire.close()
+                await connection.close()
             raise
-        return wire
+        return connection
 
-    async def _found(self, name: str) -> Wire:
+    async def _connect_to_owner(self, name: str) -> Connection:
         if self.server.kind == "sentinel":
-            return await self._of_sentinels(name)
+            return await self._primary_by_sentinels(name)
         failed: Exception | None = None
         for host in list(self._nodes):
             try:
-                wire = await connect(self.server, host, name=name)
-                if wire.cluster:
-                    return await self._of_cluster(wire, name)
+                connection = await connect(self.server, host, name=name)
+                if connection.cluster:
+                    return await self._owner_in_cluster(connection, name)
             except (*LOST, ServerError) as error:
                 failed = error
                 continue
             if self.server.kind == "cluster":
-                await wire.close()
+                await connection.close()
                 raise ConfigError(f"the server at {host[0]}:{host[1]} is no node of a cluster; its scheme is redis://")
-            return wire
+            return connection
         assert failed is not None
         raise failed
 
-    async def _of_cluster(self, wire: Wire, name: str) -> Wire:
-        """The node that has the mailbox's slot, asked of another node."""
+    async def _owner_in_cluster(self, connection: Connection, name: str) -> Connection:
+        """Return a connection to the node with the mailbox's slot, which the node of ``connection`` names."""
         try:
-            if not self.cluster:  # the line is that of all mailboxes
+            if not self.cluster:  # the connector is shared by all mailboxes
                 raise _InClusterError
-            slot = await wire.call("CLUSTER", "KEYSLOT", self._key)
-            ranges = await wire.call("CLUSTER", "SLOTS")
-            nodes = [(_node(row[2], wire.host), row[0] <= slot <= row[1]) for row in ranges]
+            slot = await connection.call("CLUSTER", "KEYSLOT", self._key)
+            ranges = await connection.call("CLUSTER", "SLOTS")
+            nodes = [(_node(row[2], connection.host), row[0] <= slot <= row[1]) for row in ranges]
             owner = next((host for host, owns in nodes if owns), None)
             if owner is None:
                 raise MailboxConnectionError(f"no node of the cluster has slot {slot}, which the mailbox is in")
             self._nodes = list(dict.fromkeys([owner, *(host for host, _ in nodes), *self.server.hosts]))
         except BaseException:
-            await wire.close()
+            await connection.close()
             raise
-        if owner == wire.host:
-            return wire
-        await wire.close()
+        if owner == connection.host:
+            return connection
+        await connection.close()
         return await connect(self.server, owner, name=name)
 
-    async def _of_sentinels(self, name: str) -> Wire:
-        """The primary that the first sentinel to answer names."""
+    async def _primary_by_sentinels(self, name: str) -> Connection:
+        """Return a connection to the primary that the first sentinel to answer names."""
         failed: Exception | None = None
         for host in list(self._nodes):
             try:
@@ -422,62 +412,68 @@ class Directory:
                 continue
             self._nodes.remove(host)
             self._nodes.insert(0, host)  # it is asked first the next time
-            wire = await connect(self.server, (found[0].decode(), int(found[1])), name=name)
-            if await _is_primary(wire):
-                return wire
+            connection = await connect(self.server, (found[0].decode(), int(found[1])), name=name)
+            if await _is_primary(connection):
+                return connection
             failed = ServerError("READONLY the server that the sentinel named is no primary (yet)")
         assert failed is not None
         raise failed
 
 
-async def _longest(wire: Wire) -> int:
+async def _longest(connection: Connection) -> int:
     try:
-        told = await wire.call("CONFIG", "GET", "proto-max-bulk-len")
-    except ServerError:  # not everybody may ask
+        told = await connection.call("CONFIG", "GET", "proto-max-bulk-len")
+    except ServerError:  # the user may not ask
         return LONGEST
     return int(told[1]) if told else LONGEST
 
 
 async def has_mailbox(server: Server, name: str, timeout: float) -> bool:
-    """Whether there are keys of that mailbox: one that was opened, or sent to, has some for as long as the server keeps them.
+    """Return whether there are keys of that mailbox: one that was opened, or sent to, has some while the server keeps them.
 
     :raises ConfigError: the server refuses the login, or is too old.
     :raises MailboxConnectionError: it cannot be reached, or does not answer within the timeout.
     """
-    link = Link(Directory(server, base_of(name)), timeout)
+    client = Client(Topology(server, base_of(name)), timeout)
     try:
         with anyio.move_on_after(timeout):
-            return bool(await (await link.connect()).call("EXISTS", *keys_of(name)))
+            return bool(await (await client.connect()).call("EXISTS", *keys_of(name)))
     except LOST as error:
-        raise MailboxConnectionError(f"the Redis server at {server.address}: {trouble(error)}") from error
+        raise MailboxConnectionError(f"the Redis server at {server.address}: {explain(error)}") from error
     finally:
-        await link.close()
-    raise MailboxConnectionError(f"the Redis server at {server.address} did not answer within {timeout:g} s")
+        await client.close()
+    raise _silent(server, timeout, connected=False)
 
 
-async def _is_primary(wire: Wire) -> bool:
-    """Whether it is one; else, and where it does not say so, the connection is closed."""
+def _silent(server: Server, timeout: float, *, connected: bool) -> MailboxConnectionError:
+    place = server.address.partition("://")[2]
+    hint = "; the port may be one without TLS" if server.tls is not None and not connected else ""
+    return MailboxConnectionError(f"the Redis server at {place} did not answer within {timeout:g} s{hint}")
+
+
+async def _is_primary(connection: Connection) -> bool:
+    """Return whether the server is a primary; if not, or on an error, close the connection."""
     primary = False
     try:
-        primary = bool((await wire.call("ROLE"))[0] == b"master")
+        primary = bool((await connection.call("ROLE"))[0] == b"master")
     finally:
         if not primary:
             with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
-                await wire.close()
+                await connection.close()
     return primary
 
 
 def _node(row: list[Any], asked: Host) -> Host:
-    """A node as CLUSTER SLOTS tells it; without an address, it is where the one that was asked is."""
+    """Read a node from CLUSTER SLOTS; without an address it is that of the node which was asked."""
     return row[0].decode() if row[0] else asked[0], int(row[1])
 
 
-async def check(wire: Channel, name: str, address: str, allow_eviction: bool) -> None:
-    """Refuse a server that evicts keys; log once for a server that it has no file. Both as far as it tells everybody.
+async def check(channel: Channel, name: str, address: str, allow_eviction: bool) -> None:
+    """Refuse a server that evicts keys; log once for a server that it has no file. Both as far as the user may ask.
 
     :raises ConfigError: there is a ``maxmemory`` with a policy other than ``noeviction``, and no ``allow_eviction``.
     """
-    memory = await _info(wire, "memory")
+    memory = await _info(channel, "memory")
     policy = memory.get("maxmemory_policy", "")
     evicts = policy.startswith(("allkeys", "volatile")) and memory.get("maxmemory", "0") != "0"
     if evicts and not allow_eviction:
@@ -487,7 +483,7 @@ async def check(wire: Channel, name: str, address: str, allow_eviction: bool) ->
         )
     if address in _warned():
         return
-    persistence = await _info(wire, "persistence")
+    persistence = await _info(channel, "persistence")
     if address in _warned():  # by another mailbox meanwhile
         return
     process.set_current(WARNED, _warned() | {address})
@@ -510,81 +506,77 @@ def _warned() -> frozenset[str]:
     return process.current(WARNED) or frozenset()
 
 
-async def _info(wire: Channel, section: str) -> dict[str, str]:
+async def _info(channel: Channel, section: str) -> dict[str, str]:
     try:
-        text = await wire.call("INFO", section)
-    except ServerError:  # not everybody may ask
+        text = await channel.call("INFO", section)
+    except ServerError:  # the user may not ask
         return {}
     lines = bytes(text).decode("utf-8", "replace").splitlines()
     return dict(line.split(":", 1) for line in lines if ":" in line)
 
 
-MOST: Final = 16
-"""Connections that are kept while nothing is sent over them: each requester of a fleet may have a mailbox for its replies."""
+class _Target:
+    """The client for one mailbox, and its callers, which take turns."""
 
+    __slots__ = ("client", "lock", "users")
 
-class _Way:
-    """The connection to one mailbox, and those who send over it: one after the other."""
-
-    __slots__ = ("link", "lock", "users")
-
-    def __init__(self, link: Link) -> None:
-        self.link = link
+    def __init__(self, client: Client) -> None:
+        self.client = client
         self.lock = anyio.Lock()
         self.users = 0
 
 
-class Beside:
-    """Sends to mailboxes by their names, each over a connection to the node that holds it.
+class OtherNodes:
+    """Sends replies to other mailboxes of a cluster, each over a connection to the node that holds it.
 
-    Those who send to one mailbox take turns; nobody waits for a node that only others send to. What is too large for the
-    node of ``directory`` is so for all nodes.
+    Callers that send to one mailbox take turns; none waits for a node that only others send to. All nodes are taken to accept
+    arguments as long as the node of ``topology`` does.
     """
 
-    def __init__(self, directory: Directory, timeout: float) -> None:
-        self._directory = directory
+    def __init__(self, topology: Topology, timeout: float) -> None:
+        self._topology = topology
         self._timeout = timeout
-        self._ways: dict[str, _Way] = {}
+        self._targets: dict[str, _Target] = {}
 
     async def send(self, reply: Envelope, message_id: str) -> None:
         """Send a reply before its request is settled; while it is unread, a second one to the same request is dropped.
 
         :raises SerializationError: it is larger than a node takes.
-        :raises MailboxConnectionError: it has not been taken within the timeout, the turns of others included.
+        :raises MailboxConnectionError: it was not taken within the timeout, the turns of others included.
         """
         name = reply.reply_to or ""
-        put = Put([replace(reply, reply_to=None, dedup_key=f"reply:{message_id}")], None)
-        put.check(self._directory.longest)
-        call = Call(name, keys_of(name))
-        put.write(call.arguments, call.number)
-        call.add(put.take, (put,))
-        server = self._directory.server
-        way = self._ways.pop(name, None) or _Way(Link(Directory(server, base_of(name), cluster=True), self._timeout))
-        self._ways[name] = way  # the last one used is the last one
-        way.users += 1
+        send = Send([replace(reply, reply_to=None, dedup_key=f"reply:{message_id}")], None)
+        send.check_size(self._topology.longest)
+        call = FunctionCall(name, keys_of(name))
+        call.add([send])
+        target = self._targets.pop(name, None)
+        if target is None:
+            topology = Topology(self._topology.server, base_of(name), cluster=True)
+            target = _Target(Client(topology, self._timeout))
+        self._targets[name] = target  # the most recent one is last
+        target.users += 1
         try:
             with anyio.fail_after(self._timeout):
-                await self._tidy()
-                async with way.lock:
-                    call.take(await way.link.call(call.keys, call.arguments))
+                await self._close_oldest()
+                async with target.lock:
+                    call.take(await target.client.call(call.keys, call.arguments))
         except TimeoutError:
             raise MailboxConnectionError(
                 f"the mailbox {name!r} has not taken the reply within {self._timeout:g} s"
             ) from None
         finally:
-            way.users -= 1
-        if put.error is not None:
-            raise put.error
+            target.users -= 1
+        if send.error is not None:
+            raise send.error
 
-    async def _tidy(self) -> None:
-        """Hang up where nobody has sent for longest."""
-        while len(self._ways) > MOST:
-            name = next((name for name, way in self._ways.items() if not way.users), None)
+    async def _close_oldest(self) -> None:
+        while len(self._targets) > MOST_TARGETS:
+            name = next((name for name, target in self._targets.items() if not target.users), None)
             if name is None:
                 return
-            await self._ways.pop(name).link.close()
+            await self._targets.pop(name).client.close()
 
     async def close(self) -> None:
-        """Hang up everywhere."""
-        while self._ways:
-            await self._ways.popitem()[1].link.close()
+        """Disconnect everywhere."""
+        while self._targets:
+            await self._targets.popitem()[1].client.close()

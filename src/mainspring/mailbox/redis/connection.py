@@ -3,25 +3,27 @@
 There is no client library in between: a client's pools and queues would cost more than the call (measured: two to four times
 as long a round trip).
 
-For each server, user and event loop there is one connection for calls, and one to listen.
-A *line* makes one connection for all that ask for it. Each mailbox has a *channel* of it, with the interface of a connection
-of its own: its commands are written in the order in which they come, and the server answers in that order. No task belongs
-to a connection: of the tasks that wait for something to come, one reads for all, and leaves that to the next when it goes.
+For each server, user and event loop there is one connection for calls and one to listen. A *connector* makes one connection
+for all mailboxes. Each mailbox has a *channel* of it: its commands are written in the order in which they come, and the server
+answers in that order. No task belongs to a connection: of the tasks that wait for something to come, one reads for all, and
+the next one takes over when it leaves.
 
-- A channel that is closed has its outstanding answers dropped as they come. The last channel hangs up.
-- A mailbox that mistrusts a connection *retires* it: the next call of any makes a new one; answers that are out are still read.
-- A connection that breaks raises in all its channels.
-- A command is written as far as the socket takes it at once. The rest leaves while its caller waits for the answer, or with
+- A closed channel drops its outstanding replies as they come. The last channel closes the connection.
+- A mailbox that does not trust a connection *retires* it: new channels get a new one, outstanding replies are still read.
+- A lost connection raises in all its channels.
+- A command is written as far as the socket takes it at once. The rest leaves while its caller waits for the reply, or with
   the next command: no cancellation leaves half a command behind.
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import socket
 import ssl
 from collections import deque
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -29,36 +31,37 @@ import hiredis
 from anyio.abc import ByteStream, SocketAttribute
 from anyio.streams.tls import TLSStream
 
-from mainspring.core import process, random
+from mainspring.core import process
 from mainspring.core.clock import loop_clock
 from mainspring.errors import ConfigError, MailboxConnectionError, copied, describe, message_of, remedy
-from mainspring.policies import backoff
 from mainspring.runtime.resolver import connect_tcp
+from mainspring.runtime.retry import Retries
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 
     from anyio.abc import SocketStream
 
     from mainspring.mailbox.redis.url import Server
     from mainspring.mailbox.settings import Host
 
+    Argument = str | int | float | bytes
+
 
 class DirectStream(ByteStream):
-    """The connection of ``stream``, which nobody else uses any more.
+    """A TCP stream that writes at once, and takes over the connection of ``stream``.
 
-    Raises :class:`anyio.BrokenResourceError` where the peer has hung up already.
+    anyio's own stream gives the event loop a turn before each write, which a call of a few hundred bytes need not wait for.
+    This one writes to the same connection under a second descriptor, and reads as anyio does.
 
-    :param waits: a write waits until the socket has taken all of it; False: it returns at once, and :meth:`flush` waits.
+    A write never waits: what the socket does not take at once leaves with the next write or in :meth:`flush`. Several tasks may
+    write: each item arrives whole, in the order of the calls. Cancelled in a read, nothing is lost.
 
-    Unlike anyio's streams it does not yield where it need not: a write that the socket takes whole returns at once. Several
-    tasks may write: each item arrives whole, in the order of the calls. Cancelled in a write, the rest of the item leaves with
-    the next write or :meth:`flush`; cancelled in a read, nothing is lost.
+    :raises anyio.BrokenResourceError: the peer has closed the connection already.
     """
 
-    def __init__(self, stream: SocketStream, *, waits: bool = True) -> None:
+    def __init__(self, stream: SocketStream) -> None:
         self._stream = stream
-        self._waits = waits
         try:
             known = stream.extra(SocketAttribute.raw_socket)  # noqa: S610 - not Django's
             self._socket = socket.fromfd(known.fileno(), known.family, known.type)
@@ -76,16 +79,18 @@ class DirectStream(ByteStream):
         return self._stream.extra_attributes
 
     async def send(self, item: bytes) -> None:
-        """Write all of it, behind what was written before."""
-        sent = 0 if self._rest else self._write(item)
+        """Write ``item`` behind what was written before, as far as the socket takes it."""
+        sent = 0
+        if self._rest:
+            self._check()
+        else:
+            sent = self._write(item)
         if sent < len(item):
             self._rest.append(memoryview(item)[sent:])
-            if self._waits:
-                await self.flush()
 
     @property
     def unsent(self) -> Collection[memoryview]:
-        """What has been written and the socket has not taken; always the same object."""
+        """Return what was written and the socket has not taken; always the same object."""
         return self._rest
 
     async def flush(self) -> None:
@@ -106,10 +111,10 @@ class DirectStream(ByteStream):
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError as error:
-            raise self._broken() from error
+            raise (anyio.BrokenResourceError if self._socket.fileno() >= 0 else anyio.ClosedResourceError) from error
 
     def receive(self, max_bytes: int = 65_536) -> Coroutine[Any, Any, bytes]:
-        """What has come, or comes next; :class:`anyio.EndOfStream` at the end."""
+        """Return what has come, or comes next; raise :class:`anyio.EndOfStream` at the end."""
         return self._stream.receive(max_bytes)
 
     async def send_eof(self) -> None:
@@ -117,7 +122,7 @@ class DirectStream(ByteStream):
         self._check().shutdown(socket.SHUT_WR)
 
     async def aclose(self) -> None:
-        """Hang up; whoever waits in a read or a write has :class:`anyio.ClosedResourceError`."""
+        """Close the connection; tasks that read or flush raise :class:`anyio.ClosedResourceError`."""
         if self._socket.fileno() >= 0:
             anyio.notify_closing(self._socket)
             self._socket.close()
@@ -128,15 +133,10 @@ class DirectStream(ByteStream):
             raise anyio.ClosedResourceError
         return self._socket
 
-    def _broken(self) -> Exception:
-        return anyio.ClosedResourceError() if self._socket.fileno() < 0 else anyio.BrokenResourceError()
-
 
 LEAST_VERSION: Final = 7
-TLS_PATIENCE: Final = 1.0
-"""Seconds after which a server that has not answered to TLS is asked whether it speaks plain text."""
 NOTHING: Final = object()
-"""What is parsed while no reply is whole."""
+"""The result of parsing while no reply is complete."""
 LONGEST: Final = 536_870_912
 """The most bytes of one argument that a server takes which was not told otherwise (``proto-max-bulk-len``)."""
 PIECE: Final = 65_536
@@ -147,8 +147,8 @@ LOST: Final = (OSError, anyio.EndOfStream, anyio.BrokenResourceError, anyio.Clos
 """What reading or writing raises when the connection is gone (TimeoutError is an OSError)."""
 
 
-def trouble(error: BaseException) -> str:
-    """What is wrong with a connection, for people."""
+def explain(error: BaseException) -> str:
+    """Describe what is wrong with a connection, for an error text."""
     if isinstance(error, (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError)):
         return "the connection was lost"
     if isinstance(error, OSError) and isinstance(error.__cause__, OSError):  # anyio's sum of all its tries to connect
@@ -167,173 +167,133 @@ class ServerError(MailboxConnectionError):
 
     @property
     def is_last(self) -> bool:
-        """Whether the server hangs up behind it, as it could not read what it was sent."""
+        """True if the server closes the connection behind it, as it could not read what it was sent."""
         return self.code == "ERR" and self.detail.startswith("Protocol error")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (f"{self.code} {self.detail}",)
 
 
-class Wire:
-    """A connection that is ready for commands, to ``host``. Closed or not, :meth:`close` may be called."""
+class Connection:
+    """A connection to ``host`` that is ready for commands. Closed or not, :meth:`close` may be called."""
 
-    __slots__ = ("_direct", "_stream", "cluster", "feed", "host", "longest", "parsed", "receive", "write")
+    __slots__ = ("_stream", "cluster", "feed", "flush", "host", "longest", "next_reply", "receive", "unsent", "write")
 
     def __init__(self, direct: DirectStream, stream: ByteStream, host: Host) -> None:
         reader = hiredis.Reader(replyError=ServerError, notEnoughData=NOTHING)
         self.write: Callable[[bytes], Awaitable[None]] = stream.send
-        """Writes a packed command. What the socket does not take at once leaves with the next one, or with :meth:`flush`."""
+        """Writes a packed command, as far as the socket takes it."""
+        self.unsent = direct.unsent
+        """What was written and has not left."""
+        self.flush: Callable[[], Awaitable[None]] = direct.flush
+        """Waits until all that was written has left."""
         self.receive: Callable[[int], Awaitable[bytes]] = stream.receive
         """Waits for at most :data:`PIECE` bytes, which are for ``feed``."""
         self.feed: Callable[[bytes], None] = reader.feed
-        self.parsed: Callable[[], Any] = reader.gets
-        """Gives the next reply that has come whole, which may be a :class:`ServerError`; or :data:`NOTHING`."""
-        self._direct = direct
+        self.next_reply: Callable[[], Any] = reader.gets
+        """Returns the next complete reply, which may be a :class:`ServerError`; or :data:`NOTHING`."""
         self._stream = stream
         self.host = host
         self.cluster = False
         self.longest = LONGEST
         """The most bytes of one argument that the server takes."""
 
-    @property
-    def unsent(self) -> Collection[memoryview]:
-        """What has been written and has not left."""
-        return self._direct.unsent
-
-    async def flush(self) -> None:
-        """Wait until all that was written has left."""
-        await self._direct.flush()
-
-    async def call(self, *command: str | int | float | bytes) -> Any:
+    async def call(self, *command: Argument) -> Any:
         """Write one command and read its reply; raises :class:`ServerError` where that is an error."""
-        await self.write(packed(command))
+        await self.write(hiredis.pack_command(command))  # type: ignore[arg-type]  # its stub knows tuples of one only
         await self.flush()
-        while (reply := self.parsed()) is NOTHING:
+        while (reply := self.next_reply()) is NOTHING:
             self.feed(await self.receive(PIECE))
         if isinstance(reply, ServerError):
             raise reply
         return reply
 
     async def close(self) -> None:
-        """Hang up, without waiting for anything."""
+        """Close it without waiting for anything."""
         await anyio.aclose_forcefully(self._stream)
 
 
-def packed(command: Sequence[str | int | float | bytes]) -> bytes:
-    """A command as it is written."""
-    whole: Any = command if type(command) is tuple else tuple(command)  # its stub knows tuples of one only
-    data: bytes = hiredis.pack_command(whole)
-    return data
-
-
-def parsed(said: bytes) -> Any:
-    """What a reply of these bytes says."""
+def parse(data: bytes) -> Any:
+    """Parse one complete reply."""
     reader = hiredis.Reader()
-    reader.feed(said)
+    reader.feed(data)
     return reader.gets()
 
 
-async def connect(server: Server, host: Host, *, sentinel: bool = False, name: str = "mainspring") -> Wire:
-    """A connection to ``host`` as the user of ``server``, on its database, with that name in ``CLIENT LIST``.
+async def connect(server: Server, host: Host, *, sentinel: bool = False, name: str = "mainspring") -> Connection:
+    """Connect to ``host`` as the user of ``server``, on its database, with that name in ``CLIENT LIST``.
 
     Raises what :data:`LOST` names, and :class:`ServerError`; :class:`ConfigError` where the server is too old.
     """
     tcp = await connect_tcp(*host)
     stream: ByteStream = tcp
     try:
-        stream = direct = DirectStream(tcp, waits=False)
+        stream = direct = DirectStream(tcp)
         if server.tls is not None:
             stream = await _encrypted(direct, host, server.tls)
-        wire = Wire(direct, stream, host)
-        await _greet(wire, server, sentinel, name)
+        connection = Connection(direct, stream, host)
+        await _greet(connection, server, sentinel, name)
     except BaseException:
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
             await anyio.aclose_forcefully(stream)
         raise
-    return wire
+    return connection
 
 
 async def _encrypted(stream: ByteStream, host: Host, context: ssl.SSLContext) -> ByteStream:
-    """The stream with TLS. A server without it waits for the end of a line, and says nothing: so it is asked in plain text."""
-    found: list[ByteStream] = []
-    failed: list[Exception] = []
-    plain = False
-
-    async def ask() -> None:
-        nonlocal plain
-        await anyio.sleep(TLS_PATIENCE)
-        plain = await _speaks_plainly(host)
-        if plain:
-            tasks.cancel_scope.cancel()
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(ask)
-        try:
-            found.append(await TLSStream.wrap(stream, hostname=host[0], ssl_context=context, standard_compatible=False))
-        except LOST as error:
-            failed.append(error)
-        tasks.cancel_scope.cancel()
-    if found:
-        return found[0]
-    where = f"the server at {host[0]}:{host[1]}"
-    if plain or (failed and "WRONG_VERSION" in str(failed[0])):
-        raise ConfigError(
-            f"{where} does not speak TLS: set it up there, or write redis:// if everybody may read all of it"
-        )
-    if isinstance(failed[0], ssl.SSLCertVerificationError):
-        raise ConfigError(f"{where} has a certificate that is not trusted ({failed[0].verify_message}); check ca_file")
-    raise failed[0]
-
-
-async def _speaks_plainly(host: Host) -> bool:
     try:
-        async with await connect_tcp(*host) as stream:
-            await stream.send(b"PING\r\n")
-            return (await stream.receive(1))[:1] in (b"+", b"-")
-    except LOST:
-        return False
+        return await TLSStream.wrap(stream, hostname=host[0], ssl_context=context, standard_compatible=False)
+    except ssl.SSLCertVerificationError as error:
+        problem = f"has a certificate that is not trusted ({error.verify_message}); check ca_file"
+    except ssl.SSLError as error:
+        if "WRONG_VERSION" not in str(error):
+            raise
+        problem = "does not speak TLS: set it up there, or write redis:// if everybody may read all of it"
+    raise ConfigError(f"the server at {host[0]}:{host[1]} {problem}")
 
 
-async def _greet(wire: Wire, server: Server, sentinel: bool, name: str) -> None:
+async def _greet(connection: Connection, server: Server, sentinel: bool, name: str) -> None:
     password = server.sentinel_password if sentinel else server.password
     login: list[str] = []
     if password is not None:
         login = ["AUTH", "default" if sentinel or server.username is None else server.username, password]
     try:
-        answer = await wire.call("HELLO", 2, *login, "SETNAME", name)
+        answer = await connection.call("HELLO", 2, *login, "SETNAME", name)
     except ServerError as error:
         if error.code == "ERR" and "unknown command" in error.detail.lower():
-            raise ConfigError(f"{_place(wire)} is older than Redis {LEAST_VERSION}") from None
+            raise ConfigError(f"{_place(connection)} is older than Redis {LEAST_VERSION}") from None
         raise
     said = dict(zip(answer[::2], answer[1::2], strict=False))
     version = said.get(b"version", b"").decode("ascii", "replace")
     if not version.partition(".")[0].isdigit() or int(version.partition(".")[0]) < LEAST_VERSION:
         raise ConfigError(
-            f"{_place(wire)} is version {version or 'unknown'}; a mailbox needs Redis {LEAST_VERSION}, or Valkey"
+            f"{_place(connection)} is version {version or 'unknown'}; a mailbox needs Redis {LEAST_VERSION}, or Valkey"
         )
-    wire.cluster = said.get(b"mode") == b"cluster"
-    if server.db and wire.cluster:
-        raise ConfigError(f"{_place(wire)} belongs to a cluster, which has the database 0 only")
+    connection.cluster = said.get(b"mode") == b"cluster"
+    if server.db and connection.cluster:
+        raise ConfigError(f"{_place(connection)} belongs to a cluster, which has the database 0 only")
     is_sentinel = said.get(b"mode") == b"sentinel"
     if sentinel and not is_sentinel:
-        raise ConfigError(f"{_place(wire)} is no sentinel; its scheme is redis://")
+        raise ConfigError(f"{_place(connection)} is no sentinel; its scheme is redis://")
     if is_sentinel and not sentinel:
-        raise ConfigError(f"{_place(wire)} is a sentinel; write redis+sentinel://host:port/service/0")
+        raise ConfigError(f"{_place(connection)} is a sentinel; write redis+sentinel://host:port/service/0")
     if server.db and not sentinel:
         try:
-            await wire.call("SELECT", server.db)
+            await connection.call("SELECT", server.db)
         except ServerError as error:
             if error.code != "ERR":
                 raise
-            raise ConfigError(f"{_place(wire)} has no database {server.db} ({error.detail}); correct the URL") from None
+            raise ConfigError(
+                f"{_place(connection)} has no database {server.db} ({error.detail}); correct the URL"
+            ) from None
 
 
-def _place(wire: Wire) -> str:
-    return f"the server at {wire.host[0]}:{wire.host[1]}"
+def _place(connection: Connection) -> str:
+    return f"the server at {connection.host[0]}:{connection.host[1]}"
 
 
-def refused(error: ServerError) -> bool:
-    """Whether the server refuses this user: no later try would fare better."""
+def is_refusal(error: ServerError) -> bool:
+    """True if the server refuses this user: no later try would fare better."""
     return error.code in _FORBIDDEN
 
 
@@ -343,76 +303,33 @@ RECONNECT_MAXIMUM: Final = 1.0
 """Seconds between tries to connect: callers wait their turn, so a server that is away is asked gently."""
 
 
-class _NoChannel:
-    """Stands in for a channel where no channel waits for the answer: it is dropped."""
-
-    closed: Final = True
-
-    def answer(self, reply: Any) -> None:
-        """Drop it."""
-
-
-_PING: Final = _NoChannel()
-_LEAVE: Final = _NoChannel()
-
-
-class Gate:
-    """When to try to connect again."""
+class Connectors:
+    """Both connectors to one server, for one user and event loop."""
 
     def __init__(self) -> None:
-        self._now = loop_clock()
-        self._failures = 0
-        self._opens = 0.0
-
-    async def wait(self) -> None:
-        """Wait for the turn to try."""
-        pause = self._opens - self._now()
-        if pause > 0:
-            await anyio.sleep(pause)
-
-    def failed(self) -> None:
-        """A try has failed."""
-        self._failures += 1
-        self._opens = self._now() + backoff(
-            self._failures,
-            initial=RECONNECT_INITIAL,
-            maximum=RECONNECT_MAXIMUM,
-            factor=2.0,
-            jitter="full",
-            rng=random.rng(),
-        )
-
-    def succeeded(self) -> None:
-        """A try has succeeded."""
-        self._failures = 0
-        self._opens = 0.0
-
-
-class Lines:
-    """Both lines to one server, for one user and event loop."""
-
-    def __init__(self) -> None:
-        self.calls = Line()
-        self.listening = Line()
+        self.calls = Connector()
+        self.listening = Connector()
 
     @classmethod
-    def shared(cls, server: Server) -> Lines:
-        """Those of the running event loop to that server, as that user, with those TLS options."""
+    def shared(cls, server: Server) -> Connectors:
+        """Return those of the running event loop to that server, as that user, with those TLS options."""
         return process.shared(KIND, (process.event_loop(), server), cls)
 
 
-class Line:
-    """Gives out channels of one connection, which is made when there is none."""
+class Connector:
+    """Gives out channels of one connection, which is made if there is none."""
 
     def __init__(self) -> None:
-        self.gate = Gate()
-        self.connection: Connection | None = None
+        self.connection: SharedConnection | None = None
+        self._now = loop_clock()
+        self._retries = Retries(initial=RECONNECT_INITIAL, maximum=RECONNECT_MAXIMUM)
+        self._next_try = -math.inf
         self._turn = anyio.Lock()
         self._failures = 0
         self._failure: Exception | None = None
 
-    async def join(self, connect: Callable[[], Awaitable[Wire]]) -> Channel:
-        """A channel of the connection, made by ``connect`` if there is none; of several callers one makes it for all.
+    async def open_channel(self, connect: Callable[[], Awaitable[Connection]]) -> Channel:
+        """Return a channel of the connection; one of several callers calls ``connect`` for all, if there is none.
 
         Raises what ``connect`` raises, also in the callers that waited for that try.
         """
@@ -427,204 +344,191 @@ class Line:
                 await self._make(connect)
         return Channel(self.connection)
 
-    async def _make(self, connect: Callable[[], Awaitable[Wire]]) -> None:
-        await self.gate.wait()
+    async def _make(self, connect: Callable[[], Awaitable[Connection]]) -> None:
+        await anyio.sleep_until(self._next_try)
         try:
-            wire = await connect()
+            connection = await connect()
         except Exception as error:
-            self.gate.failed()
+            self.delay_next_try()
             self._failures += 1
             self._failure = error
             raise
-        self.gate.succeeded()
+        self._retries.succeeded()
         self._failure = None
-        self.connection = Connection(self, wire)
+        self.connection = SharedConnection(self, connection)
+
+    def delay_next_try(self) -> None:
+        """Let the next try to connect wait, longer after each failure."""
+        self._next_try = self._now() + self._retries.failed()
 
 
-class Connection:
+class SharedConnection:
     """One connection to a server, read by one of its channels for all."""
 
-    def __init__(self, line: Line, wire: Wire) -> None:
-        self.line = line
-        self.wire = wire
-        self.unsent = wire.unsent
+    def __init__(self, connector: Connector, connection: Connection) -> None:
+        self.connector = connector
+        self.connection = connection
+        self.unsent = connection.unsent
         self.channels: set[Channel] = set()
-        self.routes: dict[bytes, list[Channel]] = {}
-        """Who hears what is published on a channel of the server's."""
-        self.turns: deque[Channel | _NoChannel] = deque()
-        """Whose the outstanding answers are, in their order."""
+        self.subscribers: dict[bytes, list[Channel]] = {}
+        """By the name of a publish/subscribe channel of the server's."""
+        self.turns: deque[Channel | str] = deque()
+        """Whose the outstanding replies are, in their order: a channel's, or dropped ones to the command of that name."""
         self.reader: Channel | None = None
         self.waiting: dict[anyio.Event, None] = {}
         """The channels that wait while another one reads."""
         self.lost = False
-        self.asked_at: float | None = None
+        self.pinged_at: float | None = None
+        """When the server was sent a PING, if it has sent nothing since."""
         self._now = loop_clock()
-        self.heard_at = self._now()
+        self.last_read_at = self._now()
 
     @property
     def retired(self) -> bool:
         """True if new channels get another connection."""
-        return self.line.connection is not self
+        return self.connector.connection is not self
 
-    async def write(self, turn: Channel | _NoChannel, command: Sequence[str | int | float | bytes]) -> None:
-        """Write one command, whose answer is for ``turn``, as far as the socket takes it."""
-        data = packed(command)
+    async def write(self, turn: Channel | str, command: tuple[Argument, ...]) -> None:
+        """Write one command, whose reply is for ``turn``, as far as the socket takes it."""
+        if self.lost:
+            raise anyio.ClosedResourceError
+        data = hiredis.pack_command(command)  # type: ignore[arg-type]  # its stub knows tuples of one only
         self.turns.append(turn)
         try:
-            await self.wire.write(data)
+            await self.connection.write(data)
         except LOST:
-            await self.hang_up()
+            await self.disconnect()
             raise
 
     async def read(self, channel: Channel, items: deque[Any]) -> None:
         """Read for all until there are ``items`` for ``channel``, or it is closed."""
-        receive, feed, parsed = self.wire.receive, self.wire.feed, self.wire.parsed
+        receive, feed, next_reply = self.connection.receive, self.connection.feed, self.connection.next_reply
         self.reader = channel
         try:
             while not (items or channel.closed):
                 feed(await receive(PIECE))
-                self.heard_at, self.asked_at = self._now(), None
-                while (reply := parsed()) is not NOTHING:
-                    if self.routes and type(reply) is list and self._is_published(reply):
+                self.last_read_at, self.pinged_at = self._now(), None
+                while (reply := next_reply()) is not NOTHING:
+                    if self.subscribers and type(reply) is list and self._publish(reply):
                         continue
                     if not self.turns:
-                        raise anyio.BrokenResourceError  # the last words of a server that hangs up
-                    self.turns.popleft().answer(reply)
+                        raise anyio.BrokenResourceError  # the last words of a server that closes the connection
+                    turn = self.turns.popleft()
+                    if isinstance(turn, Channel):
+                        turn.put(turn.replies, reply)
         except LOST:
-            await self.hang_up()
+            await self.disconnect()
             raise
         finally:
             self.reader = None
-        if self.line.connection is not self:
-            await self.tidy()
+        if self.connector.connection is not self:
+            await self.close_if_unused()
 
-    def _is_published(self, reply: list[Any]) -> bool:
-        """Give out what came for those who have subscribed; False if it is an answer."""
-        unasked = reply[:1] == [b"sunsubscribe"] and not (self.turns and self.turns[0] is _LEAVE)
-        if not unasked and reply[:1] != [b"smessage"]:
+    def _publish(self, reply: list[Any]) -> bool:
+        """Give out what came for subscribers. Return False if it is the reply to a command."""
+        kind = reply[0] if reply else None
+        if kind == b"sunsubscribe":
+            if self.turns and self.turns[0] == "SUNSUBSCRIBE":
+                return False
+        elif kind != b"smessage":
             return False
-        for channel in self.routes.get(reply[1], ()):
-            channel.publish(reply)
+        for channel in self.subscribers.get(reply[1], ()):
+            channel.put(channel.messages, reply)
         return True
-
-    def pass_on(self) -> None:
-        """Let the next one read that waits."""
-        if self.reader is None:
-            next(iter(self.waiting)).set()
 
     def retire(self, *, pause: bool) -> None:
         """Give out no more channels; with ``pause`` the next try to connect waits a little."""
         if not self.retired:
-            self.line.connection = None
+            self.connector.connection = None
             if pause:
-                self.line.gate.failed()
+                self.connector.delay_next_try()
 
-    async def tidy(self) -> None:
-        """Hang up where nothing more is to come: no channel is left, or none of a retired connection waits for anything."""
+    async def close_if_unused(self) -> None:
+        """Close it if nothing more is to come: it has no channel, or is retired and none of its channels waits for anything."""
         if self.lost or (self.channels and not self.retired):
             return
-        if self.channels and (self.routes or any(not turn.closed for turn in self.turns)):
-            return
-        await self.hang_up()
+        awaited = any(isinstance(turn, Channel) and not turn.closed for turn in self.turns)
+        if not self.channels or not (self.subscribers or awaited):
+            await self.disconnect()
 
-    async def hang_up(self) -> None:
+    async def disconnect(self) -> None:
         """Close it for all."""
         self.lost = True
         if not self.retired:
-            self.line.connection = None
+            self.connector.connection = None
         for event in self.waiting:
             event.set()
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
-            await self.wire.close()
+            await self.connection.close()
 
 
 class Channel:
-    """What one mailbox has of a connection: answers to its own commands, and what is published where it subscribes."""
+    """One mailbox's part of a connection: replies to its own commands, and messages published where it subscribes."""
 
-    __slots__ = ("_alone", "_connection", "_event", "_scope", "closed", "host", "longest", "messages", "replies")
+    __slots__ = ("_alone", "_event", "_scope", "closed", "host", "longest", "messages", "replies", "send", "shared")
 
-    def __init__(self, connection: Connection) -> None:
-        self.host = connection.wire.host
-        self.longest = connection.wire.longest
+    def __init__(self, shared: SharedConnection) -> None:
+        self.shared = shared
+        self.host = shared.connection.host
+        self.longest = shared.connection.longest
         self.closed = False
+        self.send: Callable[[tuple[Argument, ...]], Awaitable[None]] = partial(shared.write, self)
+        """Writes one command, without a wait; :meth:`next` waits until all of it has left."""
         self.replies: deque[Any] = deque()
+        """To the commands of this channel; some may be a :class:`ServerError`."""
         self.messages: deque[Any] = deque()
-        self._connection = connection
+        """Published where this channel has subscribed."""
         self._event: anyio.Event | None = None
         self._scope: anyio.CancelScope | None = None
-        self._alone = False  # whether it reads without a scope: closing it hangs up, which ends the read
-        connection.channels.add(self)
+        self._alone = False  # it reads without a scope: closing it disconnects, which ends the read
+        shared.channels.add(self)
 
     @property
     def current(self) -> bool:
         """True if new calls may begin on this connection."""
-        return not (self.closed or self._connection.retired)
+        return not (self.closed or self.shared.retired)
 
-    def heard_since(self, instant: float) -> bool:
+    def is_fresh(self, instant: float) -> bool:
         """True if new calls may begin on this connection, and it has worked since ``instant``."""
-        connection = self._connection
-        return connection.heard_at >= instant and connection.line.connection is connection and not self.closed
+        shared = self.shared
+        return shared.last_read_at >= instant and shared.connector.connection is shared and not self.closed
 
-    @property
-    def heard_at(self) -> float:
-        """When the server last sent anything over the connection."""
-        return self._connection.heard_at
-
-    @property
-    def asked_at(self) -> float | None:
-        """When the server was asked whether it is there, if it has sent nothing since."""
-        return self._connection.asked_at
-
-    def send(self, command: Sequence[str | int | float | bytes]) -> Awaitable[None]:
-        """Write one command, without a wait; :meth:`read` waits until all of it has left."""
-        connection = self._connection
-        if self.closed or connection.lost:
-            raise anyio.ClosedResourceError
-        return connection.write(self, command)
-
-    def read(self) -> Awaitable[Any]:
-        """Wait for the next reply to a command of this channel; raises :class:`ServerError` where it is an error."""
-        return self._next(self.replies)
-
-    def hear(self) -> Awaitable[Any]:
-        """Wait for the next message that was published on a channel that :meth:`subscribe` has named."""
-        return self._next(self.messages)
-
-    async def call(self, *command: str | int | float | bytes) -> Any:
+    async def call(self, *command: Argument) -> Any:
         """Write one command and read its reply."""
         await self.send(command)
-        return await self.read()
+        return await self.next(self.replies)
 
     async def subscribe(self, name: bytes) -> None:
-        """Hear what is published on that channel of the server's."""
-        self._connection.routes.setdefault(name, []).append(self)
+        """Receive what is published on that channel of the server's."""
+        self.shared.subscribers.setdefault(name, []).append(self)
         await self.call("SSUBSCRIBE", name)
 
-    async def ask(self, now: float) -> None:
-        """Ask whether the server is there, unless it was asked already: ``heard_at`` tells that it is."""
-        if self._connection.asked_at is None:
-            self._connection.asked_at = now
-            await self._connection.write(_PING, ("PING",))
+    async def ping(self, now: float) -> None:
+        """Ask the server whether it is there, unless it was asked already: ``last_read_at`` tells."""
+        if self.shared.pinged_at is None:
+            self.shared.pinged_at = now
+            await self.shared.write("PING", ("PING",))
 
-    async def _next(self, items: deque[Any]) -> Any:
-        connection = self._connection
+    async def next(self, items: deque[Any]) -> Any:
+        """Wait for the next of ``replies`` or ``messages``; raise a reply that is a :class:`ServerError`."""
+        shared = self.shared
         try:
-            if connection.unsent:
-                await self._until_closed(connection.wire.flush)
+            if shared.unsent:
+                await self._until_closed(shared.connection.flush)
             while not items:
-                if self.closed or connection.lost:
+                if self.closed or shared.lost:
                     raise anyio.ClosedResourceError
-                if connection.reader is not None:
+                if shared.reader is not None:
                     await self._wait()
-                elif len(connection.channels) > 1:
-                    await self._until_closed(connection.read, self, items)
+                elif len(shared.channels) > 1:
+                    await self._until_closed(shared.read, self, items)
                 else:
                     self._alone = True
-                    await connection.read(self, items)
+                    await shared.read(self, items)
         finally:
             self._alone = False
-            if connection.waiting:
-                connection.pass_on()
+            if shared.waiting and shared.reader is None:
+                next(iter(shared.waiting)).set()
         item = items.popleft()
         if isinstance(item, ServerError):
             raise item
@@ -633,15 +537,15 @@ class Channel:
     async def _wait(self) -> None:
         """Wait for an item, or for the turn to read."""
         event = self._event = anyio.Event()
-        self._connection.waiting[event] = None
+        self.shared.waiting[event] = None
         try:
             await event.wait()
         finally:
-            del self._connection.waiting[event]
+            del self.shared.waiting[event]
             self._event = None
 
     async def _until_closed(self, act: Callable[..., Awaitable[None]], *arguments: Any) -> None:
-        """Do it until another task closes this channel."""
+        """Await ``act`` until another task closes this channel."""
         with anyio.CancelScope() as scope:
             self._scope = scope
             try:
@@ -649,53 +553,39 @@ class Channel:
             finally:
                 self._scope = None
 
-    def answer(self, reply: Any) -> None:
-        """Take the reply to a command of this channel; drop it if the channel is closed."""
+    def put(self, items: deque[Any], item: Any) -> None:
+        """Add to ``replies`` or ``messages``; drop it if the channel is closed."""
         if not self.closed:
-            self.replies.append(reply)
+            items.append(item)
             if self._event is not None:
                 self._event.set()
 
-    def publish(self, message: Any) -> None:
-        """Take a message that was published where this channel subscribes."""
-        self.messages.append(message)
-        if self._event is not None:
-            self._event.set()
-
-    def retire(self, *, pause: bool = False) -> None:
-        """Trust the connection no more: all new channels are of another one (see :meth:`Connection.retire`)."""
-        self._connection.retire(pause=pause)
-
     async def close(self) -> None:
-        """Drop what is still to come; a task that waits for it has :class:`anyio.ClosedResourceError`."""
+        """Drop what is still to come; a task that waits for it raises :class:`anyio.ClosedResourceError`."""
         if self.closed:
             return
         self.closed = True
-        connection = self._connection
-        connection.channels.discard(self)
+        shared = self.shared
+        shared.channels.discard(self)
         if self._event is not None:
             self._event.set()
-        left = self._leave_routes()
+        left = self._unsubscribed()
         if self._scope is not None:
             self._scope.cancel()
         elif self._alone:
-            await connection.hang_up()
-        await connection.tidy()
-        if left and not connection.lost:
-            with suppress(*LOST):
-                for name in left:
-                    await self._unsubscribe(name)
+            await shared.disconnect()
+        await shared.close_if_unused()
+        with suppress(*LOST):
+            for name in left:
+                if not shared.lost and name not in shared.subscribers:
+                    await shared.write("SUNSUBSCRIBE", ("SUNSUBSCRIBE", name))
 
-    def _leave_routes(self) -> list[bytes]:
-        """Hear nothing more; the channels of the server's that no mailbox here hears any more."""
-        routes, left = self._connection.routes, []
-        for name in [name for name, heard_by in routes.items() if self in heard_by]:
-            routes[name].remove(self)
-            if not routes[name]:
-                del routes[name]
+    def _unsubscribed(self) -> list[bytes]:
+        """Remove this channel from all subscribers; return the names without any other."""
+        subscribers, left = self.shared.subscribers, []
+        for name in [name for name, channels in subscribers.items() if self in channels]:
+            subscribers[name].remove(self)
+            if not subscribers[name]:
+                del subscribers[name]
                 left.append(name)
         return left
-
-    async def _unsubscribe(self, name: bytes) -> None:
-        if name not in self._connection.routes and not self._connection.lost:
-            await self._connection.write(_LEAVE, ("SUNSUBSCRIBE", name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
@@ -17,8 +18,10 @@ from mainspring.mailbox.redis.url import FALLBACK, RECOVERY, RedisOptions, serve
 from mainspring.mailbox.settings import name_at, reads_query
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mainspring.mailbox.message import Cancelled, Counts, Delivery, Envelope, Settlement
-    from mainspring.mailbox.redis.client import Beside, Link
+    from mainspring.mailbox.redis.client import Client, OtherNodes
     from mainspring.mailbox.redis.url import Server
     from mainspring.runtime.scope import DaemonScope
 
@@ -110,8 +113,7 @@ class RedisBackend(Backend):
         super().__init__(options.name)
         self._server = server
         self._options = options
-        self._link: Link | None = None
-        self._is_closing = False
+        self._client: Client | None = None
 
     @property
     def address(self) -> str:
@@ -124,54 +126,52 @@ class RedisBackend(Backend):
     # ---------------------------------------------------------------------------------------------------- life cycle
 
     async def open(self, scope: DaemonScope) -> None:
-        from mainspring.mailbox.redis.client import Beside, Directory, Link, check
+        from mainspring.mailbox.redis.client import Client, OtherNodes, Topology, check
         from mainspring.mailbox.redis.receive import Receiving
 
         if virtual_clock() is not None:  # which would jump past each deadline while the server is asked
             raise ConfigError(
                 f"mailbox {self.name!r}: a Redis server's time is real, and this event loop's is virtual; use memory:// here"
             )
-        self._is_closing = False
-        self._directory = Directory(self._server, base_of(self.name))
-        self._link = link = Link(self._directory, self._options.timeout, self._options.silence)
+        self._topology = Topology(self._server, base_of(self.name))
+        self._client = client = Client(self._topology, self._options.timeout, self._options.silence)
         self._receiving = receiving = Receiving(
             self.name,
-            self._directory,
-            link,
+            self._topology,
+            client,
             self._options.timeout,
             self._options.silence,
             fallback=self._options.fallback_interval,
             recovery=self._options.recovery_interval,
-            usable=lambda: not self._is_closing,
             on_cancelled=self.notifications.cancelled.publish,
             on_silence=self.notifications.silence.publish,
         )
-        self._batcher, self._waiters = receiving.batcher, receiving.waiters
-        self._beside: Beside = Beside(self._directory, self._options.timeout)
+        self._batcher = receiving.batcher
+        self._other_nodes: OtherNodes = OtherNodes(self._topology, self._options.timeout)
         scope.start_soon(receiving.keep_time, name=f"mailbox {self.name} timers")
         try:
-            await link.ask(check, self.name, self._server.address, self._options.allow_eviction)
+            await client.ask(check, self.name, self._server.address, self._options.allow_eviction)
             await receiving.open()
             await scope.start(receiving.listener.run, name=f"mailbox {self.name} listener")
         except BaseException:
-            await link.close()
+            await client.close()
             receiving.end()
             raise
         scope.start_soon(receiving.sweeper.run, name=f"mailbox {self.name} due times")
         scope.start_soon(self._batcher.run, name=f"mailbox {self.name} batches", stop=self._batcher.stop)
 
     def statistics(self) -> MailboxStatistics:
-        link, receiving, batcher = self._link, self._receiving, self._batcher
-        assert link is not None
+        client, receiving, batcher = self._client, self._receiving, self._batcher
+        assert client is not None
         listener = receiving.listener
         return MailboxStatistics(
-            waiting_receives=self._waiters.parked,
+            waiting_receives=len(receiving.receives.line),
             queued=batcher.queued,
             in_flight=batcher.in_flight,
             batches=batcher.batches,
             unconfirmed=receiving.batches.unconfirmed,
-            reconnects=link.reconnects + listener.reconnects,
-            connected=listener.live and link.failed_at <= listener.live_since,
+            reconnects=client.reconnects + listener.reconnects,
+            connected=listener.live and client.failed_at <= listener.live_since,
             polling=not listener.live,
         )
 
@@ -181,21 +181,20 @@ class RedisBackend(Backend):
         return await has_mailbox(self._server, self.name, self._options.timeout)
 
     async def close(self) -> None:
-        link = self._link
-        assert link is not None
+        client = self._client
+        assert client is not None
         try:
-            if link.connected:
+            if client.connected:
                 self._receiving.listener.leave(for_good=True)
             await self._batcher.close()
         finally:
-            await link.close()
-            await self._beside.close()
+            await client.close()
+            await self._other_nodes.close()
             self._receiving.end()
 
     def stop_claims(self) -> None:
-        self._is_closing = True
-        if self._link is not None:
-            self._waiters.wake_all()
+        if self._client is not None:
+            self._receiving.close()
 
     # ----------------------------------------------------------------------------------------------------- messages
 
@@ -204,14 +203,13 @@ class RedisBackend(Backend):
             raise InvalidParameterError(
                 f"send_many: a Redis mailbox takes at most {MOST_AT_ONCE:,} messages at once, not {len(envelopes):,}"
             )
-        while (ids := await self._do(do.Put(envelopes, self._options.capacity))) is None:
-            pass
-        return list(ids)
-
-    async def _do(self, command: do.Operation) -> Any:
-        """Have it done with the next batch, unless the server would hang up on it, and on all that travels along."""
-        command.check(self._directory.longest)
-        return await self._batcher.call(command)
+        ids: list[str] | None = None
+        while ids is None:
+            command = do.Send(envelopes, self._options.capacity)
+            if command.size > self._topology.longest:
+                command.check_size(self._topology.longest)
+            ids = await self._batcher.call(command)
+        return ids
 
     async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
         return await self._receiving.claim(max_messages, visibility_timeout, wait_time_seconds)
@@ -222,17 +220,19 @@ class RedisBackend(Backend):
         if isinstance(settlement, Ack):
             reply = settlement.reply
             if reply is not None:
-                reply = await self._sent_beside(delivery, reply)
+                reply = await self._reply_in_step(delivery, reply)
             if reply is None:
                 for error in (await self._batcher.call(do.Acknowledge([delivery]))).values():
                     raise error
                 return
-            command = do.Answer(delivery, reply)
+            command = do.ReplyAndAck(delivery, reply)
         elif isinstance(settlement, Dead):
-            command = do.Bury(delivery, settlement, await self._sent_beside(delivery, settlement.reply))
+            reply = await self._reply_in_step(delivery, settlement.reply)
+            command = do.MoveToDeadLetters(delivery, settlement, reply)
         else:
-            command = do.GiveBack(delivery, settlement)
-        await self._do(command)
+            command = do.Nack(delivery, settlement)
+        command.check_size(self._topology.longest)
+        await self._batcher.call(command)
 
     async def acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
         for delivery in deliveries:
@@ -240,12 +240,12 @@ class RedisBackend(Backend):
         refused: dict[int, Exception] = await self._batcher.call(do.Acknowledge(deliveries))
         return refused
 
-    async def _sent_beside(self, delivery: Delivery, reply: Envelope | None) -> Envelope | None:
-        """The reply that is to leave with the settlement. In a cluster its mailbox may be on another node: it leaves before."""
-        if reply is None or not self._directory.cluster:
+    async def _reply_in_step(self, delivery: Delivery, reply: Envelope | None) -> Envelope | None:
+        """Return the reply that can leave in one step with the settlement. In a cluster send it before, and return None."""
+        if reply is None or not self._topology.cluster:
             return reply
         await self.extend(delivery, 0.0)  # shortens nothing, and is refused where the lease is lost
-        await self._beside.send(reply, delivery.message_id)
+        await self._other_nodes.send(reply, delivery.message_id)
         return None
 
     async def extend(self, delivery: Delivery, timeout: float) -> None:
@@ -254,21 +254,25 @@ class RedisBackend(Backend):
 
     async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
         _check_handle(delivery)
-        await self._do(do.SaveCheckpoint(delivery, state))
+        command = do.SaveCheckpoint(delivery, state)
+        command.check_size(self._topology.longest)
+        await self._batcher.call(command)
+
+    async def _repeat(self, make: Callable[[], do.Operation]) -> Any:
+        """Execute ``make()`` until it has a result: while much is due, the library does a part of that instead."""
+        while (result := await self._batcher.call(make())) is None or result == -1:
+            pass
+        return result
 
     async def counts(self) -> Counts:
-        while (counts := await self._batcher.call(do.Count())) is None:
-            pass
-        found: Counts = counts
-        return found
+        counts: Counts = await self._repeat(do.Count)
+        return counts
 
     async def purge(self) -> int:
-        while (dropped := await self._batcher.call(do.Purge())) < 0:
-            pass
-        return int(dropped)
+        return int(await self._repeat(do.Purge))
 
     async def cancel(self, message_id: str) -> Cancelled:
-        """The server tells all processes of it where it was in flight."""
+        """The server tells all processes if it was in flight."""
         cancelled: Cancelled = await self._batcher.call(do.Cancel(message_id))
         return cancelled
 
@@ -276,8 +280,7 @@ class RedisBackend(Backend):
         letters: list[tuple[Delivery, Dead, float]] = []
         while len(letters) < limit:
             most = min(limit - len(letters), AT_ONCE)
-            while (page := await self._batcher.call(do.ListDead(most, after))) is None:
-                pass
+            page = await self._repeat(partial(do.ListDead, most, after))
             letters += page
             if len(page) < most:
                 break
@@ -285,27 +288,24 @@ class RedisBackend(Backend):
         return letters
 
     async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
-        while (found := await self._batcher.call(do.FindDead(message_ids))) is None:
-            pass
-        letters: list[tuple[Delivery, Dead, float]] = found
+        letters: list[tuple[Delivery, Dead, float]] = await self._repeat(partial(do.FindDead, message_ids))
         return letters
 
     async def replay_dead_letters(self, message_ids: list[str] | None) -> int:
-        return await self._of_dead(message_ids, lambda ids: do.Replay(ids, AT_ONCE, self._options.capacity))
+        return await self._in_steps(message_ids, partial(do.Replay, message_ids, AT_ONCE, self._options.capacity))
 
     async def purge_dead_letters(self, message_ids: list[str] | None) -> int:
-        return await self._of_dead(message_ids, lambda ids: do.Discard(ids, AT_ONCE))
+        return await self._in_steps(message_ids, partial(do.PurgeDead, message_ids, AT_ONCE))
 
-    async def _of_dead(self, message_ids: list[str] | None, make: Any) -> int:
-        """Do something to dead letters: to those of the ids in one step, to all in several."""
-        done, most = 0, 1
-        if message_ids is None:
-            most = (await self.counts()).dead  # so many, and not those that die meanwhile
+    async def _in_steps(self, message_ids: list[str] | None, make: Callable[[], do.Operation]) -> int:
+        """Do something to dead letters: to those with the ids in one step, to all in several; return their number."""
+        if message_ids is not None:
+            return int(await self._repeat(make))
+        done, most = 0, (await self.counts()).dead  # not those that die meanwhile
         while done < most:
-            while (some := await self._batcher.call(make(message_ids))) < 0:
-                pass
+            some = await self._repeat(make)
             done += int(some)
-            if some < AT_ONCE or message_ids is not None:
+            if some < AT_ONCE:
                 break
         return done
 

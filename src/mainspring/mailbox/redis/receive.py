@@ -1,20 +1,22 @@
-"""How the receives of one mailbox object claim and wait, and what becomes of what was claimed for one that is gone.
+"""Receives of a Redis mailbox: how they claim and wait, and what becomes of a message that was claimed for one that is gone.
 
-Receives that wait hear of messages over a second connection, on which the library calls.
+A process that finds nothing is put on the mailbox's list of waiters. A call of the library that makes messages pending takes
+as many waiters off that list, and wakes each on its own publish/subscribe channel: one message wakes one process. A message
+that comes alone is claimed for the waiter and sent to it in the same step. All processes hear, on a channel for all, of the
+instant when something is due, if it is sooner than they know, and of cancellations.
 
-A process that has found nothing is noted in the mailbox as a waiter. Whoever makes messages pending takes as many waiters
-off that list as there are messages, and calls each on its own channel, so one message wakes one process; a message that comes
-alone is claimed for the waiter and sent to it in the same step, so that it need not ask. All processes hear, on a channel for
-all, of an instant that something is due at, if it is sooner than they know, and of cancellations.
+The listener reads these channels. Its connection is shared by all mailboxes of the process. For each connection a mailbox has
+a new name: so the library can tell what was sent to a lost one, and undo these claims once that name is off the list.
 
-All mailboxes of a process share that connection. For each time that it is made, each mailbox has a
-channel, and a name, of its own. So what was sent to one that broke can be told from all else, and taken back once its name is
-off the list.
+A receive is in one of three states: it claims, it waits in line (woken by a signal, a delivery, an error or its deadline), or
+it has ended. Every delivery goes to exactly one receive that is not closed or cancelled, or its claim is undone. A receive that
+was woken and cannot look wakes the next one, here or in another process.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -29,29 +31,32 @@ from mainspring.errors import (
     MailboxConnectionError,
     MainspringError,
     ReceiptHandleExpiredError,
+    copied,
 )
-from mainspring.mailbox import waiting
 from mainspring.mailbox.batcher import Batcher
 from mainspring.mailbox.redis.batches import Batches
+from mainspring.mailbox.redis.client import TO_LISTEN
 from mainspring.mailbox.redis.commands import (
+    MICRO,
     UNREADABLE,
-    Bury,
     Claim,
     Leave,
-    Look,
+    MoveToDeadLetters,
     Open,
     Operation,
-    Pass,
     Recover,
-    Unclaim,
-    Unlist,
+    RemoveWaiters,
+    Sweep,
+    UndoClaims,
+    WakeOthers,
     base_of,
     claimed_at,
-    delivered,
-    micro,
+    delivery_of,
+    micros,
 )
-from mainspring.mailbox.redis.connection import LOST, RECONNECT_MAXIMUM, Gate, ServerError, parsed, trouble
+from mainspring.mailbox.redis.connection import LOST, RECONNECT_INITIAL, RECONNECT_MAXIMUM, ServerError, explain, parse
 from mainspring.runtime.interval import Periodic
+from mainspring.runtime.retry import Retries
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,146 +64,155 @@ if TYPE_CHECKING:
     from anyio.abc import TaskStatus
 
     from mainspring.mailbox.message import Delivery
-    from mainspring.mailbox.redis.client import Directory, Link
+    from mainspring.mailbox.redis.client import Client, Topology
     from mainspring.mailbox.redis.connection import Channel
     from mainspring.mailbox.settings import Host
 
-ASK_SHARE: Final = 0.15
-"""The part of the ``silence`` after which the listener asks whether the server is still there."""
-ANSWER_SHARE: Final = 0.25
-"""The part of it that the answer may take, which leaves the rest to the calls that find the server away."""
+PING_SHARE: Final = 0.15
+"""The part of ``silence`` after which the listener pings the server."""
+PONG_SHARE: Final = 0.25
+"""The part of it that the reply may take. The rest is left to the calls that find the server away."""
 MOST_NAMES: Final = 100
-"""Names that this process keeps in mind though it wants to be called by them no more, as they might still be on the list."""
+"""Names without a receive that are kept in mind, as they might still be on the list."""
+_log = Logger("mainspring.mailbox")
 
 
-class Waiters(waiting.Waiters):
-    """The receives of one mailbox object that wait. Those that nobody here can take are called for elsewhere.
+class WaitingReceive:
+    """One receive in line, which wants its lease for ``visible`` microseconds and waits until ``deadline``."""
 
-    ``active`` counts them from their first look on (see :meth:`enter`). ``alarm`` ends their waits in time, as long as it runs:
-    one timer for all of them, as a scope for each would cost more than to hand it its message.
+    __slots__ = ("deadline", "delivery", "error", "event", "is_late", "visible")
+
+    def __init__(self, visible: int, deadline: float) -> None:
+        self.visible = visible
+        self.deadline = deadline
+        self.event = anyio.Event()
+        self.delivery: Delivery | None = None
+        self.error: Exception | None = None
+        self.is_late = False
+
+
+class WaitingReceives:
+    """The receives of one mailbox object that wait, in a line. Without any, other processes are woken by ``wake_others``.
+
+    ``alarm`` ends their waits at their deadlines: one timer for all, as a scope for each would cost more than its message.
     """
 
-    __slots__ = ("_alike", "_given", "_now", "_pass_on", "_until", "_wanted", "active", "alarm")
+    __slots__ = ("_now", "_wake_others", "active", "alarm", "line", "signals", "wanted")
 
-    def __init__(self, pass_on: Callable[[int], None]) -> None:
-        super().__init__()
+    def __init__(self, wake_others: Callable[[int], None]) -> None:
+        self.line: deque[WaitingReceive] = deque()
         self.active = 0
+        """Receives that have begun with a wait and have not ended, in line or not."""
+        self.wanted: dict[int, int] = {}
+        """How many active receives want a lease of that many microseconds."""
+        self.signals = 0
+        """Changes whenever there may be more to claim. A receive compares it with its value before its last claim."""
         self.alarm = Periodic(self._end_waits)
-        self._pass_on = pass_on
+        self._wake_others = wake_others
         self._now = loop_clock()
-        self._wanted: dict[anyio.Event, int] = {}  # for how long the parked ones want their leases
-        self._until: dict[anyio.Event, float] = {}  # how long they wait
-        self._given: dict[anyio.Event, Delivery] = {}
-        self._alike: dict[int, int] = {}  # how many are active that want leases of so many microseconds
 
-    def enter(self, visible: int) -> None:
-        """A receive begins that wants a lease of so many microseconds."""
-        self.active += 1
-        self._alike[visible] = self._alike.get(visible, 0) + 1
-
-    def exit(self, visible: int) -> bool:
-        """It has ended. Whether it was the last one that wanted such a lease."""
-        self.active -= 1
-        self._alike[visible] -= 1
-        if self._alike[visible]:
-            return False
-        del self._alike[visible]
-        return True
-
-    @property
-    def wanted(self) -> int | None:
-        """The microseconds for which the one that has waited longest wants its lease."""
-        return self._wanted[self._line[0]] if self._line else None
-
-    async def wait_for(
+    async def wait(
         self, seen: int, deadline: float, visible: int, refuse: Callable[[Delivery], None]
     ) -> Delivery | None:
-        """As :meth:`wait`; also what it was given meanwhile, leased for ``visible`` microseconds.
+        """Wait to be woken, unless ``signals`` is not ``seen`` any more. Return the delivery that it was given, if any.
 
-        Cancelled once it was given something, it hands that to ``refuse``. Raises the error of :meth:`fail_all`.
+        Cancelled after it was woken, it wakes the next one; cancelled with a delivery, it calls ``refuse``. Raises the error of
+        :meth:`fail_all`.
         """
-        event = anyio.Event()
-        self._wanted[event] = visible
-        self._until[event] = deadline
+        receive = WaitingReceive(visible, deadline)
         self.alarm.wake_by(deadline)
+        self.line.append(receive)
         try:
-            await self._park(event, seen)
+            if self.signals == seen:
+                await receive.event.wait()
         except BaseException:
-            if event in self._given:
-                refuse(self._given.pop(event))
-            elif event.is_set() and event in self._until and self._failed.pop(event, None) is None:
-                self.forsake()
+            if receive.delivery is not None:
+                refuse(receive.delivery)
+            elif receive.event.is_set() and receive.error is None and not receive.is_late:
+                self.wake_next()
             raise
         finally:
-            del self._wanted[event]
-            self._until.pop(event, None)
-        self._raise_for(event)
-        return self._given.pop(event, None)
+            if not receive.event.is_set():
+                self.line.remove(receive)
+        if receive.error is not None:
+            raise receive.error
+        return receive.delivery
 
     async def _end_waits(self, overslept: float) -> float:
         now = self._now()
-        for event in [event for event in self._line if self._until[event] <= now]:
-            self._line.remove(event)
-            del self._until[event]
-            event.set()
-        return min((self._until[event] for event in self._line), default=math.inf)
+        for receive in [receive for receive in self.line if receive.deadline <= now]:
+            self.line.remove(receive)
+            receive.is_late = True
+            receive.event.set()
+        return min((receive.deadline for receive in self.line), default=math.inf)
 
     def give(self, delivery: Delivery, visible: int) -> bool:
-        """Let the one have it that has waited longest for a lease of so many microseconds; whether there is one."""
-        for event in self._line:
-            if self._wanted[event] == visible:
-                self._line.remove(event)
-                self._given[event] = delivery
-                event.set()
+        """Give it to the receive that has waited longest for a lease of that many microseconds; return whether there is one."""
+        for receive in self.line:
+            if receive.visible == visible:
+                self.line.remove(receive)
+                receive.delivery = delivery
+                receive.event.set()
                 return True
         return False
 
-    def forsake(self) -> None:
-        """A receive whose turn it was cannot take it: the next one shall, here or elsewhere."""
-        if self.parked:
-            super().forsake()
-        else:
-            self._pass_on(1)
-
     def wake(self, count: int) -> None:
-        """Messages have come: let the receives that have waited longest look again. Without any, others are called."""
+        """Messages have come: wake the receives that have waited longest. Without any, wake other processes."""
         self.signals += 1
         if not self.active:
-            self._pass_on(count)
-        super().wake(count)
+            self._wake_others(count)
+        for _ in range(min(count, len(self.line))):
+            self.line.popleft().event.set()
+
+    def wake_next(self) -> None:
+        """Wake another receive, here or in another process: one that was woken cannot look."""
+        if self.line:
+            self.line.popleft().event.set()
+        else:
+            self._wake_others(1)
 
     def wake_all(self) -> None:
+        """Wake all receives in line."""
         self.signals += 1
-        super().wake_all()
+        while self.line:
+            self.line.popleft().event.set()
+
+    def fail_all(self, error: Exception) -> None:
+        """Raise ``error`` in all receives in line; those that were woken or have a delivery go on."""
+        while self.line:
+            receive = self.line.popleft()
+            receive.error = copied(error)
+            receive.event.set()
 
 
-class Told(NamedTuple):
-    """Who is told what a listener hears.
-
-    ``given`` is told of a message that was claimed for a receive here. ``leave`` has that done. ``lost`` is told of a lost
-    connection, and whether the server had fallen silent.
-    """
+class ListenerEvents(NamedTuple):
+    """What a listener calls."""
 
     due: Callable[[float], None]
+    """With the seconds until something is due."""
     cancelled: Callable[[list[str]], None]
-    given: Callable[[list[bytes]], None]
-    leave: Callable[[Leave | Unlist], None]
+    """With ids of messages that were cancelled."""
+    claimed: Callable[[int, list[bytes]], None]
+    """With a message that was claimed for a receive here, and when."""
+    leave: Callable[[Operation], None]
+    """With an operation that takes this process off the list of waiters."""
     lost: Callable[[bool], None]
+    """When its connection is lost; with True if the server had fallen silent."""
 
 
 class Listener:
-    """What one mailbox has of the connection on which the server calls. It comes back by itself; meanwhile ``live`` is False.
+    """Reads what the library publishes for one mailbox. It reconnects by itself; meanwhile ``live`` is False.
 
-    ``watch`` asks, as long as it runs, whether the server is still there where it has been silent.
+    ``watch`` pings a server that has been silent, as long as it runs.
     """
 
     def __init__(
         self,
-        directory: Directory,
+        topology: Topology,
         base: bytes,
-        link: Link,
-        waiters: Waiters,
-        told: Told,
+        client: Client,
+        receives: WaitingReceives,
+        events: ListenerEvents,
         timeout: float,
         silence: float,
     ) -> None:
@@ -207,49 +221,51 @@ class Listener:
         self.reconnects = 0
         self.watch = Periodic(self._watch)
         self._now = loop_clock()
-        self._wire: Channel | None = None
-        self._silent = False  # whether the connection was left for that
-        self._directory = directory
+        self._channel: Channel | None = None
+        self._silent = False  # the connection was left as the server was silent
+        self._topology = topology
         self._base = base
-        self._link = link
-        self._waiters = waiters
-        self._told = told
+        self._client = client
+        self._receives = receives
+        self._events = events
         self._timeout = timeout
-        self._ask_after = ASK_SHARE * silence
-        self._patience = min(timeout, ANSWER_SHARE * silence)
+        self._ping_after = PING_SHARE * silence
+        self._patience = min(timeout, PONG_SHARE * silence)
         self._name = ""
-        self._listed: set[str] = set()  # as whom it may be on the list
-        self._written: set[str] = set()  # as whom it was to be put there, since the connection was made
-        self._unwanted: set[str] = set()  # those of them as whom nobody here wants to be called any more
+        self.listed: set[str] = set()
+        """The names under which it may be on the list of waiters."""
+        self._written: set[str] = set()  # the names that were to be put there, since the connection was made
+        self._unwanted: set[str] = set()  # those of them for which no receive waits any more
         self._was_written = False  # since the connection was made
-        self._heard = 0  # when the last message was claimed that came on this connection
-        self._left = 0  # when the last one was claimed that has gone back before it came
-        self._gate = Gate()
+        self._last_claim = 0  # of the messages that came on this connection
+        self._last_undone = 0  # of the claims that were undone before the message came
+        self._retries = Retries(initial=RECONNECT_INITIAL, maximum=RECONNECT_MAXIMUM)
+        self._next_try = -math.inf
         self._host: Host | None = None
         self._scope = anyio.CancelScope()
-        link.on_connect = self._follow
+        client.on_connect = self._follow
 
     async def run(self, *, task_status: TaskStatus[None]) -> None:
         """Listen until cancelled; started once it listens. Raises only before that."""
         started = False
         while True:
-            wire: Channel | None = None
+            channel: Channel | None = None
             try:
-                await self._gate.wait()
+                await anyio.sleep_until(self._next_try)
                 with anyio.fail_after(self._timeout):
-                    wire = await self._directory.listen()
-                    await self._subscribe(wire)
-                self._wire, self._silent = wire, False
-                self.live, self._host, self.live_since = True, wire.host, self._now()
+                    channel = await self._topology.open_channel(TO_LISTEN)
+                    await self._subscribe(channel)
+                self._channel, self._silent = channel, False
+                self.live, self._host, self.live_since = True, channel.host, self._now()
                 await self._meet()
                 if started:
                     self.reconnects += 1
                 else:
                     started = True
                     task_status.started()
-                self._waiters.wake_all()  # what came meanwhile has called nobody here
+                self._receives.wake_all()  # messages that came meanwhile have woken no receive here
                 with self._scope:
-                    await self._listen(wire)
+                    await self._listen(channel)
                 if self._silent:
                     raise MailboxConnectionError("the Redis server has fallen silent")
                 self._failed()
@@ -257,24 +273,22 @@ class Listener:
                 if not started:
                     if isinstance(error, MainspringError):
                         raise
-                    raise MailboxConnectionError(f"the Redis server: {trouble(error)}") from error
+                    raise MailboxConnectionError(f"the Redis server: {explain(error)}") from error
                 self._failed()
-                if (
-                    self.live and self._wire is not None and not self._wire.current
-                ):  # else the server has said nothing of it
-                    await self._link.suspect()
+                if self.live and self._channel is not None and not self._channel.current:
+                    await self._client.suspect()  # else the server has said nothing of it
             finally:
-                self.live, self._wire = False, None
-                if wire is not None:
+                self.live, self._channel = False, None
+                if channel is not None:
                     with anyio.CancelScope(shield=True, deadline=anyio.current_time() + 1):
-                        await wire.close()
+                        await channel.close()
             self.leave(for_good=True)
-            self._told.lost(self._silent)
+            self._events.lost(self._silent)
 
     def waiter(self, visible: int) -> str:
-        """As whom a receive is on the list that wants a lease of so many microseconds; "" where nobody could call it.
+        """Return the name on the list for a receive that wants a lease of that many microseconds; "" if it could not be woken.
 
-        Whoever asks is about to have it written there, whatever becomes of that call.
+        The caller is about to have it put there, whatever becomes of that call.
         """
         if not self.live:
             return ""
@@ -284,311 +298,328 @@ class Listener:
         self._was_written = True
         return waiter
 
-    def listed(self, visible: int) -> None:
-        """A receive here may be on the list now, if anybody can call it."""
+    def may_be_listed(self, visible: int) -> None:
+        """Note that the list may have a receive with such a lease now."""
         if self.live:
-            self._listed.add(self.waiter(visible))
+            self.listed.add(self.waiter(visible))
 
     def leave(self, *, for_good: bool = False) -> None:
-        """Have this process taken off the list, where it may be on it, and given back what was claimed for it and not heard.
+        """Take this process off the list, if it may be on it, and undo claims that were made for it and have not come.
 
-        ``for_good``: nothing more is heard on this connection.
+        ``for_good``: nothing more is read from this connection.
         """
-        if self._listed or (for_good and self._was_written):
-            names = self._written if for_good else self._listed
-            self._told.leave(Leave(self._name, self._heard, sorted(names), self._has_left, for_good=for_good))
-            self._listed.clear()
+        if self.listed or (for_good and self._was_written):
+            names = self._written if for_good else self.listed
+            self._events.leave(Leave(self._name, self._last_claim, sorted(names), self._note_undone, for_good=for_good))
+            self.listed.clear()
             if for_good:
                 self._written.clear()
                 self._unwanted.clear()
                 self._was_written = False
 
-    def unwanted(self, visible: int) -> bool:
-        """No receive here wants a lease of so many microseconds any more. Whether names are to leave the list for that.
+    def no_longer_wanted(self, visible: int) -> bool:
+        """The last receive that wanted such a lease has ended. Return True if names leave the list for that.
 
-        It may have been the only one by which those were called that wait still.
+        Receives that wait still may have been on the list by these names only.
         """
         waiter = f"{self._name}.{visible}"
         if waiter not in self._written:
             return False
         self._unwanted.add(waiter)
-        if waiter not in self._listed and len(self._unwanted) <= MOST_NAMES:
+        if waiter not in self.listed and len(self._unwanted) <= MOST_NAMES:
             return False
-        self._told.leave(Unlist(self._unwanted))
-        self._listed -= self._unwanted
+        self._events.leave(RemoveWaiters(self._unwanted))
+        self.listed -= self._unwanted
         self._written -= self._unwanted
         self._unwanted = set()
         return True
 
-    def _has_left(self, name: str, when: int) -> None:
+    def _note_undone(self, name: str, when: int) -> None:
         if name == self._name:
-            self._left = max(self._left, when)
+            self._last_undone = max(self._last_undone, when)
 
     async def _meet(self) -> None:
-        """Where calls go to another server than this one, which was found later, they are to come here; or both look again."""
+        """Let calls and this connection meet at one server: after a failover one of them may have found the new one first."""
         self._scope = anyio.CancelScope()
-        if self._link.host not in {None, self._host}:
-            await self._link.suspect()
-            self._follow(self._link.host)
+        if self._client.host not in {None, self._host}:
+            await self._client.suspect()
+            self._follow(self._client.host)
 
     def _failed(self) -> None:
-        """Connections that break as soon as they are made become rarer."""
+        """Delay the next try: longer, the more connections break as soon as they are made."""
         if self.live and self._now() - self.live_since >= RECONNECT_MAXIMUM:
-            self._gate.succeeded()
-        self._gate.failed()
+            self._retries.succeeded()
+        self._next_try = self._now() + self._retries.failed()
 
     def _follow(self, host: Host | None) -> None:
-        """Calls go to ``host`` now: where that is another server than this connection's, it calls nobody here."""
+        """Leave this connection if calls go to another server now: this one would wake no receive here."""
         if None not in {host, self._host} and host != self._host:
             self._leave_it()
 
     def _leave_it(self) -> None:
-        """Listen on this connection no more; other mailboxes that do so still leave it when they find the same."""
-        if self._wire is not None:
-            self._wire.retire()
+        """Leave this connection; other mailboxes leave it when they find out."""
+        if self._channel is not None:
+            self._channel.shared.retire(pause=False)
         self._scope.cancel()
 
-    async def _subscribe(self, wire: Channel) -> None:
-        self._name, self._heard, self._left = random.token(96), 0, 0
-        for channel in ("all", self._name):  # one by one: a cluster takes only channels of one slot, which these are
-            await wire.subscribe(self._base + channel.encode())
+    async def _subscribe(self, channel: Channel) -> None:
+        self._name, self._last_claim, self._last_undone = random.token(96), 0, 0
+        for suffix in ("all", self._name):  # one by one: a cluster takes only channels of one slot, which these are
+            await channel.subscribe(self._base + suffix.encode())
 
-    async def _listen(self, wire: Channel) -> None:
-        self.watch.wake_by(wire.heard_at + self._ask_after)
+    async def _listen(self, channel: Channel) -> None:
+        self.watch.wake_by(channel.shared.last_read_at + self._ping_after)
         while True:
-            message: Any = await wire.hear()
+            message: Any = await channel.next(channel.messages)
             if message[0] == b"smessage":
                 try:
-                    self._hear(message[2])
+                    self._handle(message[2])
                 except (ValueError, TypeError, IndexError, AttributeError, OverflowError) as error:
-                    raise MailboxConnectionError("somebody else speaks on the mailbox's channels") from error
+                    raise MailboxConnectionError("another program publishes on the mailbox's channels") from error
             elif message[0] == b"sunsubscribe":
-                wire.retire()
+                channel.shared.retire(pause=False)
                 raise MailboxConnectionError("the mailbox has moved to another node")
 
     async def _watch(self, overslept: float) -> float:
-        wire, now = self._wire, self._now()
-        if wire is None:
+        channel, now = self._channel, self._now()
+        if channel is None:
             return math.inf
-        if wire.asked_at is not None:
-            if now >= wire.asked_at + self._patience:
+        shared = channel.shared
+        if shared.pinged_at is not None:
+            if now >= shared.pinged_at + self._patience:
                 self._silent = True
                 self._leave_it()
                 return math.inf
-            return wire.asked_at + self._patience
-        if now < wire.heard_at + self._ask_after:
-            return wire.heard_at + self._ask_after
-        with suppress(*LOST):  # what is wrong with the connection, reading tells
-            await wire.ask(now)
+            return shared.pinged_at + self._patience
+        if now < shared.last_read_at + self._ping_after:
+            return shared.last_read_at + self._ping_after
+        with suppress(*LOST):  # reading tells what is wrong with the connection
+            await channel.ping(now)
         return now + self._patience
 
-    def _hear(self, said: bytes) -> None:
-        kind, what = said[:1], said[1:]
-        if kind == b"m":
-            self._hear_of_message(parsed(what))
+    def _handle(self, published: bytes) -> None:
+        kind, value = published[:1], published[1:]
+        if kind == b"m":  # a message was claimed for a receive here, which is off the list by that
+            strings = parse(value)
+            self.listed.discard(f"{self._name}.{int(strings[0])}")
+            claim = claimed_at(strings[1])
+            self._last_claim = max(self._last_claim, claim)
+            if claim > self._last_undone:
+                self._events.claimed(claim, strings)
         elif kind == b"w":
-            if len(self._listed) == 1:  # else one of them is off the list, and it is not known which
-                self._listed.clear()
-            self._waiters.wake(int(what))
+            if len(self.listed) == 1:  # else one of them is off the list, and it is not known which
+                self.listed.clear()
+            self._receives.wake(int(value))
         elif kind == b"d":
-            self._told.due(int(what) / 1e6)
+            self._events.due(int(value) / MICRO)
         elif kind == b"x":
-            self._told.cancelled([what.decode("utf-8", "replace")])
-
-    def _hear_of_message(self, strings: list[bytes]) -> None:
-        """It was claimed for a receive here, which is off the list by that."""
-        self._listed.discard(f"{self._name}.{int(strings[0])}")
-        when = claimed_at(strings[1].decode())
-        self._heard = max(self._heard, when)
-        if when > self._left:
-            self._told.given(strings)
-
-
-_log = Logger("mainspring.mailbox")
+            self._events.cancelled([value.decode("utf-8", "replace")])
 
 
 class Receiving:
-    """The receives of the mailbox ``name``, and the batcher by which they, and all other operations, reach the library.
+    """The receives of the mailbox ``name``, and the batcher by which they and all other operations reach the library.
 
-    :param fallback: seconds between two looks of those who wait (see :class:`~mainspring.mailbox.redis.mailbox.RedisMailbox`).
-    :param recovery: seconds between two looks for what is to be mended.
-    :param usable: whether receives may still have messages; once it is not, what is claimed for them goes back.
-    :param on_cancelled: told the ids of messages that somebody has cancelled.
-    :param on_silence: told why, when the server has not answered a call in time.
+    :param fallback: seconds between two sweeps for receives that wait (see
+        :class:`~mainspring.mailbox.redis.mailbox.RedisMailbox`).
+    :param recovery: seconds between two recoveries.
+    :param on_cancelled: called with the ids of cancelled messages.
+    :param on_silence: called with the error of a call that was not answered in time.
     """
 
     def __init__(
         self,
         name: str,
-        directory: Directory,
-        link: Link,
+        topology: Topology,
+        client: Client,
         timeout: float,
         silence: float,
         *,
         fallback: float,
         recovery: float,
-        usable: Callable[[], bool],
         on_cancelled: Callable[[list[str]], None],
         on_silence: Callable[[MailboxConnectionError], None],
     ) -> None:
-        self.waiters = Waiters(self._pass_on)
-        told = Told(
-            due=self._due_in, cancelled=on_cancelled, given=self._given, leave=self._leave, lost=self._listener_lost
+        self.closed = False
+        self.receives = WaitingReceives(self._wake_others)
+        events = ListenerEvents(
+            due=self._due_in,
+            cancelled=on_cancelled,
+            claimed=self._give,
+            leave=self._post,
+            lost=self._listener_lost,
         )
-        link.on_silence = self._fell_silent
-        self.listener = Listener(directory, base_of(name), link, self.waiters, told, timeout, silence)
+        client.on_silence = self._fell_silent
+        self.listener = Listener(topology, base_of(name), client, self.receives, events, timeout, silence)
         self.batches = Batches(
-            name, link, timeout, waiter=self.listener.waiter, due_in=self._due_in, owing=self._look_soon
+            name,
+            client,
+            timeout,
+            waiter=self.listener.waiter,
+            on_due=self._due_in,
+            on_unconfirmed=self._sweep_soon,
         )
         self.batcher: Batcher[Operation] = Batcher(
             self.batches.execute, undo=self._undo, resume=self.batches.resume, name=f"mailbox {name!r}"
         )
-        self.sweeper = Periodic(self._look)
+        self.sweeper = Periodic(self._sweep)
         self._recoverer = Periodic(self._recover)
         self._name = name
         self._fallback = fallback
         self._recovery = recovery
         self._shield = anyio.CancelScope(shield=True)
-        self._link = link
-        self._usable = usable
+        self._client = client
         self._on_silence = on_silence
-        self._probes = False  # the next look is made even if no receive waits
+        self._probes = False  # the next sweep is made even if no receive waits
         self._now = loop_clock()
 
     # ------------------------------------------------------------------------------------------------------ receiving
 
     async def claim(self, limit: int, visibility: float, wait: float) -> list[Delivery]:
-        """What is there for a receive, or comes within ``wait`` seconds."""
+        """Claim what is pending, or comes within ``wait`` seconds."""
         if not wait:
             return await self._claim_once(limit, visibility, waits=False)
-        waiters, visible = self.waiters, micro(visibility)
+        receives, visible = self.receives, micros(visibility)
         deadline = self._now() + wait
-        self._look_soon()
-        waiters.enter(visible)
-        turn = False
+        self.sweeper.wake_by(self._now() + self._fallback)
+        receives.active += 1
+        receives.wanted[visible] = receives.wanted.get(visible, 0) + 1
+        woken = False
         found: list[Delivery] = []
         try:
             while True:
-                seen = waiters.signals
+                seen = receives.signals
                 try:
                     found = await self._claim_once(limit, visibility, waits=True)
                 finally:
-                    if not found or waiters.active > 1:
-                        self.listener.listed(visible)
-                turn = False
-                if found or not self._usable():
-                    turn = waiters.signals != seen  # called meanwhile: for these, or for more
+                    if not found or receives.active > 1:
+                        self.listener.may_be_listed(visible)
+                woken = False
+                if found or self.closed:
+                    woken = receives.signals != seen  # woken meanwhile: for these, or for more
                     return found
-                given = await waiters.wait_for(seen, deadline, visible, self._refuse)
+                given = await receives.wait(seen, deadline, visible, self._undo_claims)
                 if given is not None:
-                    if self._usable():
+                    if not self.closed:
                         return [given]
-                    self._refuse(given)  # closed meanwhile
-                if not self._usable() or (waiters.signals == seen and self._now() >= deadline):
-                    return []  # nothing has come; one to whom another's turn was passed looks, and waits on
-                turn = True
+                    self._undo_claims(given)
+                if self.closed or (receives.signals == seen and self._now() >= deadline):
+                    return []  # nothing has come; a receive that another one woke claims, and waits on
+                woken = True
         finally:
-            last = waiters.exit(visible)
-            if turn:  # it was called and has not looked
-                waiters.forsake()
-            if not waiters.active:
-                self.listener.leave()
-            if last and self.listener.unwanted(visible):
+            self._end_receive(visible, woken=woken)
+
+    def _end_receive(self, visible: int, *, woken: bool) -> None:
+        """A receive has ended; ``woken``: it was woken and has not claimed since."""
+        receives, listener = self.receives, self.listener
+        receives.active -= 1
+        receives.wanted[visible] -= 1
+        if woken:
+            receives.wake_next()
+        if listener.listed and not receives.active:
+            listener.leave()
+        if not receives.wanted[visible]:
+            del receives.wanted[visible]
+            if listener.no_longer_wanted(visible):
                 self._list_again()
 
     async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:
         while True:
-            command = Claim(limit, visibility, self.batches.claimant, waits, self.waiters.parked > 0)
+            command = Claim(limit, visibility, self.batches.claimant, waits, bool(self.receives.line))
             found: list[Delivery] = await self.batcher.call(command)
-            buried = 0
+            dead_lettered = 0
             for delivery in command.unreadable:
                 with suppress(ReceiptHandleExpiredError):  # it comes again
-                    await self.batcher.call(Bury(delivery, UNREADABLE))
-                    buried += 1
-            if command.again or (buried and not found):
+                    await self.batcher.call(MoveToDeadLetters(delivery, UNREADABLE))
+                    dead_lettered += 1
+            if command.again or (dead_lettered and not found):
                 continue
-            if found and not self._usable():  # closed meanwhile
+            if found and self.closed:
                 self._undo(command)
                 return []
             return found
 
-    # ----------------------------------------------------------------------------------------- what goes back or on
+    def close(self) -> None:
+        """End all receives, and undo the claims that are still made for them."""
+        self.closed = True
+        self.receives.wake_all()
+
+    # -------------------------------------------------------------------------------------------- undoing and waking
 
     def _undo(self, command: Operation) -> None:
-        """A claim whose receiver is gone goes back, before anything else is done."""
+        """Undo a claim whose receive is gone, before any other operation."""
         if type(command) is Claim:
-            self._refuse(*(command.result or ()), *command.unreadable)
+            self._undo_claims(*(command.result or ()), *command.unreadable)
 
-    def _refuse(self, *claimed: Delivery) -> None:
-        """What was claimed for a receive here that cannot have it goes back."""
+    def _undo_claims(self, *claimed: Delivery) -> None:
         if claimed:
-            self.batcher.post(Unclaim([delivery.receipt_handle for delivery in claimed]))
+            self.batcher.post(UndoClaims([delivery.receipt_handle for delivery in claimed]))
 
-    def _pass_on(self, count: int) -> None:
-        """This process was called for messages that nobody here takes."""
-        if self._link.connected and self._usable():
-            self.batcher.post(Pass(count))
+    def _wake_others(self, count: int) -> None:
+        """Wake other processes: this one was woken for messages that no receive here takes."""
+        if self._client.connected and not self.closed:
+            self.batcher.post(WakeOthers(count))
 
-    def _leave(self, leave: Leave | Unlist) -> None:
-        self.batcher.post(leave)
+    def _post(self, command: Operation) -> None:
+        self.batcher.post(command)
 
-    # ------------------------------------------------------------------------------------------------ while they wait
+    # ---------------------------------------------------------------------------------------------- while they wait
 
-    def _given(self, strings: list[bytes]) -> None:
-        """A message was claimed for a receive that waits here: one has it now, or it goes back."""
-        visible, token, value, *few = strings
-        leased_at = self.batches.instant(claimed_at(token.decode()))
-        more = dict(zip(few[::2], few[1::2], strict=True)) if few else None
-        delivery, readable = delivered(token, value, more, leased_at)
+    def _give(self, claim: int, strings: list[bytes]) -> None:
+        """Give a message that was claimed for a receive here to one, or undo the claim."""
+        visible, token, value, *rest = strings
+        leased_at = min(self._now(), claim / MICRO + self.batches.clock_offset)
+        details = dict(zip(rest[::2], rest[1::2], strict=True)) if rest else None
+        delivery, readable = delivery_of(token, value, details, leased_at)
         if not readable:
-            self.batcher.post(Bury(delivery, UNREADABLE))
-        elif not self._usable() or not self.waiters.give(delivery, int(visible)):
-            self._refuse(delivery)
-        self.waiters.signals += 1  # this process is off the list: who is about to wait looks again
-        self._list_again()
+            self.batcher.post(MoveToDeadLetters(delivery, UNREADABLE))
+        elif self.closed or not self.receives.give(delivery, int(visible)):
+            self._undo_claims(delivery)
+        self.receives.signals += 1  # this process is off the list: a receive that is about to wait claims once more
+        if self.receives.line:
+            self._list_again()
 
     def _list_again(self) -> None:
-        """This process may be on the list no more: for those that wait it is put there again."""
-        if self.waiters.parked:
-            self.batcher.post(Look(self._waiter))
+        """Put this process back on the list of waiters, if receives wait."""
+        if self.receives.line:
+            self.batcher.post(Sweep(self._waiter))
 
     def _due_in(self, seconds: float) -> None:
-        if self.waiters.active:
+        if self.receives.active:
             self.sweeper.wake_by(self._now() + seconds)
 
     def _listener_lost(self, silent: bool) -> None:
-        """Look at once whether the server is there: no call comes from it meanwhile. If it was silent, look in any case."""
+        """Find out at once whether the server is there: it wakes no receive meanwhile. If it was silent, in any case."""
         self._probes = self._probes or silent
         self.sweeper.wake_by(self._now())
 
     def _fell_silent(self, error: MailboxConnectionError) -> None:
-        """A call was not answered in time: receives that are parked raise that now, and not after a call of their own."""
-        self.waiters.fail_all(error)
+        """Raise the error in receives that wait now, not after a call of their own."""
+        self.receives.fail_all(error)
         self._on_silence(error)
 
-    def _look_soon(self) -> None:
+    def _sweep_soon(self) -> None:
         self.sweeper.wake_by(self._now() + self._fallback)
 
-    async def _look(self, overslept: float) -> float:
-        """Let what is due by now be done, for the receives that wait for it: the library calls those it is for.
+    async def _sweep(self, overslept: float) -> float:
+        """Let the library do what is due, for receives that wait for it: it wakes them.
 
-        What is owed goes along, also where nobody waits, or calls any more.
+        Unconfirmed operations leave with this call, also if no receive waits.
         """
-        if not (self.waiters.active or self.batches.unconfirmed or self._probes):
-            return float("inf")
+        if not (self.receives.active or self.batches.unconfirmed or self._probes):
+            return math.inf
         self._probes = False
         again = self._now() + self._fallback
         try:
-            await self.batcher.call(Look(self._waiter))
+            await self.batcher.call(Sweep(self._waiter))
         except MainspringError:
-            self.waiters.wake_all()  # unless it was silence, the next call may succeed
+            self.receives.wake_all()  # unless it was silence, the next call may succeed
         else:
-            if not self.listener.live:  # nobody can call
-                self.waiters.wake_all()
+            if not self.listener.live:  # the library cannot wake them
+                self.receives.wake_all()
         return again
 
     async def open(self) -> None:
-        """Make the mailbox known; raises :class:`ConfigError` where the user or its keys do not allow its operations."""
+        """Make the mailbox known; raise :class:`ConfigError` if the user or its keys do not allow its operations."""
         opening, recover = Open(), Recover(self._recovery)
         try:
             await self.batches.execute([opening])
@@ -603,7 +634,7 @@ class Receiving:
                 f"mailbox {self._name!r}: the user of the URL {', '.join(opening.result)}; grant the commands with ACL SETUSER"
                 " (how-to/redis says which), and rename keys that are another program's"
             )
-        if not self._name.startswith("~"):  # one for replies lives no longer than those who wait for them
+        if not self._name.startswith("~"):  # one for replies lives no longer than its requester
             await self.batches.execute([recover])
             self._recoverer.wake_by(self._now() + self._recovered(recover))
 
@@ -613,7 +644,7 @@ class Receiving:
             await self.batcher.call(recover)
         except MailboxClosedError:
             return math.inf
-        except MainspringError:  # it is tried again; who uses the mailbox hears of it
+        except MainspringError:  # it is tried again; users of the mailbox hear of it
             return self._now() + self._recovery
         return self._now() + self._recovered(recover)
 
@@ -630,22 +661,22 @@ class Receiving:
         return float(again)
 
     def _waiter(self) -> str:
-        """As whom this process is on the list for those who wait here: for the one that has waited longest."""
-        wanted = self.waiters.wanted
-        if wanted is None:
+        """Return the name on the list for the receive that has waited longest; "" if none waits."""
+        if not self.receives.line:
             return ""
-        self.listener.listed(wanted)
-        return self.listener.waiter(wanted)
+        visible = self.receives.line[0].visible
+        self.listener.may_be_listed(visible)
+        return self.listener.waiter(visible)
 
     async def keep_time(self) -> None:
-        """Run the timers until :meth:`end`, also where all around is cancelled: who cleans up under a shield has waits, too."""
+        """Run the timers until :meth:`end`, also if all around is cancelled: clean-up under a shield has deadlines as well."""
         with self._shield:
             async with anyio.create_task_group() as timers:
                 timers.start_soon(self.batches.watch.run)
-                timers.start_soon(self.waiters.alarm.run)
+                timers.start_soon(self.receives.alarm.run)
                 timers.start_soon(self.listener.watch.run)
                 timers.start_soon(self._recoverer.run)
 
     def end(self) -> None:
-        """End the timers: there is nothing more to wait for."""
+        """End the timers."""
         self._shield.cancel()
