@@ -442,13 +442,11 @@ async def test_the_caller_who_is_first_goes_on_before_the_others(store, anyio_ba
 def test_claims_are_first_on_every_backend_that_batches():
     """Else the slots whose acknowledgements travelled with a claim would find nothing, and fall idle at every message."""
     pytest.importorskip("apsw", reason="apsw is not installed")
-    pytest.importorskip("psycopg", reason="the extra 'postgres' is not installed")
     pytest.importorskip("hiredis", reason="the extra 'redis' is not installed")
     from mainspring.mailbox import batched
-    from mainspring.mailbox.postgres import commands as postgres_commands
     from mainspring.mailbox.redis import commands as redis_commands
 
-    for commands in (batched, redis_commands, postgres_commands):
+    for commands in (batched, redis_commands):
         assert commands.Claim.first, commands.__name__
         assert not commands.Acknowledge.first
 

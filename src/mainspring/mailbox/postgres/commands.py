@@ -8,6 +8,7 @@ claim that was made after a settlement is executed after it.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +17,7 @@ from psycopg import AsyncRawCursor
 from psycopg.rows import tuple_row
 
 from mainspring.errors import MailboxConnectionError
+from mainspring.mailbox import batched
 from mainspring.mailbox.batcher import Command
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.limits import size_of
@@ -45,122 +47,35 @@ if TYPE_CHECKING:
 
     from psycopg import AsyncConnection
 
-    from mainspring.mailbox.message import Ack, Dead, Envelope, Return
+    from mainspring.mailbox.message import Ack, Dead, Envelope
     from mainspring.mailbox.postgres.pool import Watermark
 
 
-class Send(Command):
-    """Store all or none; results in the ids. ``blocked``: none is, as an open transaction has sent one of their keys."""
+@dataclass(eq=False, repr=False, slots=True)
+class Send(batched.Send):
+    """``blocked``: nothing is stored, as an open transaction has sent one of the keys."""
 
-    __slots__ = ("blocked", "envelopes")
-
-    def __init__(self, envelopes: list[Envelope]) -> None:
-        super().__init__()
-        self.envelopes = envelopes
-        self.blocked = False
+    blocked: bool = field(default=False, init=False)
 
 
-class Claim(Command):
-    """Lease what is there; results in deliveries. ``waits`` says that an empty result will be waited on."""
-
-    __slots__ = ("limit", "visibility", "waits")
-    first = True
-
-    def __init__(self, limit: int, visibility: float, waits: bool) -> None:
-        super().__init__()
-        self.limit = limit
-        self.visibility = visibility
-        self.waits = waits
-
-
-class Unclaim(Command):
-    """Take claims back as if they had not been made."""
-
-    __slots__ = ("deliveries",)
-
-    def __init__(self, deliveries: list[Delivery]) -> None:
-        super().__init__()
-        self.deliveries = deliveries
-
-
-class Poll(Command):
+@dataclass(eq=False, repr=False, slots=True)
+class Poll(batched.Sweep):
     """Do what is due and see what could be claimed, for those who wait; results in (pending, seconds until more is due)."""
 
-    __slots__ = ()
-    asks_only = True
 
-
-class Count(Command):
-    """Results in the :class:`Counts` of the mailbox; in the order of the claims, so that one taken back is not seen."""
-
-    __slots__ = ()
-
-
-class OfDelivery(Command):
-    """An operation that only the holder of the lease may do."""
-
-    __slots__ = ("delivery",)
-
-    def __init__(self, delivery: Delivery) -> None:
-        super().__init__()
-        self.delivery = delivery
-
-
-class Acknowledge(OfDelivery):
-    """The message is done."""
-
-    __slots__ = ()
-
-
+@dataclass(eq=False, repr=False, slots=True)
 class AcknowledgeMany(Command):
     """The messages are done; results in the errors of those whose leases are not held, by their places from 0."""
 
-    __slots__ = ("deliveries",)
-
-    def __init__(self, deliveries: list[Delivery]) -> None:
-        super().__init__()
-        self.deliveries = deliveries
+    deliveries: list[Delivery]
 
 
-class Settle(OfDelivery):
+@dataclass(eq=False, repr=False, slots=True)
+class Settle(batched.OfDelivery):
     """The message is done, with a reply, or dead. ``target`` is the number of the mailbox of its reply."""
 
-    __slots__ = ("settlement", "target")
-
-    def __init__(self, delivery: Delivery, settlement: Ack | Dead, target: int | None) -> None:
-        super().__init__(delivery)
-        self.settlement = settlement
-        self.target = target
-
-
-class Nack(OfDelivery):
-    """The message returns to the queue."""
-
-    __slots__ = ("how",)
-
-    def __init__(self, delivery: Delivery, how: Return) -> None:
-        super().__init__(delivery)
-        self.how = how
-
-
-class Extend(OfDelivery):
-    """The lease lasts at least ``timeout`` seconds from now."""
-
-    __slots__ = ("timeout",)
-
-    def __init__(self, delivery: Delivery, timeout: float) -> None:
-        super().__init__(delivery)
-        self.timeout = timeout
-
-
-class SaveCheckpoint(OfDelivery):
-    """Keep ``state`` with the message."""
-
-    __slots__ = ("state",)
-
-    def __init__(self, delivery: Delivery, state: bytes) -> None:
-        super().__init__(delivery)
-        self.state = state
+    settlement: Ack | Dead
+    target: int | None
 
 
 _PLACE = itemgetter(11, 12)
@@ -194,7 +109,7 @@ class Batch:
 
     After its statements were executed: ``became_pending`` is how many messages became pending, by mailbox; ``unreadable``
     holds deliveries whose headers cannot be read; ``due_in`` is the seconds until something is due, where a claim asked;
-    ``newly_listening`` is True if senders notify only from now on.
+    ``waits`` is True if a claim found nothing and will be waited on; ``newly_listening`` if senders notify only from now on.
 
     :param lock_wait: seconds that a send may wait for another transaction, which has sent its key; then all fails, or
         (``apart``) that send alone is blocked.
@@ -223,6 +138,7 @@ class Batch:
         self.became_pending: Counter[int] = Counter()
         self.unreadable: list[Delivery] = []
         self.due_in: float | None = None
+        self.waits = False
         self.newly_listening = False
 
     def build(self, commands: Sequence[Command]) -> list[Statement]:
@@ -299,8 +215,8 @@ class Batch:
 
     # ------------------------------------------------------------------------------------------------------- receiving
 
-    def add_claim(self, claims: list[Claim]) -> None:
-        alike: dict[float, list[Claim]] = {}
+    def add_claim(self, claims: list[batched.Claim]) -> None:
+        alike: dict[float, list[batched.Claim]] = {}
         for claim in claims:
             alike.setdefault(claim.visibility, []).append(claim)
         for visibility, group in alike.items():
@@ -312,7 +228,7 @@ class Batch:
             known = (array(Shorts, ranks), array(Longs, floors))
             self._add("claim", (want, visibility, *known, since, waits), partial(self._claimed, group))
 
-    def _claimed(self, claims: list[Claim], rows: list[tuple[Any, ...]]) -> None:
+    def _claimed(self, claims: list[batched.Claim], rows: list[tuple[Any, ...]]) -> None:
         _, _, moved, newly_listening, _, swept_at, due_in, *_ = rows.pop()  # the row that is no message comes last
         self._watermark.swept(swept_at, moved)
         self.became_pending[self.box] += moved
@@ -325,6 +241,8 @@ class Batch:
         for claim in claims:
             claim.result = deliveries[start : start + claim.limit]
             start += claim.limit
+            if claim.waits and not claim.result:
+                self.waits = True
 
     def _deliveries(self, rows: list[tuple[Any, ...]]) -> list[Delivery]:
         deliveries = []
@@ -358,7 +276,7 @@ class Batch:
             self._watermark.claimed(rank, pos)
         return deliveries
 
-    def add_unclaim(self, commands: list[Unclaim]) -> None:
+    def add_unclaim(self, commands: list[batched.Unclaim]) -> None:
         self._add("unclaim", leases([one for command in commands for one in command.deliveries]), self._returned)
 
     def _returned(self, rows: list[tuple[Any, ...]]) -> None:
@@ -377,7 +295,7 @@ class Batch:
         _, _, since = self._watermark.start(self._now)
         self._add("poll", (since,), finish)
 
-    def add_count(self, counts: list[Count]) -> None:
+    def add_count(self, counts: list[batched.Count]) -> None:
         parts: list[int] = []
 
         def finish_counts(rows: list[tuple[Any, ...]]) -> None:
@@ -392,7 +310,7 @@ class Batch:
 
     # -------------------------------------------------------------------------------------------------------- settling
 
-    def add_acknowledge(self, acks: list[Acknowledge]) -> None:
+    def add_acknowledge(self, acks: list[batched.Acknowledge]) -> None:
         acks = once_each(acks)
 
         def finish(rows: list[tuple[Any, ...]]) -> None:
@@ -430,7 +348,7 @@ class Batch:
 
         self._add("settle", settle_values(commands), finish)
 
-    def add_nack(self, commands: list[Nack]) -> None:
+    def add_nack(self, commands: list[batched.Return]) -> None:
         commands = once_each(commands)
 
         def finish(rows: list[tuple[Any, ...]]) -> None:
@@ -448,8 +366,8 @@ class Batch:
         )
         self._add("nack", (*leases([command.delivery for command in commands]), *values), finish)
 
-    def add_extend(self, commands: list[Extend]) -> None:
-        longest: dict[str, Extend] = {}
+    def add_extend(self, commands: list[batched.Extend]) -> None:
+        longest: dict[str, batched.Extend] = {}
         for command in commands:
             handle = command.delivery.receipt_handle
             if handle not in longest or longest[handle].timeout < command.timeout:
@@ -457,7 +375,7 @@ class Batch:
         chosen = list(longest.values())
         self._held("extend", chosen, array(Floats, [one.timeout for one in chosen]), commands)
 
-    def add_save_checkpoint(self, commands: list[SaveCheckpoint]) -> None:
+    def add_checkpoint(self, commands: list[batched.Checkpoint]) -> None:
         last = list({command.delivery.receipt_handle: command for command in commands}.values())
         for some in portions(last, lambda one: len(one.state)):
             kept = {one.delivery.receipt_handle for one in some}
@@ -482,17 +400,17 @@ class NoSuchTargetError(MailboxConnectionError):
 
 
 _IN_ORDER: tuple[tuple[type, Callable[[Batch, Any], None]], ...] = (
-    (Unclaim, Batch.add_unclaim),
-    (Acknowledge, Batch.add_acknowledge),
+    (batched.Unclaim, Batch.add_unclaim),
+    (batched.Acknowledge, Batch.add_acknowledge),
     (AcknowledgeMany, Batch.add_acknowledge_many),
     (Settle, Batch.add_settle),
-    (Nack, Batch.add_nack),
-    (Extend, Batch.add_extend),
-    (SaveCheckpoint, Batch.add_save_checkpoint),
+    (batched.Return, Batch.add_nack),
+    (batched.Extend, Batch.add_extend),
+    (batched.Checkpoint, Batch.add_checkpoint),
     (Send, Batch.add_send),
-    (Claim, Batch.add_claim),
+    (batched.Claim, Batch.add_claim),
     (Poll, Batch.add_poll),
-    (Count, Batch.add_count),
+    (batched.Count, Batch.add_count),
 )
 
 

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
+import psycopg
 
-from mainspring.errors import ConfigError, InvalidParameterError
-from mainspring.mailbox.backend import TRANSIENT, Backend, Capabilities
+from mainspring.core.clock import loop_clock
+from mainspring.errors import ConfigError, InvalidParameterError, MainspringError
+from mainspring.mailbox import batched
+from mainspring.mailbox.backend import TRANSIENT, Capabilities, MailboxStatistics
+from mainspring.mailbox.batched import BatchedBackend
+from mainspring.mailbox.batcher import Batcher, Command
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.limits import SILENCE, check_column, check_silence, full, is_name, size_of
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import ACK, Ack, Cancelled, CancelOutcome, Dead, Return
 from mainspring.mailbox.open import reads_query
 from mainspring.mailbox.postgres import schema as schemas
-from mainspring.mailbox.postgres.batches import Batchers
 from mainspring.mailbox.postgres.commands import (
-    Acknowledge,
+    LOCK_WAIT,
     AcknowledgeMany,
-    Claim,
-    Count,
-    Extend,
-    Nack,
+    Batch,
     NoSuchTargetError,
-    OfDelivery,
-    SaveCheckpoint,
+    Poll,
     Send,
     Settle,
 )
-from mainspring.mailbox.postgres.connection import ConnectionPool
+from mainspring.mailbox.postgres.connection import ConnectionPool, refusal
+from mainspring.mailbox.postgres.dedup import DedupSends
 from mainspring.mailbox.postgres.pool import SharedPool
 from mainspring.mailbox.postgres.transactions import (
     HandlerTransactions,
@@ -52,23 +54,33 @@ from mainspring.mailbox.postgres.url import (
     local_name,
     options_of,
 )
-from mainspring.mailbox.postgres.values import Shorts, Texts, array, dead_row, portions
+from mainspring.mailbox.postgres.values import UNREADABLE, Shorts, Texts, array, dead_row, portions
 from mainspring.mailbox.sync import Errand
+from mainspring.mailbox.waiting import Waiters
+from mainspring.runtime.interval import Periodic
 from mainspring.validation import is_number, is_whole
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-    import psycopg
-
-    from mainspring.mailbox.backend import MailboxStatistics
-    from mainspring.mailbox.message import Counts, Dead, Delivery, Envelope, Message, Settlement
+    from mainspring.errors import MailboxConnectionError
+    from mainspring.mailbox.message import Dead, Delivery, Envelope, Message, Settlement
     from mainspring.runtime.scope import DaemonScope
 
 T = TypeVar("T")
 R = TypeVar("R")
 MAX_POLL_INTERVAL = 30.0
 """Seconds: each time that a waiting receive asks, it has senders notify for a minute."""
+QUICK_POLLS = (0.005, 0.05, 0.25)
+"""Seconds after which the first receive to wait polls again: a sender whose transaction was under way then could not know that
+it must notify."""
+POLL_INTERVAL = 1.0
+"""Seconds after which waiting receives ask the store again, in case a notification was lost."""
+POLL_WITHOUT_LISTENING = 0.1
+"""The same while no notifications arrive."""
+WITHIN_CAPACITY = 2
+"""Sends within a capacity that are in flight at once, each with a connection: one stores, and the next has come to the server.
+Their transactions take turns there anyway."""
 DEAD_AT_ONCE = 1_000
 """Dead letters of one call at most, where it is to be done to all: however many there are, each call ends in time."""
 
@@ -190,8 +202,13 @@ class PostgresOptions:
     silence: float
 
 
-class PostgresBackend(Backend):
-    """A queue in a PostgreSQL database."""
+class PostgresBackend(BatchedBackend):
+    """A queue in a PostgreSQL database.
+
+    Batchers each have one batch in flight at a time, and do not wait for each other. ``_batcher`` is for claims and all that a
+    lease allows, in the order in which it comes; ``_sends`` is for messages; :class:`DedupSends` has two for those with a
+    dedup key. Sends within a capacity, in turns, and what concerns dead letters and cancellations travel alone.
+    """
 
     capabilities = Capabilities(
         durable=True,
@@ -204,14 +221,13 @@ class PostgresBackend(Backend):
     )
 
     def __init__(self, name: str, options: PostgresOptions) -> None:
-        super().__init__(name)
+        super().__init__(name, options.capacity)
         self._options = options
         self._shared: SharedPool | None = None
         self._number = 0
         self._store = ""
         self._ranks: set[int] = {0}
         self._transactions = HandlerTransactions()
-        self._is_closing = False
 
     @property
     def address(self) -> str:
@@ -235,31 +251,40 @@ class PostgresBackend(Backend):
 
     async def open(self, scope: DaemonScope) -> None:
         options = self._options
-        self._is_closing = False
         shared = SharedPool.shared(
-            self._options.conninfo, self._options.schema, options.timeout, options.silence, bool(options.listen)
+            options.conninfo, options.schema, options.timeout, options.silence, bool(options.listen)
         )
         shared.acquire()
         try:
             self._store, self._number = await schemas.prepare(
-                shared.connections, self._options.schema, self._options.migrate, self.name
+                shared.connections, options.schema, options.migrate, self.name
             )
-            shared.remember(self.name, self._number)
         except BaseException:
             await shared.release()
             raise
         self._shared = shared
         self._ranks = {0}  # it may have been dropped since it was open last
-        name = f"mailbox {self.name!r}"
-        self._batchers = Batchers(
-            shared,
-            self._number,
-            name,
-            options.poll_interval,
-            self.notifications.cancelled.publish,
-            self.notifications.silence.publish,
-        )
-        self._batchers.start(scope)
+        self._now = loop_clock()
+        self._watermark = shared.watermark(self._number)
+        self._waiters = Waiters()
+        self._poller = Periodic(self._poll)
+        self._quick_polls: list[float] = []
+        self._reconnects = shared.connections.reconnects
+        self._is_closing = False
+        shared.add_mailbox(self.name, self._number, self)
+        self._start(scope, f"mailbox {self.name!r}")
+
+    def _start(self, scope: DaemonScope, name: str) -> None:
+        shared = self._pool
+        self._batcher = Batcher(self._execute, undo=self._undo, name=name)
+        self._sends: Batcher[Command] = Batcher(self._execute, name=name)
+        self._turns = anyio.Semaphore(WITHIN_CAPACITY)
+        self._dedup = DedupSends(self._transact, shared.connections.timeout, name)
+        self._batchers: tuple[Batcher[Any], ...] = (*self._dedup.batchers, self._sends, self._batcher)
+        scope.start_soon(shared.host, name=f"{name} notifications")
+        scope.start_soon(self._poller.run, name=f"{name} due times")
+        for batcher in self._batchers:
+            scope.start_soon(batcher.run, name=f"{name} batches", stop=batcher.stop)
 
     async def exists(self) -> bool:
         return await schemas.has_mailbox(
@@ -267,20 +292,28 @@ class PostgresBackend(Backend):
         )
 
     async def close(self) -> None:
+        shared = self._pool
+        shared.connections.begin_close()
         try:
-            await self._batchers.close()
+            async with anyio.create_task_group() as tasks:
+                for batcher in self._batchers:
+                    tasks.start_soon(batcher.close)
         finally:
-            shared, self._shared = self._shared, None
-            if shared is not None:
-                await shared.release()
+            shared.remove_mailbox(self._number, self)
+            self._shared = None
+            await shared.release()
 
     def statistics(self) -> MailboxStatistics:
-        return self._batchers.statistics()
-
-    def stop_claims(self) -> None:
-        self._is_closing = True
-        if self._shared is not None:
-            self._batchers.waiters.wake_all()
+        shared = self._pool
+        return MailboxStatistics(
+            waiting_receives=self._waiters.parked,
+            queued=self._turns.statistics().tasks_waiting + sum(batcher.queued for batcher in self._batchers),
+            in_flight=WITHIN_CAPACITY - self._turns.value + sum(batcher.in_flight for batcher in self._batchers),
+            batches=sum(batcher.batches for batcher in self._batchers),
+            reconnects=shared.connections.reconnects - self._reconnects,
+            connected=shared.connections.connected,
+            polling=not shared.listening,
+        )
 
     async def drop(self) -> None:
         await self._pool.value("drop_mailbox", self._number)
@@ -294,23 +327,109 @@ class PostgresBackend(Backend):
         assert self._shared is not None
         return self._shared
 
+    # -------------------------------------------------------------------------------------------------------- batches
+
+    def _new_batch(self, patience: float | None = None) -> Batch:
+        """One that is executed outside of the batchers."""
+        return Batch(self._pool.schema, self._number, self._watermark, self._now(), patience=patience)
+
+    async def _execute(self, commands: list[Command]) -> None:
+        """Execute commands together; where one has a value that the server does not take, each by itself."""
+        try:
+            await self._transact(commands)
+        except psycopg.Error as error:
+            if len(commands) == 1:
+                raise refusal(error) from error
+            for command in commands:
+                command.error = None
+                try:
+                    await self._transact([command])
+                except psycopg.Error as its_own:
+                    command.error = refusal(its_own)
+
+    async def _transact(self, commands: Sequence[Command], lock_wait: float = LOCK_WAIT, apart: bool = False) -> None:
+        shared = self._pool
+        batch = Batch(shared.schema, self._number, self._watermark, self._now(), lock_wait=lock_wait, apart=apart)
+        await shared.connections.run(batch.build(commands))
+        for delivery in batch.unreadable:
+            self._batcher.post(Settle(delivery, UNREADABLE, None))
+        if batch.unreadable:
+            shared.wake(self._number, 1)  # for what lies behind
+        self._notify(batch)
+
+    async def _execute_alone(self, command: Command) -> None:
+        """Execute a command in no batch, as it may have to wait for a lock; raise its error."""
+        batch = self._new_batch()
+        try:
+            await self._pool.connections.run(batch.build([command]))
+        except psycopg.Error as error:
+            raise refusal(error) from error
+        if command.error is not None:
+            raise command.error
+        self._notify(batch)
+
+    def _notify(self, batch: Batch) -> None:
+        """Wake receives of this process for what the batch made pending, or will be due."""
+        shared = self._pool
+        for number, count in batch.became_pending.items():
+            if count > 0:
+                shared.wake(number, count)
+        if batch.due_in is not None:
+            shared.poll_in(self._number, batch.due_in)
+        if batch.waits:
+            self.poll_in(self._poll_interval)
+        if batch.newly_listening:
+            self._quick_polls = list(QUICK_POLLS)
+            self.poll_in(self._quick_polls.pop(0))
+
+    @property
+    def _poll_interval(self) -> float:
+        """Seconds after which waiting receives ask the store again."""
+        if self._options.poll_interval is not None:
+            return self._options.poll_interval
+        return POLL_INTERVAL if self._pool.listening else POLL_WITHOUT_LISTENING
+
+    async def _poll(self, overslept: float) -> float:
+        """Ask, for the receives that wait, what has come and what is due."""
+        if not self._waiters.parked:
+            return math.inf
+        again = self._quick_polls.pop(0) if self._quick_polls else self._poll_interval
+        try:
+            pending, due_in = await self._batcher.call(Poll())
+        except MainspringError:  # the receives themselves will hear of it
+            self.wake_claims(self._waiters.parked)
+            return self._now() + again
+        if pending:
+            self.wake_claims(pending)
+        return self._now() + (again if due_in is None else min(again, max(due_in, 0.0)))
+
+    def wake_claims(self, count: int) -> None:
+        self._waiters.signals += 1
+        self._waiters.wake(count)
+
+    def fail_claims(self, error: MailboxConnectionError) -> None:
+        self._waiters.fail_all(error)
+        self.notifications.silence.publish(error)
+
+    def poll_in(self, seconds: float) -> None:
+        self._poller.wake_by(self._now() + seconds)
+
     # -------------------------------------------------------------------------------------------------------- sending
 
     async def send(self, envelopes: list[Envelope]) -> list[str]:
         await self._ready_for(envelopes)
-        if self._options.capacity is not None:
-            attempt = partial(self._send_within_capacity, self._options.capacity)
-            return await self._batchers.dedup.retry_while_blocked(envelopes, attempt)
+        if self._capacity is not None:
+            return await self._dedup.retry_while_blocked(envelopes, self._send_within_capacity)
         for envelope in envelopes:
             if envelope.dedup_key is not None:
-                return await self._batchers.dedup.send(envelopes)
-        ids: list[str] = await self._batchers.sends.call(Send(envelopes))
+                return await self._dedup.send(envelopes)
+        ids: list[str] = await self._sends.call(Send(envelopes))
         return ids
 
-    async def _send_within_capacity(self, capacity: int, send: Send) -> None:
-        batch = self._batchers.new_batch()
-        await send_within_capacity(self._pool, batch, send, capacity, self._batchers.within)
-        self._batchers.notify(batch)
+    async def _send_within_capacity(self, send: Send) -> None:
+        batch = self._new_batch()
+        await send_within_capacity(self._pool, batch, send, self._capacity or 0, self._turns)
+        self._notify(batch)
 
     async def _ready_for(self, envelopes: list[Envelope]) -> None:
         new = set()
@@ -324,11 +443,11 @@ class PostgresBackend(Backend):
 
     async def send_within(self, connection: Any, envelopes: list[Envelope]) -> list[str]:
         await self._ready_for(envelopes)
-        if self._options.capacity is not None:
+        if self._capacity is not None:
             raise InvalidParameterError("send: connection= cannot be used with a mailbox that has a capacity")
         send = Send(envelopes)
         patience = self._pool.connections.timeout
-        steps = statements_to_join(self._pool.schema, self._store, self._batchers.new_batch(patience), send)
+        steps = statements_to_join(self._pool.schema, self._store, self._new_batch(patience), send)
         if isinstance(connection, Errand) and not is_async(connection.connection):
             connection.work = partial(send_on_thread, connection.connection, steps, send)
             return [envelope.message_id for envelope in envelopes]
@@ -341,40 +460,21 @@ class PostgresBackend(Backend):
         async with self._transactions.join(self._pool, message) as connection:
             yield connection
 
-    # ------------------------------------------------------------------------------------------------------ receiving
-
-    async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
-        if not wait_time_seconds:
-            return await self._claim_once(max_messages, visibility_timeout, waits=False)
-        look = partial(self._claim_once, max_messages, visibility_timeout, waits=True)
-        deadline = self._batchers.now() + wait_time_seconds
-        return await self._batchers.waiters.first(look, deadline, usable=lambda: not self._is_closing)
-
-    async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:
-        command = Claim(limit, visibility, waits)
-        found: list[Delivery] = await self._batchers.claims.call(command)
-        if found and self._is_closing:  # closed meanwhile
-            self._batchers.undo(command)
-            return []
-        if waits and not found:
-            self._batchers.due_in(self._batchers.poll_interval)
-        return found
-
     # ------------------------------------------------------------------------------------------------------- settling
 
     async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
-        command: OfDelivery
+        command: batched.OfDelivery
         target: int | None = None
         if isinstance(settlement, Return):
-            command = Nack(delivery, settlement)
+            command = batched.Return(delivery, settlement)
         elif isinstance(settlement, Ack) and settlement.reply is None:
-            command = Acknowledge(delivery)
+            command = batched.Acknowledge(delivery)
         else:
             settlement, target = await self._with_reply_target(settlement)
             command = Settle(delivery, settlement, target)
         under_way = self._transactions.under_way.get(delivery.receipt_handle)
         try:
-            await (self._do(command) if under_way is None else under_way.settle(self._batchers.new_batch(), command))
+            await (self._call(command) if under_way is None else under_way.settle(self._new_batch(), command))
         except NoSuchTargetError:
             self._pool.forget_number(target)
             raise
@@ -407,16 +507,15 @@ class PostgresBackend(Backend):
         return refused
 
     async def _acknowledge_together(self, deliveries: dict[int, Delivery]) -> dict[int, Exception]:
-        refused = await self._batchers.claims.call(AcknowledgeMany(list(deliveries.values())))
+        refused = await self._batcher.call(AcknowledgeMany(list(deliveries.values())))
         numbers = list(deliveries)
         return {numbers[place]: error for place, error in refused.items()}
 
-    async def _do(self, command: OfDelivery) -> None:
+    async def _call(self, command: Command) -> Any:
         """With whatever else is to be done; where it may have to wait for a transaction that was given up, by itself."""
-        if command.delivery.receipt_handle in self._transactions.uncertain:
-            await self._batchers.alone(command)
-        else:
-            await self._batchers.claims.call(command)
+        if isinstance(command, batched.OfDelivery) and command.delivery.receipt_handle in self._transactions.uncertain:
+            return await self._execute_alone(command)
+        return await self._batcher.call(command)
 
     async def _with_reply_target(self, settlement: Ack | Dead) -> tuple[Ack | Dead, int | None]:
         """The number of the mailbox that the reply goes to, made before (a name that is new must not wait for commits)."""
@@ -434,17 +533,13 @@ class PostgresBackend(Backend):
             under_way.check_renewal()
             if under_way.settled:
                 return  # its row is locked until that commits: nobody can take it, and a renewal would wait, with all others
-        await self._do(Extend(delivery, timeout))
+        await self._call(batched.Extend(delivery, timeout))
 
     async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
         check_column("a checkpoint", len(state))
-        await self._do(SaveCheckpoint(delivery, state))
+        await super().checkpoint(delivery, state)
 
     # -------------------------------------------------------------------------------------------------- looking after
-
-    async def counts(self) -> Counts:
-        counts: Counts = await self._batchers.claims.call(Count())
-        return counts
 
     async def purge(self) -> int:
         return int(await self._pool.value("purge", self._number))
@@ -460,16 +555,15 @@ class PostgresBackend(Backend):
         return [dead_row(row) for row in rows]
 
     async def replay_dead_letters(self, message_ids: list[str] | None) -> int:
-        if message_ids is None and self._options.capacity is None:
+        if message_ids is None and self._capacity is None:
             return await self._do_to_all_dead(self._replay)
         return await self._replay(message_ids)  # where they have to find room, in one step
 
     async def _replay(self, message_ids: list[str] | None) -> int:
         named = None if message_ids is None else array(Texts, known(message_ids))
-        capacity = self._options.capacity
-        number, waiting = (await self._pool.rows("replay", self._number, named, capacity))[0]
-        if waiting is not None and capacity is not None:
-            raise full(waiting, capacity, number)
+        number, waiting = (await self._pool.rows("replay", self._number, named, self._capacity))[0]
+        if waiting is not None and self._capacity is not None:
+            raise full(waiting, self._capacity, number)
         self._pool.wake(self._number, number)
         return int(number)
 

@@ -7,14 +7,13 @@ wait look more often instead.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 import psycopg
 
 from mainspring.core import process, random
 from mainspring.errors import MailboxConnectionError, MailboxError
-from mainspring.mailbox import waiting
 from mainspring.mailbox.postgres.commands import Statement, call_text
 from mainspring.mailbox.postgres.connection import ConnectionPool
 from mainspring.mailbox.postgres.schema import Maintenance
@@ -22,7 +21,7 @@ from mainspring.policies import backoff
 from mainspring.redaction import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from mainspring.mailbox.backend import Notifications
 
 RESET_AFTER = 1.0
 """Seconds after which a claim starts from the very front again: what a long transaction or another process put behind the
@@ -73,10 +72,6 @@ class Watermark:
 
 
 KIND = "postgres shared pool"
-POLL_INTERVAL = 1.0
-"""Seconds after which waiting receives ask the store again, in case a notification was lost."""
-POLL_WITHOUT_LISTENING = 0.1
-"""The same while no notifications arrive."""
 PROBE_TIMEOUT = 2.0
 """Seconds in which a notification to oneself must arrive."""
 PROBE_AGAIN = 60.0
@@ -95,31 +90,19 @@ MAX_TRANSACTIONS = 10
 """How many handlers of a process may be in a transaction of their own at once, each with a connection."""
 
 
-class Waiters(waiting.Waiters):
-    """The receives of one mailbox object that wait, and what polls on their behalf."""
+class OpenMailbox(Protocol):
+    """What a shared pool has of each of its open mailboxes."""
 
-    __slots__ = ("announce", "due_in", "poll", "silent")
+    notifications: Notifications
 
-    def __init__(
-        self,
-        poll: Callable[[], None],
-        due_in: Callable[[float], None],
-        announce: Callable[[list[str]], None],
-        silent: Callable[[MailboxConnectionError], None],
-    ) -> None:
-        super().__init__()
-        self.silent = silent
-        self.poll = poll
-        self.due_in = due_in
-        self.announce = announce
+    def wake_claims(self, count: int) -> None:
+        """Messages became pending, ``count`` of them."""
 
-    def wake(self, count: int) -> None:
-        self.signals += 1
-        super().wake(count)
+    def poll_in(self, seconds: float) -> None:
+        """Something may be due in so many seconds, or there now: let waiting receives ask the store."""
 
-    def wake_all(self) -> None:
-        self.signals += 1
-        super().wake_all()
+    def fail_claims(self, error: MailboxConnectionError) -> None:
+        """The server does not answer: receives that wait raise that now, and not after a call of their own."""
 
 
 class SharedPool:
@@ -133,7 +116,7 @@ class SharedPool:
         self._single_calls = anyio.Semaphore(MAX_SINGLE_CALLS)
         self._listens = listens
         self._users = 0
-        self._waiters: dict[int, list[Waiters]] = {}
+        self._mailboxes: dict[int, list[OpenMailbox]] = {}
         self._watermarks: dict[int, Watermark] = {}
         self._announced: dict[str, None] = {}
         self._numbers: dict[str, int] = {}
@@ -169,14 +152,10 @@ class SharedPool:
             return known
         if make:
             found = int(await self.value("mailbox", name))
-            self.remember(name, found)
+            self._numbers[name] = found
             return found
         rows = await self.query(f"SELECT id FROM {self.schema}.mailboxes WHERE name = $1", name)  # noqa: S608 - a checked name
         return rows[0][0] if rows else None  # one that somebody else may drop is not remembered
-
-    def remember(self, name: str, number: int) -> None:
-        """The mailbox of that name has that number."""
-        self._numbers[name] = number
 
     def forget(self, name: str) -> None:
         """The mailbox of that name has another number from now on, or none."""
@@ -208,28 +187,28 @@ class SharedPool:
 
     # --------------------------------------------------------------------------------------------------------- waiting
 
-    def add_waiters(self, number: int, waiters: Waiters) -> None:
-        """Tell them from now on when there may be something to claim."""
-        self._waiters.setdefault(number, []).append(waiters)
+    def add_mailbox(self, name: str, number: int, mailbox: OpenMailbox) -> None:
+        """Notify it, from now on, of what is done to the mailbox with that name and number."""
+        self._numbers[name] = number
+        self._mailboxes.setdefault(number, []).append(mailbox)
 
-    def remove_waiters(self, number: int, waiters: Waiters) -> None:
-        """Tell them nothing more."""
-        group = self._waiters.get(number, [])
-        if waiters in group:
-            group.remove(waiters)
-        if not group:  # transient mailboxes come and go, each with a number of its own
-            self._waiters.pop(number, None)
+    def remove_mailbox(self, number: int, mailbox: OpenMailbox) -> None:
+        """Notify it no more."""
+        mailboxes = self._mailboxes[number]
+        mailboxes.remove(mailbox)
+        if not mailboxes:  # transient mailboxes come and go, each with a number of its own
+            del self._mailboxes[number]
             self._watermarks.pop(number, None)
 
     def wake(self, number: int, count: int) -> None:
         """So many messages became pending in that mailbox."""
-        for waiters in self._waiters.get(number, ()):
-            waiters.wake(count)
+        for mailbox in self._mailboxes.get(number, ()):
+            mailbox.wake_claims(count)
 
-    def due_in(self, number: int, seconds: float) -> None:
+    def poll_in(self, number: int, seconds: float) -> None:
         """Something will be due in that mailbox."""
-        for waiters in self._waiters.get(number, ()):
-            waiters.due_in(seconds)
+        for mailbox in self._mailboxes.get(number, ()):
+            mailbox.poll_in(seconds)
 
     def announce(self, number: int, message_ids: list[str]) -> None:
         """Messages of that mailbox were cancelled."""
@@ -239,8 +218,8 @@ class SharedPool:
         self._announced.update(dict.fromkeys(new))
         while len(self._announced) > REMEMBERED:
             del self._announced[next(iter(self._announced))]
-        for waiters in self._waiters.get(number, ()):
-            waiters.announce(new)
+        for mailbox in self._mailboxes.get(number, ()):
+            mailbox.notifications.cancelled.publish(new)
 
     # ------------------------------------------------------------------------------------------------------- listening
 
@@ -336,22 +315,18 @@ class SharedPool:
             self.announce(int(number), [message_id])
         elif kind.isdigit():
             if kind == "0":  # something was sent that is due later
-                for waiters in self._waiters.get(int(number), ()):
-                    waiters.poll()
+                self.poll_in(int(number), 0.0)
             else:
                 self.wake(int(number), int(kind))
 
     def _fell_silent(self, error: MailboxConnectionError) -> None:
-        """The server does not answer: receives that are parked raise that now, and not after a call of their own."""
-        for group in self._waiters.values():
-            for waiters in group:
-                waiters.fail_all(error)
-                waiters.silent(error)
+        for mailboxes in self._mailboxes.values():
+            for mailbox in mailboxes:
+                mailbox.fail_claims(error)
 
     def _poll_all(self) -> None:
-        for group in self._waiters.values():
-            for waiters in group:
-                waiters.poll()
+        for number in self._mailboxes:
+            self.poll_in(number, 0.0)
 
 
 async def _process_of(connection: psycopg.AsyncConnection[Any]) -> int:

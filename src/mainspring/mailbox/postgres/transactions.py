@@ -13,17 +13,18 @@ from psycopg.rows import tuple_row
 
 from mainspring.errors import InvalidParameterError, MailboxConnectionError, MessageSettledError, TransactionEndedError
 from mainspring.mailbox.limits import full
-from mainspring.mailbox.postgres.batches import blocked_error
 from mainspring.mailbox.postgres.commands import Batch, Statement, call, call_text, execute
 from mainspring.mailbox.postgres.connection import BlockedError, Connection, as_mailbox_error, no_answer
+from mainspring.mailbox.postgres.dedup import blocked_error
 from mainspring.mailbox.postgres.values import Texts, array, register, stored_key
 from mainspring.redaction import one_line
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
+    from mainspring.mailbox.batched import OfDelivery
     from mainspring.mailbox.message import Message
-    from mainspring.mailbox.postgres.commands import OfDelivery, Send
+    from mainspring.mailbox.postgres.commands import Send
     from mainspring.mailbox.postgres.pool import SharedPool
 
 

@@ -1,0 +1,147 @@
+"""Sends with a dedup key: one that is blocked by an open transaction blocks only those with the same key."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Protocol
+
+import anyio
+import psycopg
+
+from mainspring.core.clock import loop_clock
+from mainspring.errors import MailboxConnectionError
+from mainspring.mailbox.batcher import Batcher
+from mainspring.mailbox.postgres.commands import LOCK_WAIT, Send
+from mainspring.mailbox.postgres.connection import BlockedError, refusal
+from mainspring.mailbox.postgres.values import stored_key
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from mainspring.mailbox.message import Envelope
+
+SHORT_LOCK_WAIT = 0.001
+"""The same as ``LOCK_WAIT``, when it is tried again: with others whose keys are blocked."""
+FIRST_PAUSE = 0.01
+LONGEST_PAUSE = 0.25
+"""Seconds between two tries of a send that is blocked."""
+
+
+class Transact(Protocol):
+    """Executes commands in one transaction, which waits no longer than those seconds for another one that has sent a key.
+
+    ``apart``: where one does, only that send is blocked; else all fail.
+    """
+
+    async def __call__(self, commands: Sequence[Send], lock_wait: float, apart: bool = ...) -> None: ...
+
+
+class DedupSends:
+    """Two batchers: one for sends as they come, and one for those that were blocked, which are tried again and again.
+
+    So nobody waits on the server, with a connection and with what travels along, for a transaction that may never end.
+    """
+
+    def __init__(self, transact: Transact, timeout: float, name: str) -> None:
+        self._transact = transact
+        self._timeout = timeout
+        self._now = loop_clock()
+        self._blocked: Counter[str] = Counter()
+        self._first: Batcher[Send] = Batcher(self._together, name=name)
+        self._again: Batcher[Send] = Batcher(self._each_key, name=name)
+        self.batchers = (self._first, self._again)
+
+    async def send(self, envelopes: list[Envelope]) -> list[str]:
+        """Store them all or none; the ids. Raises :class:`MailboxConnectionError` where a key was blocked all the time."""
+        known = not self._blocked.keys().isdisjoint(_keys(envelopes)) if self._blocked else False
+        return await self.retry_while_blocked(envelopes, self._again.call if known else self._first.call)
+
+    async def retry_while_blocked(
+        self, envelopes: list[Envelope], attempt: Callable[[Send], Awaitable[Any]]
+    ) -> list[str]:
+        """``attempt`` to store them, and where they are blocked again and again, for as long as a call may last."""
+        deadline = self._now() + self._timeout
+        send = Send(envelopes)
+        await attempt(send)
+        if not send.blocked:
+            return list(send.result)
+        if attempt == self._first.call:
+            attempt = self._again.call
+        keys = _keys(envelopes)
+        self._blocked.update(keys)
+        try:
+            pause = FIRST_PAUSE
+            while (left := deadline - self._now()) > 0:
+                await anyio.sleep(min(pause, left))
+                pause = min(2 * pause, LONGEST_PAUSE)
+                send = Send(envelopes)
+                await attempt(send)
+                if not send.blocked:
+                    return list(send.result)
+        finally:
+            self._blocked.subtract(keys)
+            self._blocked += Counter()  # without those of zero
+        raise blocked_error(envelopes, f"within {self._timeout:g} s")
+
+    async def _together(self, sends: list[Send]) -> None:
+        """The usual way: in one transaction, which nothing holds up."""
+        try:
+            await self._transact(sends, LOCK_WAIT)
+        except BlockedError:
+            await self._each_key(sends)
+        except psycopg.Error as error:
+            await self._apart(sends, error)
+
+    async def _each_key(self, sends: list[Send]) -> None:
+        """All that is not blocked, in one transaction; of several with one key, the first goes first."""
+        single = {
+            stored_key(send.envelopes[0].dedup_key or ""): send for send in reversed(sends) if len(send.envelopes) == 1
+        }
+        rest = [send for send in sends if len(send.envelopes) == 1 and send not in single.values()]
+        await self._singly(list(single.values()))
+        free = []
+        for send in rest:
+            send.blocked = single[stored_key(send.envelopes[0].dedup_key or "")].blocked
+            if not send.blocked:
+                free.append(send)
+        await self._singly(free)
+        for send in sends:
+            if len(send.envelopes) > 1:
+                await self._whole(send)
+
+    async def _singly(self, sends: list[Send]) -> None:
+        if not sends:
+            return
+        try:
+            await self._transact(sends, SHORT_LOCK_WAIT, apart=True)
+        except psycopg.Error as error:
+            await self._apart(sends, error)
+
+    async def _apart(self, sends: list[Send], error: psycopg.Error) -> None:
+        """One has a value that the server does not take: each by itself."""
+        if len(sends) == 1:
+            sends[0].error = refusal(error)
+            return
+        for send in sends:
+            await self._whole(send)
+
+    async def _whole(self, send: Send) -> None:
+        send.error = None
+        try:
+            await self._transact([send], SHORT_LOCK_WAIT)
+        except BlockedError:
+            send.blocked = True
+        except psycopg.Error as error:
+            send.error = refusal(error)
+
+
+def blocked_error(envelopes: list[Envelope], when: str) -> MailboxConnectionError:
+    """The error of a send that was blocked for too long."""
+    keys = ", ".join(map(repr, sorted(_keys(envelopes))[:3]))
+    return MailboxConnectionError(
+        f"a transaction that has sent the same dedup_key ({keys}) has not ended {when}; nothing was sent"
+    )
+
+
+def _keys(envelopes: list[Envelope]) -> set[str]:
+    return {stored_key(envelope.dedup_key) for envelope in envelopes if envelope.dedup_key is not None}
