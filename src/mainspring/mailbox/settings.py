@@ -146,11 +146,11 @@ def read_url(url: str, schemes: Iterable[str], kind: str = "") -> MailboxURL:
     if not parts.scheme:
         raise ConfigError(f"{shown(url)!r} is no mailbox URL; write it as in 'sqlite:///jobs.db?name=jobs'")
     if parts.scheme not in schemes:
-        known = ", ".join(f"{scheme}://" for scheme in schemes)
+        known = [f"{scheme}://" for scheme in schemes]
         raise ConfigError(
-            f"{shown(url)!r}: {kind} has the scheme {known}; open_mailbox() makes mailboxes of every kind"
+            f"{shown(url)!r}: the URL of {kind} begins with {' or '.join(known)}; open_mailbox() makes mailboxes of every kind"
             if kind
-            else f"{shown(url)!r}: no mailbox backend has the scheme {parts.scheme + '://'!r}; there are {known}"
+            else f"{shown(url)!r}: no mailbox backend has the scheme {parts.scheme + '://'!r}; there are {', '.join(known)}"
         )
     if parts.scheme not in _WITHOUT_HOST and not _AUTHORITY.match(url):
         raise ConfigError(f"{shown(url)!r}: behind the scheme come two slashes, as in {parts.scheme}://host?name=jobs")

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from mainspring import open_mailbox
 from mainspring.errors import ConfigError
 from mainspring.mailbox.message import Dead, Envelope
+from mainspring.mailbox.nats.mailbox import NatsMailbox
 from mainspring.mailbox.nats.names import Names, check_stream, encoded
 from mainspring.mailbox.nats.records import MARK, Record, dead_headers, decode, read_dead, token_of, tokens_of
-from mainspring.mailbox.nats.url import name_in, parse_server, read_options
+from mainspring.mailbox.nats.url import NatsOptions, Server
 
 TEXT = st.text(max_size=30)
 NAMES = st.text(max_size=10)  # short enough for a server, whatever they are made of
@@ -108,19 +109,43 @@ def test_headers_that_are_no_json_are_taken_as_they_are():
     assert (dead.error, dead.error_type, at) == ("plain", "", 3.0)
 
 
+DEFAULTS = {
+    "name": "jobs", "timeout": 5, "silence": 5, "ack_wait": 60, "replicas": 1, "storage": "file", "credentials": None,
+}  # fmt: skip
+
+
+def options_of(url, **options):
+    """Those of a mailbox with that URL."""
+    return NatsOptions.of(url, **{**DEFAULTS, **options})
+
+
 def test_a_server_is_its_hosts():
-    server = parse_server("nats://me:p%40ss@one:4223,two")
+    url = "nats://me:p%40ss@one:4223,two"
+    server = Server.of(url, options_of(url))
     assert server.hosts == (("one", 4223), ("two", 4222))
     assert (server.user, server.password) == ("me", "p@ss")
     assert server.address == "nats://one:4223,two:4222"
     assert server.urls == ["nats://one:4223", "nats://two:4222"]
     assert server.options == {"user": "me", "password": "p@ss"}
-    assert server.is_at("nats://two?name=other")
-    assert not server.is_at("nats://three")
-    assert not server.is_at("redis://two")
     assert "p@ss" not in repr(server)
-    assert name_in("nats://two?name=a%20b") == "a b"
-    assert parse_server("nats://[::1]:4223").address == "nats://[::1]:4223"
+    mailbox = NatsMailbox(url, name="jobs")
+    assert mailbox.backend.local_name("nats://two?name=a%20b") == "a b"
+    assert mailbox.backend.local_name("nats://three") is None
+    assert mailbox.backend.local_name("redis://two") is None
+    assert mailbox.backend.local_name(mailbox.address) == "jobs"
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("nats://[::1]:4223", "nats://[::1]:4223"),
+        ("nats://", "nats://localhost:4222"),
+        ("nats://:4223", "nats://localhost:4223"),
+        ("nats://HOST", "nats://host:4222"),
+    ],
+)
+def test_an_address_has_host_and_port(url, address):
+    assert NatsMailbox(url).address == f"{address}?name=default"
 
 
 @pytest.mark.parametrize(
@@ -128,25 +153,23 @@ def test_a_server_is_its_hosts():
     [
         ("nats://secret@host/jobs", "its name is an option"),
         ("nats://secret@host:many", "no host and port"),
-        ("http://secret@host", "begins with nats"),
+        ("http://secret@host", "begins with nats:// or tls://"),
     ],
 )
 def test_a_bad_url_is_one_line_without_the_secret(url, told):
     with pytest.raises(ConfigError, match=told) as caught:
-        parse_server(url)
+        NatsMailbox(url)
     assert "secret" not in str(caught.value)
 
 
 def test_options_are_read_in_their_types():
-    assert read_options("nats://h", {"ack_wait": "30", "replicas": "3", "name": "x"}) == {
-        "ack_wait": 30.0,
-        "replicas": 3,
-        "name": "x",
-    }
-    with pytest.raises(ConfigError, match="no option 'nam'"):
-        read_options("nats://secret@h?nam=x", {"nam": "x"})
-    with pytest.raises(ConfigError, match="must be a number"):
-        read_options("nats://h", {"replicas": "three"})
+    options = options_of("nats://h", ack_wait="30", replicas="3", name="x")
+    assert (options.ack_wait, options.replicas, options.name) == (30.0, 3, "x")
+    with pytest.raises(ConfigError, match=r"^'nats://h': a NATS mailbox has no option 'nam'; it has name"):
+        options_of("nats://secret@h", nam="x")
+    for replicas in ("three", "2", 4, 0, 7, None):
+        with pytest.raises(ConfigError, match=f"replicas must be 1, 3 or 5, not {replicas!r}"):
+            options_of("nats://h", replicas=replicas)
 
 
 def test_a_stream_of_another_make_is_refused():

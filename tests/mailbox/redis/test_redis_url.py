@@ -9,7 +9,7 @@ import pytest
 from mainspring import open_mailbox
 from mainspring.errors import ConfigError
 from mainspring.mailbox.redis.mailbox import RedisMailbox
-from mainspring.mailbox.redis.url import RedisOptions, Server, server_at
+from mainspring.mailbox.redis.url import RedisOptions, Server
 
 DEFAULTS = {
     "name": "jobs", "timeout": 5, "silence": 5, "capacity": None, "fallback_interval": 5, "recovery_interval": 60,
@@ -19,7 +19,7 @@ DEFAULTS = {
 
 def server_of(url: str, **options: object) -> Server:
     """The server that a mailbox with that URL and those options goes to."""
-    return server_at(url, RedisOptions.of(url, **{**DEFAULTS, **options}))
+    return Server.of(url, RedisOptions.of(url, **{**DEFAULTS, **options}))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Never
 from urllib.parse import quote
 
@@ -13,7 +12,7 @@ from typing_extensions import TypeVar
 
 from mainspring.errors import ConfigError, InvalidParameterError, MailboxConnectionError, MailboxError
 from mainspring.mailbox.backend import TRANSIENT, Backend, Capabilities, MailboxStatistics
-from mainspring.mailbox.limits import SILENCE, check_silence
+from mainspring.mailbox.limits import SILENCE
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import CancelOutcome
 from mainspring.mailbox.nats import inspection
@@ -26,9 +25,8 @@ from mainspring.mailbox.nats.scheduler import DelayScheduler, ExpiryScheduler, R
 from mainspring.mailbox.nats.sends import Sends
 from mainspring.mailbox.nats.settlements import Settlements
 from mainspring.mailbox.nats.streams import Store
-from mainspring.mailbox.nats.url import SCHEMES, Server, name_in, parse_server, read_options
-from mainspring.mailbox.open import reads_query
-from mainspring.validation import MAX_VISIBILITY, is_number, is_whole
+from mainspring.mailbox.nats.url import NatsOptions, Server
+from mainspring.mailbox.settings import name_at, reads_query
 
 if TYPE_CHECKING:
     import ssl
@@ -40,8 +38,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", default=Any)
 R = TypeVar("R", default=Any)
-
-STORAGE = ("file", "memory")
 
 
 class NatsMailbox(Mailbox[T, R]):
@@ -72,10 +68,10 @@ class NatsMailbox(Mailbox[T, R]):
 
     backend: NatsBackend
 
-    @reads_query(read_options)
+    @reads_query(NatsOptions)
     def __init__(
         self,
-        server: str | Server,
+        server: str,
         *,
         name: str = "default",
         body: Any = None,
@@ -92,44 +88,27 @@ class NatsMailbox(Mailbox[T, R]):
         ssl_context: ssl.SSLContext | None = None,
         **unknown: Never,
     ) -> None:
-        read_options(server if isinstance(server, str) else server.address, unknown)  # which refuses them
-        if not (is_number(ack_wait, 1) and ack_wait <= MAX_VISIBILITY):
-            raise ConfigError(f"mailbox {name!r}: ack_wait must be 1 to {MAX_VISIBILITY:.0f} seconds, not {ack_wait!r}")
-        if not (is_number(timeout, 0) and timeout > 0):
-            raise ConfigError(f"mailbox {name!r}: timeout must be more than 0 seconds, not {timeout!r}")
-        if not (is_whole(replicas, 1) and replicas in (1, 3, 5)):
-            raise ConfigError(f"mailbox {name!r}: replicas must be 1, 3 or 5, not {replicas!r}")
-        if storage not in STORAGE:
-            raise ConfigError(f"mailbox {name!r}: storage must be 'file' or 'memory', not {storage!r}")
-        names = Names.of(name)
-        tls: dict[str, Any] = {
-            "ca_file": ca_file,
-            "cert_file": cert_file,
-            "key_file": key_file,
-            "ssl_context": ssl_context,
-        }
-        options = NatsOptions(
-            float(ack_wait), float(timeout), check_silence(name, silence), replicas, storage, credentials
+        options = NatsOptions.of(
+            server,
+            name=name,
+            ack_wait=ack_wait,
+            timeout=timeout,
+            silence=silence,
+            replicas=replicas,
+            storage=storage,
+            credentials=credentials,
+            ca_file=ca_file,
+            cert_file=cert_file,
+            key_file=key_file,
+            ssl_context=ssl_context,
+            **unknown,
         )
-        place = server if isinstance(server, Server) else parse_server(server, **tls)
-        super().__init__(NatsBackend(name, names, place, options), body=body, reply=reply)
+        super().__init__(NatsBackend(Server.of(server, options), options), body=body, reply=reply)
 
     @classmethod
     def from_url(cls, url: str, *, body: Any = None, reply: Any = None, **options: Any) -> NatsMailbox[Any, Any]:
-        """The mailbox that a URL means; options that stand in it are strings."""
-        return cls(url, body=body, reply=reply, **read_options(url, options))
-
-
-@dataclass(frozen=True, slots=True)
-class NatsOptions:
-    """The options of a :class:`NatsMailbox`, checked."""
-
-    ack_wait: float
-    timeout: float
-    silence: float
-    replicas: int
-    storage: str
-    credentials: str | None
+        """The mailbox that a URL means; its options can stand in the query."""
+        return cls(url, body=body, reply=reply, **options)
 
 
 class NatsBackend(Backend):
@@ -148,9 +127,9 @@ class NatsBackend(Backend):
         async_backends=frozenset({"asyncio"}),
     )
 
-    def __init__(self, name: str, names: Names, server: Server, options: NatsOptions) -> None:
-        super().__init__(name)
-        self._names = names
+    def __init__(self, server: Server, options: NatsOptions) -> None:
+        super().__init__(options.name)
+        self._names = Names.of(options.name)
         self._server = server
         self._options = options
         self._schedulers: list[Scheduler] = []
@@ -163,14 +142,10 @@ class NatsBackend(Backend):
         return f"{self._server.address}?name={quote(self.name, safe='')}"
 
     def local_name(self, address: str) -> str | None:
-        if "://" not in address:
-            return address
-        if not address.startswith(tuple(f"{scheme}://" for scheme in SCHEMES)):
-            return None
-        return name_in(address) if self._server.is_at(address) else None
+        return name_at(address, NatsOptions, self._server.is_at)
 
     def sibling(self, name: str) -> NatsBackend:
-        return NatsBackend(name, Names.of(name), self._server, self._options)
+        return NatsBackend(self._server, self._options.model_copy(update={"name": name}))
 
     # ---------------------------------------------------------------------------------------------------- life cycle
 

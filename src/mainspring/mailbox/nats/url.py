@@ -1,44 +1,76 @@
-"""Where a NATS mailbox lives: the URL, taken apart. Needs no driver."""
+"""Where a NATS mailbox lives, and its options. Needs no driver."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import parse_qsl, unquote, urlsplit
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
-from mainspring import redaction
+from pydantic import AfterValidator, Field
+
 from mainspring.errors import ConfigError
-from mainspring.mailbox.tls import tls_context
+from mainspring.mailbox.settings import NUMBER, Host, read_url
+from mainspring.mailbox.tls import TLSOptions
+from mainspring.validation import MAX_VISIBILITY
 
 if TYPE_CHECKING:
     import ssl
 
+    from mainspring.mailbox.settings import MailboxURL
+
 PORT: Final = 4222
-SCHEMES: Final = ("nats", "tls")
-OPTIONS: Final[dict[str, Any]] = {
-    "name": str,
-    "ack_wait": float,
-    "timeout": float,
-    "silence": float,
-    "replicas": int,
-    "storage": str,
-    "credentials": str,
-    "ca_file": str,
-    "cert_file": str,
-    "key_file": str,
-    "ssl_context": lambda value: value,
-}
+
+
+def _odd(value: int) -> int:
+    if value % 2 == 0:
+        raise ValueError("half of an even number of replicas is no majority")
+    return value
+
+
+class NatsOptions(TLSOptions):
+    """The options of a :class:`NatsMailbox`."""
+
+    kind: ClassVar[str] = "a NATS mailbox"
+    schemes: ClassVar[tuple[str, ...]] = ("nats", "tls")
+
+    ack_wait: Annotated[
+        float,
+        Field(ge=1, le=MAX_VISIBILITY, description=f"a number of seconds from 1 to {MAX_VISIBILITY:.0f}"),
+        NUMBER,
+    ]
+    replicas: Annotated[int, Field(ge=1, le=5, description="1, 3 or 5"), AfterValidator(_odd), NUMBER]
+    storage: Annotated[Literal["file", "memory"], Field(description="'file' or 'memory'")]
+    credentials: str | None
+
+    @classmethod
+    def has_no(cls, option: str) -> str:
+        """What is told of an option that there is not."""
+        if option == "capacity":
+            return (
+                f"{cls.kind} has no capacity; limit the storage of the account or the server instead (then a send raises"
+                " MailboxFullError)"
+            )
+        return super().has_no(option)
 
 
 @dataclass(frozen=True)
 class Server:
     """A NATS server, or the servers of one cluster: how to reach it, and as whom."""
 
-    hosts: tuple[tuple[str, int], ...]
+    hosts: tuple[Host, ...]
     scheme: str = "nats"
     user: str | None = None
     password: str | None = field(default=None, repr=False)
     tls: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, url: str, options: NatsOptions) -> Server:
+        """The server that ``url`` means. Raises :class:`ConfigError`, without the password in it."""
+        place = read_url(url, options.schemes)
+        if place.path not in ("", "/"):
+            raise ConfigError(
+                f"{place.shown!r}: a NATS mailbox has no path; its name is an option: nats://host:4222?name=jobs"
+            )
+        return cls(place.hosts(PORT), place.scheme, place.username, place.password, options.tls(place, "tls"))
 
     @property
     def address(self) -> str:
@@ -60,77 +92,11 @@ class Server:
             return {"token": self.user, **tls}
         return {"user": self.user, "password": self.password, **tls}
 
-    def is_at(self, address: str) -> bool:
-        """Whether the URL ``address`` means this server: one of its hosts is the same."""
-        try:
-            other = parse_server(address)
-        except ConfigError:
-            return False
-        return bool(set(self.hosts) & set(other.hosts))
+    def is_at(self, url: MailboxURL) -> bool:
+        """True if ``url`` means this server: one of its hosts is the same."""
+        return not set(self.hosts).isdisjoint(url.hosts(PORT))
 
 
-def _host(host: tuple[str, int]) -> str:
+def _host(host: Host) -> str:
     name, port = host
     return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
-
-
-def parse_server(
-    url: str,
-    *,
-    ca_file: str | None = None,
-    cert_file: str | None = None,
-    key_file: str | None = None,
-    ssl_context: ssl.SSLContext | None = None,
-) -> Server:
-    """The server that ``url`` means. Raises :class:`ConfigError`, without the password in it."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:  # which may say the password
-        raise ConfigError(f"{redaction.shown(url)!r} is no URL of a NATS server, as in nats://localhost:4222") from None
-    who, _, places = parts.netloc.rpartition("@")
-    shown = redaction.shown(url)
-    if parts.scheme not in SCHEMES:
-        raise ConfigError(f"{shown!r}: the URL of a NATS server begins with nats:// or tls://")
-    if parts.path not in ("", "/"):
-        raise ConfigError(f"{shown!r}: a NATS mailbox has no path; its name is an option: nats://host:4222?name=jobs")
-    user, colon, password = who.partition(":")
-    hosts = tuple(_place(shown, place) for place in places.split(","))
-    tls = None
-    if ca_file or cert_file or key_file or ssl_context is not None:
-        if parts.scheme != "tls":
-            raise ConfigError(f"{shown!r} has options of TLS, and may not be encrypted; the scheme for TLS is tls://")
-        tls = tls_context(shown, ca_file, cert_file, key_file, ssl_context)
-    return Server(hosts, parts.scheme, unquote(user) if who else None, unquote(password) if colon else None, tls)
-
-
-def _place(shown: str, place: str) -> tuple[str, int]:
-    try:
-        parts = urlsplit(f"//{place}")
-        name, port = parts.hostname or "localhost", parts.port or PORT
-    except ValueError:
-        raise ConfigError(f"{shown!r}: what stands there is no host and port") from None
-    return name, port
-
-
-def name_in(address: str) -> str:
-    """The name of the mailbox that a URL means."""
-    return dict(parse_qsl(urlsplit(address).query)).get("name", "default")
-
-
-def read_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a URL, which is given without them, each in its type. Raises :class:`ConfigError` for one that is none."""
-    place = redaction.shown(url)
-    values = {}
-    for key, value in options.items():
-        if key not in OPTIONS:
-            if key == "capacity":
-                raise ConfigError(
-                    f"{place!r}: a NATS mailbox has no capacity; limit the storage of the account or the server instead"
-                    " (then a send raises MailboxFullError)"
-                )
-            raise ConfigError(f"{place!r}: a NATS mailbox has no option {key!r}; it has {', '.join(OPTIONS)}")
-        try:
-            values[key] = OPTIONS[key](value) if isinstance(value, str) else value
-        except ValueError:
-            raise ConfigError(f"{place!r}: the option {key} must be a number, not {value!r}") from None
-    return values

@@ -14,7 +14,7 @@ from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import Ack, Dead
 from mainspring.mailbox.redis import commands as do
 from mainspring.mailbox.redis.commands import base_of
-from mainspring.mailbox.redis.url import FALLBACK, RECOVERY, RedisOptions, server_at
+from mainspring.mailbox.redis.url import FALLBACK, RECOVERY, RedisOptions, Server
 from mainspring.mailbox.settings import name_at, reads_query
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.message import Cancelled, Counts, Delivery, Envelope, Settlement
     from mainspring.mailbox.redis.client import Client, OtherNodes
-    from mainspring.mailbox.redis.url import Server
     from mainspring.runtime.scope import DaemonScope
 
 T = TypeVar("T")
@@ -96,7 +95,7 @@ class RedisMailbox(Mailbox[T, R]):
             allow_eviction=allow_eviction,
             **options,
         )
-        super().__init__(RedisBackend(server_at(url, checked), checked), body=body, reply=reply)
+        super().__init__(RedisBackend(Server.of(url, checked), checked), body=body, reply=reply)
 
     @classmethod
     def from_url(cls, url: str, *, body: Any = None, reply: Any = None, **options: Any) -> RedisMailbox[Any, Any]:

@@ -24,6 +24,23 @@ RECOVERY: Final = 60.0
 """Seconds between two looks, of all processes together, for what was lost with a deleted key."""
 
 
+class RedisOptions(TLSOptions):
+    """The options of a :class:`RedisMailbox`."""
+
+    kind: ClassVar[str] = "a Redis mailbox"
+    schemes: ClassVar[tuple[str, ...]] = (
+        "redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster",
+    )  # fmt: skip
+
+    capacity: Capacity
+    fallback_interval: Duration
+    recovery_interval: Duration
+    allow_eviction: Flag
+    username: str | None = None
+    password: Secret = None
+    sentinel_password: Secret = None
+
+
 @dataclass(frozen=True)
 class Server:
     """A Redis server, or several that make one: how to reach it, and as whom."""
@@ -52,6 +69,20 @@ class Server:
         return f"{scheme}://{hosts}{service}/{self.db}"
 
     @classmethod
+    def of(cls, url: str, options: RedisOptions) -> Server:
+        """The server that ``url`` means, with the login and the TLS of ``options``. Raises :class:`ConfigError`."""
+        place = read_url(url, options.schemes)
+        scheme, _, _ = place.scheme.partition("+")
+        return replace(
+            cls.at(place),
+            username=options.username or place.username or None,
+            password=options.password or place.password or None,
+            sentinel_password=options.sentinel_password,
+            tls=options.tls(place, place.scheme.replace(scheme, "rediss")),
+            tls_options=(scheme, options.ca_file, options.cert_file, options.key_file, options.ssl_context),
+        )
+
+    @classmethod
     def at(cls, url: MailboxURL) -> Server:
         """The server that ``url`` means, without login and TLS. Raises :class:`ConfigError`."""
         _, _, kind = url.scheme.partition("+")
@@ -71,37 +102,6 @@ class Server:
         other = Server.at(url)
         mine = (self.kind, self.service, self.db, frozenset(self.hosts))
         return mine == (other.kind, other.service, other.db, frozenset(other.hosts))
-
-
-class RedisOptions(TLSOptions):
-    """The options of a :class:`RedisMailbox`."""
-
-    kind: ClassVar[str] = "a Redis mailbox"
-    schemes: ClassVar[tuple[str, ...]] = (
-        "redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster",
-    )  # fmt: skip
-
-    capacity: Capacity
-    fallback_interval: Duration
-    recovery_interval: Duration
-    allow_eviction: Flag
-    username: str | None = None
-    password: Secret = None
-    sentinel_password: Secret = None
-
-
-def server_at(url: str, options: RedisOptions) -> Server:
-    """The server that ``url`` means, with the login and the TLS of ``options``. Raises :class:`ConfigError`."""
-    place = read_url(url, options.schemes)
-    scheme, _, _ = place.scheme.partition("+")
-    return replace(
-        Server.at(place),
-        username=options.username or place.username or None,
-        password=options.password or place.password or None,
-        sentinel_password=options.sentinel_password,
-        tls=options.tls(place, place.scheme.replace(scheme, "rediss")),
-        tls_options=(scheme, options.ca_file, options.cert_file, options.key_file, options.ssl_context),
-    )
 
 
 def _db(shown: str, steps: list[str], kind: str) -> int:
