@@ -30,7 +30,7 @@ V = TypeVar("V")
 TRANSIENT: Final = "~"
 """What the names of transient mailboxes begin with: those made for one mailbox object, as for the replies to its requests.
 
-A store keeps such a mailbox for a day after somebody last had it open, so that one whose process died does not stay for
+A store keeps such a mailbox for a day after it was last open, so that one whose process died does not stay for
 ever; and it drops a reply (:attr:`Ack.reply`, :attr:`Dead.reply`) to one that does not exist, rather than make it.
 """
 TRANSIENT_LIFE: Final = 86_400.0
@@ -69,8 +69,8 @@ class Capabilities:
     joined_acks: bool = False
     """Acknowledgements that are made together cost little more than one: a loop joins those of messages that end together."""
     lease_ends_seen: bool = True
-    """The end of a lease shows at once, whoever held it: in the counts, and as the death of what has expired meanwhile. Else
-    the next receive finds it, and before that the mailbox object that held it counts it."""
+    """The end of a lease shows at once in every mailbox object: in the counts, and as the death of what has expired meanwhile.
+    Else the next receive finds it, and before that the mailbox object that held the lease counts it."""
     queue_age: bool = False
     """``counts()`` tells how long the oldest pending message has waited (:attr:`Counts.queue_age`)."""
     lease_granularity: float = 0.0
@@ -104,7 +104,7 @@ class MailboxStatistics:
 class Topic(Generic[V]):
     """Something that becomes known again and again, and the functions that want to hear of it. Of one event loop.
 
-    ``on_demand``, where it is set, is told when somebody subscribes (True), and when nobody is left (False).
+    ``on_demand``, where it is set, is called with True at each subscription, and with False when no subscriber is left.
     """
 
     __slots__ = ("_subscribers", "on_demand")
@@ -191,9 +191,9 @@ class Backend(ABC):
         """Store all or none, as durably as the store does; their ids (an earlier one's where ``dedup_key`` matched)."""
 
     async def send_reply(self, envelope: Envelope) -> str:
-        """:meth:`send` a reply that comes from another store. One that nobody could receive here is refused.
+        """:meth:`send` a reply that comes from another store. One that could not be received here is refused.
 
-        :raises ReplyNotAvailableError: nobody can.
+        :raises ReplyNotAvailableError: no other mailbox object of the name is open.
         """
         return (await self.send([envelope]))[0]
 

@@ -4,8 +4,8 @@ A call of the mailbox becomes a :class:`~mainspring.mailbox.batcher.Command`, an
 store and back. A command is data: the store's own code says how it is done there, for all commands of one kind at once.
 
 A claim that finds nothing waits in a line (:class:`~mainspring.mailbox.waiting.Waiters`) and claims again when it is woken.
-A claim whose caller was cancelled while it was out, or that comes back to a mailbox that is closing, has leased messages that
-nobody holds: they are put back, as the first thing of the next batch.
+If the caller of a claim is cancelled while it is out, or the mailbox is closed meanwhile, the claim has leased messages that no
+caller will see: they are put back, as the first thing of the next batch.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import anyio
 
 from mainspring.errors import MailboxClosedError, MailboxConnectionError, copied
 from mainspring.mailbox.limits import CLOSE_TIMEOUT, COURTESY
-from mainspring.runtime.scope import native_cancels, nobody_asked
+from mainspring.runtime.cancellation import is_spurious_cancellation, native_cancels
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False, slots=True)
 class Command:
-    """One operation on its way: whoever executes it sets ``result`` or ``error``.
+    """One operation on its way: the backend that executes it sets ``result`` or ``error``.
 
     ``done``: it has taken place, though the batch is not over yet; what goes wrong with the rest of it is not its error.
 
@@ -165,7 +165,7 @@ class Batcher(Generic[C]):
                 self._wake.set()
 
     def post(self, command: C) -> None:
-        """Queue a command that nobody waits for, before all that is queued; allowed until the runner has ended."""
+        """Queue a command without a caller, before all that is queued; allowed until the runner has ended."""
         self._next.commands.insert(0, command)
         self._wake.set()
 
@@ -212,7 +212,7 @@ class Batcher(Generic[C]):
         try:
             await self._run()
         except anyio.get_cancelled_exc_class():
-            if not await nobody_asked():
+            if not await is_spurious_cancellation():
                 raise
             return False
         return True
@@ -227,7 +227,7 @@ class Batcher(Generic[C]):
                 await self._woken()
             elif batch.commands:
                 # Callers that the same turn of the event loop set going come along; a lone command leaves after one turn.
-                joined = int(self._callers == 1)  # nobody else could come along
+                joined = int(self._callers == 1)  # no other caller could come along
                 while joined < (joined := len(batch.commands)):
                     await anyio.lowlevel.checkpoint()
                 self._next = _Batch()
@@ -264,13 +264,13 @@ class Batcher(Generic[C]):
             self._running = False
 
     async def _has_performed(self, commands: list[C], execute: Callable[[list[C]], Awaitable[None]]) -> bool:
-        """Whether that is over; False where it was cancelled, which nobody asked for, and can be resumed."""
+        """Whether that is over; False where a spurious cancellation ended it and it can be resumed."""
         cancelling = native_cancels()
         try:
             await self._perform(commands, execute)
         except anyio.get_cancelled_exc_class():
             this_task = cancelling() > 0  # else it is something that `execute` waits for
-            if not await nobody_asked():
+            if not await is_spurious_cancellation():
                 raise
             if this_task and self._resume is not None:
                 return False

@@ -301,7 +301,7 @@ def _not_finite(value: Any, path: str = "") -> str | None:
 
 
 def why_unreadable(raw: bytes, within: int = 0) -> str | None:
-    """Why JSON that was written, and stands ``within`` so many levels of other JSON, cannot be read; None where it can.
+    """Why JSON that was written, and stands within ``within`` levels of other JSON, cannot be read; None where it can.
 
     Quick for what has few brackets and no long number.
     """

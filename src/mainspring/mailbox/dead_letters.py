@@ -1,7 +1,7 @@
 """The dead letters of a mailbox as a mailbox of its own, so that a loop can work on them with leases.
 
 A dead letter stays among the dead letters of its mailbox until the work on it is done. Who works on it is said by a *ticket*:
-a message with its id in a sibling mailbox, of which there is one at a time (its ``dedup_key`` sees to that). The lease of a
+a message with its id in a sibling mailbox, of which its ``dedup_key`` allows one at a time. The lease of a
 ticket is the lease of its dead letter: so two consumers, in whatever processes, do not handle one dead letter at once, and a
 crash between two steps leaves a ticket for a dead letter that is gone, which is dropped when it is next received. Where the
 message has died again by then, its next ticket is made as the last one ends.
@@ -39,7 +39,7 @@ class Replay(Ack):
 
 
 class _Held(Delivery):
-    """A dead letter in somebody's hands: a delivery of its ticket, with the letter as the body."""
+    """A dead letter that is worked on: a delivery of its ticket, with the letter as the body."""
 
     __slots__ = ("ticket",)
     ticket: Delivery
@@ -52,7 +52,7 @@ class DeadLetterView(Mailbox[DeadLetter, None]):
     again, until it is replayed and dies once more, or ``replay_dead_letters`` of the view lets it come. New dead letters come
     at once where they died through the same mailbox object, else within ``look_every`` seconds.
 
-    It takes no messages, and opens ``source`` where nobody has. :raises ConfigError: the store of ``source`` cannot do it.
+    It takes no messages, and opens ``source`` where it is not open. :raises ConfigError: the store of ``source`` cannot do it.
     """
 
     def __init__(self, source: Mailbox[Any, Any], *, look_every: float) -> None:
@@ -237,7 +237,7 @@ class DeadLetterBackend(Backend):
             self._after = None
 
     async def _is_dead(self, message_id: str, died_at: float) -> bool:
-        """Whether that dead letter is still there: not replayed or purged by somebody else, and maybe dead again."""
+        """Whether that dead letter is still there: not replayed or purged meanwhile, and maybe dead again."""
         found = await self.source.backend.find_dead_letters([message_id])
         return any(at == died_at for _, _, at in found)
 
@@ -248,7 +248,7 @@ class DeadLetterBackend(Backend):
         await self._tickets.backend.checkpoint(_ticket_in(delivery), state)
 
     async def counts(self) -> Counts:
-        """Dead letters that nobody has looked at yet are pending; ``dead`` are the parked ones."""
+        """Dead letters that were not received yet are pending; ``dead`` are the parked ones."""
         tickets, source = await self._tickets.counts(), await self.source.counts()
         pending = max(0, source.dead - tickets.dead - tickets.in_flight - tickets.delayed)
         age = tickets.queue_age if tickets.pending else None if pending else 0.0

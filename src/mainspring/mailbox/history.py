@@ -18,7 +18,7 @@ LEASE_EXPIRED = "LeaseExpired"
 class Failure:
     """One charged attempt of a message that came to nothing.
 
-    ``at`` is None, and ``error_type`` ``"LeaseExpired"``, for an attempt whose lease ran out: nobody saw its end.
+    ``at`` is None, and ``error_type`` ``"LeaseExpired"``, for an attempt whose lease ran out: its worker told no end.
     """
 
     attempt: int
@@ -28,13 +28,13 @@ class Failure:
 
 
 def remember(history: str | None, attempt: int, error: str, error_type: str, at: float) -> str:
-    """``history`` with the failure of attempt number ``attempt`` at ``at`` (POSIX seconds), and those nobody told of before."""
+    """``history`` with the failure of attempt number ``attempt`` at ``at`` (POSIX seconds), and the silent ones before it."""
     known = _filled(_read(history), attempt)
     return _written(replace(known, rows=[*known.rows, (attempt, error[:ERROR_SIZE], error_type, at)]))
 
 
 def silences(history: str | None, attempt: int) -> str:
-    """``history`` with the attempts before number ``attempt`` that nobody told of: their leases ran out."""
+    """``history`` with the attempts before number ``attempt`` of which no failure was told: their leases ran out."""
     return _written(_filled(_read(history), attempt))
 
 

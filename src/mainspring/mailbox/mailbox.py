@@ -104,9 +104,9 @@ class Mailbox(Generic[T, R]):
         self.reply_stores: tuple[Mailbox[Any, Any], ...] = ()
         """Mailboxes of the other stores that replies may go to; see ``open_mailbox(reply_stores=)``."""
         self.forgotten_replies = 0
-        """How many replies came for which nobody waited (any more): they were acknowledged and dropped."""
+        """How many replies came for which no request waited (any more): they were acknowledged and dropped."""
         self.opened_by: Owner | None = None
-        """The group or loop that has opened it and closes it at its end; None where a user did, or nobody."""
+        """The group or loop that has opened it and closes it at its end; None where a user did, or it is not open."""
         self._body_type = body
         self._reply_type = reply
         self._codec: Codec | None = None
@@ -164,8 +164,8 @@ class Mailbox(Generic[T, R]):
     async def exists(self) -> bool:
         """Whether there is a mailbox of this name on the store, empty or not: for one that is not open.
 
-        Nothing is made, and nothing is brought up to date. There is one as soon as somebody has opened it, or has sent a
-        reply to its name. One in memory always is.
+        Nothing is made, and nothing is brought up to date. There is one as soon as it was opened once, or a reply was
+        sent to its name. One in memory always is.
 
         :raises ConfigError: what is there is not a mailbox's, or of a newer Mainspring; the server refuses the login.
         :raises MailboxConnectionError: the store cannot be reached, so it is not known.
@@ -288,7 +288,7 @@ class Mailbox(Generic[T, R]):
 
     @property
     def reply_type(self) -> Any:
-        """The type of the replies, or None where nobody has said it (yet)."""
+        """The type of the replies, or None while it is unknown."""
         return self._reply_type
 
     @property
@@ -469,7 +469,7 @@ class Mailbox(Generic[T, R]):
 
         :raises RequestTimeoutError: there is no reply yet; trying again may do the work twice.
         :raises RequestFailedError: the request was dead-lettered, for the reason that it names: at once, not at the timeout.
-        :raises RequestCancelledError: somebody cancelled it.
+        :raises RequestCancelledError: it was cancelled.
         :raises SerializationError: the body does not fit the mailbox's type, or the reply the type of the replies.
         :raises ReplyNotAvailableError: the mailbox is not open with ``async with``, nor under a running loop.
 
@@ -608,7 +608,7 @@ class Mailbox(Generic[T, R]):
 
     async def _settle_dead(self, delivery: Delivery, dead: Dead) -> None:
         """Bury it, and tell its requester, if that can be told: the news may be lost, the message may not."""
-        dead = replies.obituary(self, delivery, dead)
+        dead = replies.completed(self, delivery, dead)
         if dead.reply is None:
             await self.backend.settle(delivery, dead)
         else:

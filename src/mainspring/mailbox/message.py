@@ -113,13 +113,13 @@ class Dead:
 
 
 class Keep(Dead):
-    """The settlement that leaves a dead letter where it is, for somebody to look at: it is no failure."""
+    """The settlement that leaves a dead letter where it is, for a person to look at: it is no failure."""
 
     __slots__ = ()
 
 
 EXPIRED = Dead("it was not done before its time (expires_in) ran out", "MessageExpiredError")
-"""Why a message is dead that nobody worked on when its ``expires_in`` was over."""
+"""Why a message is dead that was not in flight when its ``expires_in`` was over."""
 
 Settlement: TypeAlias = Ack | Return | Dead
 
@@ -128,7 +128,7 @@ class CancelOutcome(StrEnum):
     """What a cancellation by id found."""
 
     REMOVED = "removed"
-    """The message was delayed or pending; nobody will receive it."""
+    """The message was delayed or pending; it will not be received."""
     CANCELLED = "cancelled"
     """It was in flight: its lease is revoked, and its handler is being cancelled."""
     UNKNOWN = "unknown"
@@ -363,7 +363,7 @@ class Message(Generic[T, R]):
         return remember(delivery.history, delivery.attempt, dead.error, dead.error_type, now)
 
     def _history_until(self) -> str | None:
-        """Its history with those attempts before this one that nobody told of."""
+        """Its history with those attempts before this one of which no failure was told."""
         return silences(self.delivery.history, self.attempt) if self.mailbox.capabilities.history else None
 
     async def acknowledge(self) -> None:
@@ -502,7 +502,7 @@ class MessageIds:
 
     def take(self, count: int) -> list[str]:
         """As many new ids, at least one, in order."""
-        one = self.next()  # which also sees to the prefix
+        one = self.next()  # which also makes the prefix
         first, prefix = self._count + 1, self._prefix
         self._count += count - 1
         return [one, *map(f"{prefix}%08x".__mod__, range(first, first + count - 1))]

@@ -31,7 +31,7 @@ _OWNER: ContextVar[Owner | None] = ContextVar("the owner of the mailbox that is 
 
 @asynccontextmanager
 async def kept_open(mailboxes: Iterable[Mailbox[Any, Any]], owner: str) -> AsyncIterator[None]:
-    """Open those of ``mailboxes`` that nobody has opened, and close them, the last one first, when the block has been left.
+    """Open those of ``mailboxes`` that are not open, and close them, the last one first, when the block has been left.
 
     Opening can be cancelled. Once open, a cancellation of everything around does not reach a mailbox before the block is
     out: loops that are cancelled can still hand their messages back.
@@ -42,7 +42,7 @@ async def kept_open(mailboxes: Iterable[Mailbox[Any, Any]], owner: str) -> Async
 
 
 async def open_in(scope: DaemonScope, mailboxes: Iterable[Mailbox[Any, Any]], owner: str) -> None:
-    """Open those of ``mailboxes`` that nobody has opened; leaving ``scope`` closes them, and a cancellation does not.
+    """Open those of ``mailboxes`` that are not open; leaving ``scope`` closes them, and a cancellation does not.
 
     What another owner has opened it would close under this one's work, so that is refused; what a user has opened is not.
     A mailbox that is itself being opened here, and opens others, does so for the same owner.
@@ -62,7 +62,7 @@ async def open_in(scope: DaemonScope, mailboxes: Iterable[Mailbox[Any, Any]], ow
             scope.start_soon(router.run, name=f"replies of mailbox {mailbox.name}", stop=router.stop)
         elif mailbox.state is not MailboxState.OPEN:
             keeper = _Keeper(mailbox, this)
-            # Not `scope.start`: cancelled just as the mailbox opens, that waits for the keeper's end, and nobody tells it.
+            # Not `scope.start`: cancelled just as the mailbox opens, that waits for the keeper's end, which does not come.
             scope.start_soon(keeper.run, name=f"mailbox {mailbox.name}", stop=keeper.stop)
             mailbox.opened_by = this
             await keeper.opened.wait()

@@ -58,7 +58,7 @@ def reply_to(mailbox: Mailbox[Any, Any], delivery: Delivery, body: Any) -> Envel
     return Envelope(mailbox.new_id(), body, reply_to=delivery.reply_to, headers=headers)
 
 
-def obituary(mailbox: Mailbox[Any, Any], delivery: Delivery, dead: Dead) -> Dead:
+def completed(mailbox: Mailbox[Any, Any], delivery: Delivery, dead: Dead) -> Dead:
     """``dead`` with the message's history and, where its sender wants to hear of it, an error reply."""
     history, reply = dead.history, dead.reply
     if history is None and mailbox.capabilities.history:
@@ -70,8 +70,8 @@ def obituary(mailbox: Mailbox[Any, Any], delivery: Delivery, dead: Dead) -> Dead
 
 
 def failure_reply(message: Message[Any, Any], error: BaseException | str) -> Envelope | None:
-    """What tells the requester of ``message`` that there will be no result, or None where nobody wants to hear that."""
-    return obituary(message.mailbox, message.delivery, Dead.of(error)).reply
+    """What tells the requester of ``message`` that there will be no result, or None where its sender did not ask for that."""
+    return completed(message.mailbox, message.delivery, Dead.of(error)).reply
 
 
 def _error_reply(mailbox: Mailbox[Any, Any], message_id: str, reply_to: str, error: str, error_type: str) -> Envelope:
@@ -130,7 +130,7 @@ async def send_late(mailbox: Mailbox[Any, Any], reply: Envelope) -> None:
     address = reply.reply_to or ""
     local = mailbox.backend.local_name(address)
     box = mailbox.sibling(local) if local is not None else destination(mailbox, address)
-    if not box.name.startswith(TRANSIENT) or await box.exists():  # else whoever asked is gone
+    if not box.name.startswith(TRANSIENT) or await box.exists():  # else the requester is gone
         async with box:
             await box.backend.send_reply(replace(reply, body=_as_json(mailbox, reply.body), reply_to=None))
 
@@ -189,7 +189,7 @@ class ReplyRouter:
         self.home = Home(name, scope)
         self._scope = scope
         self._open: dict[str, _Kept] = {}  # the one used last is the last one
-        # One for each URL, as long as somebody needs it: a store that does not answer holds up nobody who goes elsewhere.
+        # One for each URL, while it is in use: a store that does not answer holds up no reply to another.
         self._opening: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
         self._requester: Requester | None = None
 
@@ -200,7 +200,7 @@ class ReplyRouter:
         return self._requester
 
     def end_request(self, message_id: str, error: MainspringError) -> bool:
-        """Let the one who waits for the reply to that message have an error; whether somebody did."""
+        """Raise an error in the request that waits for the reply to that message. Return True if there is one."""
         return self._requester is not None and self._requester.end(message_id, error)
 
     async def send(self, url: str, reply: Envelope, find: Callable[[str], Mailbox[Any, Any]]) -> None:

@@ -43,13 +43,13 @@ REPLIES_AT_ONCE = 100
 REPLY_LEASE = 60.0
 REPLY_WAIT = 3_600.0
 WITHDRAWAL_TIMEOUT = 5.0
-"""Seconds that the cancellation of a request nobody waits for any more may take; it is nobody's wait."""
+"""Seconds that the cancellation of a request that was given up may take, in the background."""
 
 
 class PendingReply(Generic[R]):
     """A request that was sent and whose reply is still to come, or has come: from :meth:`Mailbox.submit`.
 
-    Whoever lets go of it gives the reply up; the request itself goes on.
+    Once it is no longer referred to, the reply is given up; the request itself goes on.
     """
 
     __slots__ = ("__weakref__", "_dies_at", "_error", "_ready", "_requester", "_value", "id")
@@ -151,7 +151,7 @@ class Requester:
         return pending
 
     def _expect(self, envelope: Envelope) -> PendingReply[Any]:
-        """Hand the reply to that message, once it comes, to whoever holds the result of this."""
+        """Hand the reply to that message, once it comes, to the object that this returns."""
         message_id, expires_in = envelope.message_id, envelope.expires_in
         dies_at = math.inf if expires_in is None else anyio.current_time() + expires_in
         pending = self._waiting[message_id] = PendingReply[Any](self, message_id, dies_at)
@@ -169,7 +169,7 @@ class Requester:
         return pending is not None
 
     def _withdraw(self, message_id: str) -> None:
-        """Nobody waits for that reply any more: cancel the request, if that can still be done, and let nobody wait for that."""
+        """Give up that reply, and cancel the request in the background."""
         self._waiting.pop(message_id, None)
         self._scope.start_soon(self._cancel, message_id, name=f"withdrawal of request {message_id}")
 
@@ -260,7 +260,7 @@ def cancelled_error(message_id: str) -> RequestCancelledError:
 async def _acknowledge(message: Message[Any, Any]) -> None:
     try:
         await message.acknowledge()
-    except (MainspringError, OSError):  # it comes again, and nobody waits for it then
+    except (MainspringError, OSError):  # it comes again, and no request waits for it then
         return
 
 

@@ -35,7 +35,7 @@ class SyncMailbox(Generic[T, R]):
     """The calls of a mailbox for threads that are not async, each under its own name and with its own parameters.
 
     They run in the event loop in which the mailbox is open, under a LoopGroup or an ``async with`` of any thread, and block
-    the calling thread until they are done. Where nobody has opened it, ``with mailbox.sync:`` does, in an event loop of the
+    the calling thread until they are done. Where it is not open, ``with mailbox.sync:`` does, in an event loop of the
     process that all mailboxes opened so share; it is there from the first to the last of them.
 
     ``send``, ``send_many``, ``receive``, ``request``, ``submit``, ``cancel``, ``counts``, ``approximate_count``, ``purge``,
@@ -148,7 +148,7 @@ class SyncMailbox(Generic[T, R]):
 
     def _come_from_a_fork(self) -> None:
         """Raise where the parent had it open, or was about to; else it is this process's own from here on."""
-        if self._opening is not None or self._lock.locked():  # which nobody would unlock here
+        if self._opening is not None or self._lock.locked():  # which would stay locked here
             _check_process(self._mailbox.name, self._pid)
         self._pid = os.getpid()
 
@@ -202,7 +202,7 @@ class Home:
         _check_process(self._name, self._pid)
         ticket: Ticket[X] = Ticket(name)
         task: list[Daemon] = []
-        # Nobody else holds the writer: an event loop that has gone drops it, and the ticket fails.
+        # Nothing else holds the writer: an event loop that has gone drops it, and the ticket fails.
         begin = partial(self._begin, fn, ticket.writer(), name, task)
         call_soon(self._loop, partial(carried_context(self._library).run, begin))
         del begin

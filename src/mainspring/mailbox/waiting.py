@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Waiters:
-    """The line. A receive that finds nothing parks in it, and whoever has something to claim wakes as many as it is for.
+    """The line. A receive that finds nothing parks in it, and what brings messages wakes a receive for each.
 
     ``signals`` is raised whenever there may be more to claim, also by threads; a receive takes it down before it claims, and
-    hands it to :meth:`wait`. Whoever raises it looks at ``parked`` afterwards, and a receive parks before it looks at
+    hands it to :meth:`wait`. What raises it looks at ``parked`` afterwards, and a receive parks before it looks at
     ``signals``: so one of the two sees the other, and no message is missed between.
     """
 

@@ -15,7 +15,6 @@ from mainspring.core.process import async_library
 from mainspring.core.tracebacks import where
 from mainspring.errors import ConfigError, InvalidParameterError, TaskExitError
 from mainspring.runtime.cancellation import is_of_a_scope, is_spurious_cancellation
-from mainspring.runtime.cancellation import native_cancels as native_cancels  # noqa: PLC0414 - as the next one
 from mainspring.runtime.report import Ending, PartReport
 from mainspring.threads.own_thread import OwnThread
 from mainspring.validation import is_number, shown
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 
 
 _log = Logger("mainspring")
-
-nobody_asked = is_spurious_cancellation  # both are what the batcher of mailboxes imports from here
 
 
 class Daemon:

@@ -50,7 +50,7 @@ class InMemoryMailbox(Mailbox[T, R]):
     :param body: the type of the bodies; else the handler's annotation gives it, else anything goes.
     :param reply: the type of the replies.
 
-    It works without being entered, too: delays and leases then end when somebody looks, and a waiting receive wakes for them.
+    It works without being entered, too: delays and leases then end at the next call, and a waiting receive wakes for them.
     It belongs to the event loop that it is used on, and its messages end with that; on the next one it begins empty. Used on
     another loop while its own lives, or after its own has ended with messages that were not done, it raises
     :class:`ConfigError`.
@@ -206,8 +206,8 @@ class MemoryBackend(Backend):
         return store.put(envelopes)
 
     async def send_reply(self, envelope: Envelope) -> str:
-        if len(self._here().members) < 2:  # nobody but the one who sends: it would be lost with this object
-            raise ReplyNotAvailableError(f"the reply cannot be sent: nobody has a mailbox {self.address!r} open")
+        if len(self._here().members) < 2:  # none but this one: the reply would be lost with it
+            raise ReplyNotAvailableError(f"the reply cannot be sent: no mailbox {self.address!r} is open")
         return (await self.send([envelope]))[0]
 
     async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
@@ -277,7 +277,7 @@ class MemoryBackend(Backend):
         store.queue.leased(delivery, store.clock()).checkpoint = state
 
     async def cancel(self, message_id: str) -> Cancelled:
-        """Never waits. Whoever holds the message is told at once: it is on this event loop."""
+        """Never waits. The holder of the message hears of it at once, as it is on this event loop."""
         store = self._here()
         cancelled = store.queue.cancel(message_id, store.clock())
         if cancelled.outcome is CancelOutcome.CANCELLED:
@@ -324,7 +324,7 @@ class Bell:
     """Wakes those who wait at a queue, through an anyio memory object stream of tokens.
 
     A token says only that looking again may be worth while, so a lost one must never matter: the stream keeps one token for
-    somebody who is on the way to waiting, whoever leaves passes the wake on, and whoever takes messages rings for the rest.
+    a receive that is about to wait, a receive that leaves passes the wake on, and one that takes messages rings for the rest.
     """
 
     def __init__(self) -> None:

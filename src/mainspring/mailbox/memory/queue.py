@@ -30,7 +30,7 @@ LANE_SWEEP_FROM = 64
 class Entry(Delivery):
     """One stay of a message in the queue: from when it begins to wait until its delivery ends.
 
-    A claim hands out the entry itself as the delivery; whoever comes back does so as a new entry, so that the old one
+    A claim hands out the entry itself as the delivery; a message that comes back does so as a new entry, so that the old one
     stays what its holder knew. ``kind`` is the type under which the body was checked, or :data:`JSON`. ``attempt`` counts
     the attempt to come.
     """

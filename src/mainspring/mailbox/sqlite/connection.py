@@ -108,7 +108,7 @@ class DatabaseFile:
             _close(connection)
 
     def leave(self) -> None:
-        """Disconnect for good: nobody knows anything of the file any more, and the next user may find another one."""
+        """Disconnect for good, and forget what was known of the file: the next user may find another one."""
         self.close()
         self._identity = None
 
@@ -164,7 +164,7 @@ class DatabaseFile:
     def _check_identity(self) -> None:
         """Refuse to go on where the file is not the one that was opened.
 
-        SQLite would work on in a file that nobody else can see. A new one in its place knows nothing of the mailboxes that
+        SQLite would work on in a file that no other process can see. A new one in its place knows nothing of the mailboxes that
         are open here, nor of their leases, so that they cannot be moved over to it.
         """
         if self._identity is None:

@@ -80,7 +80,7 @@ CREATE TABLE leases (
 ) STRICT;
 CREATE INDEX leases_by_end ON leases (until);
 
-CREATE TABLE expiring (             -- messages with an expiry that nobody is working on
+CREATE TABLE expiring (             -- messages with an expiry that are not in flight
     expires_at REAL NOT NULL,
     seq INTEGER NOT NULL,
     pos INTEGER,                    -- its place in ready, or

@@ -201,7 +201,7 @@ def do_what_is_due(work: Work, exact: bool) -> None:
 
 
 def enqueue(work: Work, mailbox: int, seq: int, rank: int, pos: int, delay: float, expires_at: float | None) -> None:
-    """Let a message that is nobody's wait: at ``pos`` of the queue, or ``delay`` seconds first."""
+    """Let a message wait: at ``pos`` of the queue, or ``delay`` seconds first."""
     tally = work.tally(mailbox)
     if expires_at is not None and expires_at <= work.wall:
         work.bury(mailbox, seq, EXPIRED, 0, None)

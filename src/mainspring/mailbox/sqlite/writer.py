@@ -204,7 +204,7 @@ class Job:
 
 
 class Writer:
-    """A mailbox file as the mailboxes of this process share it. Its threads live while somebody uses it."""
+    """A mailbox file as the mailboxes of this process share it. Its threads live while it is in use."""
 
     def __init__(self, path: str) -> None:
         self.file = DatabaseFile(path)
@@ -252,7 +252,7 @@ class Writer:
 
     def release(self, job: Job) -> None:
         """Use it no longer; ``job`` (without commands) is done when the last user's connection is closed."""
-        with self._lock:  # both at once: the thread must not end between the two, with nobody left to do the job
+        with self._lock:  # both at once: the thread must not end between the two, with no thread left to do the job
             self._users -= 1
             self._inbox.put(job)
 
@@ -276,7 +276,7 @@ class Writer:
                 self._waiters.pop(waiters.mailbox, None)
 
     def listen(self, waiters: Waiters, wanted: bool) -> None:
-        """Whether ``waiters`` hear of cancelled messages at once while nobody of theirs waits, too."""
+        """Set whether ``waiters`` hear of cancelled messages at once also while none of their receives waits."""
         with self._lock:
             waiters.listens = wanted
             if wanted and self._watcher is None:
@@ -326,7 +326,7 @@ class Writer:
             self._look()
 
     def _ended(self) -> bool:
-        """Close the file, unless somebody uses it or has used it meanwhile; whether the thread is done."""
+        """Close the file, unless it is in use or was used meanwhile. Return True if the thread is done."""
         self._bell.interrupt()
         if self._watcher is not None:
             self._watcher.join(LOOK_AGAIN)
