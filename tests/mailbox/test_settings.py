@@ -10,7 +10,7 @@ from mainspring import ConfigError, InMemoryMailbox, open_mailbox
 from mainspring.mailbox.redis.mailbox import RedisMailbox
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 
-URLS = ["sqlite:///jobs.db", "redis://ann:s3cret@db/0", "memory://settings"]
+URLS = ["sqlite:///jobs.db", "redis://ann:s3cret@db/0", "postgresql://ann:s3cret@db/app", "memory://settings"]
 
 
 @pytest.mark.parametrize("url", URLS)

@@ -203,13 +203,6 @@ def reply_address(reply_to: Any) -> str | None:
     return address
 
 
-def check_silence(mailbox: str, value: Any) -> float:
-    """Return ``value``, the option ``silence`` of a mailbox on a server; raise :class:`ConfigError` for no such time."""
-    if not is_number(value, 0.001):
-        raise ConfigError(f"mailbox {mailbox!r}: silence must be above 0 seconds, not {value!r}")
-    return float(value)
-
-
 def check_seconds(what: str, value: Any, most: float) -> None:
     """Raise :class:`InvalidParameterError` unless ``value`` is a number of seconds from 0 to ``most``; NaN is none."""
     if is_number(value, 0, most):

@@ -23,6 +23,8 @@ from mainspring.redaction import shown
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from pydantic.fields import FieldInfo
+
 P = ParamSpec("P")
 Host: TypeAlias = tuple[str, int]
 
@@ -66,16 +68,21 @@ class Options(BaseModel):
             return cls(**given)
         except ValidationError as error:
             option = str(error.errors(include_url=False, include_context=False)[0]["loc"][0])
-        if option not in cls.model_fields:
+        known = cls.known().get(option)
+        if known is None:
             raise ConfigError(f"{shown(url)!r}: {cls.has_no(option)}")
-        known = cls.model_fields[option]
         value = f", not {validation.shown(given.get(option)):.200}" if known.repr else ""
         raise ConfigError(f"{shown(url)!r}: {option} must be {known.description or 'text'}{value}")
 
     @classmethod
+    def known(cls) -> dict[str, FieldInfo]:
+        """The options by name. The field of one whose name a model has for itself has an alias."""
+        return {field.alias or name: field for name, field in cls.model_fields.items()}
+
+    @classmethod
     def has_no(cls, option: str) -> str:
         """What is told of an option that there is not."""
-        return f"{cls.kind} has no option {option!r}; it has {', '.join(cls.model_fields)}{cls.besides}"
+        return f"{cls.kind} has no option {option!r}; it has {', '.join(cls.known())}{cls.besides}"
 
 
 class ServerOptions(Options):

@@ -8,8 +8,15 @@ import psycopg
 import pytest
 
 from mainspring import open_mailbox
-from mainspring.mailbox.open import divided
-from mainspring.mailbox.postgres.url import SCHEMA, conninfo_of, is_parameter, local_name, where_of
+from mainspring.mailbox.postgres.url import (
+    SCHEMA,
+    PostgresOptions,
+    conninfo_of,
+    is_parameter,
+    local_name,
+    where_of,
+)
+from mainspring.mailbox.settings import read_url
 
 WHERE = ("PGHOST", "PGHOSTADDR", "PGPORT", "PGDATABASE", "PGUSER", "PGSERVICE", "PGSSLMODE", "PGSSLROOTCERT")
 TRUST = "channel_binding=require&sslmode=verify-full&sslrootcert=/etc/ca.pem&target_session_attrs=read-write"
@@ -23,8 +30,8 @@ def _no_settings(monkeypatch):
 
 def conninfo(url):
     """What libpq is told for a mailbox URL."""
-    bare, options = divided(url)
-    return conninfo_of(bare, {key: value for key, value in options if is_parameter(key)})
+    place = read_url(url, PostgresOptions.schemes)
+    return conninfo_of(place.bare, {key: value for key, value in place.query if is_parameter(key)})
 
 
 def name_on(url, address, schema=SCHEMA):

@@ -9,9 +9,9 @@ import anyio
 import pytest
 
 from mainspring import MailboxConnectionError
-from mainspring.mailbox.open import divided
 from mainspring.mailbox.postgres.mailbox import PostgresMailbox
-from mainspring.mailbox.postgres.url import conninfo_of
+from mainspring.mailbox.postgres.url import PostgresOptions, conninfo_of
+from mainspring.mailbox.settings import read_url
 from postgres_support import gate, until
 from stopwatch import Stopwatch
 
@@ -108,5 +108,5 @@ async def test_a_close_does_not_wait_for_a_listening_connection_that_stands_stil
     ],
 )
 def test_each_of_several_hosts_gets_its_share(url, timeout, each):
-    bare, options = divided(url)
-    assert f"connect_timeout={each}" in conninfo_of(bare, dict(options), timeout).split()
+    place = read_url(url, PostgresOptions.schemes)
+    assert f"connect_timeout={each}" in conninfo_of(place.bare, dict(place.query), timeout).split()

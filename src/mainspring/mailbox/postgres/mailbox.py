@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,16 +12,15 @@ import anyio
 import psycopg
 
 from mainspring.core.clock import loop_clock
-from mainspring.errors import ConfigError, InvalidParameterError, MainspringError
+from mainspring.errors import InvalidParameterError, MainspringError
 from mainspring.mailbox import batched
 from mainspring.mailbox.backend import TRANSIENT, Capabilities, MailboxStatistics
 from mainspring.mailbox.batched import BatchedBackend
 from mainspring.mailbox.batcher import Batcher, Command
 from mainspring.mailbox.codec import headers_of
-from mainspring.mailbox.limits import SILENCE, check_column, check_silence, full, is_name, size_of
+from mainspring.mailbox.limits import SILENCE, check_column, full, is_name, size_of
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import ACK, Ack, Cancelled, CancelOutcome, Dead, Return
-from mainspring.mailbox.open import reads_query
 from mainspring.mailbox.postgres import schema as schemas
 from mainspring.mailbox.postgres.commands import (
     LOCK_WAIT,
@@ -46,19 +45,17 @@ from mainspring.mailbox.postgres.transactions import (
 )
 from mainspring.mailbox.postgres.url import (
     SCHEMA,
+    PostgresOptions,
     address_of,
-    check_name,
-    check_parameters,
-    check_schema,
     conninfo_of,
+    is_parameter,
     local_name,
-    options_of,
 )
 from mainspring.mailbox.postgres.values import UNREADABLE, Shorts, Texts, array, dead_row, portions
+from mainspring.mailbox.settings import reads_query
 from mainspring.mailbox.sync import Errand
 from mainspring.mailbox.waiting import Waiters
 from mainspring.runtime.interval import Periodic
-from mainspring.validation import is_number, is_whole
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -69,8 +66,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R")
-MAX_POLL_INTERVAL = 30.0
-"""Seconds: each time that a waiting receive asks, it has senders notify for a minute."""
 QUICK_POLLS = (0.005, 0.05, 0.25)
 """Seconds after which the first receive to wait polls again: a sender whose transaction was under way then could not know that
 it must notify."""
@@ -118,7 +113,7 @@ class PostgresMailbox(Mailbox[T, R]):
 
     backend: PostgresBackend
 
-    @reads_query(options_of)
+    @reads_query(PostgresOptions)
     def __init__(
         self,
         url: str,
@@ -135,33 +130,26 @@ class PostgresMailbox(Mailbox[T, R]):
         silence: float = SILENCE,
         **parameters: Any,
     ) -> None:
-        check_name(name)
-        if capacity is not None and not is_whole(capacity, 1):
-            raise ConfigError(f"mailbox {name!r}: capacity must be a whole number from 1, or None, not {capacity!r}")
-        if not (is_number(timeout, 0) and timeout):
-            raise ConfigError(f"mailbox {name!r}: timeout must be above 0 seconds, not {timeout!r}")
-        if poll_interval is not None and not (is_number(poll_interval, 0, MAX_POLL_INTERVAL) and poll_interval):
-            raise ConfigError(
-                f"mailbox {name!r}: poll_interval must be above 0 and up to {MAX_POLL_INTERVAL:g} seconds, or None, not"
-                f" {poll_interval!r}"
-            )
-        check_parameters(url, parameters)
-        options = PostgresOptions(
-            conninfo_of(url, parameters, timeout, check_silence(name, silence)),
-            check_schema(schema),
-            capacity,
-            migrate,
-            listen,
-            poll_interval,
-            timeout,
-            silence,
+        libpq = {key: parameters.pop(key) for key in list(parameters) if is_parameter(key)}
+        options = PostgresOptions.of(
+            url,
+            name=name,
+            capacity=capacity,
+            schema=schema,
+            migrate=migrate,
+            listen=listen,
+            poll_interval=poll_interval,
+            timeout=timeout,
+            silence=silence,
+            **parameters,
         )
-        super().__init__(PostgresBackend(name, options), body=body, reply=reply)
+        conninfo = conninfo_of(url, libpq, options.timeout, options.silence)
+        super().__init__(PostgresBackend(conninfo, options), body=body, reply=reply)
 
     @classmethod
     def from_url(cls, url: str, *, body: Any = None, reply: Any = None, **options: Any) -> PostgresMailbox[Any, Any]:
-        """The mailbox that a URL means; options that stand in it are strings, and libpq's parameters stand there too."""
-        return cls(url, body=body, reply=reply, **options_of(url, options))
+        """The mailbox that a URL means; its options, and libpq's parameters, can stand in the query."""
+        return cls(url, body=body, reply=reply, **options)
 
     @property
     def transactions(self) -> int:
@@ -188,20 +176,6 @@ class PostgresMailbox(Mailbox[T, R]):
             yield connection
 
 
-@dataclass(frozen=True, slots=True)
-class PostgresOptions:
-    """The options of a :class:`PostgresMailbox`, checked; ``conninfo`` is libpq's."""
-
-    conninfo: str
-    schema: str
-    capacity: int | None
-    migrate: bool
-    listen: bool
-    poll_interval: float | None
-    timeout: float
-    silence: float
-
-
 class PostgresBackend(BatchedBackend):
     """A queue in a PostgreSQL database.
 
@@ -220,8 +194,9 @@ class PostgresBackend(BatchedBackend):
         async_backends=frozenset({"asyncio"}),
     )
 
-    def __init__(self, name: str, options: PostgresOptions) -> None:
-        super().__init__(name, options.capacity)
+    def __init__(self, conninfo: str, options: PostgresOptions) -> None:
+        super().__init__(options.name, options.capacity)
+        self._conninfo = conninfo
         self._options = options
         self._shared: SharedPool | None = None
         self._number = 0
@@ -232,7 +207,7 @@ class PostgresBackend(BatchedBackend):
     @property
     def address(self) -> str:
         """Its URL, without a password: a worker on another store has its own login for it among its ``reply_stores``."""
-        return address_of(self._options.conninfo, self._options.schema, self.name)
+        return address_of(self._conninfo, self._options.schema_name, self.name)
 
     @property
     def transactions(self) -> int:
@@ -242,22 +217,22 @@ class PostgresBackend(BatchedBackend):
     async def migrate_schema(self, dry_run: bool) -> tuple[int, int]:
         """See :meth:`PostgresMailbox.migrate_schema`."""
         options = self._options
-        return await schemas.migrate_at(ConnectionPool(options.conninfo, options.timeout), options.schema, dry_run)
+        return await schemas.migrate_at(ConnectionPool(self._conninfo, options.timeout), options.schema_name, dry_run)
 
     def local_name(self, address: str) -> str | None:
-        return local_name(address, self._options.conninfo, self._options.schema)
+        return local_name(address, self._conninfo, self._options.schema_name)
 
     # ----------------------------------------------------------------------------------------------------- life cycle
 
     async def open(self, scope: DaemonScope) -> None:
         options = self._options
         shared = SharedPool.shared(
-            options.conninfo, options.schema, options.timeout, options.silence, bool(options.listen)
+            self._conninfo, options.schema_name, options.timeout, options.silence, options.listen
         )
         shared.acquire()
         try:
             self._store, self._number = await schemas.prepare(
-                shared.connections, options.schema, options.migrate, self.name
+                shared.connections, options.schema_name, options.migrate, self.name
             )
         except BaseException:
             await shared.release()
@@ -288,7 +263,7 @@ class PostgresBackend(BatchedBackend):
 
     async def exists(self) -> bool:
         return await schemas.has_mailbox(
-            ConnectionPool(self._options.conninfo, self._options.timeout), self._options.schema, self.name
+            ConnectionPool(self._conninfo, self._options.timeout), self._options.schema_name, self.name
         )
 
     async def close(self) -> None:
@@ -320,7 +295,7 @@ class PostgresBackend(BatchedBackend):
         self._pool.forget(self.name)
 
     def sibling(self, name: str) -> PostgresBackend:
-        return PostgresBackend(name, replace(self._options, capacity=None))
+        return PostgresBackend(self._conninfo, self._options.model_copy(update={"name": name, "capacity": None}))
 
     @property
     def _pool(self) -> SharedPool:

@@ -1,26 +1,31 @@
-"""From the URL of a PostgreSQL mailbox to what libpq is told and what the mailbox is, and back to an address for replies."""
+"""The options of a PostgreSQL mailbox; from its URL to what libpq is told, and back to an address for replies."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from urllib.parse import quote, urlsplit
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from pydantic import AfterValidator, Field
 
 from mainspring.errors import ConfigError
-from mainspring.mailbox import limits
 from mainspring.mailbox.limits import SILENCE
-from mainspring.mailbox.open import divided
+from mainspring.mailbox.settings import NUMBER, Capacity, Flag, ServerOptions, name_at
 from mainspring.redaction import one_line, shown
+
+if TYPE_CHECKING:
+    from mainspring.mailbox.settings import MailboxURL
 
 SCHEMA = "mainspring"
 LONGEST_NAME = 1_000
 """Bytes of a mailbox's name, which an index must hold."""
-_NAME = re.compile(r"[a-z_][a-z0-9_]{0,39}")
+MAX_POLL_INTERVAL = 30.0
+"""Seconds: each time that a waiting receive asks, it has senders notify for a minute."""
 _DEFAULTS = {
     "application_name": "mainspring",
     "keepalives_count": "2",
@@ -42,42 +47,41 @@ _WAY = (
 """What an address says of the way to the server, so that nobody goes there by a worse one. Who somebody is, is not in it."""
 
 
-def check_name(name: str) -> None:
-    """Raise :class:`ConfigError` for the name of a mailbox that no database can keep."""
-    limits.check_name(name)
+def _short(name: str) -> str:
     if len(name.encode()) > LONGEST_NAME:
-        raise ConfigError(f"the name of a mailbox must be text of up to {LONGEST_NAME} bytes, not {name!r:.100}")
+        raise ValueError("an index cannot hold it")
+    return name
 
 
-def check_schema(schema: str) -> str:
-    """``schema``, where it is a plain lower-case name, which needs no quotes; else raises :class:`ConfigError`."""
-    if not (isinstance(schema, str) and _NAME.fullmatch(schema)):
-        raise ConfigError(
-            f"schema must be a name of up to 40 lower-case letters, digits and _, as in {SCHEMA!r}, not {schema!r}"
-        )
-    return schema
+class PostgresOptions(ServerOptions):
+    """The options of a :class:`PostgresMailbox`, but for libpq's parameters."""
 
+    kind: ClassVar[str] = "a PostgreSQL mailbox"
+    schemes: ClassVar[tuple[str, ...]] = ("postgresql", "postgres")
+    besides: ClassVar[str] = ", and libpq's"
 
-def options_of(url: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The mailbox's own options, which are strings where they stood in the URL, as values; the others as they are."""
-    values = {}
-    for key, value in options.items():
-        try:
-            values[key] = _OPTIONS[key](value) if key in _OPTIONS and isinstance(value, str) else value
-        except ValueError:
-            kind = "a number" if _OPTIONS[key] in (int, float) else "true or false"
-            raise ConfigError(f"{shown(url)!r}: the option {key} must be {kind}, not {value!r}") from None
-    return values
-
-
-def check_parameters(url: str, parameters: dict[str, Any]) -> None:
-    """Raise :class:`ConfigError` for what is neither an option of the mailbox nor a parameter of libpq."""
-    for key in parameters:
-        if not is_parameter(key):
-            allowed = ", ".join(_OPTIONS)
-            raise ConfigError(
-                f"{shown(url)!r}: a PostgreSQL mailbox has no option {key!r}; it has {allowed}, and libpq's"
-            )
+    name: Annotated[str, AfterValidator(_short), Field(description=f"text of up to {LONGEST_NAME} bytes")]
+    capacity: Capacity
+    schema_name: Annotated[
+        str,
+        Field(
+            alias="schema",
+            pattern=r"^[a-z_][a-z0-9_]{0,39}$",
+            description=f"a name of up to 40 lower-case letters, digits and _, as in {SCHEMA!r}",
+        ),
+    ]
+    """Plain, so that it needs no quotes in SQL."""
+    migrate: Flag
+    listen: Flag
+    poll_interval: Annotated[
+        float | None,
+        Field(
+            ge=0.001,
+            le=MAX_POLL_INTERVAL,
+            description=f"a number of seconds from 0.001 to {MAX_POLL_INTERVAL:g}, or None",
+        ),
+        NUMBER,
+    ]
 
 
 def address_of(conninfo: str, schema: str, name: str) -> str:
@@ -100,19 +104,13 @@ def address_of(conninfo: str, schema: str, name: str) -> str:
 
 def local_name(address: str, conninfo: str, schema: str) -> str | None:
     """The name that an address means in that schema of that database; None where it is elsewhere."""
-    if "://" not in address:
-        return address
-    if not address.startswith(("postgresql://", "postgres://")):
-        return None
-    try:
-        bare, options = divided(address)
-        query = dict(options)
-        theirs = where_of(conninfo_of(bare, {key: value for key, value in query.items() if is_parameter(key)}))
-    except ConfigError:  # no URL of anything: opening it will say so
-        return None
-    if theirs != where_of(conninfo) or query.get("schema", SCHEMA) != schema:
-        return None
-    return query.get("name", "default")
+
+    def is_here(url: MailboxURL) -> bool:
+        query = dict(url.query)
+        theirs = conninfo_of(url.bare, {key: value for key, value in query.items() if is_parameter(key)})
+        return where_of(theirs) == where_of(conninfo) and query.get("schema", SCHEMA) == schema
+
+    return name_at(address, PostgresOptions, is_here)
 
 
 def where_of(conninfo: str) -> tuple[tuple[tuple[str, str, str], ...], str, str]:
@@ -191,17 +189,9 @@ def conninfo_of(url: str, parameters: dict[str, Any], timeout: float = math.inf,
 
 def is_parameter(key: str) -> bool:
     """Whether libpq has a connection parameter of that name."""
-    return any(option.keyword.decode() == key for option in psycopg.pq.Conninfo.get_defaults())
+    return key in _parameters()
 
 
-def _truth(text: str) -> bool:
-    known = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
-    if text.lower() not in known:
-        raise ValueError(text)
-    return known[text.lower()]
-
-
-_OPTIONS: dict[str, Any] = {
-    "name": str, "capacity": int, "schema": str, "migrate": _truth, "listen": _truth, "poll_interval": float,
-    "timeout": float, "silence": float,
-}  # fmt: skip
+@cache
+def _parameters() -> frozenset[str]:
+    return frozenset(option.keyword.decode() for option in psycopg.pq.Conninfo.get_defaults())
