@@ -30,9 +30,20 @@ does not answer, nothing is lost: leases end by themselves."""
 SILENCE = 10.0
 """Seconds after which a connection to a server on which nothing is answered is given up, where the mailbox sets no other."""
 
+_NUMBERS = (int, float)
+
 
 def check_receive(max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> None:
     """Raise :class:`InvalidParameterError` for a value outside the limits of :meth:`Mailbox.receive`."""
+    if (
+        type(max_messages) is int
+        and type(visibility_timeout) in _NUMBERS
+        and type(wait_time_seconds) in _NUMBERS
+        and 1 <= max_messages <= MAX_MESSAGES
+        and 0 <= visibility_timeout <= MAX_VISIBILITY
+        and wait_time_seconds >= 0
+    ):
+        return  # the usual case, without a call
     if not (is_whole(max_messages, 1) and max_messages <= MAX_MESSAGES):
         raise InvalidParameterError(f"receive: max_messages must be 1 to {MAX_MESSAGES}, not {max_messages!r}")
     check_seconds("receive: visibility_timeout", visibility_timeout, MAX_VISIBILITY)

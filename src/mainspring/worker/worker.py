@@ -251,7 +251,8 @@ class Worker:
                     raise
                 await self._pause_after(error, retries)
             else:
-                retries.succeeded()
+                if retries.failures:
+                    retries.succeeded()
                 self.store_health.received()
             finally:
                 self._slots.claiming -= free
