@@ -11,6 +11,8 @@ from cli_helpers import only_line, run
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.own_time(2)
+
 SOURCE = """
 from mainspring import DeadLetterPolicy, InMemoryMailbox, LeasePolicy, LoopGroup, MainLoop, RetryPolicy
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from mainspring import Mailbox, Message
 
+pytestmark = pytest.mark.own_time(2)
+
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:

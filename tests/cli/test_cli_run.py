@@ -21,6 +21,8 @@ from mainspring.cli.app import call
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.own_time(2)
+
 GROUP = """
 from mainspring import InMemoryMailbox, LoopGroup, MainLoop
 

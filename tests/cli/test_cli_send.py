@@ -19,6 +19,8 @@ from mainspring.cli.send import SendOptions, read_bodies, send_bodies
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.own_time(2)
+
 URL = "sqlite:///jobs.db?name=emails"
 
 

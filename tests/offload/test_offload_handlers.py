@@ -25,7 +25,7 @@ from mainspring.errors import ConfigError, HandlerStalledError
 from offload_support import HeldStart, ended, is_there, told
 from support import background, settled
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.own_time(2)]
 
 ONCE = DeadLetterPolicy(max_attempts=1)
 

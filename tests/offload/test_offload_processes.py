@@ -30,7 +30,7 @@ from mainspring.errors import (
 from mainspring.offload import worker_main as offload_worker
 from offload_support import HeldStart, ended, is_there, start_workers_by, told, unkillable, workers
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.own_time(2)]
 
 
 @pytest.fixture

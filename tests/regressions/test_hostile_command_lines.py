@@ -13,6 +13,8 @@ from mainspring.cli.user_errors import Problem
 from mainspring.errors import ConfigError
 from mainspring.mailbox.open import open_mailbox
 
+pytestmark = pytest.mark.own_time(2)
+
 URL = "sqlite:///mail.db?name=jobs"
 
 

@@ -8,6 +8,8 @@ import textwrap
 
 import pytest
 
+pytestmark = pytest.mark.own_time(2)
+
 PRELUDE = """
 import anyio, asyncio, os, sys, threading, time
 from mainspring import ConfigError, LoopNotRunningError, LoopThread

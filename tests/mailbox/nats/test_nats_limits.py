@@ -111,6 +111,7 @@ async def test_a_limit_that_is_kept_by_dropping_is_warned_of_when_a_mailbox_is_o
     assert f"the stream {here.names().queue!r} has max_msgs" in said
 
 
+@pytest.mark.slow
 async def test_what_there_is_no_room_to_give_back_comes_again_where_it_is(anyio_backend, tmp_path):
     async with small_server(tmp_path) as server, NatsMailbox(server.url, name="jobs") as box:
         await box.send_many(["nack", "later", "release", "dead", "gone"])
