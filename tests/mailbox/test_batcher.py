@@ -448,7 +448,8 @@ def test_claims_are_first_on_every_backend_that_batches():
 
     for commands in (batched, redis_commands):
         assert commands.Claim.first, commands.__name__
-        assert not commands.Acknowledge.first
+    for acknowledge in (batched.Acknowledge, batched.AcknowledgeMany):
+        assert not acknowledge.first
 
 
 async def test_what_has_taken_place_keeps_its_result_where_the_rest_of_its_batch_fails(anyio_backend):

@@ -71,6 +71,13 @@ class Acknowledge(OfDelivery):
 
 
 @dataclass(eq=False, repr=False, slots=True)
+class AcknowledgeMany(Command):
+    """The messages are done; results in the errors of those whose leases are not held, by their number."""
+
+    deliveries: list[Delivery]
+
+
+@dataclass(eq=False, repr=False, slots=True)
 class Reply(OfDelivery):
     """The message is done, and its reply goes to another mailbox of the store."""
 

@@ -18,7 +18,7 @@ from psycopg.rows import tuple_row
 
 from mainspring.errors import MailboxConnectionError
 from mainspring.mailbox import batched
-from mainspring.mailbox.batcher import Command
+from mainspring.mailbox.batched import AcknowledgeMany
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.limits import size_of
 from mainspring.mailbox.message import Counts, Delivery
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from psycopg import AsyncConnection
 
+    from mainspring.mailbox.batcher import Command
     from mainspring.mailbox.message import Ack, Dead, Envelope
     from mainspring.mailbox.postgres.pool import Watermark
 
@@ -61,13 +62,6 @@ class Send(batched.Send):
 @dataclass(eq=False, repr=False, slots=True)
 class Poll(batched.Sweep):
     """Do what is due and see what could be claimed, for those who wait; results in (pending, seconds until more is due)."""
-
-
-@dataclass(eq=False, repr=False, slots=True)
-class AcknowledgeMany(Command):
-    """The messages are done; results in the errors of those whose leases are not held, by their places from 0."""
-
-    deliveries: list[Delivery]
 
 
 @dataclass(eq=False, repr=False, slots=True)

@@ -15,7 +15,7 @@ from mainspring.core.clock import loop_clock
 from mainspring.errors import InvalidParameterError, MainspringError
 from mainspring.mailbox import batched
 from mainspring.mailbox.backend import TRANSIENT, Capabilities, MailboxStatistics
-from mainspring.mailbox.batched import BatchedBackend
+from mainspring.mailbox.batched import AcknowledgeMany, BatchedBackend
 from mainspring.mailbox.batcher import Batcher, Command
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.limits import SILENCE, check_column, full, is_name, size_of
@@ -24,7 +24,6 @@ from mainspring.mailbox.message import ACK, Ack, Cancelled, CancelOutcome, Dead,
 from mainspring.mailbox.postgres import schema as schemas
 from mainspring.mailbox.postgres.commands import (
     LOCK_WAIT,
-    AcknowledgeMany,
     Batch,
     NoSuchTargetError,
     Poll,

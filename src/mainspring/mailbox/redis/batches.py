@@ -6,20 +6,20 @@ Operations of a lost call that must be done are retried with the next call, whic
 from __future__ import annotations
 
 import math
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from mainspring.core import clock, random
 from mainspring.core.loggers import Logger
 from mainspring.errors import MailboxConnectionError
-from mainspring.mailbox.redis.commands import MICRO, Claim, UndoLostClaims, joined, keys_of
+from mainspring.mailbox.redis.commands import MICRO, OPERATIONS, Claim, UndoLostClaims, are_alike, joined, keys_of
 from mainspring.runtime.interval import Periodic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from mainspring.mailbox.batcher import Command
     from mainspring.mailbox.redis.client import Client
-    from mainspring.mailbox.redis.commands import Argument, Operation
+    from mainspring.mailbox.redis.commands import Argument
 
 MOST_ARGUMENTS: Final = 50_000
 """Of one call, unless a single operation has more: the server serves no other client meanwhile."""
@@ -44,11 +44,11 @@ class FunctionCall:
         self.arguments: list[Argument] = []
         self.leased_at = leased_at
         self.waiter = waiter
-        self.failed: list[Operation] = []
+        self.failed: list[Command] = []
         """The operations that failed on the server."""
         self.last_claim = 0
         """When the last of its claims was made."""
-        self._groups: list[Sequence[Operation]] = []
+        self._groups: list[Sequence[Command]] = []
         self._numbers = {name: 0}
 
     def number(self, name: str) -> int:
@@ -58,9 +58,9 @@ class FunctionCall:
             self.keys += keys_of(name)
         return self._numbers[name]
 
-    def add(self, group: Sequence[Operation]) -> None:
+    def add(self, group: Sequence[Command]) -> None:
         """Write operations of one kind, which have one result."""
-        group[0].write_group(self, group)
+        OPERATIONS[type(group[0])].write(self, group)
         self._groups.append(group)
 
     def take(self, results: list[Any]) -> tuple[int, int, int]:
@@ -76,23 +76,23 @@ class FunctionCall:
                 self.failed.append(command)
         for group, result in zip(self._groups, results, strict=False):
             if not failures or group[0].error is None:
-                group[0].take_group(self, result, group)
+                OPERATIONS[type(group[0])].take(self, group, result)
             for command in group:
                 command.done = True
         return due, now, dropped
 
 
 def calls_for(
-    name: str, keys: tuple[bytes, ...], commands: list[Operation], leased_at: float, waiter: Callable[[int], str]
+    name: str, keys: tuple[bytes, ...], commands: list[Command], leased_at: float, waiter: Callable[[int], str]
 ) -> Iterator[FunctionCall]:
     """Yield the calls that do ``commands``, in the order of the operations; as a rule it is one call.
 
     The callers of one batch do not know of each other, so any order is right. Neighbours of one kind are written as one.
     """
     call = FunctionCall(name, keys, leased_at, waiter)
-    group: list[Operation] = []
-    for command in commands if len(commands) == 1 else sorted(commands, key=attrgetter("order")):
-        if group and (command.kind is None or command.kind != group[0].kind):
+    group: list[Command] = []
+    for command in commands if len(commands) == 1 else sorted(commands, key=_order):
+        if group and not are_alike(group[0], command):
             call.add(group)
             group = []
             if len(call.arguments) >= MOST_ARGUMENTS:
@@ -101,6 +101,10 @@ def calls_for(
         group.append(command)
     call.add(group)
     yield call
+
+
+def _order(command: Command) -> int:
+    return OPERATIONS[type(command)].order
 
 
 class Batches:
@@ -131,7 +135,7 @@ class Batches:
         self._keys = keys_of(name)
         self._client = client
         self._timeout = timeout
-        self._commands: list[Operation] = []
+        self._commands: list[Command] = []
         self._calls: Iterator[FunctionCall] = iter(())
         self._call: FunctionCall | None = None
         self._asked_at = 0.0
@@ -140,14 +144,14 @@ class Batches:
         self._on_unconfirmed = on_unconfirmed
         self._now = clock.loop_clock()
         self._last_claim = 0  # whose answer has come
-        self._unconfirmed: list[Operation] = []
+        self._unconfirmed: list[Command] = []
 
     @property
     def unconfirmed(self) -> int:
         """The number of operations that are retried with the next call."""
         return len(self._unconfirmed)
 
-    async def execute(self, commands: list[Operation]) -> None:
+    async def execute(self, commands: list[Command]) -> None:
         """Execute commands; if a call fails, its commands and those of the calls behind it get the error from the batcher."""
         if self._unconfirmed:
             commands, self._unconfirmed = [*self._unconfirmed, *commands], []
@@ -185,7 +189,7 @@ class Batches:
             _log.warning(
                 "mailbox %r: %d index entries without a message were dropped (a key was deleted)", self._name, dropped
             )
-        if call.failed and (retried := [command for command in call.failed if command.retried]):
+        if call.failed and (retried := [command for command in call.failed if OPERATIONS[type(command)].retried]):
             for command in retried:
                 command.error, command.done = None, False
             self._unconfirmed = joined([*self._unconfirmed, *retried])
@@ -198,7 +202,7 @@ class Batches:
     def _keep_unconfirmed(self) -> None:
         """Keep what a failed call must do for the next call, with an operation that undoes its claims."""
         self._call = None
-        retried = [command for command in self._commands if command.retried and not command.done]
+        retried = [command for command in self._commands if OPERATIONS[type(command)].retried and not command.done]
         self._unconfirmed = joined([*self._unconfirmed, *retried])
         claimed = any(type(command) is Claim and not command.done for command in self._commands)
         if claimed and not any(type(command) is UndoLostClaims for command in self._unconfirmed):

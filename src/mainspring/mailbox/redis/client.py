@@ -20,9 +20,10 @@ from mainspring.core import process
 from mainspring.core.clock import loop_clock
 from mainspring.core.loggers import Logger
 from mainspring.errors import ConfigError, MailboxConnectionError
-from mainspring.mailbox.limits import SILENCE
+from mainspring.mailbox.batched import Send
+from mainspring.mailbox.limits import SILENCE, check_size
 from mainspring.mailbox.redis.batches import FunctionCall
-from mainspring.mailbox.redis.commands import Send, base_of, keys_of
+from mainspring.mailbox.redis.commands import TAKES, base_of, keys_of, stored_size
 from mainspring.mailbox.redis.connection import (
     LONGEST,
     LOST,
@@ -545,8 +546,8 @@ class OtherNodes:
         :raises MailboxConnectionError: it was not taken within the timeout, the turns of others included.
         """
         name = reply.reply_to or ""
-        send = Send([replace(reply, reply_to=None, dedup_key=f"reply:{message_id}")], None)
-        send.check_size(self._topology.longest)
+        send = Send([replace(reply, reply_to=None, dedup_key=f"reply:{message_id}")])
+        check_size("a reply", stored_size(send.envelopes[0]), self._topology.longest, TAKES)
         call = FunctionCall(name, keys_of(name))
         call.add([send])
         target = self._targets.pop(name, None)

@@ -1,15 +1,18 @@
-"""What a Redis mailbox asks of its library of functions: one class an operation, which writes arguments and reads the result.
+"""What a Redis mailbox asks of its library of functions: the arguments of each operation, and how its result is read.
 
-First the keys of a mailbox, and how a message is kept in them.
+First the keys of a mailbox, and how a message is kept; then the commands that only Redis has; then, for each kind of command,
+the function that writes it and the one that reads its result, in one table (``OPERATIONS``).
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from mainspring.errors import MailboxConnectionError, ReceiptHandleExpiredError, SerializationError
+from mainspring.mailbox import batched
+from mainspring.mailbox.batched import AcknowledgeMany
 from mainspring.mailbox.batcher import Command
 from mainspring.mailbox.limits import check_size, full
 from mainspring.mailbox.message import EXPIRED, UNKNOWN, Cancelled, CancelOutcome, Counts, Dead, Delivery
@@ -17,7 +20,7 @@ from mainspring.mailbox.message import EXPIRED, UNKNOWN, Cancelled, CancelOutcom
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
-    from mainspring.mailbox.message import Envelope, Return
+    from mainspring.mailbox.message import Envelope
     from mainspring.mailbox.redis.batches import FunctionCall
 
     Argument = str | int | bytes
@@ -39,6 +42,10 @@ _KEYS: Final = (
 MICRO: Final = 1_000_000
 LONGEST_NUMBER: Final = 20
 PLAIN: Final = b"-"
+MOST_DEAD: Final = 1_000
+"""Dead letters that one operation moves: other callers are to be served in between."""
+AGAIN: Final = object()
+"""The result of a command if the library has to do more that is due before it can do it."""
 UNREADABLE: Final = Dead("what the store holds for this message was not written by a mailbox", "SerializationError")
 
 
@@ -125,7 +132,7 @@ def _numbers(text: bytes, count: int) -> list[int]:
     return [int(part) if part.isdigit() and len(part) < LONGEST_NUMBER else 0 for part in parts]
 
 
-def _dead_letter(
+def _read_dead(
     message_id: bytes, value: bytes, counts: bytes, reason: bytes, checkpoint: bytes | None, history: bytes | None
 ) -> tuple[Delivery, Dead, float]:
     """Read a dead letter; return it, why it is dead, and when it died (POSIX)."""
@@ -156,133 +163,29 @@ def _read_reason(reason: bytes) -> Dead:
     return Dead(str(error), str(error_type), str(traceback))
 
 
-# -------------------------------------------------------------------------------------------------------------- operations
+def stored_size(envelope: Envelope) -> int:
+    """Return the bytes of the longest argument of a message: its value, or its key."""
+    key = (envelope.dedup_key or "").encode("utf-8", "surrogatepass")
+    return max(len(head_of(envelope)) + len(envelope.body), len(key))
 
 
-class Operation(Command):
-    """One operation of a batch: its name and arguments in the library.
+TAKES: Final = "this Redis server takes (proto-max-bulk-len)"
 
-    ``order`` is its place in a batch: what ends messages first, then sends, then claims.
 
-    ``kind``: neighbours of one kind are written as one operation, by :meth:`write_group`; None: it is written alone.
+def check_command(command: Command, longest: int) -> None:
+    """Raise :class:`SerializationError` if an argument has more bytes than ``longest``.
 
-    ``retried``: it is done with the next call if its call fails; to do it twice harms nothing.
-
-    ``size``: bytes of its longest argument, ``noun`` what that is. A server closes the connection, and so fails the whole
-    batch, for an argument that is too long.
+    The server would close the connection for it, and so fail the whole batch.
     """
-
-    __slots__ = ("arguments",)
-    order: ClassVar[int] = 0
-    retried: ClassVar[bool] = False
-    noun: ClassVar[str] = ""
-    size: int = 0
-
-    def __init__(self, *arguments: Argument) -> None:
-        super().__init__()
-        self.arguments = arguments
-
-    @property
-    def kind(self) -> Hashable:
-        return None
-
-    def check_size(self, longest: int) -> None:
-        """Raise :class:`SerializationError` if an argument has more bytes than ``longest``."""
-        check_size(self.noun, self.size, longest, "this Redis server takes (proto-max-bulk-len)")
-
-    def write_group(self, call: FunctionCall, group: Sequence[Any]) -> None:
-        """Write the operations of ``group``, of which this is the first."""
-        call.arguments += self.arguments
-
-    def take_group(self, call: FunctionCall, result: Any, group: Sequence[Any]) -> None:
-        """Set ``result`` or ``error`` of each operation of ``group``."""
-        self.take(result)
-
-    def take(self, result: Any) -> None:
-        """Set ``result`` or ``error``."""
-        self.result = result
-
-
-class Open(Operation):
-    """Make the mailbox known, so that a transient one exists; results in the obstacles to its operations."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__("open")
-
-    def take(self, result: Any) -> None:
-        self.result = [str(obstacle, "utf-8", "replace") for obstacle in result]
-
-
-class Send(Operation):
-    """Store all messages or none, if there is room for them; results in the ids.
-
-    The result is None if the library has to do more that is due before it can tell.
-    """
-
-    __slots__ = ("capacity", "envelopes", "ids", "keyed", "size")
-    order = 5
-    noun = "a message"
-
-    def __init__(self, envelopes: list[Envelope], capacity: int | None) -> None:
-        super().__init__()
-        self.envelopes = envelopes
-        self.capacity = capacity
-        self.keyed = False
-        for envelope in envelopes:
-            if envelope.dedup_key is not None:
-                self.keyed = True
-                break
-        parts: list[Argument] = []  # id, value and, if one message has a key, the key of each
-        self.ids: list[str] = []
-        self.size = 0
-        for envelope in envelopes:
-            head = head_of(envelope) if envelope.headers or envelope.reply_to is not None else PLAIN
-            value = head + envelope.body
-            self.size = max(self.size, len(value))
-            self.ids.append(envelope.message_id)
-            parts += (envelope.message_id, value)
-            if self.keyed:
-                key = (envelope.dedup_key or "").encode("utf-8", "surrogatepass")
-                self.size = max(self.size, len(key))
-                parts.append(key)
-        self.arguments = tuple(parts)
-
-    @property
-    def kind(self) -> Hashable:
-        if self.capacity is not None or len(self.envelopes) != 1 or self.keyed:
-            return None
-        envelope = self.envelopes[0]
-        return envelope.priority, envelope.delay, envelope.expires_in
-
-    def write_group(self, call: FunctionCall, group: Sequence[Send]) -> None:
-        first = self.envelopes[0]  # the messages of one send have all but body, headers and key in common
-        expires = 0 if first.expires_in is None else max(1, micros(first.expires_in))
-        count = len(self.envelopes) if len(group) == 1 else len(group)
-        call.arguments += ("put", count, -first.priority, micros(first.delay), expires)
-        call.arguments += (-1 if self.capacity is None else self.capacity, int(self.keyed))
-        for send in group:
-            call.arguments += send.arguments
-
-    def take_group(self, call: FunctionCall, result: Any, group: Sequence[Send]) -> None:
-        problem = result[0] if result else None
-        if problem == b"full" and self.capacity is not None:
-            self.error = full(result[1], self.capacity, result[2])
-        elif problem == b"again":
-            self.result = None
-        elif result and problem != b"oom":
-            self.result = [str(message_id, "utf-8", "replace") for message_id in result]
-        else:
-            for send in group:
-                send.result = send.ids
-                if problem is not None:
-                    send.error = MailboxConnectionError(
-                        "the Redis server's memory is full (OOM): let workers drain it, or raise maxmemory"
-                    )
-
-
-# -------------------------------------------------------------------------------------------------------------- settlements
+    reply = None
+    if isinstance(command, batched.Checkpoint):
+        check_size("a checkpoint", len(command.state), longest, TAKES)
+    elif isinstance(command, batched.Reply):
+        reply = command.ack.reply
+    elif isinstance(command, batched.DeadLetter):
+        reply = command.dead.reply
+    if reply is not None:
+        check_size("a reply", stored_size(replace(reply, reply_to=None)), longest, TAKES)
 
 
 def expired(delivery: Delivery) -> ReceiptHandleExpiredError:
@@ -292,269 +195,96 @@ def expired(delivery: Delivery) -> ReceiptHandleExpiredError:
     )
 
 
-class Acknowledge(Operation):
-    """End messages as done; results in the errors of those that were refused, by their number."""
-
-    __slots__ = ("deliveries",)
-    order = 1
-    kind = "ack"
-
-    def __init__(self, deliveries: list[Delivery]) -> None:
-        super().__init__()
-        self.deliveries = deliveries
-        self.result: dict[int, Exception] = {}
-
-    def write_group(self, call: FunctionCall, group: Sequence[Acknowledge]) -> None:
-        receipts = [delivery.receipt_handle for ack in group for delivery in ack.deliveries]
-        call.arguments += ("ack", len(receipts), *receipts)
-
-    def take_group(self, call: FunctionCall, result: list[int], group: Sequence[Acknowledge]) -> None:
-        if result:
-            places = [(ack, number) for ack in group for number in range(len(ack.deliveries))]
-            for place in result:
-                ack, number = places[place]
-                ack.result[number] = expired(ack.deliveries[number])
+# --------------------------------------------------------------------------------------------- commands that only Redis has
 
 
-class OfDelivery(Operation):
-    """An operation that only the holder of a lease may do."""
+@dataclass(eq=False, repr=False, slots=True)
+class Claim(batched.Claim):
+    """Claim pending messages. ``again``: the library has to do more that is due first.
 
-    __slots__ = ("delivery",)
-    order = 2
-
-    def __init__(self, delivery: Delivery, *arguments: Argument) -> None:
-        super().__init__(*arguments)
-        self.delivery = delivery
-
-    def take(self, result: Any) -> None:
-        if not result:
-            self.error = expired(self.delivery)
-
-
-class Nack(OfDelivery):
-    """Return a message to be delivered again: a nack, or a release if it is not charged."""
-
-    __slots__ = ()
-
-    def __init__(self, delivery: Delivery, how: Return) -> None:
-        charge, front = int(how.charge), int(how.front)
-        super().__init__(delivery, "back", delivery.receipt_handle, micros(how.delay), charge, front, how.history or "")
-
-
-class Extend(OfDelivery):
-    """Let the lease last longer."""
-
-    __slots__ = ()
-
-    def __init__(self, delivery: Delivery, timeout: float) -> None:
-        super().__init__(delivery, "extend", delivery.receipt_handle, micros(timeout))
-
-
-class SaveCheckpoint(OfDelivery):
-    """Keep ``state`` for the next delivery."""
-
-    __slots__ = ("size",)
-    noun = "a checkpoint"
-
-    def __init__(self, delivery: Delivery, state: bytes) -> None:
-        super().__init__(delivery, "checkpoint", delivery.receipt_handle, state)
-        self.size = len(state)
-
-
-class _WithReply(OfDelivery):
-    """A settlement with which a reply leaves, if there is one, to the mailbox that is named in it."""
-
-    __slots__ = ("reply", "size", "value")
-    noun = "a reply"
-
-    def __init__(self, delivery: Delivery, reply: Envelope | None, *arguments: Argument) -> None:
-        super().__init__(delivery, *arguments)
-        self.reply = reply
-        self.value = b"" if reply is None else head_of(replace(reply, reply_to=None)) + reply.body
-        self.size = len(self.value)
-
-    def write_group(self, call: FunctionCall, group: Sequence[Operation]) -> None:
-        call.arguments += self.arguments
-        reply = self.reply
-        if reply is None:
-            call.arguments.append(-1)
-        else:
-            call.arguments += (call.number(reply.reply_to or ""), -reply.priority, reply.message_id, self.value)
-
-
-class ReplyAndAck(_WithReply):
-    """End a message as done, with a reply."""
-
-    __slots__ = ()
-
-    def __init__(self, delivery: Delivery, reply: Envelope) -> None:
-        super().__init__(delivery, reply, "answer", delivery.receipt_handle)
-
-
-class MoveToDeadLetters(_WithReply):
-    """Dead-letter a message; the reply tells the requester so."""
-
-    __slots__ = ()
-
-    def __init__(self, delivery: Delivery, dead: Dead, reply: Envelope | None = None) -> None:
-        reason = _write_reason(dead)
-        super().__init__(delivery, reply, "bury", delivery.receipt_handle, reason, dead.history or "")
-
-
-# ------------------------------------------------------------------------------------------------------ claims and waiting
-
-
-class Claim(Operation):
-    """Claim pending messages; results in deliveries. ``again``: the library has to do more that is due first.
-
-    ``claimant`` marks the receipts. ``waits``: it is put on the list of waiters if nothing is pending; with ``others``, more
+    ``claimant`` marks the receipts. One that waits is put on the list of waiters if nothing is pending; with ``others``, more
     receives of this mailbox wait, and it is put there in any case.
     """
 
-    __slots__ = ("again", "claimant", "limit", "others", "unreadable", "visibility", "waits")
-    first = True
-    order = 8
-
-    def __init__(self, limit: int, visibility: float, claimant: str, waits: bool, others: bool) -> None:
-        super().__init__()
-        self.limit = limit
-        self.visibility = visibility
-        self.claimant = claimant
-        self.waits = waits
-        self.others = others
-        self.unreadable: list[Delivery] = []
-        self.again = False
-
-    @property
-    def kind(self) -> Hashable:
-        return self.visibility
-
-    def write_group(self, call: FunctionCall, group: Sequence[Claim]) -> None:
-        limit, waiting, others = 0, 0, False
-        for claim in group:
-            limit += claim.limit
-            if claim.waits:
-                waiting += 1
-                others = others or claim.others or waiting > 1
-        visible = micros(self.visibility)
-        waiter = call.waiter(visible) if waiting else ""
-        call.arguments += ("claim", limit, visible, self.claimant, waiter, int(others))
-
-    def take_group(self, call: FunctionCall, result: Any, group: Sequence[Claim]) -> None:
-        """Share the messages out in the order of the claims."""
-        receipts, values, extras, *again = result
-        details: dict[int, dict[bytes, bytes]] = {}
-        for at in range(0, len(extras), 3):
-            details.setdefault(extras[at], {})[extras[at + 1]] = extras[at + 2]
-        if receipts:
-            call.last_claim = max(call.last_claim, claimed_at(receipts[-1]))
-        start = 0
-        for claim in group:
-            claim.result, claim.again = [], bool(again)
-            for number in range(start, min(start + claim.limit, len(receipts))):
-                delivery, readable = delivery_of(receipts[number], values[number], details.get(number), call.leased_at)
-                (claim.result if readable else claim.unreadable).append(delivery)
-            start += claim.limit
+    claimant: str
+    others: bool
+    unreadable: list[Delivery] = field(default_factory=list, init=False)
+    again: bool = field(default=False, init=False)
 
 
-class UndoClaims(Operation):
-    """Undo claims as if they had not been made."""
-
-    __slots__ = ()
-    retried = True
-
-    def __init__(self, receipts: list[str]) -> None:
-        super().__init__("unclaim", len(receipts), *receipts)
-
-
-class UndoLostClaims(Operation):
+@dataclass(eq=False, repr=False, slots=True)
+class UndoLostClaims(Command):
     """Undo what ``claimant`` claimed after the claim made at ``last_claim``: the connection broke before the answer came."""
 
-    __slots__ = ()
-    retried = True
-
-    def __init__(self, claimant: str, last_claim: int) -> None:
-        super().__init__("unheard", claimant, last_claim)
+    claimant: str
+    last_claim: int
 
 
-class WakeOthers(Operation):
+@dataclass(eq=False, repr=False, slots=True)
+class WakeOthers(Command):
     """Wake ``count`` other processes, as this one was woken for messages that no receive here takes."""
 
-    __slots__ = ()
-    asks_only = True
-    order = 7
-
-    def __init__(self, count: int) -> None:
-        super().__init__("pass", count)
+    asks_only: ClassVar[bool] = True
+    count: int
 
 
-class Sweep(Operation):
+@dataclass(eq=False, repr=False, slots=True)
+class Sweep(batched.Sweep):
     """Let the library do what is due, for the receives that wait for it.
 
     ``waiter`` is called as it leaves: under which name, if any, this process is to be on the list of waiters.
     """
 
-    __slots__ = ("waiter",)
-    asks_only = True
-    order = 9
-
-    def __init__(self, waiter: Callable[[], str]) -> None:
-        super().__init__()
-        self.waiter = waiter
-
-    def write_group(self, call: FunctionCall, group: Sequence[Operation]) -> None:
-        call.arguments += ("look", self.waiter())
+    waiter: Callable[[], str]
 
 
-class Leave(Operation):
+@dataclass(eq=False, repr=False, slots=True)
+class Leave(Command):
     """Remove ``waiters`` from the list, and undo the claims that were sent to listener ``name`` after ``last_claim``.
 
     ``last_claim`` is when the last message was claimed that came there; ``left`` is told that of the last one that is undone.
     ``for_good``: nothing listens there any more.
     """
 
-    __slots__ = ("for_good", "last_claim", "left", "name", "waiters")
-    asks_only = True
-    retried = True
-
-    def __init__(
-        self, name: str, last_claim: int, waiters: list[str], left: Callable[[str, int], None], *, for_good: bool
-    ) -> None:
-        super().__init__("leave", name, last_claim, int(for_good), len(waiters), *waiters)
-        self.name = name
-        self.last_claim = last_claim
-        self.waiters = waiters
-        self.left = left
-        self.for_good = for_good
-
-    def take(self, result: Any) -> None:
-        self.left(self.name, result)
+    asks_only: ClassVar[bool] = True
+    name: str
+    last_claim: int
+    waiters: list[str]
+    left: Callable[[str, int], None]
+    for_good: bool
 
 
-class RemoveWaiters(Operation):
+@dataclass(eq=False, repr=False, slots=True)
+class RemoveWaiters(Command):
     """Remove ``waiters`` from the list: no receive here waits under these names. What is on its way to them still arrives."""
 
-    __slots__ = ("waiters",)
-    asks_only = True
-    retried = True
-
-    def __init__(self, waiters: set[str]) -> None:
-        super().__init__("unlist", len(waiters), *sorted(waiters))
-        self.waiters = waiters
+    asks_only: ClassVar[bool] = True
+    waiters: set[str]
 
 
-def joined(retried: list[Operation]) -> list[Operation]:
-    """Join operations that are to be retried: while calls fail, each receive that ends adds a :class:`Leave`.
+@dataclass(eq=False, repr=False, slots=True)
+class Recover(Command):
+    """Mend what was lost with a deleted key, if that is due; it is every ``interval`` seconds, for all processes together.
+
+    Results in how many messages and dead letters were found again, and in how many seconds there is more to do.
+    """
+
+    asks_only: ClassVar[bool] = True
+    interval: float
+
+
+def joined(retried: list[Command]) -> list[Command]:
+    """Join commands that are to be retried: while calls fail, each receive that ends adds a :class:`Leave`.
 
     Until a listener has left, no receive waits to be sent something there. So what came after the first one left is undone.
     """
-    others: list[Operation] = []
+    others: list[Command] = []
     leaves: dict[str, Leave] = {}
     removed: set[str] = set()
     for command in retried:
-        if type(command) is RemoveWaiters:
+        if isinstance(command, RemoveWaiters):
             removed |= command.waiters
-        elif type(command) is not Leave:
+        elif not isinstance(command, Leave):
             others.append(command)
         elif command.name not in leaves:
             leaves[command.name] = command
@@ -565,150 +295,271 @@ def joined(retried: list[Operation]) -> list[Operation]:
                 min(one.last_claim, command.last_claim),
                 sorted({*one.waiters, *command.waiters}),
                 one.left,
-                for_good=one.for_good or command.for_good,
+                one.for_good or command.for_good,
             )
     if removed:
         others.append(RemoveWaiters(removed))
     return [*others, *leaves.values()]
 
 
-# -------------------------------------------------------------------------------------- inspection, purges and dead letters
+# -------------------------------------------------------------------------------- commands that are written as one operation
 
 
-def _encoded(message_ids: list[str] | None) -> tuple[Argument, ...]:
+def _write_sends(call: FunctionCall, sends: Sequence[batched.Send]) -> None:
+    first = sends[0].envelopes[0]  # the messages of one send have all but body, headers and key in common
+    capacity = sends[0].capacity
+    keyed = False
+    for envelope in sends[0].envelopes:
+        if envelope.dedup_key is not None:
+            keyed = True
+            break
+    count = len(sends[0].envelopes) if len(sends) == 1 else len(sends)
+    expires = 0 if first.expires_in is None else max(1, micros(first.expires_in))
+    call.arguments += ("put", count, -first.priority, micros(first.delay), expires)
+    call.arguments += (-1 if capacity is None else capacity, int(keyed))
+    for send in sends:
+        for envelope in send.envelopes:
+            head = head_of(envelope) if envelope.headers or envelope.reply_to is not None else PLAIN
+            call.arguments += (envelope.message_id, head + envelope.body)
+            if keyed:
+                call.arguments.append((envelope.dedup_key or "").encode("utf-8", "surrogatepass"))
+
+
+def _take_sends(call: FunctionCall, sends: Sequence[batched.Send], result: Any) -> None:
+    problem = result[0] if result else None
+    first = sends[0]
+    if problem == b"full" and first.capacity is not None:
+        first.error = full(result[1], first.capacity, result[2])
+    elif problem == b"again":
+        first.result = AGAIN
+    elif result and problem != b"oom":
+        first.result = [str(message_id, "utf-8", "replace") for message_id in result]
+    else:
+        for send in sends:
+            send.result = [envelope.message_id for envelope in send.envelopes]
+            if problem is not None:
+                send.error = MailboxConnectionError(
+                    "the Redis server's memory is full (OOM): let workers drain it, or raise maxmemory"
+                )
+
+
+def _write_acks(call: FunctionCall, acks: Sequence[AcknowledgeMany]) -> None:
+    receipts = [delivery.receipt_handle for ack in acks for delivery in ack.deliveries]
+    call.arguments += ("ack", len(receipts), *receipts)
+
+
+def _take_acks(call: FunctionCall, acks: Sequence[AcknowledgeMany], result: list[int]) -> None:
+    for ack in acks:
+        ack.result = {}
+    if result:
+        places = [(ack, number) for ack in acks for number in range(len(ack.deliveries))]
+        for place in result:
+            ack, number = places[place]
+            ack.result[number] = expired(ack.deliveries[number])
+
+
+def _write_claims(call: FunctionCall, claims: Sequence[Claim]) -> None:
+    limit, waiting, others = 0, 0, False
+    for claim in claims:
+        limit += claim.limit
+        if claim.waits:
+            waiting += 1
+            others = others or claim.others or waiting > 1
+    visible = micros(claims[0].visibility)
+    waiter = call.waiter(visible) if waiting else ""
+    call.arguments += ("claim", limit, visible, claims[0].claimant, waiter, int(others))
+
+
+def _take_claims(call: FunctionCall, claims: Sequence[Claim], result: Any) -> None:
+    """Share the messages out in the order of the claims."""
+    receipts, values, extras, *again = result
+    details: dict[int, dict[bytes, bytes]] = {}
+    for at in range(0, len(extras), 3):
+        details.setdefault(extras[at], {})[extras[at + 1]] = extras[at + 2]
+    if receipts:
+        call.last_claim = max(call.last_claim, claimed_at(receipts[-1]))
+    start = 0
+    for claim in claims:
+        claim.result, claim.again = [], bool(again)
+        for number in range(start, min(start + claim.limit, len(receipts))):
+            delivery, readable = delivery_of(receipts[number], values[number], details.get(number), call.leased_at)
+            (claim.result if readable else claim.unreadable).append(delivery)
+        start += claim.limit
+
+
+def are_alike(one: Command, another: Command) -> bool:
+    """Return whether two commands can be written as one operation."""
+    kind = _kind(one)
+    return kind is not None and kind == _kind(another)
+
+
+def _kind(command: Command) -> Hashable:
+    if isinstance(command, AcknowledgeMany):
+        return AcknowledgeMany
+    if isinstance(command, Claim):
+        return Claim, command.visibility
+    if isinstance(command, batched.Send) and len(command.envelopes) == 1 and command.capacity is None:
+        envelope = command.envelopes[0]
+        if envelope.dedup_key is None:
+            return batched.Send, envelope.priority, envelope.delay, envelope.expires_in
+    return None
+
+
+# ----------------------------------------------------------------------------------------- commands that are written alone
+
+
+def _return(call: FunctionCall, command: batched.Return) -> tuple[Argument, ...]:
+    how = command.how
+    handle, charge, front = command.delivery.receipt_handle, int(how.charge), int(how.front)
+    return "back", handle, micros(how.delay), charge, front, how.history or ""
+
+
+def _reply_part(call: FunctionCall, reply: Envelope | None) -> tuple[Argument, ...]:
+    """The reply that leaves with a settlement: its mailbox, rank, id and value."""
+    if reply is None:
+        return (-1,)
+    value = head_of(replace(reply, reply_to=None)) + reply.body
+    return call.number(reply.reply_to or ""), -reply.priority, reply.message_id, value
+
+
+def _reply(call: FunctionCall, command: batched.Reply) -> tuple[Argument, ...]:
+    return "answer", command.delivery.receipt_handle, *_reply_part(call, command.ack.reply)
+
+
+def _dead_letter(call: FunctionCall, command: batched.DeadLetter) -> tuple[Argument, ...]:
+    dead = command.dead
+    settled = ("bury", command.delivery.receipt_handle, _write_reason(dead), dead.history or "")
+    return *settled, *_reply_part(call, dead.reply)
+
+
+def _ids(message_ids: list[str] | None) -> tuple[Argument, ...]:
     if message_ids is None:
         return (-1,)
     return (len(message_ids), *(message_id.encode("utf-8", "surrogatepass") for message_id in message_ids))
 
 
-class Cancel(Operation):
-    """Cancel the message with that id; results in a :class:`Cancelled`."""
-
-    __slots__ = ()
-    order = 3
-
-    def __init__(self, message_id: str) -> None:
-        super().__init__("cancel", message_id.encode("utf-8", "surrogatepass"))
-
-    def take(self, result: Any) -> None:
-        found, value = result
-        if not found:
-            self.result = UNKNOWN
-            return
-        outcome = CancelOutcome.REMOVED if found == 1 else CancelOutcome.CANCELLED
-        try:
-            _, _, reply_to, headers = read_message(value)
-        except SerializationError:
-            reply_to, headers = None, {}
-        self.result = Cancelled(outcome, reply_to, headers)
+def _leave(call: FunctionCall, command: Leave) -> tuple[Argument, ...]:
+    return "leave", command.name, command.last_claim, int(command.for_good), len(command.waiters), *command.waiters
 
 
-class Purge(Operation):
-    """Drop all messages that are not dead; results in their number, or -1 if more that is due must be done first."""
-
-    __slots__ = ()
-    order = 4
-
-    def __init__(self) -> None:
-        super().__init__("purge")
+def _take_number(command: Command, result: Any) -> None:
+    command.result = AGAIN if result == -1 else result
 
 
-class Replay(Operation):
-    """Make dead letters pending again; results in their number, or -1 if more that is due must be done first.
+def _take_settled(command: batched.OfDelivery, result: Any) -> None:
+    if not result:
+        command.error = expired(command.delivery)
 
-    Without ids it takes the ``most`` oldest.
+
+def _take_open(command: batched.Open, result: Any) -> None:
+    command.result = [str(obstacle, "utf-8", "replace") for obstacle in result]
+
+
+def _take_cancelled(command: batched.Cancel, result: Any) -> None:
+    found, value = result
+    if not found:
+        command.result = UNKNOWN
+        return
+    outcome = CancelOutcome.REMOVED if found == 1 else CancelOutcome.CANCELLED
+    try:
+        _, _, reply_to, headers = read_message(value)
+    except SerializationError:
+        reply_to, headers = None, {}
+    command.result = Cancelled(outcome, reply_to, headers)
+
+
+def _take_counts(command: batched.Count, result: Any) -> None:
+    command.result = Counts(*result[:5], queue_age=result[5] / MICRO) if result else AGAIN
+
+
+def _take_dead(command: Command, result: Any) -> None:
+    command.result = AGAIN if result == -1 else [_read_dead(*row) for row in result]
+
+
+def _take_replayed(command: batched.ReplayDead, result: Any) -> None:
+    if isinstance(result, list):
+        command.error = full(result[1], command.capacity or 0, result[2])
+    else:
+        _take_number(command, result)
+
+
+def _take_recovered(command: Recover, result: Any) -> None:
+    command.result = result[0], result[1] / MICRO
+
+
+def _take_left(command: Leave, result: Any) -> None:
+    command.left(command.name, result)
+
+
+# ------------------------------------------------------------------------------------------------------------- the table
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """How commands of one kind are done by the library.
+
+    ``order`` is their place in a batch: what ends messages first, then sends, then claims.
+
+    ``retried``: they are done with the next call if theirs fails; to do them twice harms nothing.
     """
 
-    __slots__ = ("capacity",)
-    order = 6
-
-    def __init__(self, message_ids: list[str] | None, most: int, capacity: int | None) -> None:
-        super().__init__("replay", -1 if capacity is None else capacity, most, *_encoded(message_ids))
-        self.capacity = capacity
-
-    def take(self, result: Any) -> None:
-        if isinstance(result, list):
-            self.error = full(result[1], self.capacity or 0, result[2])
-        else:
-            self.result = result
+    order: int
+    write: Callable[[FunctionCall, Any], None]
+    """Writes a group of alike commands."""
+    take: Callable[[FunctionCall, Any, Any], None]
+    """Sets ``result`` or ``error`` of each command of a group."""
+    retried: bool = False
 
 
-class PurgeDead(Operation):
-    """Drop dead letters; results in their number, or -1 if more that is due must be done first.
+def _single(
+    order: int,
+    arguments: Callable[[FunctionCall, Any], tuple[Argument, ...]],
+    take: Callable[[Any, Any], None] = _take_number,
+    *,
+    retried: bool = False,
+) -> Operation:
+    """Make the operation of commands that are written alone."""
 
-    Without ids it takes the ``most`` oldest.
-    """
+    def write(call: FunctionCall, group: Sequence[Command]) -> None:
+        call.arguments += arguments(call, group[0])
 
-    __slots__ = ()
-    order = 6
+    def take_one(call: FunctionCall, group: Sequence[Command], result: Any) -> None:
+        take(group[0], result)
 
-    def __init__(self, message_ids: list[str] | None, most: int) -> None:
-        super().__init__("discard", most, *_encoded(message_ids))
-
-
-class Count(Operation):
-    """Results in :class:`Counts`, or None if more that is due must be done first."""
-
-    __slots__ = ()
-    order = 10
-
-    def __init__(self) -> None:
-        super().__init__("counts")
-
-    def take(self, result: Any) -> None:
-        self.result = Counts(*result[:5], queue_age=result[5] / MICRO) if result else None
+    return Operation(order, write, take_one, retried)
 
 
-class ReadDead(Operation):
-    """Results in dead letters, or None if more that is due must be done first."""
-
-    __slots__ = ()
-    order = 10
-
-    def take(self, result: Any) -> None:
-        self.result = None if result == -1 else [_dead_letter(*row) for row in result]
-
-
-class ListDead(ReadDead):
-    """Read a page of dead letters, behind the one with id ``after``."""
-
-    __slots__ = ()
-
-    def __init__(self, limit: int, after: str | None) -> None:
-        super().__init__("list", limit, (after or "").encode("utf-8", "surrogatepass"))
-
-
-class FindDead(ReadDead):
-    """Read the dead letters with these ids."""
-
-    __slots__ = ()
-
-    def __init__(self, message_ids: list[str]) -> None:
-        super().__init__("find", *_encoded(message_ids))
-
-
-class Recover(Operation):
-    """Mend what was lost with a deleted key, if that is due; it is every ``interval`` seconds, for all processes together.
-
-    Results in how many messages and dead letters were found again, and in how many seconds there is more to do.
-    """
-
-    __slots__ = ()
-    asks_only = True
-    order = 11
-
-    def __init__(self, interval: float) -> None:
-        super().__init__("recover", micros(interval))
-
-    def take(self, result: Any) -> None:
-        self.result = result[0], result[1] / MICRO
-
-
-class Drop(Operation):
-    """Drop the mailbox and everything in it."""
-
-    __slots__ = ()
-    order = 12
-
-    def __init__(self) -> None:
-        super().__init__("drop")
+OPERATIONS: Final[dict[type[Command], Operation]] = {
+    Leave: _single(0, _leave, _take_left, retried=True),
+    RemoveWaiters: _single(0, lambda _, c: ("unlist", len(c.waiters), *sorted(c.waiters)), retried=True),
+    UndoLostClaims: _single(0, lambda _, c: ("unheard", c.claimant, c.last_claim), retried=True),
+    batched.Unclaim: _single(
+        0, lambda _, c: ("unclaim", len(c.deliveries), *(d.receipt_handle for d in c.deliveries)), retried=True
+    ),
+    batched.Open: _single(0, lambda *_: ("open",), _take_open),
+    AcknowledgeMany: Operation(1, _write_acks, _take_acks),
+    batched.Reply: _single(2, _reply, _take_settled),
+    batched.DeadLetter: _single(2, _dead_letter, _take_settled),
+    batched.Return: _single(2, _return, _take_settled),
+    batched.Extend: _single(2, lambda _, c: ("extend", c.delivery.receipt_handle, micros(c.timeout)), _take_settled),
+    batched.Checkpoint: _single(2, lambda _, c: ("checkpoint", c.delivery.receipt_handle, c.state), _take_settled),
+    batched.Cancel: _single(3, lambda _, c: ("cancel", c.message_id.encode("utf-8", "surrogatepass")), _take_cancelled),
+    batched.Purge: _single(4, lambda *_: ("purge",)),
+    batched.Send: Operation(5, _write_sends, _take_sends),
+    batched.ReplayDead: _single(
+        6,
+        lambda _, c: ("replay", -1 if c.capacity is None else c.capacity, MOST_DEAD, *_ids(c.ids)),
+        _take_replayed,
+    ),
+    batched.PurgeDead: _single(6, lambda _, c: ("discard", MOST_DEAD, *_ids(c.ids))),
+    WakeOthers: _single(7, lambda _, c: ("pass", c.count)),
+    Claim: Operation(8, _write_claims, _take_claims),
+    Sweep: _single(9, lambda _, c: ("look", c.waiter())),
+    batched.Count: _single(10, lambda *_: ("counts",), _take_counts),
+    batched.ListDead: _single(
+        10, lambda _, c: ("list", c.limit, (c.after or "").encode("utf-8", "surrogatepass")), _take_dead
+    ),
+    batched.FindDead: _single(10, lambda _, c: ("find", *_ids(c.ids)), _take_dead),
+    Recover: _single(11, lambda _, c: ("recover", micros(c.interval)), _take_recovered),
+    batched.Drop: _single(12, lambda *_: ("drop",)),
+}

@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from mainspring.core.clock import virtual_clock
 from mainspring.errors import ConfigError, InvalidParameterError, ReceiptHandleExpiredError
-from mainspring.mailbox.backend import Backend, Capabilities, MailboxStatistics
-from mainspring.mailbox.limits import SILENCE
+from mainspring.mailbox import batched
+from mainspring.mailbox.backend import Capabilities, MailboxStatistics
+from mainspring.mailbox.batched import AcknowledgeMany, BatchedBackend
+from mainspring.mailbox.limits import SILENCE, check_size
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import Ack, Dead
-from mainspring.mailbox.redis import commands as do
-from mainspring.mailbox.redis.commands import base_of
+from mainspring.mailbox.redis.commands import (
+    AGAIN,
+    MOST_DEAD,
+    TAKES,
+    base_of,
+    check_command,
+    stored_size,
+)
 from mainspring.mailbox.redis.url import FALLBACK, RECOVERY, RedisOptions, Server
 from mainspring.mailbox.settings import name_at, reads_query
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
-    from mainspring.mailbox.message import Cancelled, Counts, Delivery, Envelope, Settlement
+    from mainspring.mailbox.batcher import Command
+    from mainspring.mailbox.message import Delivery, Envelope, Settlement
     from mainspring.mailbox.redis.client import Client, OtherNodes
     from mainspring.runtime.scope import DaemonScope
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-AT_ONCE = 1_000
-"""Dead letters that one operation moves: others want to be served in between."""
 MOST_AT_ONCE = 250_000
 """Messages of one ``send_many``: all or none of them are stored, in one call, and the server serves nobody else meanwhile."""
 
@@ -103,13 +110,13 @@ class RedisMailbox(Mailbox[T, R]):
         return cls(url, body=body, reply=reply, **options)
 
 
-class RedisBackend(Backend):
+class RedisBackend(BatchedBackend):
     """A queue on a Redis server."""
 
     capabilities = Capabilities(durable=True, cross_process=True, ordered=True, joined_acks=True, queue_age=True)
 
     def __init__(self, server: Server, options: RedisOptions) -> None:
-        super().__init__(options.name)
+        super().__init__(options.name, options.capacity)
         self._server = server
         self._options = options
         self._client: Client | None = None
@@ -197,119 +204,92 @@ class RedisBackend(Backend):
 
     # ----------------------------------------------------------------------------------------------------- messages
 
+    async def _call(self, command: Command) -> Any:
+        if isinstance(command, batched.OfDelivery):
+            _check_handle(command.delivery)
+        check_command(command, self._topology.longest)
+        while (result := await self._batcher.call(command)) is AGAIN:
+            command.done = False
+        return result
+
     async def send(self, envelopes: list[Envelope]) -> list[str]:
         if len(envelopes) > MOST_AT_ONCE:
             raise InvalidParameterError(
                 f"send_many: a Redis mailbox takes at most {MOST_AT_ONCE:,} messages at once, not {len(envelopes):,}"
             )
-        ids: list[str] | None = None
-        while ids is None:
-            command = do.Send(envelopes, self._options.capacity)
-            if command.size > self._topology.longest:
-                command.check_size(self._topology.longest)
-            ids = await self._batcher.call(command)
-        return ids
+        longest = self._topology.longest
+        for envelope in envelopes:
+            is_plain = not envelope.headers and envelope.reply_to is None and envelope.dedup_key is None
+            if not is_plain or len(envelope.body) >= longest:
+                check_size("a message", stored_size(envelope), longest, TAKES)
+        command = batched.Send(envelopes, self._capacity)
+        while (ids := await self._batcher.call(command)) is AGAIN:
+            command.done = False
+        sent: list[str] = ids
+        return sent
 
     async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
         return await self._receiving.claim(max_messages, visibility_timeout, wait_time_seconds)
 
     async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
-        _check_handle(delivery)
-        command: do.Operation
         if isinstance(settlement, Ack):
             reply = settlement.reply
-            if reply is not None:
-                reply = await self._reply_in_step(delivery, reply)
-            if reply is None:
-                for error in (await self._batcher.call(do.Acknowledge([delivery]))).values():
-                    raise error
+            if reply is not None and not await self._has_sent_reply(delivery, reply):
+                await self._call(batched.Reply(delivery, settlement))
                 return
-            command = do.ReplyAndAck(delivery, reply)
+            _check_handle(delivery)
+            for error in (await self._batcher.call(AcknowledgeMany([delivery]))).values():
+                raise error
         elif isinstance(settlement, Dead):
-            reply = await self._reply_in_step(delivery, settlement.reply)
-            command = do.MoveToDeadLetters(delivery, settlement, reply)
+            reply = settlement.reply
+            if reply is not None and await self._has_sent_reply(delivery, reply):
+                settlement = replace(settlement, reply=None)
+            await self._call(batched.DeadLetter(delivery, settlement))
         else:
-            command = do.Nack(delivery, settlement)
-        command.check_size(self._topology.longest)
-        await self._batcher.call(command)
+            await self._call(batched.Return(delivery, settlement))
 
     async def acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
         for delivery in deliveries:
             _check_handle(delivery)
-        refused: dict[int, Exception] = await self._batcher.call(do.Acknowledge(deliveries))
+        refused: dict[int, Exception] = await self._batcher.call(AcknowledgeMany(deliveries))
         return refused
 
-    async def _reply_in_step(self, delivery: Delivery, reply: Envelope | None) -> Envelope | None:
-        """Return the reply that can leave in one step with the settlement. In a cluster send it before, and return None."""
-        if reply is None or not self._topology.cluster:
-            return reply
+    async def _has_sent_reply(self, delivery: Delivery, reply: Envelope) -> bool:
+        """Send the reply before the settlement, in a cluster: its mailbox may be on another node. Else return False."""
+        if not self._topology.cluster:
+            return False
         await self.extend(delivery, 0.0)  # shortens nothing, and is refused where the lease is lost
         await self._other_nodes.send(reply, delivery.message_id)
-        return None
-
-    async def extend(self, delivery: Delivery, timeout: float) -> None:
-        _check_handle(delivery)
-        await self._batcher.call(do.Extend(delivery, timeout))
-
-    async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
-        _check_handle(delivery)
-        command = do.SaveCheckpoint(delivery, state)
-        command.check_size(self._topology.longest)
-        await self._batcher.call(command)
-
-    async def _repeat(self, make: Callable[[], do.Operation]) -> Any:
-        """Execute ``make()`` until it has a result: while much is due, the library does a part of that instead."""
-        while (result := await self._batcher.call(make())) is None or result == -1:
-            pass
-        return result
-
-    async def counts(self) -> Counts:
-        counts: Counts = await self._repeat(do.Count)
-        return counts
-
-    async def purge(self) -> int:
-        return int(await self._repeat(do.Purge))
-
-    async def cancel(self, message_id: str) -> Cancelled:
-        """The server tells all processes if it was in flight."""
-        cancelled: Cancelled = await self._batcher.call(do.Cancel(message_id))
-        return cancelled
+        return True
 
     async def dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
         letters: list[tuple[Delivery, Dead, float]] = []
         while len(letters) < limit:
-            most = min(limit - len(letters), AT_ONCE)
-            page = await self._repeat(partial(do.ListDead, most, after))
+            most = min(limit - len(letters), MOST_DEAD)
+            page = await super().dead_letters(most, after)
             letters += page
             if len(page) < most:
                 break
             after = page[-1][0].message_id
         return letters
 
-    async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
-        letters: list[tuple[Delivery, Dead, float]] = await self._repeat(partial(do.FindDead, message_ids))
-        return letters
-
     async def replay_dead_letters(self, message_ids: list[str] | None) -> int:
-        return await self._in_steps(message_ids, partial(do.Replay, message_ids, AT_ONCE, self._options.capacity))
+        return await self._in_steps(super().replay_dead_letters, message_ids)
 
     async def purge_dead_letters(self, message_ids: list[str] | None) -> int:
-        return await self._in_steps(message_ids, partial(do.PurgeDead, message_ids, AT_ONCE))
+        return await self._in_steps(super().purge_dead_letters, message_ids)
 
-    async def _in_steps(self, message_ids: list[str] | None, make: Callable[[], do.Operation]) -> int:
+    async def _in_steps(self, act: Callable[[list[str] | None], Awaitable[int]], message_ids: list[str] | None) -> int:
         """Do something to dead letters: to those with the ids in one step, to all in several; return their number."""
         if message_ids is not None:
-            return int(await self._repeat(make))
+            return await act(message_ids)
         done, most = 0, (await self.counts()).dead  # not those that die meanwhile
         while done < most:
-            some = await self._repeat(make)
-            done += int(some)
-            if some < AT_ONCE:
+            some = await act(None)
+            done += some
+            if some < MOST_DEAD:
                 break
         return done
-
-    async def drop(self) -> None:
-        await self._batcher.call(do.Drop())
 
     def sibling(self, name: str) -> RedisBackend:
         return RedisBackend(self._server, self._options.model_copy(update={"name": name, "capacity": None}))

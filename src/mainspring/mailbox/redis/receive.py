@@ -33,6 +33,7 @@ from mainspring.errors import (
     ReceiptHandleExpiredError,
     copied,
 )
+from mainspring.mailbox.batched import DeadLetter, Open, Unclaim
 from mainspring.mailbox.batcher import Batcher
 from mainspring.mailbox.redis.batches import Batches
 from mainspring.mailbox.redis.client import TO_LISTEN
@@ -41,13 +42,9 @@ from mainspring.mailbox.redis.commands import (
     UNREADABLE,
     Claim,
     Leave,
-    MoveToDeadLetters,
-    Open,
-    Operation,
     Recover,
     RemoveWaiters,
     Sweep,
-    UndoClaims,
     WakeOthers,
     base_of,
     claimed_at,
@@ -63,6 +60,7 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskStatus
 
+    from mainspring.mailbox.batcher import Command
     from mainspring.mailbox.message import Delivery
     from mainspring.mailbox.redis.client import Client, Topology
     from mainspring.mailbox.redis.connection import Channel
@@ -194,7 +192,7 @@ class ListenerEvents(NamedTuple):
     """With ids of messages that were cancelled."""
     claimed: Callable[[int, list[bytes]], None]
     """With a message that was claimed for a receive here, and when."""
-    leave: Callable[[Operation], None]
+    leave: Callable[[Command], None]
     """With an operation that takes this process off the list of waiters."""
     lost: Callable[[bool], None]
     """When its connection is lost; with True if the server had fallen silent."""
@@ -458,7 +456,7 @@ class Receiving:
             on_due=self._due_in,
             on_unconfirmed=self._sweep_soon,
         )
-        self.batcher: Batcher[Operation] = Batcher(
+        self.batcher: Batcher[Command] = Batcher(
             self.batches.execute, undo=self._undo, resume=self.batches.resume, name=f"mailbox {name!r}"
         )
         self.sweeper = Periodic(self._sweep)
@@ -524,12 +522,12 @@ class Receiving:
 
     async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:
         while True:
-            command = Claim(limit, visibility, self.batches.claimant, waits, bool(self.receives.line))
+            command = Claim(limit, visibility, waits, self.batches.claimant, bool(self.receives.line))
             found: list[Delivery] = await self.batcher.call(command)
             dead_lettered = 0
             for delivery in command.unreadable:
                 with suppress(ReceiptHandleExpiredError):  # it comes again
-                    await self.batcher.call(MoveToDeadLetters(delivery, UNREADABLE))
+                    await self.batcher.call(DeadLetter(delivery, UNREADABLE))
                     dead_lettered += 1
             if command.again or (dead_lettered and not found):
                 continue
@@ -545,21 +543,21 @@ class Receiving:
 
     # -------------------------------------------------------------------------------------------- undoing and waking
 
-    def _undo(self, command: Operation) -> None:
+    def _undo(self, command: Command) -> None:
         """Undo a claim whose receive is gone, before any other operation."""
         if type(command) is Claim:
             self._undo_claims(*(command.result or ()), *command.unreadable)
 
     def _undo_claims(self, *claimed: Delivery) -> None:
         if claimed:
-            self.batcher.post(UndoClaims([delivery.receipt_handle for delivery in claimed]))
+            self.batcher.post(Unclaim(list(claimed)))
 
     def _wake_others(self, count: int) -> None:
         """Wake other processes: this one was woken for messages that no receive here takes."""
         if self._client.connected and not self.closed:
             self.batcher.post(WakeOthers(count))
 
-    def _post(self, command: Operation) -> None:
+    def _post(self, command: Command) -> None:
         self.batcher.post(command)
 
     # ---------------------------------------------------------------------------------------------- while they wait
@@ -571,7 +569,7 @@ class Receiving:
         details = dict(zip(rest[::2], rest[1::2], strict=True)) if rest else None
         delivery, readable = delivery_of(token, value, details, leased_at)
         if not readable:
-            self.batcher.post(MoveToDeadLetters(delivery, UNREADABLE))
+            self.batcher.post(DeadLetter(delivery, UNREADABLE))
         elif self.closed or not self.receives.give(delivery, int(visible)):
             self._undo_claims(delivery)
         self.receives.signals += 1  # this process is off the list: a receive that is about to wait claims once more
@@ -620,7 +618,7 @@ class Receiving:
 
     async def open(self) -> None:
         """Make the mailbox known; raise :class:`ConfigError` if the user or its keys do not allow its operations."""
-        opening, recover = Open(), Recover(self._recovery)
+        opening, recover = Open(self._name), Recover(self._recovery)
         try:
             await self.batches.execute([opening])
         except ServerError as error:
