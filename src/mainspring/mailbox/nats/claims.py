@@ -14,13 +14,11 @@ from mainspring.mailbox.limits import CLOSE_TIMEOUT
 from mainspring.mailbox.message import EXPIRED, Delivery
 from mainspring.mailbox.nats.client import GoneError
 from mainspring.mailbox.nats.connection import MAX_POLL_TIMEOUT, POLL_TIMEOUT, Request
-from mainspring.mailbox.nats.names import CONSUMER, nanoseconds
-from mainspring.mailbox.nats.records import Record, dead_headers, decode, token_of
+from mainspring.mailbox.nats.names import CONSUMER
+from mainspring.mailbox.nats.records import Record, dead_headers, decode, nanoseconds, token_of
 from mainspring.mailbox.nats.streams import Add, Added
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from mainspring.mailbox.message import Dead, Delivery
     from mainspring.mailbox.nats.client import RawMessage
     from mainspring.mailbox.nats.connection import Puller
@@ -103,9 +101,9 @@ MAX_REMOVED = 2_000
 class Claims:
     """The claims of one mailbox object."""
 
-    def __init__(self, store: Store, usable: Callable[[], bool]) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._usable = usable
+        self._stopped = False
         self._now = clock.loop_clock()
         self._wall = clock.wall_clock()
         self._next = f"$JS.API.CONSUMER.MSG.NEXT.{store.names.queue}.{CONSUMER}"
@@ -124,6 +122,10 @@ class Claims:
         now = self._now()
         return sum(lease.unsure and lease.until > now for lease in self._leases.values())
 
+    def stop(self) -> None:
+        """Let waiting claims and later ones return nothing: the mailbox is being closed."""
+        self._stopped = True
+
     # ------------------------------------------------------------------------------------------------------ claiming
 
     async def claim(self, limit: int, visibility: float, wait: float) -> list[Delivery]:
@@ -138,7 +140,7 @@ class Claims:
             found, more = await self._claim_once(limit, visibility, min(lasts, longest))
             if found:
                 break
-            if not self._usable() or (not more and self._now() >= deadline):
+            if self._stopped or (not more and self._now() >= deadline):
                 return []
         while more and len(found) < limit and visibility:  # those that went to the tail left room
             with anyio.CancelScope(shield=True, deadline=self._now() + CLOSE_TIMEOUT):
@@ -194,7 +196,7 @@ class Claims:
         """What one pull brings. Without an end (0) the server ends it at once if it knows of nothing to deliver."""
         end = b',"expires":%d' % nanoseconds(lasts) if lasts else b""
         puller = await self._store.connection.puller()
-        if not self._usable():
+        if self._stopped:
             return []
         try:
             request = b'{"batch":%d,"no_wait":true%b}' % (limit, end)
@@ -339,7 +341,11 @@ class Claims:
             waited >= store.ack_wait
         ):  # this process stood still, or its connection did: another one may have had them since
             fresh = await self._still_there(fresh)
-        checkpoints = await self._checkpoints([arrival.record for arrival in fresh if arrival.record.kept])
+        checkpoints = None
+        for arrival in fresh:
+            if arrival.record.kept:
+                checkpoints = await self._checkpoints(fresh)
+                break
         until = began + visibility
         wall = self._wall()
         deliveries = []
@@ -369,9 +375,9 @@ class Claims:
                 there.append(arrival)
         return there
 
-    async def _checkpoints(self, records: list[Record]) -> dict[str, bytes]:
-        if not records:
-            return {}
+    async def _checkpoints(self, arrivals: list[Arrival]) -> dict[str, bytes]:
+        """Read the checkpoints that messages may have, by message id."""
+        records = [arrival.record for arrival in arrivals if arrival.record.kept]
         names = self._store.names
         subjects = [names.to_checkpoints + token_of(record.message_id) for record in records]
         kept = {}

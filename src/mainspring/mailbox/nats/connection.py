@@ -106,8 +106,9 @@ class NatsConnection:
     @property
     def max_payload(self) -> int:
         """Bytes of the largest payload that the server takes, as it said when it was connected to last."""
-        if self._client is not None and self.is_connected:
-            self._max_payload = self._client.max_payload
+        client = self._client
+        if client is not None and client.is_connected:
+            self._max_payload = client.max_payload
         return self._max_payload
 
     def __repr__(self) -> str:
@@ -364,7 +365,9 @@ class NatsConnection:
         self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None
     ) -> None:
         """Send a message. Raises :class:`MailboxConnectionError`, whatever the driver or its transport make of it."""
-        client = await self._reached()
+        client = self._client
+        if client is None or not client.is_connected:
+            client = await self._reached()
         try:
             await client.publish(subject, payload, reply, headers)
         except Exception as error:  # also what uvloop says of a connection that was closed just now: a RuntimeError
@@ -385,7 +388,8 @@ class NatsConnection:
         found = self._pending.pop(int(message.subject[len(self._inbox) :]), None)
         if found is not None and not found[0].done():
             found[0].set_result(message)
-        self.check_quiet()
+        if self._quiet is not None:
+            self.check_quiet()
 
     def _time_out(self) -> None:
         """Give up the calls that took too long: the oldest come first."""
@@ -508,12 +512,13 @@ class Puller:
                 await self._withdraw(undo)
             connection.pullers.discard(self)
             connection.check_quiet()
+        messages, self._messages = self._messages, []
         if ended is _DONE:
             if epoch == connection.epoch:
                 connection.idle.append(self)
             else:  # lost just now
                 self.forget()
-            return self.take()
+            return messages
         if ended is None or ended is _OVERDUE:
             return come
         raise type(ended)(*ended.args)

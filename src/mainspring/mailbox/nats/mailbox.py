@@ -134,7 +134,6 @@ class NatsBackend(Backend):
         self._options = options
         self._schedulers: list[Scheduler] = []
         self._connection: NatsConnection | None = None
-        self._is_closing = False
 
     @property
     def address(self) -> str:
@@ -180,7 +179,6 @@ class NatsBackend(Backend):
 
     async def open(self, scope: DaemonScope) -> None:
         options = self._options
-        self._is_closing = False
         async with self._connected() as connection:
             store = Store(
                 connection, self._names, replicas=options.replicas, storage=options.storage, ack_wait=options.ack_wait
@@ -191,7 +189,7 @@ class NatsBackend(Backend):
         self._connection = connection
         self._store = store
         self._sends = Sends(store)
-        self._claims = Claims(store, lambda: not self._is_closing)
+        self._claims = Claims(store)
         store.replaced = self._claims.forget_leases
         self._settlements = Settlements(store, self._claims)
         self._letters = DeadLetters(store)
@@ -225,11 +223,12 @@ class NatsBackend(Backend):
             await connection.close()
 
     def stop_claims(self) -> None:
-        self._is_closing = True
+        if self._connection is None:
+            return
+        self._claims.stop()
         for scheduler in self._schedulers:
             scheduler.stop()
-        if self._connection is not None:
-            self._connection.end_pulls()
+        self._connection.end_pulls()
 
     async def drop(self) -> None:
         await self._store.destroy(self._names)
@@ -237,17 +236,18 @@ class NatsBackend(Backend):
     # ----------------------------------------------------------------------------------------------------- messages
 
     async def send(self, envelopes: list[Envelope]) -> list[str]:
-        self._check_reply_names({envelope.reply_to for envelope in envelopes if envelope.reply_to is not None})
+        for envelope in envelopes:
+            if envelope.reply_to is not None:
+                self._check_reply_name(envelope.reply_to)
         return await self._sends.send(envelopes)
 
-    def _check_reply_names(self, addresses: set[str]) -> None:
-        for address in addresses:
-            name = self.local_name(address)
-            try:
-                if name is not None:
-                    encoded(name)
-            except ConfigError as error:
-                raise InvalidParameterError(f"send: reply_to: {error}") from None
+    def _check_reply_name(self, address: str) -> None:
+        name = self.local_name(address)
+        try:
+            if name is not None:
+                encoded(name)
+        except ConfigError as error:
+            raise InvalidParameterError(f"send: reply_to: {error}") from None
 
     async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
         return await self._claims.claim(max_messages, visibility_timeout, wait_time_seconds)

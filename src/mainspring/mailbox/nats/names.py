@@ -9,19 +9,14 @@ from typing import Any
 from mainspring.core.loggers import Logger
 from mainspring.errors import ConfigError
 from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
+from mainspring.mailbox.nats.records import nanoseconds
 
 CONSUMER = "mainspring"
 """The name of the durable consumer of each stream that has one."""
 MAX_NAME = 180
 DELAYED_ACK_WAIT = 2.0
 """Seconds after which another process takes over a due message from one that has taken it and does not move it."""
-_SECOND = 1_000_000_000
 _log = Logger("mainspring.mailbox")
-
-
-def nanoseconds(seconds: float) -> int:
-    """JetStream counts time in these."""
-    return round(seconds * _SECOND)
 
 
 def encoded(name: str) -> str:

@@ -87,28 +87,13 @@ class Record:
     def encode(self) -> bytes:
         """Its payload."""
         known: dict[str, Any] = {"i": self.message_id, "t": self.enqueued_at}
-        if not self._is_plain():
-            for key, name in _FIELDS.items():
-                value = getattr(self, name)
-                if value:
-                    known[key] = dict(value) if name == "headers" else value
-        elif _PLAIN.match(self.message_id):
+        for key, name in _FIELDS.items():
+            value = getattr(self, name)
+            if value:
+                known[key] = dict(value) if name == "headers" else value
+        if len(known) == 2 and _PLAIN.match(self.message_id):
             return b'%s{"i":"%s","t":%r}\n%s' % (MARK, self.message_id.encode(), self.enqueued_at, self.body)
         return b"%s%s\n%s" % (MARK, json.dumps(known, separators=(",", ":")).encode("ascii"), self.body)
-
-    def _is_plain(self) -> bool:
-        return not (
-            self.deliveries
-            or self.charged
-            or self.first_received_at
-            or self.reply_to
-            or self.dedup_key
-            or self.expires_at
-            or self.due
-            or self.headers
-            or self.history
-            or self.kept
-        )
 
     def delivery(self, handle: str, now: float, leased_at: float | None, checkpoint: bytes | None) -> Delivery:
         """Its delivery under ``handle``."""
@@ -226,6 +211,11 @@ def _check(record: Record) -> None:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def nanoseconds(seconds: float) -> int:
+    """Return a length of time as JetStream writes it."""
+    return round(seconds * 1_000_000_000)
 
 
 def token_of(message_id: str) -> str:

@@ -14,8 +14,8 @@ from mainspring.mailbox.message import EXPIRED
 from mainspring.mailbox.nats.claims import LONGEST_PULL, Arrival, nak
 from mainspring.mailbox.nats.client import GoneError, is_gone
 from mainspring.mailbox.nats.connection import Request
-from mainspring.mailbox.nats.names import CONSUMER, nanoseconds
-from mainspring.mailbox.nats.records import token_of, tokens_of
+from mainspring.mailbox.nats.names import CONSUMER
+from mainspring.mailbox.nats.records import nanoseconds, token_of, tokens_of
 from mainspring.mailbox.nats.streams import Add, Added
 from mainspring.policies import backoff
 from mainspring.runtime.interval import Periodic

@@ -31,6 +31,8 @@ class Sends:
         now = self._wall()
         most = self._store.connection.max_payload - RESERVED  # another one after a reconnection, perhaps
         records = []
+        sent = []
+        keyed = False
         for envelope in envelopes:
             if envelope.priority:
                 raise InvalidParameterError(
@@ -41,8 +43,9 @@ class Sends:
             size = len(envelope.body if plain else record.encode())
             check_size("a message", size, most, "this NATS server's max_payload leaves for one")
             records.append(record)
-        sent = [record.message_id for record in records]
-        if any(record.dedup_key is not None for record in records):
+            sent.append(record.message_id)
+            keyed = keyed or record.dedup_key is not None
+        if keyed:
             sent = await self._send_in_turn(records)
         elif len(records) == 1:
             await self._store.add(self._addition(records[0]))
