@@ -155,10 +155,10 @@ async def place(url):
                 await server.delete(stream)
 
 
-async def reconnected(box):
-    """Wait until a mailbox has connected anew, for the first time."""
+async def reconnected(box, times=1):
+    """Wait until a mailbox has connected anew that often."""
     with anyio.fail_after(20):
-        while not box.statistics().reconnects:
+        while box.statistics().reconnects < times:
             await anyio.sleep(0.01)
 
 

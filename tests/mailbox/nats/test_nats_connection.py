@@ -6,19 +6,23 @@ import asyncio
 import shutil
 import ssl
 import subprocess
+import sys
 from contextlib import asynccontextmanager, suppress
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import anyio
 import anyio.to_thread
 import pytest
+from nats.aio.client import Client
 
 from mainspring import open_mailbox
 from mainspring.errors import ConfigError, MailboxClosedError, MailboxConnectionError
 from mainspring.mailbox.message import Counts
-from mainspring.mailbox.nats import client as nats_errors
 from mainspring.mailbox.nats import connection as nats_connection
+from mainspring.mailbox.nats.client import STATE, STEPS, StrictClient, check_driver
 from mainspring.mailbox.nats.mailbox import NatsMailbox
-from nats_support import place
+from nats_support import place, reconnected
 from ports import free_port
 from servers import NatsServer
 
@@ -29,24 +33,38 @@ pytestmark = [
 CALLS = {
     "send": lambda box: box.send("x"),
     "receive": lambda box: box.receive(),
-    "a waiting receive": lambda box: box.receive(wait_time_seconds=5),
+    "a waiting receive": lambda box: box.receive(wait_time_seconds=5, visibility_timeout=0),
     "counts": lambda box: box.counts(),
     "cancel": lambda box: box.cancel("x"),
 }
 
 
 @pytest.mark.parametrize("call", CALLS)
-async def test_what_a_closed_transport_says_is_a_lost_connection(nats_url, anyio_backend, monkeypatch, call):
-    """uvloop raises a RuntimeError where a connection was closed and the driver has not heard of it yet."""
+async def test_a_line_that_is_cut_again_and_again_is_a_lost_connection(here, call):
+    """Calls meet the cut at any moment. uvloop raises a RuntimeError where the driver has not heard of it yet."""
+    line = await here.line()
+    async with here.box(over=line) as box:
+        failures = 0
+        done = False
 
-    async def closed(*_, **__):
-        raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+        async def calls():
+            nonlocal failures
+            while not done:  # some calls end before a cancellation is heeded
+                try:
+                    await CALLS[call](box)
+                except MailboxConnectionError:
+                    failures += 1
 
-    async with place(nats_url) as here, here.box() as box:
-        with monkeypatch.context() as broken:
-            broken.setattr(box.backend._connection.client, "publish", closed)
-            with pytest.raises(MailboxConnectionError, match="the handler is closed"):
-                await CALLS[call](box)
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(calls)
+            for cut in range(4):
+                await anyio.sleep(0.02 * cut)
+                line.cut()
+                await reconnected(box, cut + 1)
+            done = True
+            tasks.cancel_scope.cancel()
+        assert failures
         await box.send("x")
 
 
@@ -254,23 +272,47 @@ async def test_credentials_that_cannot_be_used(nats_url, tmp_path, anyio_backend
     with pytest.raises(ConfigError, match=r"'/no/such.creds' cannot be read \(No such file"):
         await NatsMailbox(nats_url, credentials="/no/such.creds").__aenter__()
     (tmp_path / "my.creds").touch()
-    monkeypatch.setattr(nats_errors, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "nkeys", None)
     with pytest.raises(ConfigError, match=r"needs nkeys.*pip install 'nats-py\[nkeys\]'"):
         await NatsMailbox(nats_url, credentials=str(tmp_path / "my.creds")).__aenter__()
 
 
-async def test_credentials_of_which_no_login_can_be_made_are_not_taken_for_the_servers_fault(anyio_backend):
-    def sign(nonce):
-        raise TypeError("object of type 'NoneType' has no len()")  # what the driver makes of a file without a seed
+async def test_credentials_of_which_no_login_can_be_made_are_not_taken_for_the_servers_fault(
+    tmp_path, anyio_backend, monkeypatch
+):
+    def from_seed(seed):
+        raise TypeError("object of type 'NoneType' has no len()")  # what nkeys makes of a file without a seed
 
+    nkeys = ModuleType("nkeys")
+    nkeys.__spec__ = ModuleSpec("nkeys", None)
+    nkeys.from_seed = from_seed
+    monkeypatch.setitem(sys.modules, "nkeys", nkeys)
+    file = tmp_path / "my.creds"
+    file.write_text("-----BEGIN NATS USER JWT-----\nabc\n------END NATS USER JWT------\n")
     info = b'INFO {"server_id":"x","version":"2.9.10","auth_required":true,"nonce":"abc","headers":true}\r\n'
     async with listening(info) as server:
-        connection = nats_connection.NatsConnection(
-            [f"nats://127.0.0.1:{server.port}"], {"signature_cb": sign}, 30.0, "mailbox 'jobs'"
-        )
+        box = NatsMailbox(f"nats://127.0.0.1:{server.port}", credentials=str(file), timeout=30)
         with anyio.fail_after(5), pytest.raises(ConfigError, match=r"no login can be made of the credentials.*no len"):
-            await connection.open()
+            await box.__aenter__()
         await anyio.sleep(0.1)  # the server notices
+
+
+async def test_a_driver_whose_private_parts_have_changed_is_refused(anyio_backend):
+    class Changed(Client):
+        async def _flush_pending(self, force_flush=False, urgent=False):
+            pass
+
+    check_driver(Client())
+    with pytest.raises(ConfigError, match=r"nats-py \S+ does not work with .*: _flush_pending changed; install"):
+        check_driver(Client(), Changed)
+    with pytest.raises(ConfigError, match="_subs, _transport changed"):
+        check_driver(SimpleNamespace(**dict.fromkeys(STATE[:-2])))
+
+
+def test_all_private_methods_of_the_driver_that_are_overridden_are_checked():
+    assert {name for name in vars(StrictClient) if hasattr(Client, name) and not name.startswith("__")} - {
+        "publish"
+    } <= STEPS.keys()
 
 
 async def test_a_token_of_any_letters(anyio_backend):
@@ -288,64 +330,35 @@ def test_what_bounds_a_mailbox_instead_of_a_capacity_is_said(query, options, any
 # ------------------------------------------------------------------------------------------------------------ closing
 
 
-def tasks_of(client):
-    """The tasks of the driver's that are still there."""
-    return [client._reading_task, client._ping_interval_task, client._flusher_task]
-
-
-async def all_end(tasks):
-    """Whether those tasks end."""
+async def none_is_left(of):
+    """Wait until the event loop has no other tasks than these."""
     with anyio.move_on_after(5):
-        while not all(task.done() for task in tasks):
+        while asyncio.all_tasks() - of:
             await anyio.sleep(0.01)
-    return all(task.done() for task in tasks)
+    assert asyncio.all_tasks() - of == set()
 
 
-async def closed_under(box, subject):
-    """Ask what nobody answers, until the mailbox is closed."""
-    with pytest.raises(MailboxClosedError):
-        await box.backend._connection.request(subject)
-
-
-async def test_a_close_that_is_cancelled_hangs_up(nats_url, anyio_backend):
+async def test_a_close_that_is_cancelled_hangs_up(here):
     """Nobody comes again to do it: what is left would be there until the process ends."""
-    async with place(nats_url) as here, here.box() as box, here.box("other") as other:
-        subject = f"{here.prefix}.silent"
-        await other.backend._connection.listen(subject, lambda message: None)
-        await other.counts()  # so that the server knows of it
-        client = box.backend._connection.client
-        tasks = tasks_of(client)
+    line = await here.line()
+    before = asyncio.all_tasks()
+    async with here.box(over=line) as box:
+        sent = line.hold(here.names().to_queue + "*")
+
+        async def send():
+            with pytest.raises(MailboxClosedError):
+                await box.send("x")
+
         async with anyio.create_task_group() as group:
-            group.start_soon(closed_under, box, subject)
-            await anyio.wait_all_tasks_blocked()
+            group.start_soon(send)
+            await sent.full()
             with anyio.move_on_after(0.2) as scope:
                 await box.close()
             assert scope.cancelled_caught
-        assert client.is_closed
-        assert await all_end(tasks)
-
-
-class Forwarder:
-    """Stands before a server, and stops taking anything when told to."""
-
-    def __init__(self, url):
-        self._host, _, self._port = url.removeprefix("nats://").rpartition(":")
-        self.taking = anyio.Event()
-        self.taking.set()
-
-    async def serve(self, reader, writer):
-        there, upstream = await asyncio.open_connection(self._host, int(self._port))
-        ways = ((reader, upstream), (there, writer))
-        await asyncio.gather(*(self._pump(*way) for way in ways), return_exceptions=True)
-
-    async def _pump(self, reader, writer):
-        try:
-            while more := await reader.read(65_536):
-                await self.taking.wait()
-                writer.write(more)
-                await writer.drain()
-        finally:
-            writer.close()
+        with anyio.fail_after(5):
+            while line.links:
+                await anyio.sleep(0.01)
+    await none_is_left(before)
 
 
 async def lost(box, body):
@@ -355,23 +368,19 @@ async def lost(box, body):
 
 
 @pytest.mark.slow
-async def test_a_close_does_not_wait_for_one_who_takes_nothing(nats_url, anyio_backend, monkeypatch):
+async def test_a_close_does_not_wait_for_one_who_takes_nothing(here, monkeypatch):
     """What is still to be written stands in the way of the driver's own close: it is dropped, and its tasks end."""
     monkeypatch.setattr(nats_connection, "CLOSE_TIMEOUT", 0.4)
-    forwarder = Forwarder(nats_url)
-    server = await asyncio.start_server(forwarder.serve, "127.0.0.1", 0)
-    async with place(nats_url) as here:
-        here.url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with here.box(timeout=2) as box, anyio.create_task_group() as group:
-            client = box.backend._connection.client
-            tasks = tasks_of(client)
-            forwarder.taking = anyio.Event()
-            for _ in range(40):
-                group.start_soon(lost, box, "x" * 500_000)
-            await anyio.sleep(0.2)
-            await box.close()
-            assert await all_end(tasks)
-            assert client._transport._io_writer.transport.is_closing()
-            group.cancel_scope.cancel()
-        forwarder.taking.set()
-    server.close()
+    line = await here.line()
+    box = here.box(over=line, timeout=2)
+    before = asyncio.all_tasks()
+    await box.__aenter__()
+    async with anyio.create_task_group() as group:
+        line.silent = True
+        for _ in range(40):
+            group.start_soon(lost, box, "x" * 500_000)
+        await anyio.sleep(0.2)
+        await box.close()
+        group.cancel_scope.cancel()
+    line.silent = False
+    await none_is_left(before)

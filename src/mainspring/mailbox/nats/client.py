@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
-from nats.aio.client import Client
+from nats.aio.client import Client, __version__
 from nats.aio.transport import TcpTransport
 from nats.errors import Error, MaxPayloadError, ProtocolError
 from nats.protocol.parser import PERMISSIONS_ERR, STALE_CONNECTION, Parser
@@ -309,22 +309,66 @@ class _Transport(TcpTransport):
     async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
         with anyio.fail_after(connect_timeout):
             addresses = await resolve(uri.hostname or "")
-            for address in addresses:
-                share = anyio.CancelScope(deadline=anyio.current_time() + connect_timeout / len(addresses))
-                with share:
-                    try:
-                        await super().connect(_at(uri, address), buffer_size, connect_timeout)
-                    except OSError:
-                        if address == addresses[-1]:
-                            raise
-                    else:
-                        return
-        raise TimeoutError
+            for address in addresses[:-1]:
+                with anyio.move_on_after(connect_timeout / len(addresses)), suppress(OSError):
+                    await super().connect(_at(uri, address), buffer_size, connect_timeout)
+                    return
+            await super().connect(_at(uri, addresses[-1]), buffer_size, connect_timeout)
 
 
 def _at(uri: ParseResult, address: str) -> ParseResult:
     host = f"[{address}]" if ":" in address else address
     return uri._replace(netloc=f"{host}:{uri.port}")
+
+
+STEPS = {
+    "_connect_command": (),
+    "_connect_to_server": ("s",),
+    "_flush_pending": ("force_flush",),
+    "_process_connect_init": (),
+    "_process_err": ("err_msg",),
+    "_process_info": ("info", "initial_connection"),
+    "_process_msg": ("sid", "subject", "reply", "data", "headers"),
+    "_process_op_err": ("e",),
+    "_process_ping": (),
+    "_process_pong": (),
+    "_send_command": ("cmd", "priority"),
+    "_send_unsubscribe": ("sid", "limit"),
+}
+"""The driver's private methods that :class:`StrictClient` overrides or calls, each with its parameters."""
+STATE = (
+    "_current_server",
+    "_error_cb",
+    "_flush_queue",
+    "_flush_timeout",
+    "_flusher_task",
+    "_max_payload",
+    "_pending",
+    "_pending_data_size",
+    "_ping_interval_task",
+    "_ps",
+    "_reading_task",
+    "_subs",
+    "_transport",
+)
+"""The driver's private attributes that it reads or sets."""
+
+
+def check_driver(client: Client, driver: type[Client] = Client) -> None:
+    """Raise :class:`ConfigError` if the private parts of the driver that a mailbox uses are not as they were.
+
+    A method that the driver does not call any more would be overridden in vain, without any sign.
+    """
+    changed = [name for name in STATE if not hasattr(client, name)]
+    for name, parameters in STEPS.items():
+        code = getattr(getattr(driver, name, None), "__code__", None)
+        if code is None or code.co_varnames[1 : code.co_argcount] != parameters:
+            changed.append(name)
+    if changed:
+        raise ConfigError(
+            f"nats-py {__version__} does not work with this version of mainspring: {', '.join(changed)} changed; install"
+            " nats-py 2.14 to 2.16, or a newer mainspring"
+        )
 
 
 class StrictClient(Client):
@@ -341,6 +385,7 @@ class StrictClient(Client):
 
     def __init__(self) -> None:
         super().__init__()
+        check_driver(self)
         self._ps: QuickParser = QuickParser(self)
 
     def _connect_command(self) -> bytes:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import anyio
 from nats.errors import StaleConnectionError
 
-from mainspring.core import random
 from mainspring.core.clock import loop_clock
 from mainspring.core.process import event_loop
 from mainspring.errors import MailboxClosedError, MailboxConnectionError, MailboxError, MainspringError, describe
@@ -25,7 +24,7 @@ from mainspring.mailbox.nats.client import (
     parse,
     translated,
 )
-from mainspring.policies import backoff
+from mainspring.runtime.retry import Retries
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -131,12 +130,9 @@ class NatsConnection:
         """
         while True:
             await self._closed.wait()
-            failures = 0
+            retries = Retries(initial=RECONNECT_WAIT, maximum=5.0)
             while self._closed.is_set():
-                failures += 1
-                await anyio.sleep(
-                    backoff(failures, initial=RECONNECT_WAIT, maximum=5.0, factor=2.0, jitter="full", rng=random.rng())
-                )
+                await retries.pause()
                 self._closed = anyio.Event()
                 try:
                     await self._connect(patient=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from mainspring.core import clock, random
+from mainspring.core import clock
 from mainspring.errors import MailboxError
 from mainspring.mailbox.message import EXPIRED
 from mainspring.mailbox.nats.claims import LONGEST_PULL, Arrival, nak
@@ -17,8 +17,8 @@ from mainspring.mailbox.nats.connection import Request
 from mainspring.mailbox.nats.names import CONSUMER
 from mainspring.mailbox.nats.records import nanoseconds, token_of, tokens_of
 from mainspring.mailbox.nats.streams import Add, Added
-from mainspring.policies import backoff
 from mainspring.runtime.interval import Periodic
+from mainspring.runtime.retry import Retries
 
 if TYPE_CHECKING:
     from mainspring.mailbox.nats.claims import Claims
@@ -64,18 +64,16 @@ class Scheduler:
 
     async def run(self) -> None:
         """Work until told to stop, or cancelled. A server that cannot be reached is tried again."""
-        failures = 0
+        retries = Retries(initial=0.1, maximum=5.0)
         while not self._stopping:
             try:
                 await self._pull()
-                failures = 0
+                retries.succeeded()
             except MailboxError as error:
-                failures += 1
                 if isinstance(error, GoneError):
                     with suppress(MailboxError):
                         await self._store.recreate(error)
-                pause = backoff(failures, initial=0.1, maximum=5.0, factor=2.0, jitter="full", rng=random.rng())
-                await anyio.sleep(pause)
+                await retries.pause()
 
     async def _pull(self) -> None:
         request = b'{"batch":%d,"no_wait":true,"expires":%d}' % (_BATCH, nanoseconds(LONGEST_PULL))
