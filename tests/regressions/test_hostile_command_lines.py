@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from mainspring.cli.target import load_group
-from mainspring.cli.user_errors import Problem
+from mainspring.cli.user_errors import UserError
 from mainspring.errors import ConfigError
 from mainspring.mailbox.open import open_mailbox
 
@@ -36,7 +36,7 @@ def test_whatever_a_module_raises_is_one_line(tmp_path, monkeypatch, code, says)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "spoiled", raising=False)
-    with pytest.raises(Problem) as caught:
+    with pytest.raises(UserError) as caught:
         load_group("spoiled:group")
     sys.modules.pop("spoiled", None)
     assert says in str(caught.value)

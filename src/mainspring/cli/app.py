@@ -12,7 +12,7 @@ import typer
 from mainspring import __version__
 from mainspring.cli.dead_verbs import dead
 from mainspring.cli.times import instant, seconds
-from mainspring.cli.user_errors import FAILED, WRONG_USE, Problem, flush_output, say
+from mainspring.cli.user_errors import FAILED, WRONG_USE, UserError, flush_output, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +51,7 @@ def call(arguments: Sequence[str]) -> int:
         return WRONG_USE
     try:
         status = app(list(arguments), prog_name="mainspring", standalone_mode=False)
-    except Problem as problem:
+    except UserError as problem:
         say(str(problem))
         return problem.status
     except _USAGE_ERROR as error:

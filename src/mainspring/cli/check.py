@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from mainspring.cli.target import load_group
-from mainspring.cli.user_errors import FAILED, Problem
+from mainspring.cli.user_errors import FAILED, UserError
 from mainspring.group.calibration import Rule, Timeouts, all_rules, retries, seconds, unjudged
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def check_target(
     """Judge the group's timeouts; 1 where a rule does not hold."""
     found = load_group(target).timeouts()
     if not found:
-        raise Problem(f"{target} has no loops whose timeouts could be checked")
+        raise UserError(f"{target} has no loops whose timeouts could be checked")
     known = {"grace": grace, "longest": longest, "beat_gap": beat_gap}
     told: dict[str, Any] = {name: value for name, value in known.items() if value is not None}
     loops = [replace(timeouts, **told) for timeouts in found]

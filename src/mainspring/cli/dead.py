@@ -13,7 +13,7 @@ import anyio
 import typer
 
 from mainspring.cli.times import seconds
-from mainspring.cli.user_errors import FAILED, Problem, say
+from mainspring.cli.user_errors import FAILED, UserError, say
 from mainspring.core import clock
 from mainspring.mailbox.open import open_mailbox
 from mainspring.redaction import without_secrets
@@ -50,22 +50,22 @@ class Choice:
         return self.error_type, self.since, self.match, self.older_than
 
     def check(self, verb: str) -> None:
-        """Raise :class:`Problem` unless it says, in one way, what is meant."""
+        """Raise :class:`UserError` unless it says, in one way, what is meant."""
         if (bool(self.ids), self.everything, self.filtered).count(True) != 1:
-            raise Problem(
+            raise UserError(
                 f"dead {verb}: say which: ids, or --all, or filters (--error, --since, --older-than, --match), and only one of"
                 " these"
             )
         said = (*self.ids, *self._filters)
         if any(text is not None and not text.strip() for text in said):  # as of a shell variable that is not set
-            raise Problem(f"dead {verb}: an id or a filter is empty; say which dead letters are meant, or --all")
+            raise UserError(f"dead {verb}: an id or a filter is empty; say which dead letters are meant, or --all")
 
     def filter(self) -> Callable[[DeadLetter], bool]:
         """Whether a dead letter fits the filters."""
         after = None if self.since is None else _instant("--since", self.since)
         until = None if self.older_than is None else _instant("--older-than", self.older_than)
         if after is not None and until is not None and until < after:
-            raise Problem(
+            raise UserError(
                 f"no time is since {self.since} and older than {self.older_than}: --since must be the longer ago"
             )
         kind, text = self.error_type, None if self.match is None else self.match.casefold()
@@ -117,7 +117,7 @@ def show_dead(url: str, message_id: str, as_json: bool) -> int:
     mailbox = _open(url)
     letter = _with(mailbox, lambda opened: opened.dead_letter(message_id))
     if letter is None:
-        raise Problem(f"there is no dead letter {message_id} in {mailbox.name}; see `mainspring dead list`", FAILED)
+        raise UserError(f"there is no dead letter {message_id} in {mailbox.name}; see `mainspring dead list`", FAILED)
     if as_json:
         typer.echo(json.dumps(_whole(letter), indent=2))
         return 0
@@ -204,10 +204,10 @@ def _confirm(mailbox: Mailbox[Any, Any], choice: Choice) -> None:
         return (await opened.counts()).dead if choice.everything else len(await _chosen(opened, choice))
 
     if sys.stdin is None or not sys.stdin.isatty():
-        raise Problem("dead purge: nobody can be asked here whether to forget them for good; pass --yes")
+        raise UserError("dead purge: nobody can be asked here whether to forget them for good; pass --yes")
     found = _with(mailbox, count)
     if not typer.confirm(f"Forget {found:,} dead letter(s) of {mailbox.name} for good?", err=True):
-        raise Problem("nothing was purged", FAILED)
+        raise UserError("nothing was purged", FAILED)
 
 
 # ---------------------------------------------------------------------------------------------------------- the mailbox
@@ -215,7 +215,7 @@ def _confirm(mailbox: Mailbox[Any, Any], choice: Choice) -> None:
 
 def _open(url: str) -> Mailbox[Any, Any]:
     if url.startswith("memory:"):
-        raise Problem(
+        raise UserError(
             "a memory:// mailbox lives and ends with one process: there is nothing of it to be seen from here"
         )
     return open_mailbox(url)
@@ -226,7 +226,7 @@ def _with(mailbox: Mailbox[Any, Any], act: Callable[[Mailbox[Any, Any]], Awaitab
 
     async def run() -> Any:
         if not await mailbox.exists():
-            raise Problem(
+            raise UserError(
                 f"there is no mailbox {mailbox.address}; nobody has opened one of this name: check it", FAILED
             )
         async with mailbox:
@@ -311,7 +311,7 @@ def _instant(option: str, text: str) -> datetime:
 def _age(option: str, text: str) -> float:
     with suppress(typer.BadParameter):
         return seconds(text)
-    raise Problem(f"{option} {text!r} is no time ago; write for example 30m, 24h, 7d, or a date")
+    raise UserError(f"{option} {text!r} is no time ago; write for example 30m, 24h, 7d, or a date")
 
 
 def choice_of(ids: Sequence[str] | None, everything: bool, *filters: str | None) -> Choice:

@@ -22,7 +22,7 @@ import mainspring
 from mainspring.cli.demo_report import DemoReport, account
 from mainspring.cli.demo_view import View, make_view
 from mainspring.cli.link import link_for_child
-from mainspring.cli.user_errors import FAILED, Problem, say
+from mainspring.cli.user_errors import FAILED, UserError, say
 from mainspring.core.process import signal_child
 from mainspring.runtime.scope import DaemonScope
 from mainspring.runtime.signals import ShutdownCoordinator
@@ -61,11 +61,13 @@ def run_demo(options: DemoOptions) -> int:
         if keep and options.directory is None:
             home = Path.cwd() / "mainspring-demo"
         if (home / "queue.db").exists():
-            raise Problem(f"{home} holds an earlier run; remove it, or give another directory by --dir")
+            raise UserError(f"{home} holds an earlier run; remove it, or give another directory by --dir")
         try:
             home.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise Problem(f"the directory {home} cannot be made: {error.strerror}; give another one by --dir") from None
+            raise UserError(
+                f"the directory {home} cannot be made: {error.strerror}; give another one by --dir"
+            ) from None
         view = make_view(as_json=options.as_json)
         demo = Demo(home, _load_example(home), options.files, view)
         status = anyio.run(demo.run)
@@ -80,7 +82,7 @@ def example_directory() -> Path:
     for root in (package / "examples", package.parents[1] / "examples"):
         if (root / "01_indexer" / "indexer.py").is_file():
             return root / "01_indexer"
-    raise Problem(f"the examples are missing from {package}; install mainspring again")
+    raise UserError(f"the examples are missing from {package}; install mainspring again")
 
 
 def _load_example(home: Path) -> ModuleType:

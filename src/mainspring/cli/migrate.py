@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mainspring.cli.user_errors import Problem
+from mainspring.cli.user_errors import UserError
 from mainspring.mailbox.open import open_mailbox
 from mainspring.redaction import shown
 
@@ -22,7 +22,7 @@ def migrate_store(url: str, *, dry_run: bool, as_json: bool) -> int:
     mailbox = open_mailbox(url)
     migrate = getattr(mailbox, "migrate_schema", None)
     if migrate is None:
-        raise Problem(f"{shown(url)}: this kind of mailbox has no schema to migrate; postgresql:// has")
+        raise UserError(f"{shown(url)}: this kind of mailbox has no schema to migrate; postgresql:// has")
     before, after = anyio.run(migrate, dry_run, backend=_backend(mailbox))
     if as_json:
         typer.echo(json.dumps({"before": before, "after": after, "changed": before != after and not dry_run}))

@@ -16,7 +16,7 @@ from mainspring.cli.early_signals import CommandSignals, Interrupted
 from mainspring.cli.link import ParentLink
 from mainspring.cli.sources import loaded_directories
 from mainspring.cli.target import load_group
-from mainspring.cli.user_errors import FAILED, WRONG_USE, Problem, say
+from mainspring.cli.user_errors import FAILED, WRONG_USE, UserError, say
 from mainspring.core.loggers import Logger
 from mainspring.core.state_machine import GroupState
 from mainspring.errors import MainspringError
@@ -83,18 +83,18 @@ def run_target(options: RunOptions) -> int:
         return anyio.run(lambda: Supervisor(options).run())
     try:
         return _run_group(options, early, link)
-    except Problem as problem:
+    except UserError as problem:
         if link is not None and link.number and link.tell(problem=str(problem), directories=loaded_directories()):
             return problem.status  # the supervisor says it, once for all its workers
         raise
 
 
 def event_loop(name: str) -> tuple[str, dict[str, Any]]:
-    """anyio's backend and its options for ``--loop``; a :class:`Problem` where it is not installed."""
+    """anyio's backend and its options for ``--loop``; a :class:`UserError` where it is not installed."""
     if name == "auto":
         name = "asyncio" if find_spec("uvloop") is None else "uvloop"
     if name in {"uvloop", "trio"} and find_spec(name) is None:
-        raise Problem(f"--loop {name} needs an extra: pip install 'mainspring[{name}]'")
+        raise UserError(f"--loop {name} needs an extra: pip install 'mainspring[{name}]'")
     return ("trio", {}) if name == "trio" else ("asyncio", {"use_uvloop": name == "uvloop"})
 
 
@@ -128,7 +128,7 @@ def _run_group(options: RunOptions, early: CommandSignals, link: ParentLink | No
         # with the settings from the start on, as with a login, is not.
         taken = getattr(error.__context__, "errno", None) == errno.EADDRINUSE
         lasting = error.fault == "config" and not taken and GroupState.RUNNING not in seen
-        raise Problem(str(error), WRONG_USE if lasting else FAILED) from error
+        raise UserError(str(error), WRONG_USE if lasting else FAILED) from error
     if not options.log_json:  # else the last log line is the report
         say(f"{_who(group, link)}{report}")
     if link is not None:

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 import anyio
 import typer
 
-from mainspring.cli.user_errors import FAILED, Problem, say
+from mainspring.cli.user_errors import FAILED, UserError, say
 from mainspring.errors import ConfigError, MainspringError
 from mainspring.mailbox.open import open_mailbox
 
@@ -44,9 +44,9 @@ class SendOptions:
 
 
 def send_bodies(url: str, arguments: Sequence[str], file: str | None, options: SendOptions) -> int:
-    """Parse everything, then send; prints the ids. Raises :class:`Problem` for what is wrong with the input."""
+    """Parse everything, then send; prints the ids. Raises :class:`UserError` for what is wrong with the input."""
     if arguments and file is not None:
-        raise Problem("give bodies as arguments or by --file, not both")
+        raise UserError("give bodies as arguments or by --file, not both")
     headers = parse_headers(options.headers)
     mailbox = _open(url)
     with ExitStack() as stack:
@@ -57,7 +57,7 @@ def send_bodies(url: str, arguments: Sequence[str], file: str | None, options: S
             lines = stack.enter_context(_input(file))
             bodies, count = read_bodies(lines, "standard input" if file in {None, "-"} else str(file))
         if options.dedup_key is not None and count != 1:
-            raise Problem(f"--dedup-key names one message, but there are {count} bodies; send them one by one")
+            raise UserError(f"--dedup-key names one message, but there are {count} bodies; send them one by one")
         ids, error = anyio.run(_send, mailbox, bodies, headers, options)
     _print(mailbox.name, ids, options)
     if error is not None:
@@ -78,7 +78,7 @@ def _print(name: str, ids: list[str], options: SendOptions) -> None:
         raise
     except OSError as error:
         sys.stdout = None  # else the end of the program tries once more, and complains
-        raise Problem(
+        raise UserError(
             f"{len(ids):,} message(s) were sent, but not all ids could be printed: {error.strerror}", FAILED
         ) from None
 
@@ -89,19 +89,19 @@ def parse_headers(pairs: Iterable[str]) -> dict[str, str]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not (key and equals):
-            raise Problem(f"--header {pair!r} must be KEY=VALUE")
+            raise UserError(f"--header {pair!r} must be KEY=VALUE")
         headers[key] = value
     return headers
 
 
 def parse_arguments(arguments: Sequence[str]) -> list[Any]:
-    """Each argument as JSON; a :class:`Problem` names the one that is none."""
+    """Each argument as JSON; a :class:`UserError` names the one that is none."""
     bodies = []
     for number, text in enumerate(arguments, 1):
         try:
             bodies.append(_parse(text))
         except ValueError as error:
-            raise Problem(
+            raise UserError(
                 f"body {number} is no JSON ({error}); nothing was sent. A string needs its own quotes: '\"text\"'"
             ) from None
     return bodies
@@ -122,7 +122,7 @@ def read_bodies(lines: IO[bytes], name: str) -> tuple[Iterator[Any], int]:
             document = _whole_document(lines)
             if document is not None:
                 return iter(document), 1
-            raise Problem(f"line {number} of {name} is no JSON ({error}); nothing was sent") from None
+            raise UserError(f"line {number} of {name} is no JSON ({error}); nothing was sent") from None
         count += 1
     lines.seek(0)
     # What is appended to the file meanwhile was not checked.
@@ -171,15 +171,15 @@ def _input(file: str | None) -> IO[bytes]:
             with opened:
                 return _spooled(opened)
         except OSError as error:
-            raise Problem(f"cannot read --file {file}: {error.strerror}; nothing was sent") from None
+            raise UserError(f"cannot read --file {file}: {error.strerror}; nothing was sent") from None
     if sys.stdin is None:  # it was closed
-        raise Problem("there is no standard input to read: give bodies as arguments or by --file")
+        raise UserError("there is no standard input to read: give bodies as arguments or by --file")
     if file is None and sys.stdin.isatty():
-        raise Problem("there is nothing to send: give bodies as arguments, by --file, or on standard input")
+        raise UserError("there is nothing to send: give bodies as arguments, by --file, or on standard input")
     try:
         return _spooled(sys.stdin.buffer)
     except OSError as error:
-        raise Problem(f"standard input cannot be read: {error.strerror}; nothing was sent") from None
+        raise UserError(f"standard input cannot be read: {error.strerror}; nothing was sent") from None
 
 
 def _spooled(stream: IO[bytes]) -> IO[bytes]:
@@ -197,7 +197,7 @@ def _spooled(stream: IO[bytes]) -> IO[bytes]:
 
 def _open(url: str) -> Mailbox[Any, Any]:
     if url.startswith("memory:"):
-        raise Problem(
+        raise UserError(
             "a memory:// mailbox lives and ends with one process, nobody would receive it; send to one that processes"
             " share, as in sqlite:///jobs.db?name=jobs"
         )

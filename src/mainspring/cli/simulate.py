@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from mainspring.cli.target import load_builder
-from mainspring.cli.user_errors import FAILED, WRONG_USE, Problem
+from mainspring.cli.user_errors import FAILED, WRONG_USE, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,7 +48,7 @@ class SimulateOptions:
 
 
 @dataclass(slots=True)
-class Tally:
+class Results:
     """What the runs so far came to."""
 
     runs: int = 0
@@ -71,12 +71,12 @@ def simulate_target(target: str, options: SimulateOptions) -> int:
     build = load_builder(target)
     first = _simulation(target, options)
     if options.seed is not None:
-        return _tell(_one(first.but(seed=options.seed), build, options, smaller=options.shrink), Tally(), options)
-    tally = Tally()
-    failed = _hunt(first, target, build, options, tally)
+        return _tell(_one(first.but(seed=options.seed), build, options, smaller=options.shrink), Results(), options)
+    results = Results()
+    failed = _hunt(first, target, build, options, results)
     if failed is None:
-        return _tell(None, tally, options)
-    return _tell(_one(first.but(seed=failed), build, options, smaller=options.shrink), tally, options)
+        return _tell(None, results, options)
+    return _tell(_one(first.but(seed=failed), build, options, smaller=options.shrink), results, options)
 
 
 def _simulation(target: str, options: SimulateOptions) -> Simulation:
@@ -109,7 +109,7 @@ def _faults(options: SimulateOptions) -> Faults:
         except ValueError:
             equals = ""
         if not equals:
-            raise Problem(f"--rate {rate!r}: write KIND=NUMBER, for example --rate crash=2")
+            raise UserError(f"--rate {rate!r}: write KIND=NUMBER, for example --rate crash=2")
         changed[kind] = number
     return Faults.just(**changed)
 
@@ -120,7 +120,7 @@ def _keep(text: str | None) -> tuple[int, ...] | None:
     try:
         return () if text == "none" else tuple(int(number) for number in text.split(","))
     except ValueError:
-        raise Problem(f"--keep {text!r}: write the numbers of planned faults, for example 3,7, or none") from None
+        raise UserError(f"--keep {text!r}: write the numbers of planned faults, for example 3,7, or none") from None
 
 
 def _body(text: str | None) -> Callable[[int], Any] | None:
@@ -129,7 +129,7 @@ def _body(text: str | None) -> Callable[[int], Any] | None:
     try:
         body = json.loads(text)
     except ValueError as error:
-        raise Problem(f"--body is no JSON: {error}") from None
+        raise UserError(f"--body is no JSON: {error}") from None
     return lambda number: body
 
 
@@ -152,7 +152,7 @@ def _ticked(report: SimulationReport, tick: Callable[[], object]) -> SimulationR
 
 
 def _hunt(
-    first: Simulation, target: str, build: Callable[..., Any], options: SimulateOptions, tally: Tally
+    first: Simulation, target: str, build: Callable[..., Any], options: SimulateOptions, results: Results
 ) -> int | None:
     """The first seed that fails, or None; the seeds are run in their order, or by several processes at once."""
     with _progress(options, "simulating", options.seeds) as tick:
@@ -160,11 +160,11 @@ def _hunt(
             figures: Iterator[dict[str, Any]] = (
                 first.but(seed=seed).run(build).as_dict() for seed in range(options.seeds)
             )
-            return _first_failure(figures, tally, tick)
+            return _first_failure(figures, results, tick)
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
             work = [(target, options, seed) for seed in range(options.seeds)]
-            failed = _first_failure(pool.map(_run_in_child, work, chunksize=CHUNK), tally, tick)
+            failed = _first_failure(pool.map(_run_in_child, work, chunksize=CHUNK), results, tick)
             pool.shutdown(cancel_futures=True)
             return failed
 
@@ -174,9 +174,9 @@ def _run_in_child(work: tuple[str, SimulateOptions, int]) -> dict[str, Any]:
     return _simulation(target, options).but(seed=seed).run(load_builder(target)).as_dict()
 
 
-def _first_failure(figures: Iterator[dict[str, Any]], tally: Tally, tick: Callable[[], object]) -> int | None:
+def _first_failure(figures: Iterator[dict[str, Any]], results: Results, tick: Callable[[], object]) -> int | None:
     for run in figures:
-        tally.add(run)
+        results.add(run)
         tick()
         if run["failed"]:
             seed: int = run["seed"]
@@ -202,15 +202,15 @@ def _progress(options: SimulateOptions, what: str, total: int | None) -> Iterato
 # ------------------------------------------------------------------------------------------------------------ telling
 
 
-def _tell(report: SimulationReport | None, tally: Tally, options: SimulateOptions) -> int:
+def _tell(report: SimulationReport | None, results: Results, options: SimulateOptions) -> int:
     if report is not None:
         _write(options.log, lambda: "\n".join([*report.events, ""]))
         _write(options.svg, lambda: _drawn(report))
     if options.as_json:
-        typer.echo(json.dumps(_as_json(report, tally), indent=2))
+        typer.echo(json.dumps(_as_json(report, results), indent=2))
     else:
-        if tally.runs:
-            typer.echo(_summary(tally))
+        if results.runs:
+            typer.echo(_summary(results))
         if report is not None:
             typer.echo(str(report))
         if report is not None and report.failed:
@@ -218,25 +218,25 @@ def _tell(report: SimulationReport | None, tally: Tally, options: SimulateOption
     return FAILED if report is not None and report.failed else 0
 
 
-def _as_json(report: SimulationReport | None, tally: Tally) -> dict[str, Any]:
+def _as_json(report: SimulationReport | None, results: Results) -> dict[str, Any]:
     return {
-        "runs": tally.runs,
+        "runs": results.runs,
         "failed": report is not None and report.failed,
-        "virtual_seconds": round(tally.virtual_seconds, 3),
-        "real_seconds": round(tally.real_seconds, 3),
-        "planned_faults": tally.faults,
-        "counts": dict(tally.counts),
+        "virtual_seconds": round(results.virtual_seconds, 3),
+        "real_seconds": round(results.real_seconds, 3),
+        "planned_faults": results.faults,
+        "counts": dict(results.counts),
         "run": report.as_dict() if report is not None else None,
     }
 
 
-def _summary(tally: Tally) -> str:
-    hours = tally.virtual_seconds / 3600
-    speed = tally.virtual_seconds / tally.real_seconds if tally.real_seconds else 0.0
-    told = ", ".join(f"{number:,} {name}" for name, number in tally.counts.items())
+def _summary(results: Results) -> str:
+    hours = results.virtual_seconds / 3600
+    speed = results.virtual_seconds / results.real_seconds if results.real_seconds else 0.0
+    told = ", ".join(f"{number:,} {name}" for name, number in results.counts.items())
     return (
-        f"{tally.runs:,} seeds: {hours:,.1f} virtual hours in {tally.real_seconds:.1f} s of work ({speed:,.0f} times real"
-        f" time), {tally.faults:,} planned faults\n{told}"
+        f"{results.runs:,} seeds: {hours:,.1f} virtual hours in {results.real_seconds:.1f} s of work ({speed:,.0f} times real"
+        f" time), {results.faults:,} planned faults\n{told}"
     )
 
 
@@ -258,4 +258,4 @@ def _write(path: Path | None, text: Callable[[], str]) -> None:
     try:
         path.write_text(text(), encoding="utf-8")
     except OSError as error:
-        raise Problem(f"{path} cannot be written: {error.strerror}", WRONG_USE) from error
+        raise UserError(f"{path} cannot be written: {error.strerror}", WRONG_USE) from error

@@ -1,4 +1,4 @@
-"""``MODULE:ATTR`` to the LoopGroup it means, or a :class:`Problem` that says what to write instead."""
+"""``MODULE:ATTR`` to the LoopGroup it means, or a :class:`UserError` that says what to write instead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mainspring.cli.early_signals import Interrupted
-from mainspring.cli.user_errors import Problem, explain, user_line
+from mainspring.cli.user_errors import UserError, explain, user_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ def load_group(target: str) -> LoopGroup:
     if callable(found) and not isinstance(found, LoopGroup):
         found = _call(found, target)
     if not isinstance(found, LoopGroup):
-        raise Problem(f"{target} is {_kind(found)}, not a LoopGroup; {_remedy(found, attribute)}")
+        raise UserError(f"{target} is {_kind(found)}, not a LoopGroup; {_remedy(found, attribute)}")
     return found
 
 
@@ -39,14 +39,14 @@ def load_builder(target: str) -> Callable[..., Any]:
     from mainspring.group.group import LoopGroup
 
     if isinstance(found, LoopGroup) or not callable(found) or inspect.iscoroutinefunction(found):
-        raise Problem(
+        raise UserError(
             f"{target} is {_kind(found)}; a simulation runs many groups, so name a plain function that makes one on the"
             " mailbox it is given: def build(mailbox): return LoopGroup([MainLoop(mailbox, handle)])"
         )
     try:
         inspect.signature(found).bind(None)
     except TypeError as error:
-        raise Problem(f"{target} is called with one mailbox ({error}); it must be build(mailbox)") from None
+        raise UserError(f"{target} is called with one mailbox ({error}); it must be build(mailbox)") from None
     except ValueError:  # no signature to look at: the call will tell
         pass
     built: Callable[..., Any] = found
@@ -56,12 +56,12 @@ def load_builder(target: str) -> Callable[..., Any]:
 def _split(target: str) -> tuple[str, str]:
     name, colon, attribute = target.partition(":")
     if not (colon and name and attribute):
-        raise Problem(
+        raise UserError(
             f"{target!r} is no target; write MODULE:ATTR, for example app:group for `group = LoopGroup(…)` in app.py"
         )
     if "/" in name or name.endswith(".py"):
         dotted = name.removesuffix(".py").strip("./").replace("/", ".")
-        raise Problem(f"{target!r} names a file; write the module's name instead: {dotted}:{attribute}")
+        raise UserError(f"{target!r} names a file; write the module's name instead: {dotted}:{attribute}")
     return name, attribute
 
 
@@ -77,21 +77,21 @@ def _import(name: str) -> ModuleType:
             and (error.name == name or name.startswith(f"{error.name}."))
             and not user_line(error)
         ):
-            raise Problem(
+            raise UserError(
                 f"there is no module {error.name!r} in {here} or among the installed packages; start mainspring in the"
                 " directory that holds it, or set PYTHONPATH"
             ) from error
-        raise Problem(f"{name} does not import: {explain(error)}; install it, or mend the import") from error
+        raise UserError(f"{name} does not import: {explain(error)}; install it, or mend the import") from error
     except SystemExit as error:
         at = user_line(error)
-        raise Problem(
+        raise UserError(
             f"{name} does not import: {at}: it calls sys.exit({error.code!r}); keep that under"
             ' `if __name__ == "__main__":`'
         ) from error
     except (KeyboardInterrupt, Interrupted):
         raise
     except BaseException as error:  # whatever it is, it is the module's
-        raise Problem(f"{name} does not import: {explain(error)}") from error
+        raise UserError(f"{name} does not import: {explain(error)}") from error
     finally:
         _expect_no_shutdown()
 
@@ -110,9 +110,9 @@ def _attribute(module: ModuleType, attribute: str, target: str) -> Any:
         try:
             found = getattr(found, part)
         except AttributeError:
-            raise Problem(f"{target}: {module.__name__} has no {part!r}; {_candidates(module)}") from None
+            raise UserError(f"{target}: {module.__name__} has no {part!r}; {_candidates(module)}") from None
         except Exception as error:  # a module or an object can compute its attributes
-            raise Problem(f"{target}: {module.__name__} does not give {part!r}: {explain(error)}") from error
+            raise UserError(f"{target}: {module.__name__} does not give {part!r}: {explain(error)}") from error
     return found
 
 
@@ -127,13 +127,13 @@ def _candidates(module: ModuleType) -> str:
 
 def _call(factory: Any, target: str) -> Any:
     if inspect.iscoroutinefunction(factory):
-        raise Problem(
+        raise UserError(
             f"{target} is an async function; a plain one must return the LoopGroup, before any event loop runs"
         )
     try:
         inspect.signature(factory).bind()
     except TypeError as error:
-        raise Problem(
+        raise UserError(
             f"{target} cannot be called without arguments ({error}); give a LoopGroup or a function that needs none"
         ) from None
     except ValueError:  # no signature to look at: the call will tell
@@ -141,11 +141,11 @@ def _call(factory: Any, target: str) -> Any:
     try:
         return factory()
     except SystemExit as error:
-        raise Problem(f"{target}() calls sys.exit({error.code!r}); it must return a LoopGroup") from error
+        raise UserError(f"{target}() calls sys.exit({error.code!r}); it must return a LoopGroup") from error
     except (KeyboardInterrupt, Interrupted):
         raise
     except BaseException as error:
-        raise Problem(f"{target}() failed: {explain(error)}") from error
+        raise UserError(f"{target}() failed: {explain(error)}") from error
 
 
 def _kind(value: Any) -> str:

@@ -16,7 +16,7 @@ WRONG_USE = 2
 FAILED = 1
 
 
-class Problem(Exception):  # noqa: N818 - the user's to mend, not the program's error
+class UserError(Exception):
     """Ends the command with ``status`` and this one line on standard error."""
 
     def __init__(self, text: str, status: int = WRONG_USE) -> None:

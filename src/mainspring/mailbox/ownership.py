@@ -58,17 +58,17 @@ async def open_in(scope: DaemonScope, mailboxes: Iterable[Mailbox[Any, Any]], ow
                 f" of {this.name}: open it around both (`async with mailbox:`), or give each a mailbox object of its own"
             )
         if mailbox.backend.works_unopened and mailbox.state is MailboxState.UNOPENED:
-            router = _Router(mailbox, scope)
+            router = _ReplyRouting(mailbox, scope)
             scope.start_soon(router.run, name=f"replies of mailbox {mailbox.name}", stop=router.stop)
         elif mailbox.state is not MailboxState.OPEN:
-            keeper = _Keeper(mailbox, this)
-            # Not `scope.start`: cancelled just as the mailbox opens, that waits for the keeper's end, which does not come.
-            scope.start_soon(keeper.run, name=f"mailbox {mailbox.name}", stop=keeper.stop)
+            opened = _OpenMailbox(mailbox, this)
+            # Not `scope.start`: cancelled just as the mailbox opens, that waits for the opened's end, which does not come.
+            scope.start_soon(opened.run, name=f"mailbox {mailbox.name}", stop=opened.stop)
             mailbox.opened_by = this
-            await keeper.opened.wait()
+            await opened.opened.wait()
 
 
-class _Keeper:
+class _OpenMailbox:
     """Has one mailbox open until it is told to stop. A mailbox that is still being opened then is given up."""
 
     def __init__(self, mailbox: Mailbox[Any, Any], owner: Owner) -> None:
@@ -95,7 +95,7 @@ class _Keeper:
             self._mailbox.opened_by = None
 
 
-class _Router:
+class _ReplyRouting:
     """Has one mailbox send its replies through a scope until it is told to stop, whatever is cancelled meanwhile."""
 
     def __init__(self, mailbox: Mailbox[Any, Any], scope: DaemonScope) -> None:

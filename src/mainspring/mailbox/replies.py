@@ -29,7 +29,7 @@ from mainspring.mailbox.limits import is_name
 from mainspring.mailbox.message import Ack, Dead, Envelope, Unserialized
 from mainspring.mailbox.open import open_mailbox
 from mainspring.mailbox.requests import CANCELLED, REPLY_ERRORS, Requester
-from mainspring.mailbox.sync import Home
+from mainspring.mailbox.sync import HostLoop
 from mainspring.runtime.deadline import HEADER
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def destination(mailbox: Mailbox[Any, Any], address: str) -> Mailbox[Any, Any]:
     )
 
 
-class _Kept:
+class _ReplyMailbox:
     """A mailbox that is open, how many send to it just now, and what tells the task that holds it to close it."""
 
     __slots__ = ("mailbox", "unwanted", "users")
@@ -186,9 +186,9 @@ class ReplyRouter:
     """Keeps the mailboxes that replies go to, other than on the own store, open: those used last, as long as its scope is."""
 
     def __init__(self, name: str, scope: DaemonScope) -> None:
-        self.home = Home(name, scope)
+        self.host = HostLoop(name, scope)
         self._scope = scope
-        self._open: dict[str, _Kept] = {}  # the one used last is the last one
+        self._open: dict[str, _ReplyMailbox] = {}  # the one used last is the last one
         # One for each URL, while it is in use: a store that does not answer holds up no reply to another.
         self._opening: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
         self._requester: Requester | None = None
@@ -212,51 +212,55 @@ class ReplyRouter:
         """
         try:
             with anyio.fail_after(SEND_TIMEOUT):
-                kept = await self._kept_at(url, find)
+                entry = await self._mailbox_at(url, find)
                 try:
-                    await kept.mailbox.backend.send_reply(reply)
+                    await entry.mailbox.backend.send_reply(reply)
                 except ReplyNotAvailableError:  # a queue in memory that no mailbox has open, or only what is kept here
-                    if kept.users == 1 and not await kept.mailbox.approximate_count() and self._open.get(url) is kept:
+                    if (
+                        entry.users == 1
+                        and not await entry.mailbox.approximate_count()
+                        and self._open.get(url) is entry
+                    ):
                         self._open.pop(url).unwanted.set()
                     raise
                 finally:
-                    kept.users -= 1
+                    entry.users -= 1
                     self._tidy()
         except TimeoutError:
             raise MailboxConnectionError(f"{url!r} has not taken the reply within {SEND_TIMEOUT:g} s") from None
 
-    async def _kept_at(self, url: str, find: Callable[[str], Mailbox[Any, Any]]) -> _Kept:
+    async def _mailbox_at(self, url: str, find: Callable[[str], Mailbox[Any, Any]]) -> _ReplyMailbox:
         """The mailbox at ``url``, with one more user."""
         lock = self._opening.setdefault(url, anyio.Lock())
         async with lock:
-            kept = self._open.pop(url, None)
-            if kept is None:
+            entry = self._open.pop(url, None)
+            if entry is None:
                 found = find(url)
                 try:
-                    kept = await self._scope.start(self._keep, url, found, name=f"replies to {url}")
+                    entry = await self._scope.start(self._keep, url, found, name=f"replies to {url}")
                 except ConfigError as error:
                     raise ReplyNotAvailableError(f"the reply cannot be sent to {url!r}: {error}") from error
             else:
-                self._open[url] = kept
-            kept.users += 1
-            return kept
+                self._open[url] = entry
+            entry.users += 1
+            return entry
 
     def _tidy(self) -> None:
         """Let go of those to which nothing was sent for longest. One in memory may be there only because it is kept here."""
-        idle = [url for url, kept in self._open.items() if not kept.users and kept.mailbox.capabilities.durable]
+        idle = [url for url, entry in self._open.items() if not entry.users and entry.mailbox.capabilities.durable]
         for url in idle[: max(0, len(idle) - MOST)]:
             self._open.pop(url).unwanted.set()
 
-    async def _keep(self, url: str, found: Mailbox[Any, Any], *, task_status: TaskStatus[_Kept]) -> None:
-        kept: _Kept | None = None
+    async def _keep(self, url: str, found: Mailbox[Any, Any], *, task_status: TaskStatus[_ReplyMailbox]) -> None:
+        entry: _ReplyMailbox | None = None
         try:
             async with found as mailbox:
-                self._open[url] = kept = _Kept(mailbox)
-                task_status.started(kept)
-                await kept.unwanted.wait()
+                self._open[url] = entry = _ReplyMailbox(mailbox)
+                task_status.started(entry)
+                await entry.unwanted.wait()
         except MailboxError:
-            if kept is None:
+            if entry is None:
                 raise  # it never opened: the one who waits for the start hears of it
         finally:
-            if kept is not None and self._open.get(url) is kept:
+            if entry is not None and self._open.get(url) is entry:
                 del self._open[url]

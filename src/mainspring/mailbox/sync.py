@@ -84,10 +84,10 @@ class SyncMailbox(Generic[T, R]):
             given = keywords.get("connection")
             if given is None:
                 return self._call(method, *args, **keywords)
-            errand = Errand(given)
-            cast("dict[str, Any]", keywords)["connection"] = errand
+            given = ThreadConnection(given)
+            cast("dict[str, Any]", keywords)["connection"] = given
             found = self._call(method, *args, **keywords)
-            return found if errand.work is None else cast("X", errand.run(many=isinstance(found, list)))
+            return found if given.work is None else cast("X", given.run(many=isinstance(found, list)))
 
         return send
 
@@ -115,7 +115,7 @@ class SyncMailbox(Generic[T, R]):
                 f"mailbox {self._mailbox.name!r} is {self._mailbox.state}; open it with `with mailbox.sync:`, or run a"
                 " LoopGroup on it"
             )
-        return routers[-1].home.call(
+        return routers[-1].host.call(
             partial(_awaited, method, *args, **keywords), f"{name}() of mailbox {self._mailbox.name}"
         )
 
@@ -170,7 +170,7 @@ class SyncMailbox(Generic[T, R]):
             )
 
 
-class Errand:
+class ThreadConnection:
     """A ``connection=`` that a plain thread has given: what is to be done on it, that thread does itself.
 
     A mailbox that takes such a connection sets ``work``, which results in the ids of what was sent, instead of sending.
@@ -187,7 +187,7 @@ class Errand:
         return ids if many else ids[0]
 
 
-class Home:
+class HostLoop:
     """Where a mailbox is open: the scope that its tasks belong to, and the event loop of that, for other threads."""
 
     def __init__(self, name: str, scope: DaemonScope) -> None:
@@ -237,7 +237,7 @@ async def _answer(fn: Callable[[], Awaitable[X]], answer: TicketWriter[X]) -> No
         with contextlib.suppress(Exception, SystemExit, KeyboardInterrupt), answer:
             answer.complete(await fn())
     finally:
-        del answer  # as in `Home.call`
+        del answer  # as in `HostLoop.call`
 
 
 class _Loop:

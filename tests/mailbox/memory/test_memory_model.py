@@ -12,7 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from mailbox_model import Model, Record
 from mainspring.errors import MailboxFullError, ReceiptHandleExpiredError
-from mainspring.mailbox.memory.queue import Entry, MemoryQueue
+from mainspring.mailbox.memory.queue import MemoryQueue, QueuedMessage
 from mainspring.mailbox.message import Dead, Delivery, Return
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class QueueMachine(RuleBasedStateMachine):
     def send(self, priority: int, delay: float, key: str | None, expires_in: float) -> None:
         now = self.tick()
         identity = f"m{self.sent}"
-        entry = Entry(identity, "body", 0.0, None, {}, priority, key, now + expires_in)
+        entry = QueuedMessage(identity, "body", 0.0, None, {}, priority, key, now + expires_in)
         record = Record(identity, None, priority, key, now + expires_in)
         try:
             expected = self.model.send([record], now, delay)

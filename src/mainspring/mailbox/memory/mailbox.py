@@ -19,7 +19,7 @@ from mainspring.core import clock, process, random
 from mainspring.errors import ConfigError, MailboxClosedError, ReplyNotAvailableError
 from mainspring.mailbox.backend import TRANSIENT, Backend, Capabilities, MailboxStatistics
 from mainspring.mailbox.mailbox import Mailbox
-from mainspring.mailbox.memory.queue import Entry, MemoryQueue
+from mainspring.mailbox.memory.queue import MemoryQueue, QueuedMessage
 from mainspring.mailbox.message import Ack, CancelOutcome, Return
 from mainspring.runtime.interval import Periodic
 
@@ -185,7 +185,7 @@ class MemoryBackend(Backend):
     def stop_claims(self) -> None:
         self._is_closed = True
         self._closings += 1
-        self._store.bell.ring_all()  # also who waits through another object: it may have to watch the time now
+        self._store.waker.wake_all()  # also who waits through another object: it may have to watch the time now
 
     # ------------------------------------------------------------------------------------------------------- messages
 
@@ -219,8 +219,8 @@ class MemoryBackend(Backend):
             now = store.clock()
             claimed: list[Delivery] = [*store.queue.claim(max_messages, now, visibility_timeout)]
             if claimed:
-                if store.queue.pending and store.bell.waiting:
-                    store.bell.ring()
+                if store.queue.pending and store.waker.waiting:
+                    store.waker.wake_one()
                 store.arm()
                 return claimed
             if now >= deadline:
@@ -231,7 +231,7 @@ class MemoryBackend(Backend):
             finally:
                 self._waiting -= 1
         if store.queue.pending:  # woken, maybe, and yet took nothing: it is closed
-            store.bell.ring()
+            store.waker.wake_one()
         return []
 
     async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
@@ -320,11 +320,11 @@ class MemoryBackend(Backend):
         return store.queue.purge_dead(message_ids)
 
 
-class Bell:
+class ReceiveWaker:
     """Wakes those who wait at a queue, through an anyio memory object stream of tokens.
 
     A token says only that looking again may be worth while, so a lost one must never matter: the stream keeps one token for
-    a receive that is about to wait, a receive that leaves passes the wake on, and one that takes messages rings for the rest.
+    a receive that is about to wait, a receive that leaves passes the wake on, and one that takes messages wakes the next one.
     """
 
     def __init__(self) -> None:
@@ -336,21 +336,21 @@ class Bell:
         # A mailbox that was never entered is never closed, and a stream that is collected open warns.
         finalize(self, _close_streams, self._streams)
 
-    def ring(self) -> None:
+    def wake_one(self) -> None:
         """Wake one receive. Until a receive has woken, further calls do nothing."""
         if self.waiting and not self._rung and self._sender is not None:
             self._rung = True
             with suppress(anyio.WouldBlock):  # there is a token still, and no receive has come since
                 self._sender.send_nowait(None)
 
-    def ring_all(self) -> None:
+    def wake_all(self) -> None:
         """Wake everybody who waits or is on the way to."""
         _close_streams(self._streams)
         self._sender = self._receiver = None
         self._rung = False
 
     async def wait(self, until: float) -> None:
-        """Wait for a ring, or until the instant ``until``."""
+        """Wait to be woken, or until the instant ``until``."""
         if self._receiver is None:
             self._sender, self._receiver = anyio.create_memory_object_stream[None](1)
             self._streams[:] = [self._sender, self._receiver]
@@ -383,7 +383,7 @@ class MemoryStore:
 
     def __init__(self, capacity: int | None) -> None:
         self.queue = MemoryQueue(capacity)
-        self.bell = Bell()
+        self.waker = ReceiveWaker()
         self.reapers: list[Periodic] = []
         self.members: WeakSet[MemoryBackend] = WeakSet()
         self.loop: Any = None
@@ -415,12 +415,12 @@ class MemoryStore:
         entries = []
         for e in envelopes:
             ends = math.inf if e.expires_in is None else now + e.expires_in
-            entry = Entry(e.message_id, e.body, wall, e.reply_to, e.headers, e.priority, e.dedup_key, ends)
+            entry = QueuedMessage(e.message_id, e.body, wall, e.reply_to, e.headers, e.priority, e.dedup_key, ends)
             if len(envelopes) > 1:
                 entries.append((entry, e.delay))
         ids = queue.put_all(entries, now) if entries else [queue.put(entry, now, e.delay)]
-        if queue.pending and self.bell.waiting:
-            self.bell.ring()
+        if queue.pending and self.waker.waiting:
+            self.waker.wake_one()
         if e.delay or e.expires_in is not None:
             self.arm()
         return ids
@@ -428,7 +428,7 @@ class MemoryStore:
     def changed(self) -> None:
         """Wake one receive for a message that came, or the tasks that watch the time."""
         if self.queue.pending:
-            self.bell.ring()
+            self.waker.wake_one()
         self.arm()
 
     def arm(self) -> None:
@@ -436,9 +436,9 @@ class MemoryStore:
         earliest = self.queue.earliest
         for reaper in self.reapers:
             reaper.wake_by(earliest)
-        if earliest < self._watched and self.bell.waiting and not self.reapers:
+        if earliest < self._watched and self.waker.waiting and not self.reapers:
             self._watched = -math.inf
-            self.bell.ring_all()  # each bounded its wait by what was due first when that began
+            self.waker.wake_all()  # each bounded its wait by what was due first when that began
 
     async def wait(self, deadline: float) -> None:
         """Wait until there may be something to claim, at most until ``deadline``.
@@ -446,19 +446,19 @@ class MemoryStore:
         Without a reaper, a waiting receive watches the time, and wakes at the earliest instant at which something is due.
         """
         until = deadline if self.reapers else min(deadline, self.queue.next_due())
-        self._watched = max(self._watched, until) if self.bell.waiting else until
+        self._watched = max(self._watched, until) if self.waker.waiting else until
         try:
-            await self.bell.wait(until)
+            await self.waker.wait(until)
         except BaseException:
             if self.queue.pending:
-                self.bell.ring()
+                self.waker.wake_one()
             raise
 
     async def reap(self, overslept: float) -> float:
         """Let what is due happen; the instant of the next time."""
         self.queue.advance(self.clock())
         if self.queue.pending:
-            self.bell.ring()
+            self.waker.wake_one()
         return self.queue.next_due()
 
 

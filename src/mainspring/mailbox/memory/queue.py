@@ -24,10 +24,10 @@ PENDING: Final = 1
 IN_FLIGHT: Final = 2
 GONE: Final = 3
 
-LANE_SWEEP_FROM = 64
+QUEUE_SWEEP_FROM = 64
 
 
-class Entry(Delivery):
+class QueuedMessage(Delivery):
     """One stay of a message in the queue: from when it begins to wait until its delivery ends.
 
     A claim hands out the entry itself as the delivery; a message that comes back does so as a new entry, so that the old one
@@ -68,7 +68,7 @@ class Entry(Delivery):
         self.place: int = GONE
         self.timer = 0
 
-    def again(self, *, charge: bool) -> Entry:
+    def again(self, *, charge: bool) -> QueuedMessage:
         """Its next stay, after this delivery came to nothing."""
         entry = self._copy(self.expires_at)
         entry.delivery_count = self.delivery_count
@@ -78,12 +78,12 @@ class Entry(Delivery):
         entry.order = self.order
         return entry
 
-    def anew(self) -> Entry:
+    def anew(self) -> QueuedMessage:
         """Its next stay as a dead letter that is tried again: fresh counts, no history, no time by which it must be done."""
         return self._copy(math.inf)
 
-    def _copy(self, expires_at: float) -> Entry:
-        entry = Entry(
+    def _copy(self, expires_at: float) -> QueuedMessage:
+        entry = QueuedMessage(
             self.message_id,
             self.body,
             self.enqueued_at,
@@ -97,7 +97,7 @@ class Entry(Delivery):
         return entry
 
 
-class Lane:
+class PriorityQueue:
     """Those of one priority that wait: returned ones (a heap, in their old order) before the others.
 
     One that leaves from the middle stays behind as a dead item until it comes to the head or the dead outnumber the rest.
@@ -106,12 +106,12 @@ class Lane:
     __slots__ = ("front", "gone", "tail")
 
     def __init__(self) -> None:
-        self.front: list[tuple[int, Entry]] = []
-        self.tail: deque[Entry] = deque()
+        self.front: list[tuple[int, QueuedMessage]] = []
+        self.tail: deque[QueuedMessage] = deque()
         self.gone = 0
 
-    def take(self, most: int, into: list[Entry]) -> bool:
-        """Move the first into ``into`` until that holds ``most``; whether the lane is empty now."""
+    def take(self, most: int, into: list[QueuedMessage]) -> bool:
+        """Move the first into ``into`` until that holds ``most``; return True if the queue is empty now."""
         front, tail = self.front, self.tail
         while (front or tail) and len(into) < most:
             entry = heappop(front)[1] if front else tail.popleft()
@@ -121,7 +121,7 @@ class Lane:
                 self.gone -= 1
         return not front and not tail
 
-    def first(self) -> Entry | None:
+    def first(self) -> QueuedMessage | None:
         """Return the entry that is next in turn, and drop the dead items before it."""
         front, tail = self.front, self.tail
         while front and front[0][1].place != PENDING:
@@ -134,17 +134,17 @@ class Lane:
             self.gone -= 1
         return tail[0] if tail else None
 
-    def lose_one(self, entry: Entry) -> None:
+    def lose_one(self, entry: QueuedMessage) -> None:
         """``entry`` has left from the middle."""
         entry.place = GONE
         self.gone += 1
-        if self.gone > LANE_SWEEP_FROM and self.gone * 2 > len(self.front) + len(self.tail):
+        if self.gone > QUEUE_SWEEP_FROM and self.gone * 2 > len(self.front) + len(self.tail):
             self.front = [item for item in self.front if item[1].place == PENDING]
             heapify(self.front)
             self.tail = deque(entry for entry in self.tail if entry.place == PENDING)
             self.gone = 0
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[QueuedMessage]:
         for _, entry in sorted(self.front):
             if entry.place == PENDING:
                 yield entry
@@ -157,7 +157,7 @@ HEAP_SWEEP_FROM = 1_024
 """Dead keys in the heap below which it is never swept."""
 
 
-class Agenda:
+class Timers:
     """Instants and whose they are.
 
     An item holds keys, not messages: the serial number of one that waits (``waiting`` says whose), or the receipt handles
@@ -168,8 +168,8 @@ class Agenda:
     __slots__ = ("_serial", "_stale", "_sweep_at", "_weight", "heap", "in_flight", "waiting")
 
     def __init__(self) -> None:
-        self.in_flight: dict[str, Entry] = {}
-        self.waiting: dict[int, Entry] = {}
+        self.in_flight: dict[str, QueuedMessage] = {}
+        self.waiting: dict[int, QueuedMessage] = {}
         self.heap: list[tuple[float, int, list[str] | None]] = []
         self._serial = 0
         self._weight = 0  # keys in the heap
@@ -189,7 +189,7 @@ class Agenda:
             self._stale -= dead
         return math.inf
 
-    def set_timer(self, entry: Entry, when: float) -> None:
+    def set_timer(self, entry: QueuedMessage, when: float) -> None:
         """``entry``, which waits, has something due at ``when``."""
         self._serial += 1
         entry.timer = self._serial
@@ -197,7 +197,7 @@ class Agenda:
         heappush(self.heap, (when, self._serial, None))
         self._weight += 1
 
-    def drop_timer(self, entry: Entry) -> None:
+    def drop_timer(self, entry: QueuedMessage) -> None:
         """``entry`` waits no more."""
         del self.waiting[entry.timer]
         entry.timer = 0
@@ -218,7 +218,7 @@ class Agenda:
         if self._stale >= self._sweep_at:
             self._sweep()
 
-    def due(self, now: float) -> Iterator[Entry]:
+    def due(self, now: float) -> Iterator[QueuedMessage]:
         """Take out, in order, the entries for which something is due at ``now``; each goes before the next comes."""
         heap = self.heap
         while heap and heap[0][0] <= now:
@@ -278,16 +278,16 @@ class MemoryQueue:
         self.pending = 0
         self.delayed = 0
         self.settled = 0
-        self.dead: dict[str, tuple[Entry, Dead, float]] = {}
-        self._lanes: dict[int, Lane] = {0: Lane()}
+        self.dead: dict[str, tuple[QueuedMessage, Dead, float]] = {}
+        self._queues: dict[int, PriorityQueue] = {0: PriorityQueue()}
         self._priorities = [0]  # negated, so that ascending order is the order of service
         self._keys: dict[str, str] = {}
-        self._ids: dict[str, Entry] | None = (
+        self._ids: dict[str, QueuedMessage] | None = (
             None  # made by the first cancellation: who never cancels pays nothing for it
         )
-        self._agenda = Agenda()
-        self._heap = self._agenda.heap  # whose first instant is the earliest at which something is due
-        self._in_flight = self._agenda.in_flight
+        self._timers = Timers()
+        self._heap = self._timers.heap  # whose first instant is the earliest at which something is due
+        self._in_flight = self._timers.in_flight
         self._serial = 0
 
     # ------------------------------------------------------------------------------------------------------ coming in
@@ -297,7 +297,7 @@ class MemoryQueue:
         """All that is still to be done."""
         return self.pending + self.delayed + len(self._in_flight)
 
-    def put(self, entry: Entry, now: float, delay: float) -> str:
+    def put(self, entry: QueuedMessage, now: float, delay: float) -> str:
         """Let ``entry`` wait, after ``delay`` seconds; its id, or that of an unfinished one with its ``dedup_key``."""
         if self._heap and self._heap[0][0] <= now:
             self.advance(now)
@@ -314,7 +314,7 @@ class MemoryQueue:
             self._append(entry)
         return entry.message_id
 
-    def put_all(self, entries: Iterable[tuple[Entry, float]], now: float) -> list[str]:
+    def put_all(self, entries: Iterable[tuple[QueuedMessage, float]], now: float) -> list[str]:
         """:meth:`put` all of ``(entry, delay)``, or (where there is no room) none."""
         if self._heap and self._heap[0][0] <= now:
             self.advance(now)
@@ -329,7 +329,7 @@ class MemoryQueue:
         if self.capacity is not None and more and self.waiting + more > self.capacity:
             raise full(self.waiting, self.capacity, more)
 
-    def _place(self, entry: Entry, now: float, delay: float = 0.0, *, front: bool = False) -> None:
+    def _place(self, entry: QueuedMessage, now: float, delay: float = 0.0, *, front: bool = False) -> None:
         """Let ``entry`` wait, unless its life has ended."""
         if entry.expires_at <= now:
             self._expire(entry, now)
@@ -338,41 +338,41 @@ class MemoryQueue:
                 self._ids[entry.message_id] = entry
             entry.place = DELAYED
             self.delayed += 1
-            self._agenda.set_timer(entry, min(now + delay, entry.expires_at))
+            self._timers.set_timer(entry, min(now + delay, entry.expires_at))
         else:
             self._append(entry, front)
 
-    def _append(self, entry: Entry, front: bool = False) -> None:
-        lane = self._lanes.get(entry.priority)
-        if lane is None:
-            lane = self._lanes[entry.priority] = Lane()
+    def _append(self, entry: QueuedMessage, front: bool = False) -> None:
+        queue = self._queues.get(entry.priority)
+        if queue is None:
+            queue = self._queues[entry.priority] = PriorityQueue()
             insort(self._priorities, -entry.priority)
         if self._ids is not None:
             self._ids[entry.message_id] = entry
         entry.place = PENDING
         self.pending += 1
         if front:  # among those that came back, the order in which they once waited
-            heappush(lane.front, (entry.order, entry))
+            heappush(queue.front, (entry.order, entry))
         else:
             self._serial += 1
             entry.order = self._serial
-            lane.tail.append(entry)
+            queue.tail.append(entry)
         if entry.expires_at != math.inf:
-            self._agenda.set_timer(entry, entry.expires_at)
+            self._timers.set_timer(entry, entry.expires_at)
 
     # ------------------------------------------------------------------------------------------------------ going out
 
-    def claim(self, most: int, now: float, visibility_timeout: float) -> list[Entry]:
+    def claim(self, most: int, now: float, visibility_timeout: float) -> list[QueuedMessage]:
         """Lease at most ``most`` pending messages, best first, until ``visibility_timeout`` seconds from ``now``."""
         if self._heap and self._heap[0][0] <= now:
             self.advance(now)
         if not self.pending:
             return []
-        taken: list[Entry] = []
+        taken: list[QueuedMessage] = []
         for negated in self._priorities if len(self._priorities) == 1 else tuple(self._priorities):
-            lane = self._lanes[-negated]
-            if lane.take(most, taken) and negated:
-                del self._lanes[-negated]
+            queue = self._queues[-negated]
+            if queue.take(most, taken) and negated:
+                del self._queues[-negated]
                 self._priorities.remove(negated)
             if len(taken) == most:
                 break
@@ -392,14 +392,14 @@ class MemoryQueue:
             entry.lease_until = until
             entry.place = IN_FLIGHT
             if entry.timer:
-                self._agenda.drop_timer(entry)
+                self._timers.drop_timer(entry)
             in_flight[receipt] = entry
             receipts.append(receipt)
         self._serial = serial
-        self._agenda.set_leases(receipts, until)
+        self._timers.set_leases(receipts, until)
         return taken
 
-    def leased(self, delivery: Delivery, now: float) -> Entry:
+    def leased(self, delivery: Delivery, now: float) -> QueuedMessage:
         """The entry of a delivery whose lease is held; raises :class:`ReceiptHandleExpiredError` for any other."""
         entry = self._in_flight.get(delivery.receipt_handle)
         if entry is None or entry.lease_until <= now:
@@ -413,7 +413,7 @@ class MemoryQueue:
         """Done: it leaves the queue."""
         entry = self.leased(delivery, now)
         entry.place = GONE
-        self._agenda.end_lease(entry.receipt_handle)
+        self._timers.end_lease(entry.receipt_handle)
         if entry.dedup_key is not None:
             self._free_key(entry)
         if self._ids is not None:
@@ -440,11 +440,11 @@ class MemoryQueue:
         entry = self.leased(delivery, now)
         entry.lease_until = max(entry.lease_until, now + timeout)
 
-    def _end_lease(self, entry: Entry) -> None:
+    def _end_lease(self, entry: QueuedMessage) -> None:
         entry.place = GONE
-        self._agenda.end_lease(entry.receipt_handle)
+        self._timers.end_lease(entry.receipt_handle)
 
-    def _bury(self, entry: Entry, why: Dead, at: float) -> None:
+    def _bury(self, entry: QueuedMessage, why: Dead, at: float) -> None:
         entry.place = GONE
         if entry.dedup_key is not None:
             self._free_key(entry)
@@ -454,11 +454,11 @@ class MemoryQueue:
             entry.history = why.history
         self.dead[entry.message_id] = (entry, why, at)
 
-    def _expire(self, entry: Entry, now: float) -> None:
+    def _expire(self, entry: QueuedMessage, now: float) -> None:
         entry.attempt -= 1  # it counted the attempt to come, which will not be made
         self._bury(entry, EXPIRED, self.wall() - (now - entry.expires_at))
 
-    def _free_key(self, entry: Entry) -> None:
+    def _free_key(self, entry: QueuedMessage) -> None:
         key = entry.dedup_key
         if key is not None and self._keys.get(key) == entry.message_id:
             del self._keys[key]
@@ -467,7 +467,7 @@ class MemoryQueue:
 
     def advance(self, now: float) -> None:
         """Let everything happen that is due at ``now``: delays end, leases expire, messages die of age."""
-        for entry in self._agenda.due(now):
+        for entry in self._timers.due(now):
             if entry.place == IN_FLIGHT:
                 entry.place = GONE
                 self._place(entry.again(charge=True), now)
@@ -476,7 +476,7 @@ class MemoryQueue:
                 self._place(entry, now)
             else:
                 self.pending -= 1
-                self._lanes[entry.priority].lose_one(entry)
+                self._queues[entry.priority].lose_one(entry)
                 self._expire(entry, now)
 
     @property
@@ -486,7 +486,7 @@ class MemoryQueue:
 
     def next_due(self) -> float:
         """The earliest instant at which something may be due, or infinity."""
-        return self._agenda.next_due()
+        return self._timers.next_due()
 
     # ------------------------------------------------------------------------------------------------- looking after
 
@@ -498,7 +498,7 @@ class MemoryQueue:
 
     def _queue_age(self) -> float:
         """Seconds since the send of the oldest of the first in line; 0 where none is pending."""
-        first = [entry for lane in self._lanes.values() if (entry := lane.first()) is not None]
+        first = [entry for queue in self._queues.values() if (entry := queue.first()) is not None]
         return max((0.0, *(self.wall() - entry.enqueued_at for entry in first)))
 
     def purge(self, now: float) -> int:
@@ -513,8 +513,8 @@ class MemoryQueue:
         """End a message that is delayed, pending or in flight. The first call looks at all of them, later ones do not."""
         self.advance(now)
         if self._ids is None:
-            waiting = [*self._agenda.waiting.values(), *self._in_flight.values()]
-            waiting += [entry for lane in self._lanes.values() for entry in lane]
+            waiting = [*self._timers.waiting.values(), *self._in_flight.values()]
+            waiting += [entry for queue in self._queues.values() for entry in queue]
             self._ids = {entry.message_id: entry for entry in waiting}
         entry = self._ids.pop(message_id, None)
         if entry is None:
@@ -525,10 +525,10 @@ class MemoryQueue:
             self._end_lease(entry)
         else:
             if entry.timer:
-                self._agenda.drop_timer(entry)
+                self._timers.drop_timer(entry)
             if entry.place == PENDING:
                 self.pending -= 1
-                self._lanes[entry.priority].lose_one(entry)
+                self._queues[entry.priority].lose_one(entry)
             else:
                 self.delayed -= 1
                 entry.place = GONE
@@ -538,10 +538,10 @@ class MemoryQueue:
 
     def _clear(self) -> None:
         self._ids = None
-        self._lanes = {0: Lane()}
+        self._queues = {0: PriorityQueue()}
         self._priorities = [0]
         self._keys.clear()
-        self._agenda.clear()
+        self._timers.clear()
         self.pending = self.delayed = 0
 
     def replay(self, message_ids: list[str] | None, now: float) -> int:

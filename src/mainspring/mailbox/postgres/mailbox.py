@@ -52,7 +52,7 @@ from mainspring.mailbox.postgres.url import (
 )
 from mainspring.mailbox.postgres.values import UNREADABLE, Shorts, Texts, array, dead_row, portions
 from mainspring.mailbox.settings import reads_query
-from mainspring.mailbox.sync import Errand
+from mainspring.mailbox.sync import ThreadConnection
 from mainspring.mailbox.waiting import Waiters
 from mainspring.runtime.interval import Periodic
 
@@ -422,10 +422,10 @@ class PostgresBackend(BatchedBackend):
         send = Send(envelopes)
         patience = self._pool.connections.timeout
         steps = statements_to_join(self._pool.schema, self._store, self._new_batch(patience), send)
-        if isinstance(connection, Errand) and not is_async(connection.connection):
+        if isinstance(connection, ThreadConnection) and not is_async(connection.connection):
             connection.work = partial(send_on_thread, connection.connection, steps, send)
             return [envelope.message_id for envelope in envelopes]
-        given = connection.connection if isinstance(connection, Errand) else connection
+        given = connection.connection if isinstance(connection, ThreadConnection) else connection
         await send_on(await driver_connection(given), steps)
         return list(send.result)
 

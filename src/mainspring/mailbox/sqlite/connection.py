@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from mainspring.mailbox.batcher import Command
-    from mainspring.mailbox.sqlite.unit_of_work import Work
+    from mainspring.mailbox.sqlite.unit_of_work import UnitOfWork
 
 OLDEST_SQLITE = (3, 51, 3)
 """Earlier ones can corrupt a WAL file that several processes write (the WAL-reset bug)."""
@@ -64,7 +64,7 @@ class DatabaseFile:
         self._log_pages = 0
         self._identity: tuple[int, int] | None = None  # device and inode, from the first opening until the last leaves
 
-    def run(self, commands: Sequence[Command], boot: Callable[[], float], wall: float) -> Work | None:
+    def run(self, commands: Sequence[Command], boot: Callable[[], float], wall: float) -> UnitOfWork | None:
         """Do all commands in one transaction and set their results and errors; None where nothing was committed."""
         try:
             self._check_identity()
@@ -120,8 +120,8 @@ class DatabaseFile:
         commands: Sequence[Command],
         boot: Callable[[], float],
         wall: float,
-        do: Callable[[apsw.Connection, Sequence[Command], float, float], Work],
-    ) -> Work:
+        do: Callable[[apsw.Connection, Sequence[Command], float, float], UnitOfWork],
+    ) -> UnitOfWork:
         for command in commands:
             command.result = command.error = None
         connection.execute("BEGIN IMMEDIATE")
@@ -313,7 +313,7 @@ def check_sqlite(version: str) -> None:
         )
 
 
-def _one_by_one(connection: apsw.Connection, commands: Sequence[Command], boot: float, wall: float) -> Work:
+def _one_by_one(connection: apsw.Connection, commands: Sequence[Command], boot: float, wall: float) -> UnitOfWork:
     """One of the commands cannot be done: do each by itself, so that only that one fails."""
     whole = perform(connection, (), boot, wall)
     for command in commands:

@@ -14,7 +14,7 @@ from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.limits import full
 from mainspring.mailbox.message import UNKNOWN, Cancelled, CancelOutcome, Counts, Dead, Delivery
 from mainspring.mailbox.sqlite import schema as sql
-from mainspring.mailbox.sqlite.unit_of_work import Inserts, Work, do_what_is_due, enqueue, expire_ready
+from mainspring.mailbox.sqlite.unit_of_work import Inserts, UnitOfWork, do_what_is_due, enqueue, expire_ready
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Envelope
 
 
-def cancel(work: Work, commands: list[do.Cancel]) -> None:
+def cancel(work: UnitOfWork, commands: list[do.Cancel]) -> None:
     """End messages wherever they are; who has one in hand will be told."""
     for command in commands:
         command.result = UNKNOWN
@@ -35,7 +35,7 @@ def cancel(work: Work, commands: list[do.Cancel]) -> None:
 
 
 def _end(
-    work: Work,
+    work: UnitOfWork,
     command: do.Cancel,
     seq: int,
     rank: int,
@@ -45,28 +45,28 @@ def _end(
 ) -> Cancelled:
     mailbox = command.mailbox
     outcome = CancelOutcome.REMOVED
-    tally = work.tally(mailbox)
+    delta = work.delta(mailbox)
     leases = work.rows(sql.LEASE_OF, (mailbox, seq))
     if leases:
         outcome = CancelOutcome.CANCELLED
         work.execute(sql.DROP_LEASE, leases[0])
-        tally.in_flight -= 1
+        delta.in_flight -= 1
         work.cancelled.append((mailbox, command.message_id))
     else:
         if expires is not None:
             work.execute(sql.NOT_EXPIRING, (expires, seq))
         work.execute(sql.FORGET_DELAYED_SEQ, (seq,))
         if work.changes():
-            tally.delayed -= 1
+            delta.delayed -= 1
         else:
             _leave_ready(work, mailbox, rank, seq)
-            tally.pending -= 1
+            delta.pending -= 1
     work.execute(sql.DROP_MESSAGE, (seq,))
-    tally.settled += 1
+    delta.settled += 1
     return Cancelled(outcome, reply_to, {} if headers is None else headers_of(headers) or {})
 
 
-def _leave_ready(work: Work, mailbox: int, rank: int, seq: int) -> None:
+def _leave_ready(work: UnitOfWork, mailbox: int, rank: int, seq: int) -> None:
     """Its place has its own number, unless it came back once: then it is behind that."""
     for statement in (sql.FORGET_READY, sql.FORGET_READY_FROM):
         place = (mailbox, rank, seq) if statement == sql.FORGET_READY else (mailbox, rank, seq, seq)
@@ -75,26 +75,26 @@ def _leave_ready(work: Work, mailbox: int, rank: int, seq: int) -> None:
             return
 
 
-def drop(work: Work, commands: list[do.Drop]) -> None:
+def drop(work: UnitOfWork, commands: list[do.Drop]) -> None:
     """Forget mailboxes."""
     for command in commands:
         forget_mailbox(work, command.mailbox)
 
 
-def forget_mailbox(work: Work, mailbox: int) -> None:
+def forget_mailbox(work: UnitOfWork, mailbox: int) -> None:
     """Drop a mailbox and everything in it, its counts too."""
     for statement in (*sql.PURGE, sql.DROP_DEAD, sql.DROP_MAILBOX):
         work.execute(statement, (mailbox,))
 
 
-def list_dead(work: Work, commands: list[do.ListDead]) -> None:
+def list_dead(work: UnitOfWork, commands: list[do.ListDead]) -> None:
     """A page of them, oldest first."""
     for command in commands:
         values = (command.mailbox, command.mailbox, command.after, command.limit)
         command.result = [_dead_row(row) for row in work.rows(sql.DEAD_PAGE, values)]
 
 
-def find(work: Work, commands: list[do.FindDead]) -> None:
+def find(work: UnitOfWork, commands: list[do.FindDead]) -> None:
     """Those of some ids."""
     for command in commands:
         values = (command.mailbox, json.dumps(command.ids))
@@ -111,7 +111,7 @@ def _dead_row(row: tuple[Any, ...]) -> tuple[Delivery, Dead, float]:
     return delivery, Dead(*why), dead_at
 
 
-def replay_dead(work: Work, commands: list[do.ReplayDead]) -> None:
+def replay_dead(work: UnitOfWork, commands: list[do.ReplayDead]) -> None:
     """Back into the queue, with fresh counts."""
     for command in commands:
         first = work.tick
@@ -127,22 +127,22 @@ def replay_dead(work: Work, commands: list[do.ReplayDead]) -> None:
         work.tick += revived
         work.execute(sql.READY_RANGE, (first + 1, work.tick))
         _drop_dead(work, command)
-        tally = work.tally(command.mailbox)
-        tally.dead -= revived
-        tally.gain(revived)
+        delta = work.delta(command.mailbox)
+        delta.dead -= revived
+        delta.gain(revived)
         command.result = revived
 
 
-def purge_dead(work: Work, commands: list[do.PurgeDead]) -> None:
+def purge_dead(work: UnitOfWork, commands: list[do.PurgeDead]) -> None:
     """Away for good."""
     for command in commands:
         command.result = dropped = _drop_dead(work, command)
-        tally = work.tally(command.mailbox)
-        tally.dead -= dropped
-        tally.settled += dropped
+        delta = work.delta(command.mailbox)
+        delta.dead -= dropped
+        delta.settled += dropped
 
 
-def _drop_dead(work: Work, command: do.ReplayDead | do.PurgeDead) -> int:
+def _drop_dead(work: UnitOfWork, command: do.ReplayDead | do.PurgeDead) -> int:
     if command.ids is None:
         work.execute(sql.DROP_ALL_DEAD, (command.mailbox,))
     else:
@@ -155,13 +155,13 @@ ALL = 1_000_000
 _UNREADABLE = Dead("the stored headers are no JSON object of strings", "NotJsonError")
 
 
-def perform(connection: Connection, commands: Sequence[Command], boot: float, wall: float) -> Work:
+def perform(connection: Connection, commands: Sequence[Command], boot: float, wall: float) -> UnitOfWork:
     """Do all ``commands`` inside the transaction that is open; what changed, for those who wait.
 
     Equal commands are done together, and in an order that serves all best: what gives back, what ends, what is new, then
     the claims. The callers of one transaction do not know of each other, so any order is right.
     """
-    work = Work(connection, boot, wall)
+    work = UnitOfWork(connection, boot, wall)
     work.named = {command.mailbox for command in commands}
     exact = any(type(command) in _EXACT for command in commands)
     do_what_is_due(work, exact)
@@ -194,7 +194,7 @@ def look(connection: Connection, waited_on: Sequence[int] = ()) -> tuple[dict[in
 # ------------------------------------------------------------------------------------------------------------- sending
 
 
-def _open(work: Work, commands: list[do.Open]) -> None:
+def _open(work: UnitOfWork, commands: list[do.Open]) -> None:
     for command in commands:
         command.result = number = work.mailbox(command.name)
         if command.name.startswith(TRANSIENT):
@@ -203,7 +203,7 @@ def _open(work: Work, commands: list[do.Open]) -> None:
         forget_mailbox(work, unused)
 
 
-def _send(work: Work, commands: list[do.Send]) -> None:
+def _send(work: UnitOfWork, commands: list[do.Send]) -> None:
     batch = Inserts(work)
     for command in commands:
         envelopes = command.envelopes
@@ -220,7 +220,7 @@ def _send(work: Work, commands: list[do.Send]) -> None:
 # ----------------------------------------------------------------------------------------------------------- receiving
 
 
-def _claim(work: Work, commands: list[do.Claim]) -> None:
+def _claim(work: UnitOfWork, commands: list[do.Claim]) -> None:
     alike: dict[tuple[int, float], list[do.Claim]] = {}
     for command in commands:
         alike.setdefault((command.mailbox, command.visibility), []).append(command)
@@ -240,7 +240,7 @@ def _claim(work: Work, commands: list[do.Claim]) -> None:
                 work.empty.add(mailbox)
 
 
-def _lease(work: Work, mailbox: int, limit: int, visibility: float) -> tuple[list[Delivery], int]:
+def _lease(work: UnitOfWork, mailbox: int, limit: int, visibility: float) -> tuple[list[Delivery], int]:
     """Lease what comes first; and how many more were buried in its place, as they cannot be read."""
     wall = work.wall
     rows = work.rows(sql.FIRST_READY, (mailbox, limit))
@@ -262,9 +262,9 @@ def _lease(work: Work, mailbox: int, limit: int, visibility: float) -> tuple[lis
         work.many(sql.ADD_LEASE, places)
     work.tick += found
     work.lease_until(until)
-    tally = work.tally(mailbox)
-    tally.pending -= found
-    tally.in_flight += found
+    delta = work.delta(mailbox)
+    delta.pending -= found
+    delta.in_flight += found
     deliveries = []
     expiring = []
     unreadable = []
@@ -285,27 +285,27 @@ def _lease(work: Work, mailbox: int, limit: int, visibility: float) -> tuple[lis
         work.many(sql.NOT_EXPIRING, expiring)
     for taken, seq in unreadable:
         work.execute(sql.DROP_LEASE, (taken,))
-        tally.in_flight -= 1
+        delta.in_flight -= 1
         work.bury(mailbox, seq, _UNREADABLE, 1, wall)
     return deliveries, len(unreadable)
 
 
-def _unclaim(work: Work, commands: list[do.Unclaim]) -> None:
+def _unclaim(work: UnitOfWork, commands: list[do.Unclaim]) -> None:
     for command in commands:
         given = _json_list([delivery.receipt_handle for delivery in command.deliveries])
         work.execute(sql.UNLEASE_EXPIRING, (given,))
         work.execute(sql.UNLEASE, (given, command.mailbox))
         back = work.changes()
         work.execute(sql.DROP_LEASES, (given,))
-        tally = work.tally(command.mailbox)
-        tally.in_flight -= back
-        tally.gain(back)
+        delta = work.delta(command.mailbox)
+        delta.in_flight -= back
+        delta.gain(back)
 
 
 # ------------------------------------------------------------------------------------------------------------ settling
 
 
-def _acknowledge(work: Work, commands: list[do.Acknowledge]) -> None:
+def _acknowledge(work: UnitOfWork, commands: list[do.Acknowledge]) -> None:
     mailboxes: dict[int, list[do.Acknowledge]] = {}
     for command in commands:
         mailboxes.setdefault(command.mailbox, []).append(command)
@@ -316,12 +316,12 @@ def _acknowledge(work: Work, commands: list[do.Acknowledge]) -> None:
             given = _json_list(_only_held(work, mailbox, given, acks))
         work.execute(sql.DROP_MESSAGES_LEASED, (given,))
         work.execute(sql.DROP_LEASES, (given,))
-        tally = work.tally(mailbox)
-        tally.in_flight -= held
-        tally.settled += held
+        delta = work.delta(mailbox)
+        delta.in_flight -= held
+        delta.settled += held
 
 
-def _only_held(work: Work, mailbox: int, given: str, acks: list[do.Acknowledge]) -> list[str]:
+def _only_held(work: UnitOfWork, mailbox: int, given: str, acks: list[do.Acknowledge]) -> list[str]:
     """The leases that are held, once each; the other acknowledgements get their error."""
     held = {str(lease) for (lease,) in work.rows(sql.WHICH_HELD, (given, mailbox, work.boot))}
     good = []
@@ -335,18 +335,18 @@ def _only_held(work: Work, mailbox: int, given: str, acks: list[do.Acknowledge])
     return good
 
 
-def _acknowledge_and_reply(work: Work, commands: list[do.Reply]) -> None:
+def _acknowledge_and_reply(work: UnitOfWork, commands: list[do.Reply]) -> None:
     for command in commands:
         held = _take(work, command.mailbox, command.delivery, command)
         reply = command.ack.reply
         if held is None or reply is None:
             continue
         work.execute(sql.DROP_MESSAGE, (held[0],))
-        work.tally(command.mailbox).settled += 1
+        work.delta(command.mailbox).settled += 1
         _reply(work, reply)
 
 
-def _reply(work: Work, reply: Envelope) -> None:
+def _reply(work: UnitOfWork, reply: Envelope) -> None:
     """Put a reply where it belongs; one whose requester is gone is dropped."""
     mailbox = work.mailbox_for_reply(reply.reply_to or "")
     if mailbox is not None:
@@ -355,7 +355,7 @@ def _reply(work: Work, reply: Envelope) -> None:
         batch.write()
 
 
-def _return(work: Work, commands: list[do.Return]) -> None:
+def _return(work: UnitOfWork, commands: list[do.Return]) -> None:
     for command in commands:
         held = _take(work, command.mailbox, command.delivery, command)
         if held is None:
@@ -371,7 +371,7 @@ def _return(work: Work, commands: list[do.Return]) -> None:
         enqueue(work, command.mailbox, seq, rank, pos, how.delay, expires_at)
 
 
-def _dead_letter(work: Work, commands: list[do.DeadLetter]) -> None:
+def _dead_letter(work: UnitOfWork, commands: list[do.DeadLetter]) -> None:
     for command in commands:
         held = _take(work, command.mailbox, command.delivery, command)
         if held is not None:
@@ -380,18 +380,18 @@ def _dead_letter(work: Work, commands: list[do.DeadLetter]) -> None:
                 _reply(work, command.dead.reply)
 
 
-def _take(work: Work, mailbox: int, delivery: Delivery, command: Command) -> tuple[Any, ...] | None:
+def _take(work: UnitOfWork, mailbox: int, delivery: Delivery, command: Command) -> tuple[Any, ...] | None:
     """End a lease that is held, else give ``command`` its error."""
     lease = delivery.receipt_handle
     for row in work.rows(sql.HELD, (int(lease), mailbox, work.boot)):
         work.execute(sql.DROP_LEASE, (int(lease),))
-        work.tally(mailbox).in_flight -= 1
+        work.delta(mailbox).in_flight -= 1
         return row
     command.error = _expired(delivery)
     return None
 
 
-def _extend(work: Work, commands: list[do.Extend]) -> None:
+def _extend(work: UnitOfWork, commands: list[do.Extend]) -> None:
     for command in commands:
         until = work.boot + command.timeout
         lease = int(command.delivery.receipt_handle)
@@ -400,7 +400,7 @@ def _extend(work: Work, commands: list[do.Extend]) -> None:
             command.error = _expired(command.delivery)
 
 
-def _save_checkpoint(work: Work, commands: list[do.Checkpoint]) -> None:
+def _save_checkpoint(work: UnitOfWork, commands: list[do.Checkpoint]) -> None:
     for command in commands:
         lease = int(command.delivery.receipt_handle)
         work.execute(sql.CHECKPOINT, (command.state, lease, command.mailbox, work.boot))
@@ -421,7 +421,7 @@ def _json_list(leases: list[str]) -> str:
 # ------------------------------------------------------------------------------------------------------- looking after
 
 
-def _count(work: Work, commands: list[do.Count]) -> None:
+def _count(work: UnitOfWork, commands: list[do.Count]) -> None:
     work.flush()
     for command in commands:
         sent = work.value(sql.FIRST_SENT, (command.mailbox,) * 3)
@@ -429,25 +429,25 @@ def _count(work: Work, commands: list[do.Count]) -> None:
         command.result = Counts(*work.counts(command.mailbox), queue_age=age)
 
 
-def _sweep(work: Work, commands: list[do.Sweep]) -> None:
+def _sweep(work: UnitOfWork, commands: list[do.Sweep]) -> None:
     work.empty.update(command.mailbox for command in commands)  # so that the next due instant is told
 
 
-def _purge(work: Work, commands: list[do.Purge]) -> None:
+def _purge(work: UnitOfWork, commands: list[do.Purge]) -> None:
     for command in commands:
         work.flush()
         delayed, pending, in_flight, _, _ = work.counts(command.mailbox)
         for statement in sql.PURGE:
             work.execute(statement, (command.mailbox,))
-        tally = work.tally(command.mailbox)
-        tally.delayed -= delayed
-        tally.pending -= pending
-        tally.in_flight -= in_flight
+        delta = work.delta(command.mailbox)
+        delta.delayed -= delayed
+        delta.pending -= pending
+        delta.in_flight -= in_flight
         command.result = delayed + pending + in_flight
-        tally.settled += command.result
+        delta.settled += command.result
 
 
-_IN_ORDER: tuple[tuple[type, Callable[[Work, Any], None]], ...] = (
+_IN_ORDER: tuple[tuple[type, Callable[[UnitOfWork, Any], None]], ...] = (
     (do.Open, _open),
     (do.Unclaim, _unclaim),
     (do.Acknowledge, _acknowledge),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Dead, Envelope
 
 
-class Tally:
+class CountDelta:
     """How many more (or fewer) messages of a mailbox are in each state.
 
     ``gained`` counts the messages that became pending, whatever was claimed meanwhile: each is worth a wake-up.
@@ -37,7 +37,7 @@ class Tally:
         self.gained += count
 
 
-class Work:
+class UnitOfWork:
     """The state of one transaction.
 
     ``boot`` and ``wall`` are its instants. ``gained`` says by mailbox how many messages became pending, unless a later claim
@@ -60,7 +60,7 @@ class Work:
         self.dated = False
         self.named: Collection[int] = ()
         """The mailboxes that the commands of the transaction are for."""
-        self._tallies: dict[int, Tally] = {}
+        self._deltas: dict[int, CountDelta] = {}
         self.ends: float | None
         self.due: float | None
         self.expires: float | None
@@ -84,11 +84,11 @@ class Work:
         """The one value that ``statement`` gives."""
         return self.row(statement, values)[0]
 
-    def tally(self, mailbox: int) -> Tally:
+    def delta(self, mailbox: int) -> CountDelta:
         """The changes of that mailbox's counts, to be changed further."""
-        found = self._tallies.get(mailbox)
+        found = self._deltas.get(mailbox)
         if found is None:
-            found = self._tallies[mailbox] = Tally()
+            found = self._deltas[mailbox] = CountDelta()
         return found
 
     def counts(self, mailbox: int) -> tuple[int, ...]:
@@ -101,8 +101,8 @@ class Work:
     def waiting(self, mailbox: int) -> int:
         """How many messages of the mailbox are still to be done, by now."""
         delayed, pending, in_flight, _, _ = self.counts(mailbox)
-        tally = self.tally(mailbox)
-        return int(delayed + pending + in_flight + tally.delayed + tally.pending + tally.in_flight)
+        delta = self.delta(mailbox)
+        return int(delayed + pending + in_flight + delta.delayed + delta.pending + delta.in_flight)
 
     def mailbox(self, name: str) -> int:
         """The number of the mailbox of that name, which is made where there is none."""
@@ -129,11 +129,11 @@ class Work:
         dead_at = self.wall if at is None else at
         self.execute(sql.BURY, (self.tick, delivered, delivered, received_at, *why, dead_at, dead.history, seq))
         self.execute(sql.DROP_MESSAGE, (seq,))
-        self.tally(mailbox).dead += 1
+        self.delta(mailbox).dead += 1
 
     def exhausted(self, mailbox: int) -> None:
         """Nothing is pending there any more."""
-        self.tally(mailbox).gained = 0
+        self.delta(mailbox).gained = 0
         self.gained.pop(mailbox, None)
 
     def lease_until(self, until: float) -> None:
@@ -147,15 +147,15 @@ class Work:
 
     def flush(self) -> None:
         """Write the counter and the counts. Raises where a mailbox of :attr:`named` is gone."""
-        for mailbox, tally in self._tallies.items():
-            values = (tally.delayed, tally.pending, tally.in_flight, tally.settled, tally.dead)
+        for mailbox, delta in self._deltas.items():
+            values = (delta.delayed, delta.pending, delta.in_flight, delta.settled, delta.dead)
             if any(values):
                 self.execute(sql.ADD_COUNTS, (*values, mailbox))
                 if not self.changes() and mailbox in self.named:
                     raise dropped("the mailbox")
-            if tally.gained:
-                self.gained[mailbox] = self.gained.get(mailbox, 0) + tally.gained
-        self._tallies.clear()
+            if delta.gained:
+                self.gained[mailbox] = self.gained.get(mailbox, 0) + delta.gained
+        self._deltas.clear()
         if self.tick != self._first_tick:
             self.execute(sql.SET_TICK, (self.tick,))
             self._first_tick = self.tick
@@ -174,7 +174,7 @@ class Work:
     def _see(self, date: float) -> None:
         self.soonest = min(self.soonest, self.boot + date - self.wall)
 
-    def add(self, other: Work) -> None:
+    def add(self, other: UnitOfWork) -> None:
         """Take in what another part of the same transaction changed."""
         for mailbox, gained in other.gained.items():
             self.gained[mailbox] = self.gained.get(mailbox, 0) + gained
@@ -188,7 +188,7 @@ AT_ONCE = 1_000
 """How many of each kind one transaction does, unless a caller counts: its callers should not wait for thousands."""
 
 
-def do_what_is_due(work: Work, exact: bool) -> None:
+def do_what_is_due(work: UnitOfWork, exact: bool) -> None:
     """Do what is due by now: all of it where ``exact``, else at most :data:`AT_ONCE` of each kind."""
     limit = -1 if exact else AT_ONCE
     wall = work.wall
@@ -200,26 +200,28 @@ def do_what_is_due(work: Work, exact: bool) -> None:
         expire(work, limit)
 
 
-def enqueue(work: Work, mailbox: int, seq: int, rank: int, pos: int, delay: float, expires_at: float | None) -> None:
+def enqueue(
+    work: UnitOfWork, mailbox: int, seq: int, rank: int, pos: int, delay: float, expires_at: float | None
+) -> None:
     """Let a message wait: at ``pos`` of the queue, or ``delay`` seconds first."""
-    tally = work.tally(mailbox)
+    delta = work.delta(mailbox)
     if expires_at is not None and expires_at <= work.wall:
         work.bury(mailbox, seq, EXPIRED, 0, None)
         return
     due = work.wall + delay if delay else None
     if due is None:
         work.execute(sql.ADD_READY, (mailbox, rank, pos, seq))
-        tally.gain(1)
+        delta.gain(1)
     else:
         work.execute(sql.ADD_DELAYED, (due, seq, mailbox))
-        tally.delayed += 1
+        delta.delayed += 1
         work.due_at(due)
     if expires_at is not None:
         work.execute(sql.ADD_EXPIRING, (expires_at, seq, pos if due is None else None, due))
         work.due_at(expires_at)
 
 
-def _end_leases(work: Work, limit: int) -> None:
+def _end_leases(work: UnitOfWork, limit: int) -> None:
     """Its holder may have died of it: the attempt is charged, and the message goes to the tail."""
     ended = work.rows(sql.ENDED_LEASES, (work.boot, limit))
     if not ended:  # what is due is of no message: left there, it would be due for ever
@@ -227,25 +229,25 @@ def _end_leases(work: Work, limit: int) -> None:
     for lease, mailbox, seq, claimed_at, rank, expires_at in ended:
         work.execute(sql.DROP_LEASE, (lease,))
         work.execute(sql.CAME_BACK, (1, claimed_at, seq))
-        work.tally(mailbox).in_flight -= 1
+        work.delta(mailbox).in_flight -= 1
         work.tick += 1
         enqueue(work, mailbox, seq, rank, work.tick, 0.0, expires_at)
 
 
-def _end_delays(work: Work, limit: int) -> None:
+def _end_delays(work: UnitOfWork, limit: int) -> None:
     over = work.rows(sql.DUE, (work.wall, limit))
     if not over:
         work.execute(sql.DELAYS_OF_NONE, (work.wall,))
     for due, seq, mailbox, rank, expires_at in over:
         work.execute(sql.FORGET_DELAYED, (due, seq))
-        work.tally(mailbox).delayed -= 1
+        work.delta(mailbox).delayed -= 1
         if expires_at is not None:
             work.execute(sql.NOT_EXPIRING, (expires_at, seq))
         work.tick += 1
         enqueue(work, mailbox, seq, rank, work.tick, 0.0, expires_at)
 
 
-def expire(work: Work, limit: int) -> None:
+def expire(work: UnitOfWork, limit: int) -> None:
     """Move to the dead letters what waited too long, the earliest first."""
     expired = work.rows(sql.EXPIRED, (work.wall, limit))
     if not expired:
@@ -256,22 +258,22 @@ def expire(work: Work, limit: int) -> None:
         else:
             work.execute(sql.NOT_EXPIRING, (expires_at, seq))
             work.execute(sql.FORGET_DELAYED, (due, seq))
-            work.tally(mailbox).delayed -= 1
+            work.delta(mailbox).delayed -= 1
             work.bury(mailbox, seq, EXPIRED, 0, None, expires_at)
 
 
-def expire_ready(work: Work, mailbox: int, rank: int, pos: int, seq: int, expires_at: float) -> None:
+def expire_ready(work: UnitOfWork, mailbox: int, rank: int, pos: int, seq: int, expires_at: float) -> None:
     """Move a message that has expired at its place in the queue to the dead letters."""
     work.execute(sql.NOT_EXPIRING, (expires_at, seq))
     work.execute(sql.FORGET_READY, (mailbox, rank, pos))
-    work.tally(mailbox).pending -= 1
+    work.delta(mailbox).pending -= 1
     work.bury(mailbox, seq, EXPIRED, 0, None, expires_at)
 
 
 class Inserts:
     """New messages of one transaction, written together. ``_values`` holds their columns, row after row."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: UnitOfWork) -> None:
         self._work = work
         self._first = work.tick + 1
         self._values: list[Any] = []
@@ -302,8 +304,8 @@ class Inserts:
             headers = json.dumps(e.headers) if e.headers else None
             values += (seq, mailbox, -e.priority, e.message_id, e.body, wall, e.reply_to, headers, key, expires_at)
             ids.append(e.message_id)
-        tally = work.tally(mailbox)
-        tally.gain(seq - work.tick)
+        delta = work.delta(mailbox)
+        delta.gain(seq - work.tick)
         work.tick = seq
         return ids
 
@@ -351,9 +353,9 @@ class Inserts:
                 self._ready = [(*self._values[at + 1 : at + 3], self._values[at], self._values[at]) for at in rows]
             due = work.wall + envelope.delay
             self._delayed.append((due, seq, mailbox))
-            tally = work.tally(mailbox)
-            tally.delayed += 1
-            tally.gain(-1)  # it is counted as pending with its neighbours
+            delta = work.delta(mailbox)
+            delta.delayed += 1
+            delta.gain(-1)  # it is counted as pending with its neighbours
             work.due_at(due)
         elif self._ready is not None:
             self._ready.append((mailbox, -envelope.priority, seq, seq))

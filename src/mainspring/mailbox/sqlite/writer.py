@@ -22,15 +22,15 @@ from mainspring.mailbox.sqlite.store import look
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mainspring.mailbox.sqlite.unit_of_work import Work
+    from mainspring.mailbox.sqlite.unit_of_work import UnitOfWork
 
 
 NOTE_SIZE = 512
-"""Bytes that are read of a ring at most: the note that a message was cancelled has its id in it."""
+"""The most bytes that are read of a notification: that of a cancelled message has its id in it."""
 
 
 def note_of(mailbox: int, message_id: str) -> bytes:
-    """What the bell is rung with for a message that was cancelled while a worker had it in hand."""
+    """Return the notification that a message in flight was cancelled."""
     return f"{mailbox} {message_id}".encode()
 
 
@@ -65,7 +65,7 @@ class Waiters(waiting.Waiters):
         self.announced = math.inf
 
 
-class Bell:
+class Notifier:
     """The sockets beside one file. All methods may be called from any thread; none raises for what the others do."""
 
     def __init__(self, path: str) -> None:
@@ -77,37 +77,37 @@ class Bell:
         self._closed = threading.Event()
 
     def listen(self) -> None:
-        """Hang up a bell of one's own. Where that cannot be, :meth:`wait` just waits."""
+        """Make a socket of this process. Where that cannot be, :meth:`wait` just waits."""
         self._closed.clear()
         with contextlib.suppress(OSError):
             os.makedirs(self._directory, exist_ok=True)
             name = f"{os.getpid()}-{random.token()}"
-            bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+            notifier = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
             try:
-                bell.bind(self._path(name))
+                notifier.bind(self._path(name))
             except OSError:
-                bell.close()
+                notifier.close()
                 raise
-            self._name, self._socket = name, bell
+            self._name, self._socket = name, notifier
 
     def wait(self, seconds: float) -> list[bytes]:
-        """What the bell was rung with; nothing once ``seconds`` are over or it was taken down."""
-        bell = self._socket
-        if bell is None:
+        """Return the notifications that have come; nothing once ``seconds`` are over or it was taken down."""
+        notifier = self._socket
+        if notifier is None:
             self._closed.wait(seconds)
             return []
         notes: list[bytes] = []
         try:
-            bell.settimeout(seconds)
-            notes.append(bell.recv(NOTE_SIZE))
-            bell.setblocking(False)
+            notifier.settimeout(seconds)
+            notes.append(notifier.recv(NOTE_SIZE))
+            notifier.setblocking(False)
             while notes[-1] and len(notes) < 1_000:
-                notes.append(bell.recv(NOTE_SIZE))
-        except OSError:  # the timeout, no more notes, or a bell that was taken down
+                notes.append(notifier.recv(NOTE_SIZE))
+        except OSError:  # the timeout, no more notes, or a notifier that was taken down
             pass
         return [note for note in notes if note]
 
-    def ring(self, note: bytes = b"!") -> None:
+    def notify(self, note: bytes = b"!") -> None:
         """Wake every other process that waits on the file, and hand it ``note``."""
         try:
             names = [name for name in os.listdir(self._opened()) if name != self._name]
@@ -115,41 +115,41 @@ class Bell:
             return
         if not names:
             return
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as ringer:
-            ringer.setblocking(False)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+            sender.setblocking(False)
             for name in names:
                 try:
-                    ringer.sendto(note, self._path(name))
+                    sender.sendto(note, self._path(name))
                 except ConnectionRefusedError:  # its process died
                     with contextlib.suppress(OSError):
                         os.unlink(name, dir_fd=self._opened())
-                except OSError:  # it is being taken down, or has rings enough
+                except OSError:  # it is being taken down, or has notifications enough
                     continue
 
     @property
     def interrupted(self) -> bool:
-        """Whether :meth:`interrupt` was called since the bell was hung up."""
+        """Whether :meth:`interrupt` was called since :meth:`listen`."""
         return self._closed.is_set()
 
     def interrupt(self) -> None:
         """Let :meth:`wait` return at once, from now on."""
         self._closed.set()
-        bell = self._socket
-        if bell is not None:
+        notifier = self._socket
+        if notifier is not None:
             with contextlib.suppress(OSError):  # a shutdown() of the socket would not wake one who waits with a timeout
-                bell.sendto(b"", socket.MSG_DONTWAIT, self._path(self._name))
+                notifier.sendto(b"", socket.MSG_DONTWAIT, self._path(self._name))
 
     def take_down(self) -> None:
-        """Remove one's own bell; idempotent."""
-        bell, self._socket = self._socket, None
-        if bell is not None:
+        """Remove one's own notifier; idempotent."""
+        notifier, self._socket = self._socket, None
+        if notifier is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._name, dir_fd=self._opened())
-            bell.close()
+            notifier.close()
             self._name = ""
 
     def close(self) -> None:
-        """Remove the bell and let go of the directory."""
+        """Remove the notifier and let go of the directory."""
         self.take_down()
         folder, self._folder = self._folder, None
         if folder is not None:
@@ -168,7 +168,7 @@ class Bell:
 
 KIND = "sqlite file"
 LOOK_AGAIN = 1.0
-"""Seconds after which those who wait look at the file again, should a ring have been lost."""
+"""Seconds after which those who wait look at the file again, should a notification have been lost."""
 SOONEST = 1e-6
 """The shortest time, in seconds, that is waited for something due: rounding must not make it nothing."""
 
@@ -208,7 +208,7 @@ class Writer:
 
     def __init__(self, path: str) -> None:
         self.file = DatabaseFile(path)
-        self._bell = Bell(path)
+        self._notifier = Notifier(path)
         self._inbox: SimpleQueue[Job] = SimpleQueue()
         self._lock = threading.Lock()
         self._waiters: dict[int, list[Waiters]] = {}
@@ -327,10 +327,10 @@ class Writer:
 
     def _ended(self) -> bool:
         """Close the file, unless it is in use or was used meanwhile. Return True if the thread is done."""
-        self._bell.interrupt()
+        self._notifier.interrupt()
         if self._watcher is not None:
             self._watcher.join(LOOK_AGAIN)
-        self._bell.close()
+        self._notifier.close()
         self.file.leave()
         with self._lock:
             if self._users or not self._inbox.empty():  # a user that came and went leaves jobs, and waits for them
@@ -338,12 +338,12 @@ class Writer:
             self._running = False
             return True
 
-    def _tell(self, work: Work, real: bool) -> None:
+    def _tell(self, work: UnitOfWork, real: bool) -> None:
         """After a commit: wake who may have something to claim, here and in other processes."""
         if work.gained or work.dated:
-            self._bell.ring()
+            self._notifier.notify()
         for mailbox, message_id in work.cancelled:
-            self._bell.ring(note_of(mailbox, message_id))
+            self._notifier.notify(note_of(mailbox, message_id))
         if not self._waiters:
             return
         with self._lock:
@@ -394,16 +394,16 @@ class Writer:
     # ---------------------------------------------------------------------------------------- for other processes
 
     def _watch_from_now_on(self) -> None:
-        """Hang up the bell. What was sent before it hung is found by the receives themselves: they look once more.
+        """Listen. What was sent before is found by the receives themselves: they look once more.
 
         Where no thread is to be had for that, this one looks at the file, and again each second, when it tries anew.
         """
-        self._bell.listen()
-        watcher = threading.Thread(target=self._watch, name="mainspring sqlite bell", daemon=True)
+        self._notifier.listen()
+        watcher = threading.Thread(target=self._watch, name="mainspring sqlite notifier", daemon=True)
         try:
             watcher.start()
         except RuntimeError:
-            self._bell.take_down()
+            self._notifier.take_down()
             self._inbox.put(Job((Look(),), clock.boot_time, 0.0))
             for waiters in self._everybody():
                 process.call_soon(waiters.loop, partial(waiters.due_in, LOOK_AGAIN))
@@ -414,21 +414,21 @@ class Writer:
     def _watch(self) -> None:
         wanted = clock.monotonic()
         while True:
-            rung = self._bell.wait(LOOK_AGAIN)
+            notified = self._notifier.wait(LOOK_AGAIN)
             now = clock.monotonic()
             with self._lock:
-                if rung:
+                if notified:
                     for waiters in self._everybody():
                         waiters.signals += 1
                 parked = any(waiters.parked for waiters in self._everybody())
                 if parked or any(waiters.listens for waiters in self._everybody()):
                     wanted = now
-                if now - wanted >= LOOK_AGAIN or self._bell.interrupted:
+                if now - wanted >= LOOK_AGAIN or self._notifier.interrupted:
                     self._watcher = None
-                    self._bell.take_down()
-                    self._wake_all()  # one that parks just now claims again, which hangs the bell up again
+                    self._notifier.take_down()
+                    self._wake_all()  # one that parks just now claims again, which hangs the notifier up again
                     return
-                self._tell_of_cancelled([told for note in rung if (told := read_note(note)) is not None])
+                self._tell_of_cancelled([told for note in notified if (told := read_note(note)) is not None])
             if parked:
                 self._inbox.put(Job((Look(),), clock.boot_time, 0.0))
 

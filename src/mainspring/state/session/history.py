@@ -9,7 +9,7 @@ from mainspring.core.loggers import Logger
 from mainspring.errors import ConfigError, JournalDamagedError, JournalLockedError, ReducerError, SessionError
 from mainspring.runtime.scope import DaemonScope
 from mainspring.state.session.journal import JournalCalls
-from mainspring.state.session.records import REMEDY, Entry, EventCodecs, Stored, entry_of_snapshot, read_entry
+from mainspring.state.session.records import REMEDY, EventCodecs, JournalEntry, Stored, entry_of_snapshot, read_entry
 from mainspring.state.session.snapshot import Snapshot, SnapshotCodec
 from mainspring.state.session.writer import CLOSE_TIMEOUT
 
@@ -265,7 +265,7 @@ class History:
                 if self.up_to_damage:
                     good.append(line)
 
-    def _enter(self, entry: Entry) -> None:
+    def _enter(self, entry: JournalEntry) -> None:
         if entry.snapshot is not None:
             restored = self._restored(self._cells[""], Snapshot.of(entry.snapshot))
             for cell, values in restored.values.items():

@@ -127,7 +127,7 @@ class Stored(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class JournalEntry:
     """A journal's entry, read: events, or a snapshot (JSON data)."""
 
     seq: int
@@ -159,7 +159,7 @@ def _seal(raw: bytes) -> bytes:
     return b'%s,"crc":"%08x"}' % (raw[:-1], crc32(raw[:-1]))
 
 
-def read_entry(raw: bytes, place: str) -> Entry:
+def read_entry(raw: bytes, place: str) -> JournalEntry:
     """What ``raw`` holds; ``place`` says in an error where it stands.
 
     :raises JournalDamagedError: it is not what was written.
@@ -172,7 +172,7 @@ def read_entry(raw: bytes, place: str) -> Entry:
         data = from_json(raw)
         found = data.get("events", ())
         events = tuple(Stored(event.get("in", ""), event["type"], event["v"], event["data"]) for event in found)
-        return Entry(data["seq"], events, data.get("snapshot"))
+        return JournalEntry(data["seq"], events, data.get("snapshot"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise JournalDamagedError(
             f"{place} is whole, but no entry of a session's journal ({error!r}); {REMEDY}"
