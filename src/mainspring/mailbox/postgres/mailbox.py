@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
@@ -196,6 +196,7 @@ class PostgresBackend(BatchedBackend):
     def __init__(self, conninfo: str, options: PostgresOptions) -> None:
         super().__init__(options.name, options.capacity)
         self._conninfo = conninfo
+        self._name_at = lru_cache(1_000)(partial(local_name, conninfo=conninfo, schema=options.schema_name))
         self._options = options
         self._shared: SharedPool | None = None
         self._number = 0
@@ -219,7 +220,7 @@ class PostgresBackend(BatchedBackend):
         return await schemas.migrate_at(ConnectionPool(self._conninfo, options.timeout), options.schema_name, dry_run)
 
     def local_name(self, address: str) -> str | None:
-        return local_name(address, self._conninfo, self._options.schema_name)
+        return self._name_at(address)
 
     # ----------------------------------------------------------------------------------------------------- life cycle
 
