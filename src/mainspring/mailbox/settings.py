@@ -23,8 +23,6 @@ from mainspring.redaction import shown
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from pydantic.fields import FieldInfo
-
 P = ParamSpec("P")
 Host: TypeAlias = tuple[str, int]
 
@@ -55,6 +53,8 @@ class Options(BaseModel):
     """The mailbox, as errors name it."""
     schemes: ClassVar[tuple[str, ...]]
     """Those of its URLs."""
+    hints: ClassVar[dict[str, str]] = {}
+    """What to do instead, by options that there are not."""
     besides: ClassVar[str] = ""
     """What else it takes, as errors say it."""
 
@@ -68,21 +68,12 @@ class Options(BaseModel):
             return cls(**given)
         except ValidationError as error:
             option = str(error.errors(include_url=False, include_context=False)[0]["loc"][0])
-        known = cls.known().get(option)
-        if known is None:
-            raise ConfigError(f"{shown(url)!r}: {cls.has_no(option)}")
-        value = f", not {validation.shown(given.get(option)):.200}" if known.repr else ""
-        raise ConfigError(f"{shown(url)!r}: {option} must be {known.description or 'text'}{value}")
-
-    @classmethod
-    def known(cls) -> dict[str, FieldInfo]:
-        """The options by name. The field of one whose name a model has for itself has an alias."""
-        return {field.alias or name: field for name, field in cls.model_fields.items()}
-
-    @classmethod
-    def has_no(cls, option: str) -> str:
-        """What is told of an option that there is not."""
-        return f"{cls.kind} has no option {option!r}; it has {', '.join(cls.known())}{cls.besides}"
+        known = {field.alias or name: field for name, field in cls.model_fields.items()}
+        if option not in known:
+            instead = cls.hints.get(option) or f"it has {', '.join(known)}{cls.besides}"
+            raise ConfigError(f"{shown(url)!r}: {cls.kind} has no option {option!r}; {instead}")
+        value = f", not {validation.shown(given.get(option)):.200}" if known[option].repr else ""
+        raise ConfigError(f"{shown(url)!r}: {option} must be {known[option].description or 'text'}{value}")
 
 
 class ServerOptions(Options):

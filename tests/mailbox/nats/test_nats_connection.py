@@ -323,7 +323,7 @@ async def test_a_token_of_any_letters(anyio_backend):
 
 @pytest.mark.parametrize(("query", "options"), [("?capacity=5", {}), ("", {"capacity": 5})])
 def test_what_bounds_a_mailbox_instead_of_a_capacity_is_said(query, options, anyio_backend):
-    with pytest.raises(ConfigError, match=r"has no capacity; limit the storage"):
+    with pytest.raises(ConfigError, match=r"has no option 'capacity'; limit the storage"):
         open_mailbox(f"nats://127.0.0.1{query}", **options)
 
 

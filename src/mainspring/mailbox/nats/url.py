@@ -31,6 +31,9 @@ class NatsOptions(TLSOptions):
 
     kind: ClassVar[str] = "a NATS mailbox"
     schemes: ClassVar[tuple[str, ...]] = ("nats", "tls")
+    hints: ClassVar[dict[str, str]] = {
+        "capacity": "limit the storage of the account or the server instead (then a send raises MailboxFullError)"
+    }
 
     ack_wait: Annotated[
         float,
@@ -40,16 +43,6 @@ class NatsOptions(TLSOptions):
     replicas: Annotated[int, Field(ge=1, le=5, description="1, 3 or 5"), AfterValidator(_odd), NUMBER]
     storage: Annotated[Literal["file", "memory"], Field(description="'file' or 'memory'")]
     credentials: str | None
-
-    @classmethod
-    def has_no(cls, option: str) -> str:
-        """What is told of an option that there is not."""
-        if option == "capacity":
-            return (
-                f"{cls.kind} has no capacity; limit the storage of the account or the server instead (then a send raises"
-                " MailboxFullError)"
-            )
-        return super().has_no(option)
 
 
 @dataclass(frozen=True)
