@@ -69,7 +69,8 @@ class Waiters:
             if event.is_set() and self._failed.pop(event, None) is None:
                 self.forsake()
             raise
-        self._raise_for(event)
+        if self._failed and (error := self._failed.pop(event, None)) is not None:
+            raise error
 
     async def _park(self, event: anyio.Event, seen: int) -> None:
         self._line.append(event)
@@ -82,15 +83,16 @@ class Waiters:
 
     def forsake(self) -> None:
         """A receive whose turn it was cannot take it: the next one shall."""
-        self._let(1)
+        self.wake(1)
 
     def wake(self, count: int) -> None:
         """Let the ``count`` receives that have waited longest look again."""
-        self._let(count)
+        for _ in range(min(count, len(self._line))):
+            self._line.popleft().set()
 
     def wake_all(self) -> None:
         """Let all look again."""
-        self._let(len(self._line))
+        self.wake(len(self._line))
 
     def fail_all(self, error: Exception) -> None:
         """Raise ``error`` in all that are parked. Receives that were woken or have a message are not: they go on."""
@@ -98,12 +100,3 @@ class Waiters:
             event = self._line.popleft()
             self._failed[event] = copied(error)
             event.set()
-
-    def _raise_for(self, event: anyio.Event) -> None:
-        error = self._failed.pop(event, None)
-        if error is not None:
-            raise error
-
-    def _let(self, count: int) -> None:
-        for _ in range(min(count, len(self._line))):
-            self._line.popleft().set()

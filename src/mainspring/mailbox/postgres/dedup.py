@@ -14,6 +14,7 @@ from mainspring.mailbox.batcher import Batcher
 from mainspring.mailbox.postgres.commands import LOCK_WAIT, Send
 from mainspring.mailbox.postgres.connection import BlockedError, refusal
 from mainspring.mailbox.postgres.values import stored_key
+from mainspring.runtime.retry import Retries
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -24,7 +25,7 @@ SHORT_LOCK_WAIT = 0.001
 """The same as ``LOCK_WAIT``, when it is tried again: with others whose keys are blocked."""
 FIRST_PAUSE = 0.01
 LONGEST_PAUSE = 0.25
-"""Seconds between two tries of a send that is blocked."""
+"""The most seconds after the first try of a send that is blocked, and after a later one."""
 
 
 class Transact(Protocol):
@@ -70,10 +71,9 @@ class DedupSends:
         keys = _keys(envelopes)
         self._blocked.update(keys)
         try:
-            pause = FIRST_PAUSE
+            retries = Retries(initial=FIRST_PAUSE, maximum=LONGEST_PAUSE)
             while (left := deadline - self._now()) > 0:
-                await anyio.sleep(min(pause, left))
-                pause = min(2 * pause, LONGEST_PAUSE)
+                await anyio.sleep(min(retries.failed(), left))
                 send = Send(envelopes)
                 await attempt(send)
                 if not send.blocked:

@@ -183,6 +183,7 @@ class PostgresBackend(BatchedBackend):
     dedup key. Sends within a capacity, in turns, and what concerns dead letters and cancellations travel alone.
     """
 
+    _pool: SharedPool
     capabilities = Capabilities(
         durable=True,
         cross_process=True,
@@ -198,7 +199,6 @@ class PostgresBackend(BatchedBackend):
         self._conninfo = conninfo
         self._name_at = lru_cache(1_000)(partial(local_name, conninfo=conninfo, schema=options.schema_name))
         self._options = options
-        self._shared: SharedPool | None = None
         self._number = 0
         self._store = ""
         self._ranks: set[int] = {0}
@@ -212,7 +212,7 @@ class PostgresBackend(BatchedBackend):
     @property
     def transactions(self) -> int:
         """See :attr:`PostgresMailbox.transactions`."""
-        return 0 if self._shared is None else self._shared.connections.batches
+        return 0 if self._is_closing else self._pool.connections.batches
 
     async def migrate_schema(self, dry_run: bool) -> tuple[int, int]:
         """See :meth:`PostgresMailbox.migrate_schema`."""
@@ -237,7 +237,7 @@ class PostgresBackend(BatchedBackend):
         except BaseException:
             await shared.release()
             raise
-        self._shared = shared
+        self._pool = shared
         self._ranks = {0}  # it may have been dropped since it was open last
         self._now = loop_clock()
         self._watermark = shared.watermark(self._number)
@@ -275,7 +275,6 @@ class PostgresBackend(BatchedBackend):
                     tasks.start_soon(batcher.close)
         finally:
             shared.remove_mailbox(self._number, self)
-            self._shared = None
             await shared.release()
 
     def statistics(self) -> MailboxStatistics:
@@ -296,11 +295,6 @@ class PostgresBackend(BatchedBackend):
 
     def sibling(self, name: str) -> PostgresBackend:
         return PostgresBackend(self._conninfo, self._options.model_copy(update={"name": name, "capacity": None}))
-
-    @property
-    def _pool(self) -> SharedPool:
-        assert self._shared is not None
-        return self._shared
 
     # -------------------------------------------------------------------------------------------------------- batches
 

@@ -17,8 +17,8 @@ from mainspring.errors import MailboxConnectionError, MailboxError
 from mainspring.mailbox.postgres.commands import Statement, call_text
 from mainspring.mailbox.postgres.connection import ConnectionPool
 from mainspring.mailbox.postgres.schema import Maintenance
-from mainspring.policies import backoff
 from mainspring.redaction import one_line
+from mainspring.runtime.retry import Retries
 
 if TYPE_CHECKING:
     from mainspring.mailbox.backend import Notifications
@@ -236,18 +236,19 @@ class SharedPool:
                 self.listening = False
 
     async def _keep_listening(self) -> None:
-        failures = 0
+        retries = Retries(initial=0.1, maximum=10.0)
         while True:
             try:
                 await self._listen()
-                failures, pause = 0, PROBE_AGAIN
+                retries.succeeded()
+                pause = PROBE_AGAIN
             except (MailboxError, psycopg.Error, OSError, TimeoutError) as error:
                 if self.listening:
+                    retries.succeeded()
                     await self.connections.lose()
                     if isinstance(error, TimeoutError):
                         await self.connections.is_answering()
-                failures = 1 if self.listening else failures + 1
-                pause = backoff(failures, initial=0.1, maximum=10.0, factor=2.0, jitter="full", rng=random.rng())
+                pause = retries.failed()
             self.listening = False
             self._poll_all()
             await anyio.sleep(pause)

@@ -44,11 +44,7 @@ async def send_within_capacity(
     try:
         with anyio.fail_after(shared.connections.timeout):
             async with turn, shared.connections.connection() as connection:
-                try:
-                    with expendable(connection):
-                        await _send_within(connection, batch, send, capacity, shared.schema)
-                except psycopg.Error as error:
-                    raise as_mailbox_error(error) from error
+                await _send_if_it_fits(connection, batch, send, capacity, shared.schema)
     except TimeoutError:
         raise no_answer(shared.connections.timeout) from None
     except BlockedError:
@@ -57,22 +53,26 @@ async def send_within_capacity(
         send.blocked = True
 
 
-async def _send_within(
+async def _send_if_it_fits(
     connection: psycopg.AsyncConnection[Any], batch: Batch, send: Send, capacity: int, schema: str
 ) -> None:
     envelopes = send.envelopes
     keys = sorted({stored_key(e.dedup_key) for e in envelopes if e.dedup_key is not None})
-    async with connection.transaction():
-        waiting = (await call(connection, schema, "lock_capacity", batch.box))[0][0]
-        more = len(envelopes)
-        if keys:
-            known = await call(connection, schema, "used_dedup_keys", batch.box, array(Texts, keys))
-            more = sum(e.dedup_key is None for e in envelopes) + len(keys) - len(known)
-        if more and waiting + more > capacity:
-            raise full(waiting, capacity, more)
-        # The lock that keeps other senders out is not kept while a key is blocked: the call with it fails soon.
-        for each in batch.build([send]):
-            each.take(await execute(connection, each))
+    try:
+        with expendable(connection):
+            async with connection.transaction():
+                waiting = (await call(connection, schema, "lock_capacity", batch.box))[0][0]
+                more = len(envelopes)
+                if keys:
+                    known = await call(connection, schema, "used_dedup_keys", batch.box, array(Texts, keys))
+                    more = sum(e.dedup_key is None for e in envelopes) + len(keys) - len(known)
+                if more and waiting + more > capacity:
+                    raise full(waiting, capacity, more)
+                # The lock that keeps other senders out is not kept while a key is blocked: the call with it fails soon.
+                for each in batch.build([send]):
+                    each.take(await execute(connection, each))
+    except psycopg.Error as error:
+        raise as_mailbox_error(error) from error
 
 
 class HandlerTransactions:
@@ -110,9 +110,7 @@ class HandlerTransactions:
                 with anyio.fail_after(shared.connections.timeout):
                     connection = await stack.enter_async_context(shared.connections.connection())
             except TimeoutError:
-                raise MailboxConnectionError(
-                    f"PostgreSQL did not answer within {shared.connections.timeout:g} s"
-                ) from None
+                raise no_answer(shared.connections.timeout) from None
             this = self.under_way[handle] = HandlerTransaction(connection, shared.connections.timeout)
             ended = False
             try:

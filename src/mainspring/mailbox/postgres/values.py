@@ -90,13 +90,16 @@ def array(kind: type[Packed], values: Sequence[Any], encoding: str = "utf-8") ->
         flat: list[Any] = [size] * (2 * len(values))
         flat[1::2] = values
         return kind(header + pack("!" + form * len(values), *flat))
+    if kind is Texts:
+        values = [None if value is None else value.encode(encoding) for value in values]
+    elif form:
+        values = [None if value is None else pack("!" + form[1], value) for value in values]
     parts = [header]
     for value in values:
         if value is None:
             parts.append(_NULL)
-            continue
-        packed = value.encode(encoding) if kind is Texts else pack("!" + form[1], value) if form else value
-        parts += (_LENGTH(len(packed)), packed)
+        else:
+            parts += (_LENGTH(len(value)), value)
     return kind(b"".join(parts))
 
 
