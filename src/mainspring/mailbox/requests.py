@@ -21,7 +21,7 @@ from mainspring.errors import (
 )
 from mainspring.mailbox.backend import TRANSIENT
 from mainspring.mailbox.limits import CLOSE_TIMEOUT, check_seconds
-from mainspring.policies import backoff
+from mainspring.runtime.retry import Retries
 
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
@@ -211,7 +211,7 @@ class Requester:
                     self.end(message_id, error)
 
     async def _receive(self, box: Mailbox[Any, Any]) -> None:
-        failures = 0
+        retries = Retries(initial=0.1, maximum=5.0)
         while True:
             try:
                 messages = await box.receive(
@@ -220,12 +220,9 @@ class Requester:
             except MainspringError as error:
                 if not error.retryable:
                     raise
-                failures += 1
-                await anyio.sleep(
-                    backoff(failures, initial=0.1, maximum=5.0, factor=2.0, jitter="full", rng=random.rng())
-                )
+                await retries.pause()
                 continue
-            failures = 0
+            retries.succeeded()
             async with anyio.create_task_group() as tasks:
                 for message in messages:
                     self._hand_over(message)
