@@ -25,21 +25,25 @@ class TLSOptions(ServerOptions):
         Field(description="an ssl.SSLContext (in a URL name the files: ca_file, cert_file, key_file)"),
     ] = None
 
+    @property
+    def says_tls(self) -> bool:
+        """True if one of the options of TLS is given."""
+        return bool(self.ca_file or self.cert_file or self.key_file or self.ssl_context)
+
     def tls(self, url: MailboxURL, scheme: str) -> ssl.SSLContext | None:
         """The context given, else one that trusts ``ca_file`` (else what the machine trusts) and shows ``cert_file``.
 
         None where ``url`` does not have ``scheme``, that of TLS. Raises :class:`ConfigError` where the files cannot be read, or
         the options contradict each other or the scheme.
         """
-        files = self.ca_file or self.cert_file or self.key_file
         if url.scheme != scheme:
-            if files or self.ssl_context:
+            if self.says_tls:
                 raise ConfigError(
                     f"{url.shown!r} has options of TLS, and is not encrypted; the scheme for TLS is {scheme}://"
                 )
             return None
         if self.ssl_context is not None:
-            if files:
+            if self.ca_file or self.cert_file or self.key_file:
                 raise ConfigError(
                     f"{url.shown!r}: with ssl_context there is no ca_file, cert_file or key_file: load them into it"
                 )

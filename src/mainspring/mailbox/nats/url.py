@@ -63,7 +63,8 @@ class Server:
             raise ConfigError(
                 f"{place.shown!r}: a NATS mailbox has no path; its name is an option: nats://host:4222?name=jobs"
             )
-        return cls(place.hosts(PORT), place.scheme, place.username, place.password, options.tls(place, "tls"))
+        tls = options.tls(place, "tls") if options.says_tls else None  # the driver reads what the machine trusts anew
+        return cls(place.hosts(PORT), place.scheme, place.username, place.password, tls)
 
     @property
     def address(self) -> str:
