@@ -17,7 +17,7 @@ from servers import RedisServer
 pytestmark = pytest.mark.anyio
 
 KEYS = (
-    "messages ready delayed leases state more keyed expiry dead deaths epitaph waiters".split()  # noqa: SIM905
+    "messages ready delayed leases state more dedup expiry dead dead_order dead_details waiters".split()  # noqa: SIM905
 )
 LUA = files("mainspring.mailbox.redis").joinpath("lua")
 COMMANDS = sorted(
@@ -266,8 +266,8 @@ async def test_contents_that_no_mailbox_wrote_stop_nothing(user, caplog):
         here.call("ZADD", user.key("delayed"), 1, "soon")
         here.call("ZADD", user.key("ready"), 0, "first")
         here.call("ZADD", user.key("expiry"), 1, "nothing")
-        here.call("ZADD", user.key("deaths"), 1, "nobody")
-        here.call("HSET", user.key("epitaph"), f"w{died.id}", "{", f"m{died.id}", "a b c")
+        here.call("ZADD", user.key("dead_order"), 1, "nobody")
+        here.call("HSET", user.key("dead_details"), f"w{died.id}", "{", f"m{died.id}", "a b c")
         (letter,) = await mailbox.dead_letters()
         assert letter.body == "died"
         got = await drained(mailbox)

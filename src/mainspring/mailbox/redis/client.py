@@ -66,7 +66,7 @@ def library() -> tuple[bytes, bytes]:
     return b"#!lua name=%b\nlocal NAME = '%b'\n%b" % (name, name, text), name
 
 
-_PARTS: Final = ("store", "rights", "due", "handing", "messages", "dead", "recovery", "run")
+_PARTS: Final = ("store", "permissions", "sweep", "listeners", "messages", "dead", "recovery", "run")
 
 
 class Client:

@@ -32,11 +32,11 @@ _KEYS: Final = (
     "leases",
     "state",
     "more",
-    "keyed",
+    "dedup",
     "expiry",
     "dead",
-    "deaths",
-    "epitaph",
+    "dead_order",
+    "dead_details",
     "waiters",
 )
 MICRO: Final = 1_000_000
@@ -315,7 +315,7 @@ def _write_sends(call: FunctionCall, sends: Sequence[batched.Send]) -> None:
             break
     count = len(sends[0].envelopes) if len(sends) == 1 else len(sends)
     expires = 0 if first.expires_in is None else max(1, micros(first.expires_in))
-    call.arguments += ("put", count, -first.priority, micros(first.delay), expires)
+    call.arguments += ("send", count, -first.priority, micros(first.delay), expires)
     call.arguments += (-1 if capacity is None else capacity, int(keyed))
     for send in sends:
         for envelope in send.envelopes:
@@ -411,7 +411,7 @@ def _kind(command: Command) -> Hashable:
 def _return(call: FunctionCall, command: batched.Return) -> tuple[Argument, ...]:
     how = command.how
     handle, charge, front = command.delivery.receipt_handle, int(how.charge), int(how.front)
-    return "back", handle, micros(how.delay), charge, front, how.history or ""
+    return "return_message", handle, micros(how.delay), charge, front, how.history or ""
 
 
 def _reply_part(call: FunctionCall, reply: Envelope | None) -> tuple[Argument, ...]:
@@ -423,12 +423,12 @@ def _reply_part(call: FunctionCall, reply: Envelope | None) -> tuple[Argument, .
 
 
 def _reply(call: FunctionCall, command: batched.Reply) -> tuple[Argument, ...]:
-    return "answer", command.delivery.receipt_handle, *_reply_part(call, command.ack.reply)
+    return "reply", command.delivery.receipt_handle, *_reply_part(call, command.ack.reply)
 
 
 def _dead_letter(call: FunctionCall, command: batched.DeadLetter) -> tuple[Argument, ...]:
     dead = command.dead
-    settled = ("bury", command.delivery.receipt_handle, _write_reason(dead), dead.history or "")
+    settled = ("dead_letter", command.delivery.receipt_handle, _write_reason(dead), dead.history or "")
     return *settled, *_reply_part(call, dead.reply)
 
 
@@ -531,8 +531,8 @@ def _single(
 
 OPERATIONS: Final[dict[type[Command], Operation]] = {
     Leave: _single(0, _leave, _take_left, retried=True),
-    RemoveWaiters: _single(0, lambda _, c: ("unlist", len(c.waiters), *sorted(c.waiters)), retried=True),
-    UndoLostClaims: _single(0, lambda _, c: ("unheard", c.claimant, c.last_claim), retried=True),
+    RemoveWaiters: _single(0, lambda _, c: ("remove_waiters", len(c.waiters), *sorted(c.waiters)), retried=True),
+    UndoLostClaims: _single(0, lambda _, c: ("undo_lost_claims", c.claimant, c.last_claim), retried=True),
     batched.Unclaim: _single(
         0, lambda _, c: ("unclaim", len(c.deliveries), *(d.receipt_handle for d in c.deliveries)), retried=True
     ),
@@ -548,18 +548,18 @@ OPERATIONS: Final[dict[type[Command], Operation]] = {
     batched.Send: Operation(5, _write_sends, _take_sends),
     batched.ReplayDead: _single(
         6,
-        lambda _, c: ("replay", -1 if c.capacity is None else c.capacity, MOST_DEAD, *_ids(c.ids)),
+        lambda _, c: ("replay_dead", -1 if c.capacity is None else c.capacity, MOST_DEAD, *_ids(c.ids)),
         _take_replayed,
     ),
-    batched.PurgeDead: _single(6, lambda _, c: ("discard", MOST_DEAD, *_ids(c.ids))),
-    WakeOthers: _single(7, lambda _, c: ("pass", c.count)),
+    batched.PurgeDead: _single(6, lambda _, c: ("purge_dead", MOST_DEAD, *_ids(c.ids))),
+    WakeOthers: _single(7, lambda _, c: ("wake_others", c.count)),
     Claim: Operation(8, _write_claims, _take_claims),
-    Sweep: _single(9, lambda _, c: ("look", c.waiter())),
-    batched.Count: _single(10, lambda *_: ("counts",), _take_counts),
+    Sweep: _single(9, lambda _, c: ("sweep", c.waiter())),
+    batched.Count: _single(10, lambda *_: ("count",), _take_counts),
     batched.ListDead: _single(
-        10, lambda _, c: ("list", c.limit, (c.after or "").encode("utf-8", "surrogatepass")), _take_dead
+        10, lambda _, c: ("list_dead", c.limit, (c.after or "").encode("utf-8", "surrogatepass")), _take_dead
     ),
-    batched.FindDead: _single(10, lambda _, c: ("find", *_ids(c.ids)), _take_dead),
+    batched.FindDead: _single(10, lambda _, c: ("find_dead", *_ids(c.ids)), _take_dead),
     Recover: _single(11, lambda _, c: ("recover", micros(c.interval)), _take_recovered),
     batched.Drop: _single(12, lambda *_: ("drop",)),
 }

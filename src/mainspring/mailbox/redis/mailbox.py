@@ -37,7 +37,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 MOST_AT_ONCE = 250_000
-"""Messages of one ``send_many``: all or none of them are stored, in one call, and the server serves nobody else meanwhile."""
+"""Messages of one ``send_many``: all or none are stored, in one call, and the server serves no other client meanwhile."""
 
 
 class RedisMailbox(Mailbox[T, R]):

@@ -1,25 +1,25 @@
 -- Dead letters, counts, purge.
 
-local function letters(box, ids)
+local function read_dead(box, ids)
   local found = {}
   for _, id in ipairs(ids) do
     local value = redis.call('HGET', box.dead, id)
     if value then
-      local record = redis.call('HMGET', box.epitaph, 'm' .. id, 'w' .. id, 'c' .. id, 'h' .. id)
+      local record = redis.call('HMGET', box.dead_details, 'm' .. id, 'w' .. id, 'c' .. id, 'h' .. id)
       found[#found + 1] = { id, value, record[1] or '', record[2] or '', record[3], record[4] }
     end
   end
   return found
 end
 
--- Without those whose record somebody has deleted by hand.
+-- Leave out ids whose record was deleted by hand.
 local function with_record(box, ids)
   local there, gone = {}, {}
   for _, id in ipairs(ids) do
     local list = redis.call('HEXISTS', box.dead, id) == 1 and there or gone
     list[#list + 1] = id
   end
-  bulk('ZREM', box.deaths, gone)
+  bulk('ZREM', box.dead_order, gone)
   box.dropped = box.dropped + #gone
   return there, #gone
 end
@@ -27,25 +27,25 @@ end
 local function list_dead(box, limit, after)
   local from = 0
   if after ~= '' then
-    local rank = redis.call('ZRANK', box.deaths, after)
+    local rank = redis.call('ZRANK', box.dead_order, after)
     from = rank and rank + 1 or 0
   end
   local ids, gone
   repeat
-    ids, gone = with_record(box, redis.call('ZRANGE', box.deaths, from, from + limit - 1))
+    ids, gone = with_record(box, redis.call('ZRANGE', box.dead_order, from, from + limit - 1))
   until gone == 0
-  return letters(box, ids)
+  return read_dead(box, ids)
 end
 
--- Those of ARGV[from] on that are dead, in the order of their deaths; with no count, up to `most` of all.
-local function chosen(box, from, count, most)
+-- The ids from ARGV[from] on that are dead letters, oldest first; with no count, the `most` oldest of all.
+local function find_dead(box, from, count, most)
   if count < 0 then
-    return (with_record(box, redis.call('ZRANGE', box.deaths, 0, most - 1)))
+    return (with_record(box, redis.call('ZRANGE', box.dead_order, 0, most - 1)))
   end
   local given = {}
   local seen = {}
   for i = from, from + count - 1 do
-    local place = tonumber(redis.call('ZSCORE', box.deaths, ARGV[i]) or nil)
+    local place = tonumber(redis.call('ZSCORE', box.dead_order, ARGV[i]) or nil)
     if place and not seen[ARGV[i]] then
       seen[ARGV[i]] = true
       given[#given + 1] = { place, ARGV[i] }
@@ -59,7 +59,7 @@ local function chosen(box, from, count, most)
   return (with_record(box, ids))
 end
 
-local function replay(box, ids)
+local function replay_dead(box, ids)
   for _, id in ipairs(ids) do
     local value = redis.call('HGET', box.dead, id)
     local place, rank = of_head(value)
@@ -67,22 +67,22 @@ local function replay(box, ids)
     place = new_place(box)
     redis.call('HSET', box.messages, id, place .. tail)
     redis.call('ZADD', box.ready, rank, place .. id)
-    local kept = redis.call('HMGET', box.epitaph, 'c' .. id, 'k' .. id)
+    local kept = redis.call('HMGET', box.dead_details, 'c' .. id, 'k' .. id)
     if kept[1] then
       redis.call('HSET', box.more, 'c' .. id, kept[1])
     end
-    if kept[2] and redis.call('HSETNX', box.keyed, kept[2], id) == 1 then -- else another message has it by now
+    if kept[2] and redis.call('HSETNX', box.dedup, kept[2], id) == 1 then -- else another message has it by now
       redis.call('HSET', box.more, 'k' .. id, kept[2])
     end
-    drop_dead(box, id)
+    delete_dead(box, id)
   end
-  box.gained = box.gained + #ids
+  box.added = box.added + #ids
   return #ids
 end
 
-local function discard(box, ids)
+local function purge_dead(box, ids)
   for _, id in ipairs(ids) do
-    drop_dead(box, id)
+    delete_dead(box, id)
   end
   box.settled = box.settled + #ids
   return #ids
@@ -103,13 +103,13 @@ end
 
 local function counts(box)
   return { redis.call('ZCARD', box.delayed), redis.call('ZCARD', box.ready), redis.call('ZCARD', box.leases),
-    (tonumber(redis.call('HGET', box.state, 'settled') or nil) or 0) + box.settled, redis.call('ZCARD', box.deaths),
+    (tonumber(redis.call('HGET', box.state, 'settled') or nil) or 0) + box.settled, redis.call('ZCARD', box.dead_order),
     queue_age(box) }
 end
 
 local function purge(box)
   local dropped = waiting(box)
-  redis.call('UNLINK', box.messages, box.ready, box.delayed, box.leases, box.more, box.keyed, box.expiry)
+  redis.call('UNLINK', box.messages, box.ready, box.delayed, box.leases, box.more, box.dedup, box.expiry)
   box.settled = box.settled + dropped
   return dropped
 end

@@ -12,9 +12,9 @@ local function each_lease(box, visit)
   until cursor == '0'
 end
 
--- End a message wherever it is: whether it waited (else somebody held it, whose receipt is void), and its value; nil: there
--- is none.
-local function end_message(box, id)
+-- End a message wherever it is. Return whether it waited (else it was in flight, and its receipt is void), and its value; nil:
+-- there is none.
+local function remove_message(box, id)
   local value, key, spot = find_waiting(box, id)
   if not value then
     return false, nil
@@ -32,7 +32,7 @@ local function end_message(box, id)
     end)
     bulk('ZREM', box.leases, held_by)
   end
-  forget(box, { id })
+  delete_messages(box, { id })
   box.settled = box.settled + 1
   return spot ~= nil, value
 end
@@ -43,32 +43,32 @@ end
 -- One whose id another one has, alive or dead, ends that: both would be one in most keys, and the end of the one would take
 -- the other along. An id comes twice only where the sender made it of something (a dead letter's id), or sends something
 -- once more, and then there is a dedup key; all other ids are new.
-local function give_key(box, id, key, own)
-  local holder = redis.call('HGET', box.keyed, key)
+local function claim_key(box, id, key, own)
+  local holder = redis.call('HGET', box.dedup, key)
   local ends = holder and redis.call('ZSCORE', box.expiry, holder)
   if ends and tonumber(ends) <= now then -- and so many with it that it has not been swept
     expire_one(box, holder, ends)
-    holder = redis.call('HGET', box.keyed, key)
+    holder = redis.call('HGET', box.dedup, key)
   end
-  if holder and not own[holder] and redis.call('HEXISTS', box.messages, holder) == 0 then -- somebody has deleted it by hand
+  if holder and not own[holder] and redis.call('HEXISTS', box.messages, holder) == 0 then -- it was deleted by hand
     holder = false
     box.dropped = box.dropped + 1
   end
   if holder or full then
     return holder
   end
-  end_message(box, id)
+  remove_message(box, id)
   if redis.call('HEXISTS', box.dead, id) == 1 then
     verify(box)
-    drop_dead(box, id)
+    delete_dead(box, id)
     box.settled = box.settled + 1
   end
   redis.call('HSET', box.more, 'k' .. id, key)
-  redis.call('HSET', box.keyed, key, id)
+  redis.call('HSET', box.dedup, key, id)
 end
 
 -- See put. `values`, `spots` and `keys` become the arguments of the commands that store them, and their dedup keys.
-local function put_all(box, values, spots, keys, from, count, rank, delay, expires, keyed, anyway)
+local function send_all(box, values, spots, keys, from, count, rank, delay, expires, keyed, anyway)
   local at, step, last = from, keyed and 3 or 2, 0
   local ids, own = {}, {}
   local sent = '|' .. text(now) .. '|' .. rank .. '|'
@@ -81,7 +81,7 @@ local function put_all(box, values, spots, keys, from, count, rank, delay, expir
       if key ~= '' then
         keys[#keys + 1] = key
         keys[#keys + 1] = id
-        same = give_key(box, id, key, own)
+        same = claim_key(box, id, key, own)
         if same then
           keys[#keys], keys[#keys - 1] = nil, nil
         end
@@ -115,15 +115,15 @@ local function put_all(box, values, spots, keys, from, count, rank, delay, expir
   if delay > 0 then
     bulk('ZADD', box.delayed, spots)
     due_at(box, now + delay)
-  elseif last ~= 2 or not hand_new(box, spots[2], rank, values[2]) then
+  elseif last ~= 2 or not push_new(box, spots[2], rank, values[2]) then
     bulk('ZADD', box.ready, spots)
-    box.gained = box.gained + last / 2
+    box.added = box.added + last / 2
   end
   return ids
 end
 
 -- Undo what was written of a send that failed, as far as that is possible.
-local function unput(box, values, spots, keys)
+local function undo_send(box, values, spots, keys)
   local ids, members = {}, {}
   for i = 2, #values, 2 do
     ids[i / 2], members[i / 2] = values[i - 1], spots[i]
@@ -132,8 +132,8 @@ local function unput(box, values, spots, keys)
   pcall(bulk, 'ZREM', box.delayed, members)
   pcall(bulk, 'ZREM', box.expiry, ids)
   for i = 1, #keys, 2 do
-    if redis.pcall('HGET', box.keyed, keys[i]) == keys[i + 1] then
-      redis.pcall('HDEL', box.keyed, keys[i])
+    if redis.pcall('HGET', box.dedup, keys[i]) == keys[i + 1] then
+      redis.pcall('HDEL', box.dedup, keys[i])
     end
     redis.pcall('HDEL', box.more, 'k' .. keys[i + 1])
   end
@@ -142,11 +142,11 @@ end
 
 -- Store `count` messages, from ARGV[from] on: id and body (with its flags), and the dedup key where `keyed`. Their ids; nil
 -- where there is no memory for them, `anyway` or not: then none is stored.
-local function put(box, ...)
+local function send(box, ...)
   local values, spots, keys = {}, {}, {}
-  local done, result = pcall(put_all, box, values, spots, keys, ...)
+  local done, result = pcall(send_all, box, values, spots, keys, ...)
   if not done then
-    unput(box, values, spots, keys)
+    undo_send(box, values, spots, keys)
     error(result, 0)
   end
   return result
@@ -168,7 +168,7 @@ local function how_many_new(box, from, count, keyed)
       new = new + 1
     elseif not seen[key] then
       seen[key] = true
-      new = new + 1 - redis.call('HEXISTS', box.keyed, key)
+      new = new + 1 - redis.call('HEXISTS', box.dedup, key)
     end
   end
   return new
@@ -176,7 +176,7 @@ end
 
 -- Take the first `most` of those that are pending: their ids, values and receipts, and what the few have; how many index
 -- entries were read. The leases stand before the index entries go.
-local function lease_some(box, most, visible, claimant)
+local function claim_some(box, most, visible, claimant)
   local spots = redis.call('ZRANGE', box.ready, 0, most - 1, 'WITHSCORES')
   if #spots == 0 then
     return 0
@@ -189,7 +189,7 @@ local function lease_some(box, most, visible, claimant)
   local tick, by, ends = box.tick, '.' .. claimant .. '.', text(now + visible)
   local receipts, values, leases, held, last = {}, {}, {}, {}, 0
   for i, id in ipairs(ids) do
-    if found[i] then -- else somebody has deleted it by hand
+    if found[i] then -- else it was deleted by hand
       tick = math.max(tick + 1, now)
       last = last + 1
       local receipt = text(tick) .. '.' .. spots[2 * i] .. by .. spots[2 * i - 1]
@@ -223,7 +223,7 @@ end
 local function lease(box, limit, visible, claimant)
   local receipts, values, extras, got, read = {}, {}, {}, 0, 0
   while got < limit and (got > 0 or read < 10 * AT_ONCE) do
-    local done, count, some, of_some, known = pcall(lease_some, box, math.min(limit - got, 1000), visible, claimant)
+    local done, count, some, of_some, known = pcall(claim_some, box, math.min(limit - got, 1000), visible, claimant)
     if not done then
       if got > 0 then -- these are leased, and the next claim fails
         break
@@ -261,7 +261,7 @@ local function held(box, receipt)
 end
 
 -- A lease that is held: time of the claim, rank, place and id, or nil. It is ended last, once the message is elsewhere.
-local function leased(box, receipt)
+local function held_lease(box, receipt)
   if not held(box, receipt) then
     return nil
   end
@@ -283,14 +283,14 @@ local function acknowledge(box, receipts)
     end
   end
   if last > 0 then
-    forget(box, ids)
+    delete_messages(box, ids)
     bulk('ZREM', box.leases, good)
     box.settled = box.settled + last
   end
   return refused
 end
 
--- Take claims back as if they had not been made.
+-- Undo claims as if they had not been made.
 local function unclaim(box, receipts)
   for _, receipt in ipairs(receipts) do
     if redis.call('ZSCORE', box.leases, receipt) then
@@ -301,24 +301,24 @@ local function unclaim(box, receipts)
   end
 end
 
--- Take back the claims of a claimant that were made after `known`: their answer never reached it.
-local function unclaim_unheard(box, claimant, known)
-  local unheard = {}
+-- Undo the claims of a claimant that were made after `known`: their answer never reached it.
+local function undo_lost_claims(box, claimant, known)
+  local lost = {}
   each_lease(box, function(receipt)
     local claimed, _, _, _, holder = of_receipt(receipt)
     if holder == claimant and tonumber(claimed) > known then
-      unheard[#unheard + 1] = receipt
+      lost[#lost + 1] = receipt
     end
   end)
-  unclaim(box, unheard)
+  unclaim(box, lost)
 end
 
-local function give_back(box, receipt, delay, charged, front, history)
-  local claimed, rank, place, id = leased(box, receipt)
+local function return_message(box, receipt, delay, charged, front, history)
+  local claimed, rank, place, id = held_lease(box, receipt)
   if not claimed then
     return 0
   end
-  came_back(box, id, claimed, charged)
+  count_delivery(box, id, claimed, charged)
   if history ~= '' then
     redis.call('HSET', box.more, 'h' .. id, history)
   end
@@ -347,12 +347,12 @@ end
 -- End a message by its id: 0 none such, 1 it waited, 2 it was in flight; and its value.
 local function cancel(box, id)
   sweep(box)
-  local waited, value = end_message(box, id)
+  local waited, value = remove_message(box, id)
   if not value then
     return { 0, '' }
   end
   if not waited then -- in flight
-    tell(box, 'all', 'x' .. id)
+    publish(box, 'all', 'x' .. id)
   end
   return { waited and 1 or 2, value }
 end

@@ -1,4 +1,4 @@
--- Mending what is lost with a key that somebody deleted, or that the server evicted: records that no index entry points at are
+-- Recovery from a key that was deleted, or that the server evicted: records that no index entry points at are
 -- pending again, index entries and notes without a record are dropped.
 --
 -- All processes of the mailbox ask for it now and then; the state tells when it is next due ("recovery": an instant, a number
@@ -42,7 +42,7 @@ local function restore(box, found)
   local count = 0
   for i, id in ipairs(ids) do
     if keys[i] then
-      redis.call('HSETNX', box.keyed, keys[i], id)
+      redis.call('HSETNX', box.dedup, keys[i], id)
     end
     if not pending[i] and not delayed[i] then
       if not held then
@@ -75,17 +75,17 @@ local function drop_without_record(box, found, remove, key, records, id_of)
   return 0
 end
 
--- Dead letters that the order of the deaths has lost die once more; those that live are no dead letters.
+-- Dead letters that `dead_order` has lost are put at its end; those that live are no dead letters.
 local function restore_dead(box, found)
   local count = 0
   for i = 1, #found, 2 do
     local id = found[i]
-    if not redis.call('ZSCORE', box.deaths, id) then
+    if not redis.call('ZSCORE', box.dead_order, id) then
       if redis.call('HEXISTS', box.messages, id) == 1 then
-        drop_dead(box, id)
+        delete_dead(box, id)
       else
         box.seq = box.seq + 1
-        redis.call('ZADD', box.deaths, box.seq, id)
+        redis.call('ZADD', box.dead_order, box.seq, id)
         count = count + 1
       end
     end
@@ -104,8 +104,8 @@ local PARTS = {
       return string.match(spot, '^%-?%d+%.(.*)$')
     end)
   end },
-  { 'HSCAN', 'keyed', function(box, found)
-    return drop_without_record(box, found, 'HDEL', box.keyed, box.messages, function(_, id)
+  { 'HSCAN', 'dedup', function(box, found)
+    return drop_without_record(box, found, 'HDEL', box.dedup, box.messages, function(_, id)
       return id
     end)
   end },
@@ -114,8 +114,8 @@ local PARTS = {
       return string.sub(field, 2)
     end)
   end },
-  { 'ZSCAN', 'deaths', function(box, found)
-    return drop_without_record(box, found, 'ZREM', box.deaths, box.dead, function(id)
+  { 'ZSCAN', 'dead_order', function(box, found)
+    return drop_without_record(box, found, 'ZREM', box.dead_order, box.dead, function(id)
       return id
     end)
   end },
@@ -133,7 +133,7 @@ local function step_of(box, scan, key)
 end
 
 local function is_whole(box)
-  return redis.call('HLEN', box.messages) == waiting(box) and redis.call('HLEN', box.dead) == redis.call('ZCARD', box.deaths)
+  return redis.call('HLEN', box.messages) == waiting(box) and redis.call('HLEN', box.dead) == redis.call('ZCARD', box.dead_order)
 end
 
 -- Do what is due of it; how many messages and dead letters have been found again, and in how many microseconds to come again.

@@ -1,5 +1,5 @@
 -- One batch. ARGV: operations, each a name and its arguments, all of which it reads before it does anything; the reply has one
--- result for each, and at last in how many microseconds the next thing is due (-1: nothing is, or nobody asked), when this was,
+-- result for each, and at last in how many microseconds the next thing is due (-1: nothing is, or it was not asked), when this was,
 -- how many index entries without a record were dropped, and the number and the error of each that failed. KEYS: those of the mailbox, then
 -- those of the mailboxes that replies go to.
 
@@ -28,7 +28,7 @@ local function next_list()
 end
 
 -- Whether a transient mailbox does not exist (any more): what is sent to it is dropped, so that it does not come back.
-local function is_gone(of)
+local function is_missing(of)
   return of.transient and redis.call('EXISTS', of.state) == 0
 end
 
@@ -43,20 +43,20 @@ local function next_reply()
   return number, rank, at - 2
 end
 
-local function answer(number, rank, from)
+local function send_reply(number, rank, from)
   local to = box
   if number > 0 then
     to = others[number] or box_of(number * KEYS_OF_ONE)
     others[number] = to
   end
-  if is_gone(to) then
+  if is_missing(to) then
     return
   end
-  put(to, from, 1, rank, 0, 0, false, true) -- what ends frees more than it takes
+  send(to, from, 1, rank, 0, 0, false, true) -- what ends frees more than it takes
 end
 
--- Forget when something was last sent to listeners that have died. Once the longest lease is over, nothing of it goes back.
-local function forget_listeners(of)
+-- Delete when a message was last pushed to listeners that are gone. After the longest lease no claim of theirs is left.
+local function delete_old_listeners(of)
   local known = redis.call('HGETALL', of.state)
   for i = 1, #known, 2 do
     if string.sub(known[i], 1, 1) == 'g' and (tonumber(known[i + 1]) or 0) < now - LONGEST_LEASE then
@@ -66,12 +66,12 @@ local function forget_listeners(of)
 end
 
 local operations = {
-  put = function()
+  send = function()
     local count, rank, delay, expires = next_number(), next_argument(), next_number(), next_number()
     local capacity, keyed = next_number(), next_argument() == '1'
     local from = at
     at = at + count * (keyed and 3 or 2)
-    if is_gone(box) then
+    if is_missing(box) then
       return {}
     end
     if keyed or capacity >= 0 then
@@ -83,7 +83,7 @@ local operations = {
         return sweep(box) and { 'again' } or { 'full', there, new }
       end
     end
-    local ids = put(box, from, count, rank, delay, expires, keyed, false)
+    local ids = send(box, from, count, rank, delay, expires, keyed, false)
     if not ids then
       return { 'oom' }
     end
@@ -101,18 +101,18 @@ local operations = {
       return { {}, {}, {}, 1 }
     end
     if got < limit then
-      box.gained = 0 -- all that came has been taken
+      box.added = 0 -- all that came has been taken
       asked = true
-      box.told = waiter
+      box.waiter = waiter
     end
     if waiter ~= '' and (got == 0 or more_wait) then
       list_waiter(box, waiter)
-      if got == limit then -- what came while it was not on the list has called nobody
-        box.gained = math.max(box.gained, redis.call('ZCARD', box.ready))
+      if got == limit then -- what came while it was not on the list has woken no process
+        box.added = math.max(box.added, redis.call('ZCARD', box.ready))
       end
     end
     if box.transient then -- the server may have lost it
-      exist(box)
+      make_known(box)
     end
     return found
   end,
@@ -120,38 +120,38 @@ local operations = {
     return acknowledge(box, next_list())
   end,
   open = function()
-    exist(box)
-    forget_listeners(box)
+    make_known(box)
+    delete_old_listeners(box)
     return {}
   end,
-  answer = function()
+  reply = function()
     local receipt, number, rank, from = next_argument(), next_reply()
     if not held(box, receipt) then
       return 0
     end
     if number then
-      answer(number, rank, from)
+      send_reply(number, rank, from)
     end
     acknowledge(box, { receipt })
     return 1
   end,
-  back = function()
+  return_message = function()
     local receipt, delay, charged = next_argument(), next_number(), next_number()
     local front = next_argument() == '1'
-    return give_back(box, receipt, delay, charged, front, next_argument())
+    return return_message(box, receipt, delay, charged, front, next_argument())
   end,
-  bury = function()
+  dead_letter = function()
     local receipt, why, history = next_argument(), next_argument(), next_argument()
     local number, rank, from = next_reply()
-    local claimed, _, _, id = leased(box, receipt)
+    local claimed, _, _, id = held_lease(box, receipt)
     if not claimed then
       return 0
     end
     verify(box)
     if number then
-      answer(number, rank, from)
+      send_reply(number, rank, from)
     end
-    bury(box, id, why, claimed, history)
+    dead_letter(box, id, why, claimed, history)
     redis.call('ZREM', box.leases, receipt)
     return 1
   end,
@@ -167,53 +167,53 @@ local operations = {
     unclaim(box, next_list())
     return 1
   end,
-  unheard = function()
+  undo_lost_claims = function()
     local claimant = next_argument()
-    unclaim_unheard(box, claimant, next_number())
+    undo_lost_claims(box, claimant, next_number())
     return 1
   end,
-  pass = function() -- woken for nothing: somebody else shall look
-    box.gained = box.gained + next_number()
+  wake_others = function() -- the caller was woken for messages that it does not take
+    box.added = box.added + next_number()
     return 1
   end,
   leave = function()
-    local name, heard, for_good = next_argument(), next_number(), next_argument() == '1'
+    local name, last_claim, for_good = next_argument(), next_number(), next_argument() == '1'
     local were_there = true
     for _, waiter in ipairs(next_list()) do
       were_there = redis.call('ZREM', box.waiters, waiter) == 1 and were_there
     end
     local last = tonumber(redis.call('HGET', box.state, 'g' .. name) or nil) or 0
-    if last > heard then
-      unclaim_unheard(box, name, heard)
+    if last > last_claim then
+      undo_lost_claims(box, name, last_claim)
     end
     if for_good then
       redis.call('HDEL', box.state, 'g' .. name)
     end
-    if for_good or not were_there then -- it may have been called for what others now have to be called for
-      box.gained = math.max(box.gained, redis.call('ZCARD', box.ready))
+    if for_good or not were_there then -- it may have been woken for messages that others now have to be woken for
+      box.added = math.max(box.added, redis.call('ZCARD', box.ready))
     end
     return last
   end,
-  unlist = function() -- nobody wants to be called as one of these any more; whoever was, hears it still
+  remove_waiters = function() -- no receive waits under these names; what was published to them still arrives
     for _, waiter in ipairs(next_list()) do
       redis.call('ZREM', box.waiters, waiter)
     end
     return 1
   end,
-  look = function() -- by one who waits: also for what was meant for a process that was stopped just as it was woken
+  sweep = function() -- for receives that wait: also for messages of a process that was stopped just as it was woken
     local waiter = next_argument()
     asked = true
     sweep(box)
     if waiter ~= '' then -- the server may have lost the list, as it may have lost all
-      exist(box)
+      make_known(box)
       list_waiter(box, waiter)
     end
     if redis.call('ZCARD', box.ready) > 0 then
-      box.gained = box.gained + 1
+      box.added = box.added + 1
     end
     return 1
   end,
-  counts = function()
+  count = function()
     return sweep(box) and {} or counts(box)
   end,
   purge = function()
@@ -229,15 +229,15 @@ local operations = {
     box = box_of(0)
     return 1
   end,
-  list = function()
+  list_dead = function()
     local limit, after = next_number(), next_argument()
     return sweep(box) and -1 or list_dead(box, limit, after)
   end,
-  find = function()
+  find_dead = function()
     local ids = next_list()
-    return sweep(box) and -1 or letters(box, ids)
+    return sweep(box) and -1 or read_dead(box, ids)
   end,
-  replay = function()
+  replay_dead = function()
     local capacity, most, count = next_number(), next_number(), next_number()
     local from = at
     at = at + math.max(count, 0)
@@ -245,60 +245,60 @@ local operations = {
     if sweep(box) then
       return -1
     end
-    local ids = chosen(box, from, count, most)
+    local ids = find_dead(box, from, count, most)
     if capacity >= 0 then
-      local there, new = waiting(box), count < 0 and redis.call('ZCARD', box.deaths) or #ids
+      local there, new = waiting(box), count < 0 and redis.call('ZCARD', box.dead_order) or #ids
       if new > 0 and there + new > capacity then
         return { 'full', there, new }
       end
     end
-    return replay(box, ids)
+    return replay_dead(box, ids)
   end,
-  discard = function()
+  purge_dead = function()
     local most, count = next_number(), next_number()
     local from = at
     at = at + math.max(count, 0)
     verify(box)
-    return sweep(box) and -1 or discard(box, chosen(box, from, count, most))
+    return sweep(box) and -1 or purge_dead(box, find_dead(box, from, count, most))
   end,
   cancel = function()
     return cancel(box, next_argument())
   end,
 }
 
--- Hand over the message that is first in turn. Whether that was possible.
-local function hand_first(of, name, visible)
-  local gained, dated = of.gained, of.dated
+-- Push the message that is first in turn. Return whether that was possible.
+local function push_first(of, name, visible)
+  local added, first_due = of.added, of.first_due
   local receipts, values, extras = unpack((lease(of, 1, tonumber(visible), name)))
   if not receipts[1] then
     return false
   end
-  if hand(of, name, visible, receipts[1], values[1], extras) then
+  if push(of, name, visible, receipts[1], values[1], extras) then
     return true
   end
   unclaim(of, receipts)
-  of.gained, of.dated = gained, dated
+  of.added, of.first_due = added, first_due
   return false
 end
 
--- Let as many waiting processes look as there are new messages; a message that comes alone is handed to the first. One that
--- is gone hears nothing, and the next is asked.
+-- Wake as many waiters as there are new messages; a message that comes alone is pushed to the first. If its listener is gone,
+-- the next one is woken.
 local function wake(of)
   local who, name, visible = next_waiter(of)
   if not who then
     return
   end
-  local there, alone = redis.call('ZCARD', of.ready), of.gained == 1
-  if alone and (there > 1 or redis.call('ZCARD', of.expiry) > 0) then -- what has expired is not to be handed over
+  local there, alone = redis.call('ZCARD', of.ready), of.added == 1
+  if alone and (there > 1 or redis.call('ZCARD', of.expiry) > 0) then -- what has expired is not to be pushed
     alone = not sweep_expired(of)
     there = redis.call('ZCARD', of.ready)
   end
-  local wanted = math.min(of.gained, there)
+  local wanted = math.min(of.added, there)
   if wanted == 0 then
     redis.call('ZADD', of.waiters, who[2], who[1])
   end
   while wanted > 0 and who do
-    if name and (alone and hand_first(of, name, visible) or tell(of, name, 'w' .. of.gained)) then
+    if name and (alone and push_first(of, name, visible) or publish(of, name, 'w' .. of.added)) then
       wanted = wanted - 1
     end
     if wanted > 0 then
@@ -307,19 +307,19 @@ local function wake(of)
   end
 end
 
--- Whether anybody waits who is not told by the answer to this call when the next thing is due.
+-- Return whether a waiter is not told by the answer to this call when the next thing is due.
 local function others_wait(of)
   local waiters = redis.call('ZCARD', of.waiters)
-  return waiters > 1 or waiters == 1 and not (of.told and redis.call('ZSCORE', of.waiters, of.told))
+  return waiters > 1 or waiters == 1 and not (of.waiter and redis.call('ZSCORE', of.waiters, of.waiter))
 end
 
 local function call_waiters(of)
-  if of.gained > 0 and not of.nobody then
+  if of.added > 0 and not of.no_waiters then
     wake(of)
   end
-  local due = of.dated and others_wait(of) and next_due(of)
-  if due and of.dated <= due then
-    tell(of, 'all', 'd' .. text(of.dated - now))
+  local due = of.first_due and others_wait(of) and next_due(of)
+  if due and of.first_due <= due then
+    publish(of, 'all', 'd' .. text(of.first_due - now))
   end
 end
 
@@ -328,14 +328,14 @@ end
 local function finish(of)
   pcall(call_waiters, of)
   if of.seq ~= of.first_seq or of.tick ~= of.first_tick then
-    local known, last = of.handed, #of.handed
+    local known, last = of.state_changes, #of.state_changes
     known[last + 1], known[last + 2], known[last + 3], known[last + 4] = 'seq', text(of.seq), 'tick', text(of.tick)
     pcall(bulk, 'HSET', of.state, known)
   end
   if of.settled > 0 and type(redis.pcall('HINCRBY', of.state, 'settled', of.settled)) == 'table' then
     redis.pcall('HSET', of.state, 'settled', of.settled) -- what stood there was no number
   end
-  if of.transient then -- all of it lives for a day after somebody last used it
+  if of.transient then -- all of it lives for a day after its last use
     local known = redis.pcall('PTTL', of.state)
     local left = of.used and DAY or math.max(tonumber(known) or DAY, 1000)
     for i = 1, KEYS_OF_ONE do
@@ -370,11 +370,11 @@ local function run(keys, arguments)
     finish(other)
   end
   local due = asked and next_due(box)
-  local told = { due and math.max(due - now, 0) or -1, now, box.dropped }
+  local summary = { due and math.max(due - now, 0) or -1, now, box.dropped }
   for i = 1, #failed do
-    told[#told + 1] = failed[i]
+    summary[#summary + 1] = failed[i]
   end
-  results[#results + 1] = told
+  results[#results + 1] = summary
   return results
 end
 

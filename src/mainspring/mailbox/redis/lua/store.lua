@@ -1,10 +1,10 @@
 -- The keys of a mailbox, and what every operation stands on. The files of this directory are joined into one library of
--- functions, in the order store, rights, due, handing, messages, dead, recovery, run; a call performs a whole batch of operations
+-- functions, in the order store, permissions, sweep, listeners, messages, dead, recovery, run; a call performs a whole batch of operations
 -- on one mailbox. All instants are the server's, in microseconds.
 --
 -- Redis does not undo what a function wrote before it raised an error. An operation therefore reads first, and writes in an
 -- order of which each part is safe: a record is stored before an index entry points at it, the new index entry is written
--- before the old one goes, and the record goes last. A send that fails is undone (see unput). An operation that is rare, or
+-- before the old one goes, and the record goes last. A send that fails is undone (see undo_send). An operation that is rare, or
 -- that moves a message between its record and its dead letter, first looks whether all its commands can succeed (see verify).
 -- An error ends only its own operation. What is left in spite of all that (a key that was deleted), recovery.lua mends.
 --
@@ -18,12 +18,13 @@
 --   more      hash   what only some messages have, by a letter and the id: b: deliveries, attempts and first claim of one that
 --                    came back; c: checkpoint; h: history; k: dedup key; l: its expiry, which came while it was in flight;
 --                    p: its place, where it is another than the one in its head
---   keyed     hash   dedup key -> id
+--   dedup     hash   dedup key -> id
 --   expiry    zset   id -> when it expires
 --   dead      hash   id -> head and body
---   deaths    zset   id -> the order of the deaths
---   epitaph   hash   m: deliveries, attempts, first claim and death, by id; w: why (the client's JSON; none: it expired); c, h, k
---   waiters   zset   who waits for messages -> since when. Who: the name of its channel "." how long the leases are that it wants
+--   dead_order  zset  id -> its number, in the order in which messages died
+--   dead_details  hash  m: deliveries, attempts, first claim and death, by id; w: why (the client's JSON; none: it expired);
+--                    c, h, k as in more
+--   waiters   zset   a process that waits for messages -> since when. Its name: that of its channel "." how long the leases are that it wants
 --
 -- Unlike the hash of the messages, `more` is empty in most mailboxes, so that one look at it saves all others.
 
@@ -31,7 +32,7 @@ local AT_ONCE = 1000 -- of each kind that is due: the callers of this batch shou
 local KEYS_OF_ONE = 12
 local DAY = 86400000
 local LONGEST_LEASE = 43200000000 -- that a receive can ask for, in microseconds
-local HANDED = 65536 -- bytes that a message sent to who waits may have: a server hangs up on listeners that it owes too much
+local MOST_PUSHED = 65536 -- bytes that a message sent to who waits may have: a server hangs up on listeners that it owes too much
 
 -- Of the call that is being served.
 local KEYS, ARGV, now
@@ -65,10 +66,10 @@ end
 -- The mailbox whose keys begin behind KEYS[behind].
 local function box_at(behind)
   local box = {
-    behind = behind, gained = 0, settled = 0, dropped = 0, handed = {},
+    behind = behind, added = 0, settled = 0, dropped = 0, state_changes = {},
     messages = KEYS[behind + 1], ready = KEYS[behind + 2], delayed = KEYS[behind + 3], leases = KEYS[behind + 4],
-    state = KEYS[behind + 5], more = KEYS[behind + 6], keyed = KEYS[behind + 7], expiry = KEYS[behind + 8],
-    dead = KEYS[behind + 9], deaths = KEYS[behind + 10], epitaph = KEYS[behind + 11], waiters = KEYS[behind + 12],
+    state = KEYS[behind + 5], more = KEYS[behind + 6], dedup = KEYS[behind + 7], expiry = KEYS[behind + 8],
+    dead = KEYS[behind + 9], dead_order = KEYS[behind + 10], dead_details = KEYS[behind + 11], waiters = KEYS[behind + 12],
   }
   box.base = string.sub(box.state, 1, -6) -- up to the ":"
   box.transient = string.sub(box.state, 1, 5) == '{ms:~'
@@ -80,7 +81,7 @@ local function box_of(behind)
   local box = box_at(behind)
   local state = redis.call('HMGET', box.state, 'seq', 'tick')
   box.seq = tonumber(state[1])
-  if not box.seq then -- new, or somebody has deleted the key: what is sent now comes behind what is there
+  if not box.seq then -- new, or the key was deleted: what is sent now comes behind what is there
     box.seq = redis.call('HLEN', box.messages) > 0 and now or 0
   end
   box.tick = tonumber(state[2]) or 0
@@ -89,7 +90,7 @@ local function box_of(behind)
 end
 
 -- From now on a transient mailbox exists, and what is sent to it is kept. Only those who receive from it make it so.
-local function exist(box)
+local function make_known(box)
   redis.call('HSETNX', box.state, 'settled', 0)
   box.used = true
 end
@@ -113,8 +114,8 @@ end
 
 -- Something is due at `when`, new with this batch.
 local function due_at(box, when)
-  if not box.dated or when < box.dated then
-    box.dated = when
+  if not box.first_due or when < box.first_due then
+    box.first_due = when
   end
 end
 
@@ -154,7 +155,7 @@ local function id_of_receipt(receipt)
 end
 
 -- Forget messages that have ended and have no place any more.
-local function forget(box, ids)
+local function delete_messages(box, ids)
   local expire = redis.call('ZCARD', box.expiry) > 0
   if has_more(box) then
     local keys = look_up('HMGET', box.more, fields('k', ids))
@@ -165,7 +166,7 @@ local function forget(box, ids)
       end
     end
     if #given > 0 then
-      bulk('HDEL', box.keyed, given)
+      bulk('HDEL', box.dedup, given)
     end
     for letter in string.gmatch('bchklp', '.') do
       bulk('HDEL', box.more, fields(letter, ids))
@@ -177,10 +178,10 @@ local function forget(box, ids)
   bulk('HDEL', box.messages, ids)
 end
 
-local function drop_dead(box, id)
+local function delete_dead(box, id)
   redis.call('HDEL', box.dead, id)
-  redis.call('ZREM', box.deaths, id)
-  redis.call('HDEL', box.epitaph, 'm' .. id, 'w' .. id, 'c' .. id, 'h' .. id, 'k' .. id)
+  redis.call('ZREM', box.dead_order, id)
+  redis.call('HDEL', box.dead_details, 'm' .. id, 'w' .. id, 'c' .. id, 'h' .. id, 'k' .. id)
 end
 
 -- Deliveries, attempts and time of the first claim of a message that was returned before.
@@ -194,7 +195,7 @@ local function counts_of(box, id)
 end
 
 -- Move a message that has no place any more to the dead letters. `why` nil: it expired.
-local function bury(box, id, why, claimed, history, at)
+local function dead_letter(box, id, why, claimed, history, at)
   local value = redis.call('HGET', box.messages, id)
   if not value then
     return
@@ -220,23 +221,23 @@ local function bury(box, id, why, claimed, history, at)
     record[#record + 1] = why
   end
   redis.call('HSET', box.dead, id, value)
-  redis.call('HSET', box.epitaph, unpack(record))
+  redis.call('HSET', box.dead_details, unpack(record))
   box.seq = box.seq + 1
-  redis.call('ZADD', box.deaths, box.seq, id)
-  forget(box, { id })
+  redis.call('ZADD', box.dead_order, box.seq, id)
+  delete_messages(box, { id })
 end
 
--- Let a message that is nobody's wait: at its old place, at the tail (place nil), or first for `delay` microseconds. Its old
+-- Let a message without a holder wait: at its old place, at the tail (place nil), or first for `delay` microseconds. Its old
 -- index entry goes behind this.
 local function enqueue(box, id, rank, place, delay)
-  if redis.call('HEXISTS', box.messages, id) == 0 then -- somebody has deleted it by hand
+  if redis.call('HEXISTS', box.messages, id) == 0 then -- it was deleted by hand
     box.dropped = box.dropped + 1
     bulk('HDEL', box.more, { 'b' .. id, 'c' .. id, 'h' .. id, 'k' .. id, 'l' .. id, 'p' .. id })
     return
   end
   local late = redis.call('HGET', box.more, 'l' .. id)
   if late then
-    bury(box, id, nil, nil, nil, tonumber(late) or now)
+    dead_letter(box, id, nil, nil, nil, tonumber(late) or now)
     return
   end
   if delay > 0 then
@@ -249,11 +250,11 @@ local function enqueue(box, id, rank, place, delay)
     redis.call('HSET', box.more, 'p' .. id, place)
   end
   redis.call('ZADD', box.ready, rank, place .. id)
-  box.gained = box.gained + 1
+  box.added = box.added + 1
 end
 
 -- A delivery has ended without an end of the message.
-local function came_back(box, id, claimed, charged)
+local function count_delivery(box, id, claimed, charged)
   local deliveries, attempts, first = counts_of(box, id)
   redis.call('HSET', box.more, 'b' .. id,
     table.concat({ deliveries + 1, attempts + charged, first or claimed }, ' '))

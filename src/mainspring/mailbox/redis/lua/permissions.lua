@@ -7,11 +7,11 @@ local USED = {
   { 'zset', 'leases', 'ZADD ZCARD ZMSCORE ZRANGE ZREM ZSCAN ZSCORE' },
   { 'hash', 'state', 'EXISTS HDEL HGET HGETALL HINCRBY HMGET HSET HSETNX PTTL' },
   { 'hash', 'more', 'HDEL HGET HLEN HMGET HRANDFIELD HSCAN HSET HSTRLEN' },
-  { 'hash', 'keyed', 'HDEL HEXISTS HGET HRANDFIELD HSCAN HSET HSETNX HSTRLEN' },
+  { 'hash', 'dedup', 'HDEL HEXISTS HGET HRANDFIELD HSCAN HSET HSETNX HSTRLEN' },
   { 'zset', 'expiry', 'ZADD ZCARD ZRANGE ZREM ZSCORE' },
   { 'hash', 'dead', 'HDEL HEXISTS HGET HLEN HRANDFIELD HSCAN HSET HSTRLEN' },
-  { 'zset', 'deaths', 'ZADD ZCARD ZRANGE ZRANK ZREM ZSCAN ZSCORE' },
-  { 'hash', 'epitaph', 'HDEL HMGET HSET' },
+  { 'zset', 'dead_order', 'ZADD ZCARD ZRANGE ZRANK ZREM ZSCAN ZSCORE' },
+  { 'hash', 'dead_details', 'HDEL HMGET HSET' },
   { 'zset', 'waiters', 'ZADD ZCARD ZPOPMIN ZREM ZSCORE' },
 }
 

@@ -1,5 +1,5 @@
--- How a message that comes alone gets to who waits: it is claimed for the one that has waited longest, and sent to it in the
--- same step, so that it need not come and ask.
+-- How a message that comes alone gets to a receive that waits: it is claimed for the process that has waited longest, and
+-- pushed to it in the same step, so that it need not claim.
 
 -- Strings as the protocol writes a list of them, so that its parser reads them.
 local function written(strings)
@@ -12,50 +12,50 @@ local function written(strings)
   return table.concat(lines, '\r\n')
 end
 
--- Send a word on a channel. Whether it was received; who may not send there reaches nobody.
-local function tell(box, name, word)
-  local heard = redis.pcall('SPUBLISH', box.base .. name, word)
-  return type(heard) == 'number' and heard > 0
+-- Publish a word on a channel. Return whether it was received; false also if the user may not publish there.
+local function publish(box, name, word)
+  local receivers = redis.pcall('SPUBLISH', box.base .. name, word)
+  return type(receivers) == 'number' and receivers > 0
 end
 
--- Put one that waits on the list, if it is not there. `nobody`: the list was found empty in this call.
+-- Put a waiter on the list, if it is not there. `no_waiters`: the list was found empty in this call.
 local function list_waiter(box, waiter)
   redis.call('ZADD', box.waiters, 'NX', now, waiter)
-  box.nobody = false
+  box.no_waiters = false
 end
 
--- Take the one that has waited longest off the list: what the list has of it, the name of its channel, and how long a lease
--- it wants; nil: nobody waits.
+-- Take the waiter that has waited longest off the list: its entry, the name of its channel, and how long a lease it wants;
+-- nil: there is none.
 local function next_waiter(box)
   local popped = redis.call('ZPOPMIN', box.waiters)
   if not popped[1] then
-    box.nobody = true
+    box.no_waiters = true
     return nil
   end
   return popped, string.match(popped[1], '^(%w+)%.(%d+)$')
 end
 
--- Send a message to the one that it has been claimed for. Whether it was received.
-local function hand(box, name, visible, receipt, value, extras)
+-- Push a message to the waiter that it was claimed for. Return whether it was received.
+local function push(box, name, visible, receipt, value, extras)
   local strings, size = { visible, receipt, value }, string.len(value)
   for i = 2, #extras, 3 do
     strings[#strings + 1] = extras[i]
     strings[#strings + 1] = extras[i + 1]
     size = size + string.len(extras[i + 1])
   end
-  if size > HANDED then -- before all of it is copied
+  if size > MOST_PUSHED then -- before all of it is copied
     return false
   end
-  if not tell(box, name, 'm' .. written(strings)) then
-    return false -- nobody listens as that any more; what was sent there before is still to go back
+  if not publish(box, name, 'm' .. written(strings)) then
+    return false -- the listener is gone; claims that were pushed to it before are still to be undone
   end
-  local last = #box.handed
-  box.handed[last + 1], box.handed[last + 2] = 'g' .. name, text(box.tick)
+  local last = #box.state_changes
+  box.state_changes[last + 1], box.state_changes[last + 2] = 'g' .. name, text(box.tick)
   return true
 end
 
--- Hand a new message over that has not waited, where none waits before it. If that is not possible, nothing has changed.
-local function hand_new(box, spot, rank, value)
+-- Push a new message that no other precedes. If that is not possible, nothing has changed.
+local function push_new(box, spot, rank, value)
   local who, name, visible = next_waiter(box)
   if not who then
     return false
@@ -65,7 +65,7 @@ local function hand_new(box, spot, rank, value)
     box.tick = math.max(tick + 1, now)
     local receipt = text(box.tick) .. '.' .. rank .. '.' .. name .. '.' .. spot
     redis.call('ZADD', box.leases, text(now + visible), receipt)
-    if hand(box, name, visible, receipt, value, {}) then
+    if push(box, name, visible, receipt, value, {}) then
       due_at(box, now + visible)
       return true
     end

@@ -8,7 +8,7 @@ local function end_leases(box)
   for _, receipt in ipairs(ended) do
     local claimed, rank, _, id = of_receipt(receipt)
     if claimed then
-      came_back(box, id, claimed, 1) -- whoever held it may have died of it
+      count_delivery(box, id, claimed, 1) -- the handler may have died of it
       enqueue(box, id, rank, nil, 0)
     else
       box.dropped = box.dropped + 1
@@ -33,7 +33,7 @@ local function end_delays(box)
   end
 end
 
--- Where a message waits, as key and member of the index; nil where somebody holds it. Before that, its value.
+-- Where a message waits, as key and member of the index; nil where it is in flight. Before that, its value.
 local function find_waiting(box, id)
   local value = redis.call('HGET', box.messages, id)
   if not value then
@@ -54,7 +54,7 @@ end
 local function expire_one(box, id, at)
   local value, key, spot = find_waiting(box, id)
   if spot then
-    bury(box, id, nil, nil, nil, tonumber(at))
+    dead_letter(box, id, nil, nil, nil, tonumber(at))
     redis.call('ZREM', key, spot)
   elseif value then
     redis.call('HSET', box.more, 'l' .. id, at)
@@ -72,7 +72,7 @@ end
 -- Do what is due, at most AT_ONCE of each kind; whether there is more. Expiries first: what expired is not to be claimed.
 -- Only operations that would see the difference ask for it: a lease that has ended is refused by its time, swept or not.
 local function sweep(box)
-  if box.more_due == nil then
+  if box.is_more_due == nil then
     local due = next_due(box)
     if due and due <= now then
       expire(box)
@@ -80,9 +80,9 @@ local function sweep(box)
       end_delays(box)
       due = next_due(box)
     end
-    box.more_due = due ~= nil and due <= now
+    box.is_more_due = due ~= nil and due <= now
   end
-  return box.more_due
+  return box.is_more_due
 end
 
 -- The same; whether messages that have expired are left, which are not to be claimed.
