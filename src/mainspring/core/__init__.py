@@ -1,1 +1,5 @@
-"""What the rest stands on: clock, randomness, the registry of the process, states, and looking at functions and frames."""
+"""What all other packages stand on; it knows nothing of loops and mailboxes.
+
+The clock (the only module that reads the time, so that a virtual clock reaches all of it), random numbers, the
+registry of what is one per process, state machines, and the inspection of functions, tasks and frames.
+"""

@@ -1,4 +1,10 @@
-"""The mailbox in memory: one process, one event loop."""
+"""The mailbox in memory: one process, one event loop, with the semantics of the durable ones.
+
+:mod:`~mainspring.mailbox.memory.queue` decides, with plain data and synchronous calls.
+:mod:`~mainspring.mailbox.memory.mailbox` performs: an anyio memory object stream wakes waiting receives, and a reaper
+task sleeps until the earliest instant at which a delay, a lease or an expiry is due. Without a reaper, as the mailbox
+works unopened, a waiting receive watches the time itself.
+"""
 
 from __future__ import annotations
 
