@@ -147,24 +147,23 @@ def main() -> int:
             )
         for name in names:
             for case in CASES.get(name, ()):
-                with store(name) as there:
-                    if there is None:
-                        break
-                    url, empty = there
-
-                    def run(tree: Path, url: str = url, empty: Callable[[], None] = empty, case: Case = case) -> float:
-                        empty()
-                        command = [
-                            str(HERE / "peers" / "ours.py"),
-                            case.verb,
-                            url,
-                            str(case.count),
-                            str(case.concurrency),
-                        ]
-                        return measure(tree, command, case.figure)
-
-                    report(row(name, case, run, trees))
+                compare(name, case, trees)
     return 0
+
+
+def compare(name: str, case: Case, trees: tuple[Path, Path]) -> None:
+    """Report one row, if there is a server for it."""
+    with store(name) as there:
+        if there is None:
+            return
+        url, empty = there
+
+        def run(tree: Path) -> float:
+            empty()
+            command = [str(HERE / "peers" / "ours.py"), case.verb, url, str(case.count), str(case.concurrency)]
+            return measure(tree, command, case.figure)
+
+        report(row(name, case, run, trees))
 
 
 if __name__ == "__main__":

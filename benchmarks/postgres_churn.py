@@ -81,9 +81,8 @@ async def churn() -> list[tuple[float, float, int, int]]:
                 while sent < MESSAGES and sent - done < BACKLOG:
                     await mailbox.send_many([BODY] * 500)
                     sent += 500
-                if done < MESSAGES * number // SLICES:
-                    with anyio.move_on_after(0.05):
-                        await changed.wait()
+                with anyio.move_on_after(0.05 if done < MESSAGES * number // SLICES else 0):
+                    await changed.wait()
             speed = (done - before) / (time.perf_counter() - began)
             dead, size, vacuums = await anyio.to_thread.run_sync(dead_rows_size_and_vacuums)
             slices.append((speed, statistics.median(claims) * 1_000, dead, size))
