@@ -64,7 +64,8 @@ def open_mailbox(
     :param reply_stores: URLs of other stores that replies may go to (any mailbox there), as ``redis://host/0``, or mailboxes
         on them. A ``reply_to`` that is a URL must lie on one of these stores, on the mailbox's own, or on that of a mailbox
         that is open on this event loop: only the name of the mailbox is taken from it, and the login from here.
-    :param options: the backend's own options; each can also stand in the URL's query.
+    :param options: the backend's own options; each can also stand in the URL's query, as text: ``capacity=none``,
+        ``listen=false``.
     :raises ConfigError: an unknown scheme, a missing extra, a bad or unknown option.
     """
     from mainspring.mailbox.settings import read_url

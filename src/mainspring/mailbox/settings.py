@@ -117,7 +117,7 @@ class MailboxURL:
         name = unquote(name.removeprefix("[").removesuffix("]")).lower()
         if place == self.places:
             name = name or "localhost"
-        if not name or (port and not (port.isascii() and port.isdigit() and 0 < int(port) < 65_536)):
+        if not name or (port and not (_PORT.fullmatch(port) and 0 < int(port) < 65_536)):
             raise ConfigError(
                 f"{self.shown!r}: what stands there is no host and port; write it as in {self.scheme}://localhost:{default}"
             )
@@ -128,7 +128,7 @@ def read_url(url: str, schemes: Iterable[str], kind: str = "") -> MailboxURL:
     """Take a mailbox URL apart.
 
     :param schemes: those that it may have.
-    :param kind: the only kind of mailbox that has those schemes; None: they are all that there are.
+    :param kind: the kind of mailbox that has those schemes; none is given where they are all that there are.
     :raises ConfigError: it is none, or has another scheme.
     """
     if not isinstance(url, str):
@@ -207,6 +207,7 @@ _WITHOUT_HOST = ("memory", "sqlite")
 _AUTHORITY = re.compile(r"\s*[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _OPTION = re.compile(r"[\w.-]+")
 _PLACE = re.compile(r"(\[[^]]*\]|[^:@]*)(:\d*)?")
+_PORT = re.compile(r"[0-9]{1,5}")
 _NO_OPTIONS = ("self", "cls", "url", "server", "body", "reply", "reply_stores")
 
 

@@ -53,6 +53,8 @@ def test_a_url_says_where(url, hosts, kind, service, db, login):
         ("redis://db:x", "no host and port"),
         ("redis://db:0", "no host and port"),
         ("redis://db:70000", "no host and port"),
+        pytest.param(f"redis://db:{'1' * 5_000}", "no host and port", id="a port of 5,000 digits"),
+        pytest.param(f"redis://db/{'1' * 5_000}", "number of the database", id="a database of 5,000 digits"),
         ("redis://db/jobs", "number of the database"),
         ("redis://db/1/2", "number of the database"),
         ("redis://a,b", "several hosts"),

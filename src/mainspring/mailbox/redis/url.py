@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Final
 from urllib.parse import quote, unquote
@@ -107,7 +108,7 @@ class Server:
 def _db(shown: str, steps: list[str], kind: str) -> int:
     if not steps:
         return 0
-    if len(steps) > 1 or not (steps[0].isascii() and steps[0].isdigit()):
+    if len(steps) > 1 or not re.fullmatch(r"[0-9]{1,9}", steps[0]):
         raise ConfigError(f"{shown!r}: after the host comes the number of the database, as in redis://localhost:6379/0")
     if kind == "cluster" and int(steps[0]):
         raise ConfigError(f"{shown!r}: a cluster has the database 0 only")
