@@ -29,6 +29,7 @@ CHECKED = (
     "events.py",
     "group",
     "http",
+    "mailbox/nats",
     "offload",
     "policies.py",
     "redaction.py",

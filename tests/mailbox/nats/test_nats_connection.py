@@ -127,12 +127,12 @@ async def test_tls_is_insisted_on_when_the_server_comes_back(certificate, anyio_
     cert, key = certificate
     options = ("--tls", "--tlscert", cert, "--tlskey", key)
     with NatsServer(*options) as server:
-        box = NatsMailbox(f"tls://localhost:{server.port}", timeout=30)
+        url = f"tls://localhost:{server.port}"
         with anyio.fail_after(5), pytest.raises(MailboxConnectionError, match="certificate verify failed"):
-            async with box:
+            async with NatsMailbox(url, timeout=30):
                 pass
         monkeypatch.setenv("SSL_CERT_FILE", cert)
-        async with box:
+        async with NatsMailbox(url, timeout=30) as box:
             await box.send("x" * 100_000)
             server.stop()
             server._options = ()

@@ -1,4 +1,30 @@
-"""Mailboxes on a NATS server with JetStream."""
+"""Mailboxes on a NATS server with JetStream.
+
+A mailbox is six streams and three durable consumers (``names.py``). Each message has a subject of its own, and a stream keeps
+one message a subject, so the server fences each step: "add unless there is one", "replace if it is still number n", "remove
+number n" (``streams.py``). The states of a message:
+
+- Delayed: in the stream ``delayed``. The scheduler of an open mailbox adds it to ``queue`` when it is due, then removes it.
+- Pending: in ``queue``, not out with the queue's consumer.
+- In flight: in ``queue``, out with the consumer. The lease is the ack wait of the consumer, or a nak with a delay where its
+  length is another one. A message that comes back is replaced by itself under a new number, at the tail: its former holder
+  knows only the old number, and can do nothing to it any more.
+- Dead: in ``dead``, with the error in headers.
+- Settled: in none of them. ``expiries`` has a note for each message that may expire. ``moves`` counts the additions that were
+  no sends, so that the counts add up.
+
+Invariants: a message that moves is added to the new stream before it is removed from the old one, so it is never in neither;
+where the removal finds that the lease was lost, the copy is removed again. Counting and moving exclude each other within one
+mailbox object (``ReadWriteLock``). No lease lasts longer on the holder's clock than on the server's.
+
+A cancelled receive withdraws its pull request and puts back what the server had sent for it. A call under way on a connection
+that is lost fails at once with :class:`MailboxConnectionError`. What it asked for may have happened: a lease whose settlement
+was not answered is "unsure", and the same settlement succeeds when it is made again. The connection is made anew in the
+background; recovery then repairs what a killed server has forgotten (``scheduler.py``).
+
+A message's way: ``mailbox.py`` (the backend), ``sends.py``, ``streams.py``, ``connection.py``, ``client.py`` (the driver), and
+back through ``claims.py`` and ``settlements.py``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +37,7 @@ __all__ = ["NatsMailbox"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the mailbox at first use: what else is in this package needs no driver, and takes less time."""
+    """Import the mailbox at first use: the rest of the package needs no driver, and imports faster."""
     if name != "NatsMailbox":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from mainspring.mailbox.nats.mailbox import NatsMailbox

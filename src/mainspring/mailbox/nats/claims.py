@@ -34,13 +34,13 @@ class Lease:
     subject: str
     record: Record
     until: float
-    """When the lease is over, on anyio's clock: not later than the server thinks."""
+    """When the lease ends, on anyio's clock: not later than on the server's."""
     received_at: float
     checkpoint: bool = False
     refused_since: float | None = None
-    """When the server first had no room for what was to become of it, on anyio's clock."""
+    """When the server first had no room for the message's next place, on anyio's clock."""
     unsure: bool = False
-    """Whether a settlement was sent of which no answer has come: it may have been made."""
+    """True if a settlement was sent and not answered: the server may have made it."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Arrival:
 
     @classmethod
     def of(cls, message: RawMessage) -> Arrival:
-        """Read the numbers out of the subject that an acknowledgement of it would go to."""
+        """Read the numbers in the subject to which an acknowledgement of the message would go."""
         parts = message.reply.split(b".")
         first = 4 if len(parts) == 9 else 6  # newer servers put the domain and the account before them
         sequence = int(parts[first + 1])
@@ -66,40 +66,40 @@ class Arrival:
 
 
 def lease_expired(delivery: Delivery) -> ReceiptHandleExpiredError:
-    """The error of one who holds no lease."""
+    """Return the error for a delivery whose lease is not held."""
     return ReceiptHandleExpiredError(
         f"message {delivery.message_id}: the lease of delivery {delivery.delivery_count} has run out, or it was settled"
     )
 
 
 def nak(seconds: float) -> bytes:
-    """The order to deliver a message again in so many seconds: until then it is its holder's."""
+    """Return the command to deliver a message again in ``seconds``. Until then its holder keeps it."""
     return b'-NAK {"delay":%d}' % nanoseconds(seconds) if seconds > 0 else b"-NAK"
 
 
 LONGEST_PULL = 30.0
-"""Seconds of one pull request; a longer wait is made of several."""
+"""Seconds of one pull request; a longer wait consists of several."""
 SHORTEST_PULL = 1.0
-"""Seconds that a pull of a longer wait lasts at least. It lasts no longer than half the lease, so that the server has
-forgotten the pulls of a killed process before any lease of that process ends. 2.9 gives what comes back to such a pull if
-nobody else waits: that message it loses until the ack wait has passed again, and the one that it delivered last it delivers
-once more as if for the first time, whoever holds it."""
+"""Seconds that a pull request of a longer wait lasts at least. It lasts at most half the lease: the server has then
+forgotten the pulls of a killed process before any lease of that process ends. Server 2.9 gives a message that comes
+back to such a pull if no other waits. It then loses sight of that message until the ack wait has passed again, and
+delivers the message before it once more, as if for the first time, while its holder works on it."""
 FRESH_SHARE = 0.05
-"""The part of a lease that a claim may take to come: after a longer wait the lease is begun anew."""
+"""The share of a lease that a claim may take to arrive. After a longer wait the lease is renewed first."""
 YOUNG = 1.0
-"""Seconds since a message came into the queue within which its second delivery means that the first one met nobody."""
+"""Seconds since a message entered the queue within which a second delivery means that the first reached no caller."""
 FULL_RETRY = 5.0
-"""Seconds until a message comes again for which the server had no room elsewhere."""
+"""Seconds until a message is delivered again for whose next place the server had no room."""
 _PROBES = 8
 _PRUNE = 1_000
 CONSUMER_LAG = 0.25
-"""Seconds within which the server's consumer has surely noticed that a message came into the stream, or left it."""
+"""Seconds within which the server's consumer has noticed that a message entered or left the stream."""
 MAX_REMOVED = 2_000
-"""How many such messages are remembered."""
+"""How many messages that have left the queue are remembered."""
 
 
 class Claims:
-    """The claims of one mailbox object."""
+    """The claims and leases of one mailbox object."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -113,12 +113,12 @@ class Claims:
 
     @property
     def waiting(self) -> int:
-        """How many pulls wait for messages of the queue."""
+        """The number of pull requests that wait for messages of the queue."""
         return sum(puller.source == self._next for puller in self._store.connection.pullers)
 
     @property
     def unconfirmed(self) -> int:
-        """How many leases there are whose settlement was sent and not answered."""
+        """The number of leases whose settlement was sent and not answered."""
         now = self._now()
         return sum(lease.unsure and lease.until > now for lease in self._leases.values())
 
@@ -129,7 +129,7 @@ class Claims:
     # ------------------------------------------------------------------------------------------------------ claiming
 
     async def claim(self, limit: int, visibility: float, wait: float) -> list[Delivery]:
-        """See :meth:`MailboxHooks._claim`."""
+        """See :meth:`Backend.claim`."""
         deadline = self._now() + wait
         more = False
         while True:
@@ -152,7 +152,7 @@ class Claims:
         return found
 
     async def _claim_once(self, limit: int, visibility: float, wait: float) -> tuple[list[Delivery], bool]:
-        """The deliveries of one pull, and whether it brought anything else."""
+        """Return the deliveries of one pull, and True if it brought anything else."""
         began = self._now()
         messages = await self._pull(limit, wait)
         if not messages:
@@ -163,11 +163,12 @@ class Claims:
         raise MailboxConnectionError("the NATS server did not answer in time")
 
     async def _pull(self, limit: int, wait: float) -> list[RawMessage]:
-        """What one pull brings; where it may not wait, what several bring that are made for that.
+        """Return what one pull brings; without a wait, what several short pulls bring.
 
-        A server that is busy may not have come to a glance in time. A glance that is over before the server comes to it must
-        not meet what comes back (see :data:`SHORTEST_PULL`), so a pull without an end is first where something may come
-        back; and where the server says that there is more, some longer glances are last. Cancelled, it has claimed nothing.
+        A busy server may not answer a short pull in time. A short pull that ends before the server gets to it must not
+        receive a message that comes back (see :data:`SHORTEST_PULL`): so a pull without an end is made first if
+        something may come back. If the server says that there is more, longer pulls follow. A cancelled call has
+        claimed nothing.
         """
         found: list[RawMessage] = []
         try:
@@ -193,7 +194,7 @@ class Claims:
         return found
 
     async def _pull_for(self, limit: int, lasts: float) -> list[RawMessage]:
-        """What one pull brings. Without an end (0) the server ends it at once if it knows of nothing to deliver."""
+        """Return what one pull brings. Without an end (0) the server ends it at once if it has nothing to deliver."""
         end = b',"expires":%d' % nanoseconds(lasts) if lasts else b""
         puller = await self._store.connection.puller()
         if self._stopped:
@@ -206,11 +207,11 @@ class Claims:
             raise
 
     async def _undo_pull(self, broken_off: Puller) -> None:
-        """What a pull that was broken off has brought goes back, and so does what it would have brought.
+        """Put back what a withdrawn pull has brought, and what it would have brought.
 
-        A message that the server had in hand for it comes nevertheless, or is with the server again as one that was
-        delivered once. All that the server sends leaves in one order: so either has happened when the first of two pulls
-        that are made now is answered, and the second one finds what went back.
+        A message that the server had in hand for the pull still arrives, or is back with the server as delivered once.
+        The server sends everything in one order: so either has happened when the first of two pulls made now is
+        answered, and the second pull finds what went back.
         """
         await self._undo_claim(broken_off.take(), young=0.0)
         empty = probes = 0
@@ -219,13 +220,14 @@ class Claims:
             puller = await self._store.connection.puller()
             found = await puller.pull(self._next, b'{"batch":1,"no_wait":true}', 1, 0.0, _leave_leased)
             await self._undo_claim(found, young=YOUNG)
-            empty += not found or Arrival.of(found[0]).deliveries == 1  # what has been delivered before comes first
+            empty += not found or Arrival.of(found[0]).deliveries == 1  # redeliveries come first
         await self._undo_claim(broken_off.take(), young=0.0)
 
     async def _undo_claim(self, messages: list[RawMessage], *, young: float) -> None:
-        """Messages that nobody was given go back as if they had never been claimed, but to the tail.
+        """Put messages that reached no caller back to the tail, as if they had never been claimed.
 
-        One that was delivered before has had a lease that ended, and pays for it, unless it is younger than ``young`` seconds.
+        A message that was delivered before has had a lease that ended, and is charged for it, unless it is younger
+        than ``young`` seconds.
         """
         if not messages:
             return
@@ -237,11 +239,12 @@ class Claims:
                 record = self.after_lost_lease(record)
             moves.append((arrival, record))
         left = await self._move_to_tail(moves)
-        if left:  # no room to put it to the tail: it is the next one's as it is
+        if left:  # no room at the tail: the next caller gets them as they are
             await self._store.connection.request_all([Request(arrival.reply, nak(0)) for arrival, _ in left])
 
     async def _take(self, messages: list[RawMessage], visibility: float, began: float) -> list[Delivery]:
-        """Make deliveries of what came; what has been delivered before goes to the tail first, as another message."""
+        """Make deliveries of messages that arrived. One that was delivered before goes to the tail first, under a new
+        number."""
         wall = self._wall()
         fresh: list[Arrival] = []
         again: list[tuple[Arrival, Record]] = []
@@ -274,9 +277,9 @@ class Claims:
         return await self._lease(fresh, visibility, began) if fresh else []
 
     async def _not_held(self, messages: list[RawMessage]) -> list[Arrival]:
-        """What came, without that which is held here: it comes as if for the first time by a fault of the server's (see
+        """Return the arrivals without messages that this process holds: their leases go on.
 
-        :data:`SHORTEST_PULL`), and its lease goes on.
+        By a fault of the server such a message arrives as if for the first time (see :data:`SHORTEST_PULL`).
         """
         now = self._now()
         held = []
@@ -295,15 +298,15 @@ class Claims:
         return free
 
     def after_lost_lease(self, record: Record) -> Record:
-        """The record of a message whose lease has run out."""
+        """Return the record of a message whose lease has ended."""
         first = record.first_received_at
         received_at = self._wall() - self._store.ack_wait if first is None else first
         return record.returned(received_at=max(received_at, record.enqueued_at), charge=True, kept=True)
 
     def _redelivered_in_place(self, arrival: Arrival) -> Arrival:
-        """What is delivered again under its number, as the server has no room for another one; else it would never come.
+        """Deliver a message again under its number, as the server has no room to move it; else it would never be delivered.
 
-        An earlier holder is kept off by his own clock only. All deliveries but this one have ended.
+        Only the earlier holder's own clock keeps that holder off. All deliveries but this one have ended.
         """
         for _ in range(arrival.deliveries - 1):
             arrival.record = self.after_lost_lease(arrival.record)
@@ -312,7 +315,7 @@ class Claims:
         return arrival
 
     async def _move_to_tail(self, moves: list[tuple[Arrival, Record]]) -> list[tuple[Arrival, Record]]:
-        """Put messages to the tail as new ones, each unless it is gone by now; those for which there is no room."""
+        """Move messages to the tail, each unless it is gone. Return those for which there is no room."""
         adds = [Add(arrival.subject, record.encode(), arrival.sequence) for arrival, record in moves]
         async with self._store.lock.writing():
             results = await self._store.add_all(adds)
@@ -365,7 +368,7 @@ class Claims:
         return deliveries
 
     async def _still_there(self, arrivals: list[Arrival]) -> list[Arrival]:
-        """Those that nobody has put to the tail since they came."""
+        """Return the arrivals that no other process has moved to the tail since they came."""
         found = await self._store.last_all(self._store.names.queue, [arrival.subject for arrival in arrivals])
         there = []
         for arrival, stored in zip(arrivals, found, strict=True):
@@ -389,7 +392,7 @@ class Claims:
         return kept
 
     async def dead_letter(self, stream: str, sequence: int, record: Record, dead: Dead, at: float) -> bool:
-        """Move a message to the dead letters; whether it was still number ``sequence`` of ``stream``."""
+        """Move a message to the dead letters. Return True if it was still number ``sequence`` of ``stream``."""
         store = self._store
         payload = record.encode()
         headers = dead_headers(dead, at, min(65_536, max(2_048, store.connection.max_payload - len(payload) - 1_024)))
@@ -407,31 +410,31 @@ class Claims:
     # -------------------------------------------------------------------------------------------------------- leases
 
     def held(self, delivery: Delivery) -> Lease:
-        """The lease of a delivery; :class:`ReceiptHandleExpiredError` where it is over."""
+        """Return the lease of a delivery. Raise :class:`ReceiptHandleExpiredError` if it has ended."""
         lease = self._leases.get(delivery.receipt_handle)
         if lease is None or lease.until <= self._now():
             raise lease_expired(delivery)
         return lease
 
     def drop_lease(self, delivery: Delivery) -> None:
-        """Forget the lease of a delivery whose message is not in the queue any more, not under this number."""
+        """Forget the lease of a delivery whose message has left the queue, or its number."""
         lease = self._leases.pop(delivery.receipt_handle, None)
         if lease is not None:
             self._removed.append((self._now(), lease.reply))
 
     def forget_leases(self) -> None:
-        """Forget all leases: the queue in which they were is gone, and their numbers mean other messages."""
+        """Forget all leases: their queue was deleted, and their numbers mean other messages."""
         self._leases.clear()
         self._removed.clear()
 
     async def redeliver_in_place(self, delivery: Delivery, seconds: float) -> None:
-        """Let a message of which nothing else could be made come again, where it is, in so many seconds."""
+        """End a delivery by letting the message stay in its place and be delivered again in ``seconds``."""
         lease = self.held(delivery)
         await self._store.connection.request(lease.reply, nak(seconds))
         self._leases.pop(delivery.receipt_handle, None)
 
     async def extend(self, delivery: Delivery, timeout: float) -> None:
-        """See :meth:`MailboxHooks._extend`."""
+        """See :meth:`Backend.extend`."""
         store = self._store
         await store.check_identity()
         lease = self.held(delivery)
@@ -444,9 +447,9 @@ class Claims:
         lease.until = max(lease.until, until)
 
     async def await_consumer(self) -> None:
-        """Wait until the consumer has noticed that messages which have just left the queue are not with it any more.
+        """Wait until the consumer has noticed that messages which have just left the queue are gone.
 
-        It does so a moment later, in the background; an acknowledgement of what is gone makes it do so at once.
+        It notices in the background, a moment later. An acknowledgement of a message that is gone makes it notice at once.
         """
         since = self._now() - CONSUMER_LAG
         replies = [reply for at, reply in self._removed if at >= since]
@@ -454,7 +457,7 @@ class Claims:
         await self._store.connection.request_all([Request(reply, b"+ACK") for reply in replies])
 
     async def ended_leases(self) -> list[Stored]:
-        """The messages that are still with the consumer although their leases, of this process, are over."""
+        """Return the messages that are still out with the consumer although their leases, of this process, have ended."""
         now = self._now()
         ended = [(handle, lease) for handle, lease in self._leases.items() if lease.until <= now]
         found = []
@@ -474,4 +477,4 @@ class Claims:
 
 
 async def _leave_leased(puller: Puller) -> None:
-    """What a probe was broken off with comes again when its lease ends."""
+    """Do nothing: what a withdrawn probe has brought is delivered again when its lease ends."""

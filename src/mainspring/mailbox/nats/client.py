@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class ApiError(MailboxError):
-    """What JetStream says where it refuses."""
+    """A refusal of JetStream."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(f"JetStream refused: {text} (code {code})")
@@ -45,19 +45,19 @@ class ApiError(MailboxError):
 
 
 class NotAllowedError(ConfigError, MailboxError):
-    """The login is good for less than a mailbox needs."""
+    """The user may not do all that a mailbox does."""
 
 
 class GoneError(MailboxConnectionError):
-    """A stream or a consumer is not there, or not any more: a server has lost its data, or somebody has deleted it."""
+    """A stream or a consumer does not exist (any more): a server has lost its data, or an operator has deleted it."""
 
 
 class NoResponderError(GoneError):
-    """The server is there, but no stream or consumer takes what was sent: it does not exist, or JetStream is off."""
+    """The server answers, but no stream or consumer takes the message: it does not exist, or JetStream is off."""
 
 
 class PullEndedError(GoneError):
-    """A pull request was refused, or did not end: perhaps its consumer is gone."""
+    """A pull request was refused, or did not end: its consumer may be gone."""
 
 
 NO_STREAM = 10059
@@ -65,24 +65,24 @@ NO_CONSUMER = 10014
 
 
 def is_gone(error: Exception) -> bool:
-    """Whether a call failed as a stream or a consumer is not there, or may have."""
+    """True if a call failed because a stream or a consumer is gone, or may be."""
     return isinstance(error, GoneError) or (isinstance(error, ApiError) and error.code in (NO_STREAM, NO_CONSUMER))
 
 
 def refuses_login(error: Exception) -> bool:
-    """Whether it is a server's refusal of this user, which the driver raises as text."""
+    """True if a server refuses this user. The driver raises that as text."""
     text = message_of(error).lower()
     return "authorization violation" in text or "authentication" in text
 
 
 def denied_subject(error: Exception) -> str | None:
-    """The subject, in small letters, that this user may not use, where the server says so; other answer it gives none."""
+    """Return the subject, in small letters, that the server does not allow this user. No other answer will come."""
     found = re.search(r'permissions violation for (?:publish|subscription) to "([^"]+)"', message_of(error).lower())
     return found[1] if found else None
 
 
 def no_connection(name: str, servers: Sequence[str], refusals: Sequence[Exception]) -> MainspringError:
-    """Why none of the servers can be connected to, each of which was tried."""
+    """Return the error for servers none of which can be connected to; each was tried."""
     from mainspring.mailbox.nats.client import LoginError, NoTlsError
 
     told = "; ".join(dict.fromkeys(map(message_of, refusals)))
@@ -98,7 +98,7 @@ def no_connection(name: str, servers: Sequence[str], refusals: Sequence[Exceptio
 
 
 def translated(error: Exception, name: str, servers: Sequence[str], told: str) -> MainspringError:
-    """What the driver raises, in the port's words; ``servers`` are those that were tried, where there was no connection yet."""
+    """Translate an exception of the driver. ``servers`` are those that were tried, if there was no connection yet."""
     if isinstance(error, MainspringError):
         return error
     if isinstance(error, MaxPayloadError):
@@ -112,7 +112,7 @@ def translated(error: Exception, name: str, servers: Sequence[str], told: str) -
 
 
 def check_credentials(path: str) -> None:
-    """Raise :class:`ConfigError` where the driver could make nothing of that credentials file."""
+    """Raise :class:`ConfigError` if the driver could not use that credentials file."""
     try:
         with open(path, "rb"):
             pass
@@ -125,7 +125,7 @@ def check_credentials(path: str) -> None:
 
 
 def parse(answer: RawMessage) -> dict[str, Any]:
-    """An answer of JetStream's. Raises :class:`ApiError` where it refuses, :class:`NoResponderError` where none is."""
+    """Return an answer of JetStream. Raise :class:`ApiError` if it refuses, :class:`NoResponderError` if it is not there."""
     if answer.head and answer.status[0] == "503":
         raise NoResponderError(
             "no JetStream answers at the NATS server: start it with JetStream (nats-server -js), or wait for its leader"
@@ -144,13 +144,13 @@ _LINE = b"NATS/1.0"
 _END = b"\r\n"
 _KINDS = (b"MSG ", b"HMSG ", b"PING", b"PONG", b"+OK", b"INFO ", b"-ERR")
 _LONGEST_LINE = 1 << 20
-"""Bytes of a line that has no end yet: an INFO names all servers of a cluster."""
+"""Bytes of a line without an end: an INFO names all servers of a cluster."""
 _LARGEST = 1 << 28
-"""Bytes of a message: four times what a server can be set to take."""
+"""Bytes of a message: four times the largest that a server can be set to take."""
 
 
 class UnreadableError(ProtocolError):
-    """What came is no protocol of NATS, so that nothing behind it can be read either: the connection must be made anew."""
+    """The server sent what is not the NATS protocol. Nothing behind it can be read: the connection must be made anew."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"what the NATS server sent cannot be read: {what}")
@@ -160,17 +160,17 @@ class UnreadableError(ProtocolError):
 
 
 class RawMessage(NamedTuple):
-    """A message as it came."""
+    """A message as it arrived."""
 
     subject: bytes
     reply: bytes
     head: bytes
-    """Its headers with the line before them, or nothing."""
+    """Its headers with the status line before them, or nothing."""
     data: bytes
 
     @property
     def status(self) -> tuple[str, str]:
-        """The status in the line before the headers, which only the server's own word has, and what it says of that."""
+        """The status code in the line before the headers, which only the server itself writes, and its text."""
         code, _, told = (
             self.head.partition(_END)[0].removeprefix(_LINE).decode("utf-8", "replace").strip().partition(" ")
         )
@@ -178,9 +178,9 @@ class RawMessage(NamedTuple):
 
 
 class QuickParser(Parser):
-    """In the place of the driver's parser; messages of subscriptions that have a ``callback`` are what that is called with.
+    """Replaces the driver's parser: a message of a subscription with a callback costs neither a task switch nor a coroutine.
 
-    A callback may not wait; what it raises goes where the driver's other errors go, and costs the others nothing.
+    A callback may not wait. What it raises goes to the driver's error callback, and does no harm to other messages.
     """
 
     def __init__(self, client: Any) -> None:
@@ -189,15 +189,15 @@ class QuickParser(Parser):
         """By the number of the subscription, as it stands in the protocol."""
 
     def reset(self) -> None:
-        """Forget what has come so far: another connection begins."""
+        """Forget what has arrived so far: another connection begins."""
         super().reset()
         self._whole = 0
 
     async def parse(self, data: bytes = b"") -> None:
-        """Take apart what has come; the beginning of something is kept for the next call.
+        """Parse what has arrived; the beginning of a message is kept for the next call.
 
-        Raises :class:`UnreadableError`, which is told as the driver's other errors are, and whereupon the driver makes the
-        connection anew. After any other error it would read no more, without a word.
+        :raises UnreadableError: goes to the error callback, too, and lets the driver make the connection anew. After
+        any other error the driver would stop reading without a word.
         """
         try:
             await self._take_apart(data)
@@ -239,7 +239,8 @@ class QuickParser(Parser):
             start = end + 2
             callback = self.callbacks.get(words[2])
             if callback is None:
-                await self.nc._process_msg(int(words[2]), message.subject, message.reply, message.data, message.head)  # noqa: SLF001
+                number = int(words[2])
+                await self.nc._process_msg(number, message.subject, message.reply, message.data, message.head)  # noqa: SLF001
                 continue
             try:
                 callback(message)
@@ -253,7 +254,7 @@ class QuickParser(Parser):
         self.buf += rest
 
     async def _obey(self, kind: bytes, line: bytes) -> None:
-        """Do what a line wants that is no message."""
+        """Handle a line that is no message."""
         client = self.nc
         if kind == b"PING":
             await client._process_ping()  # noqa: SLF001 - the driver's parser calls these too
@@ -268,11 +269,11 @@ class QuickParser(Parser):
 
 
 _made: Callable[[tuple[bytes, bytes, bytes, bytes]], RawMessage] = partial(tuple.__new__, RawMessage)
-"""A :class:`RawMessage`, without the Python function that a named tuple has for it."""
+"""Makes a :class:`RawMessage` without the Python function that a named tuple has for it."""
 
 
 def _sizes(words: list[bytes]) -> tuple[int, int, bool]:
-    """What the line before a message says: the bytes of all of it, of its headers, and whether it names a reply subject."""
+    """Read the line before a message: the bytes of the message, of its headers, and True if it names a reply subject."""
     count = len(words)
     size = head = -1
     if words[0] == b"MSG":
@@ -287,7 +288,7 @@ def _sizes(words: list[bytes]) -> tuple[int, int, bool]:
 
 
 def _begins(rest: bytes) -> bool:
-    """Whether a line can begin so."""
+    """True if a line can begin so."""
     return any(rest.startswith(kind[: len(rest)]) for kind in _KINDS)
 
 
@@ -296,14 +297,14 @@ class NoTlsError(Error):
 
 
 class LoginError(Error):
-    """No login can be made of the credentials."""
+    """The credentials cannot be used to log in."""
 
 
 class _Transport(TcpTransport):
-    """The driver's, but that it finds the server's addresses without the event loop's default executor."""
+    """The driver's transport, but names are resolved without the event loop's default executor."""
 
     def __bool__(self) -> bool:
-        """The driver would take an unconnected one for none, and make its own."""
+        """Return True: the driver would take an unconnected transport for none, and make its own."""
         return True
 
     async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
@@ -372,15 +373,13 @@ def check_driver(client: Client, driver: type[Client] = Client) -> None:
 
 
 class StrictClient(Client):
-    """The driver's client.
+    """The driver's client, changed in three ways.
 
-    By itself the driver takes ``tls://`` and ``nats://`` for the same: it encrypts where the server asks for it, and else
-    sends user and password as they are.
-
-    And it has a task and a queue for each subscription, which cost more than all else that is done with most messages.
-
-    And where a server stands still, it waits without an end: to write, and to close a connection that is given up, before it
-    makes a new one.
+    - The driver treats ``tls://`` and ``nats://`` alike: it encrypts if the server asks for it, and else sends user and
+      password in the clear. This client insists on TLS.
+    - The driver has a task and a queue for each subscription, which cost more than the rest of the work on most messages. This
+      client calls a function.
+    - If a server stands still, the driver waits without end, to write and to close. Here each step has a deadline.
     """
 
     def __init__(self) -> None:
@@ -389,9 +388,10 @@ class StrictClient(Client):
         self._ps: QuickParser = QuickParser(self)
 
     def _connect_command(self) -> bytes:
-        """What the driver sends first, on every connection: the login.
+        """Return the login, which the driver sends first on every connection.
 
-        Raises :class:`NoTlsError` where all could read it, :class:`LoginError` where there is none.
+        :raises NoTlsError: others could read it.
+        :raises LoginError: the credentials give none.
         """
         server = self._current_server
         writer = getattr(self._transport, "_io_writer", None)
@@ -405,31 +405,32 @@ class StrictClient(Client):
             )
         try:
             return super()._connect_command()
-        except Exception as error:  # whatever the driver and nkeys make of a file that is none of credentials
+        except Exception as error:  # what the driver and nkeys raise for such a file
             raise LoginError(
                 f"no login can be made of the credentials, which must be the file of a user: {describe(error)}"
             ) from error
 
     async def listen(self, subject: str, callback: Callable[[RawMessage], object]) -> Subscription:
-        """Subscribe: ``callback`` is called with each message as it is read, in the order in which they come."""
+        """Subscribe: ``callback`` is called with each message as it is read, in order."""
         subscription = await self.subscribe(subject)
         self._ps.callbacks[b"%d" % subscription._id] = callback  # noqa: SLF001 - nothing can have come yet
         return subscription
 
     async def unlisten(self, subscription: Subscription) -> None:
-        """Unsubscribe; what comes nevertheless is not heard any more."""
+        """Unsubscribe. What still arrives is dropped."""
         self.forget(subscription)
         await subscription.unsubscribe()
 
     def forget(self, subscription: Subscription) -> None:
-        """Hear no more of it, and do not subscribe to it on the next connection."""
+        """Drop a subscription, and do not renew it on the next connection."""
         self._ps.callbacks.pop(b"%d" % subscription._id, None)  # noqa: SLF001
         self._subs.pop(subscription._id, None)  # noqa: SLF001
 
     async def publish(
         self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
     ) -> None:
-        """The driver's, whose checks of the two subjects take longer than all the rest: they are the mailbox's own.
+        """Publish without the driver's checks of the two subjects, which take longer than the rest: subjects are the
+        mailbox's own.
 
         All that is published in one turn of the event loop is written at once.
         """
@@ -443,10 +444,10 @@ class StrictClient(Client):
             await self._flush_pending()
 
     async def hang_up(self, seconds: float) -> None:
-        """Disconnect, in whatever state this is, under a shield; by force where the other side takes nothing any more.
+        """Disconnect from any state, under a shield; by force if the server takes nothing any more.
 
-        What was still to be written is lost then. The driver's own ``close`` waits for it, and leaves tasks where it is cut
-        short.
+        What was still to be written is lost then. The driver's own ``close`` waits for it, and leaves tasks behind if
+        it is cut short.
         """
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + seconds):
             with suppress(Exception):
@@ -457,9 +458,9 @@ class StrictClient(Client):
     # ------------------------------------------------------------------------ the driver's own steps, each with an end
 
     async def _flush_pending(self, force_flush: bool = False) -> Any:
-        """Have written what is pending; the driver's waits for room to say so, and (``force_flush``) for the end of that.
+        """Have the flusher write what is pending. The driver would wait for room in its queue and, if forced, without end.
 
-        ``force_flush``, where too much is pending already: raises ``TimeoutError`` where the server does not take it in time.
+        :raises TimeoutError: ``force_flush`` (too much is pending), and the server does not take it in time.
         """
         flusher, queue = self._flusher_task, self._flush_queue
         if queue is None or not self.is_connected or flusher is None or flusher.done():
@@ -474,16 +475,16 @@ class StrictClient(Client):
         return None
 
     async def _process_err(self, err_msg: str) -> None:
-        """What the server refuses; it hangs up then, but for what this user may not do."""
-        if STALE_CONNECTION not in err_msg and PERMISSIONS_ERR not in err_msg:  # those the driver tells by itself
+        """Handle an error that the server sends. It hangs up then, unless the user may not do something."""
+        if STALE_CONNECTION not in err_msg and PERMISSIONS_ERR not in err_msg:  # the driver reports these itself
             await self._error_cb(Error(f"the server said {err_msg or 'an error without words'}"))
             self._let_go()
         await super()._process_err(err_msg)
 
     async def _process_op_err(self, e: Exception) -> None:
-        """The connection is lost."""
+        """Handle a lost connection."""
         if not (self.is_closed or self.is_reconnecting):
-            if not isinstance(e, ProtocolError):  # what cannot be read the parser has told, in more words
+            if not isinstance(e, ProtocolError):  # the parser has reported it, in more words
                 await self._error_cb(e)
             self._let_go()
         await super()._process_op_err(e)
@@ -491,14 +492,14 @@ class StrictClient(Client):
     async def _connect_to_server(self, s: Srv) -> None:
         for task in (self._reading_task, self._ping_interval_task, self._flusher_task):
             if task is not None:
-                task.cancel()  # of a try that failed late: it would go on with the new connection, beside its own
+                task.cancel()  # of a late failure
         self._let_go()
         if self._transport is None:
             self._transport = _Transport()  # type: ignore[no-untyped-call]
         await super()._connect_to_server(s)
 
     async def _process_connect_init(self) -> None:
-        """The login. Whatever is wrong with it, the driver tries again: other errors than these would end its trying."""
+        """Log in. Any failure becomes one after which the driver tries again; others would end its tries."""
         try:
             await super()._process_connect_init()
         except (OSError, Error, TimeoutError):
@@ -509,7 +510,7 @@ class StrictClient(Client):
             raise Error("the NATS server did not answer the login")
 
     def _let_go(self) -> None:
-        """Let go of the connection at once, and of what was still to be written: whose that is is told that it is lost."""
+        """Drop the connection, and what was still to be written: those requests fail as lost."""
         self._pending.clear()
         self._pending_data_size = 0
         self._abort()

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 RECONNECT_WAIT = 0.2
-"""Seconds between tries to reach a server again."""
+"""Seconds between two tries to reach a server again."""
 PING_SHARE = 0.3
-"""The part of the silence that a connection may keep, between two pings. Two may be owed: the third look gives it up."""
+"""The share of the allowed silence between two pings. Two may be unanswered; at the third the connection is given up."""
 _TIMEOUT_INTERVAL = 0.25
-"""Seconds between looks for calls that took too long."""
+"""Seconds between two checks for requests that took too long."""
 
 
 class Request(NamedTuple):
@@ -49,19 +49,19 @@ class Request(NamedTuple):
 
 
 class _Failure(NamedTuple):
-    """In the place of an answer: why there will be none."""
+    """Stands for an answer that will not come, with the reason."""
 
     error: MailboxError
 
 
 class NatsConnection:
-    """One connection, for one mailbox, on asyncio. It reconnects by itself; what is out when it breaks fails at once.
+    """One connection, for one mailbox, on asyncio. It reconnects by itself; requests that are out when it breaks fail at once.
 
     :param servers: their URLs.
     :param options: further options of the driver's ``connect``.
-    :param timeout: seconds that a call may take.
-    :param name: what the server's monitoring calls it.
-    :param silence: seconds after which a connection on which nothing is answered is given up.
+    :param timeout: seconds that a request may take.
+    :param name: the name shown in the server's monitoring.
+    :param silence: seconds without an answer after which the connection is given up.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class NatsConnection:
         self.epoch = 0
         """How often the connection was lost."""
         self.reconnects = 0
-        """How often it was made anew, after it was lost."""
+        """How often it was made anew."""
 
     @property
     def is_connected(self) -> bool:
@@ -99,12 +99,12 @@ class NatsConnection:
 
     @property
     def in_flight(self) -> int:
-        """How many calls are out without an answer."""
+        """The number of requests without an answer."""
         return len(self._pending)
 
     @property
     def max_payload(self) -> int:
-        """Bytes of the largest payload that the server takes, as it said when it was connected to last."""
+        """Bytes of the largest payload that the server takes, as of the latest connection."""
         client = self._client
         if client is not None and client.is_connected:
             self._max_payload = client.max_payload
@@ -116,17 +116,20 @@ class NatsConnection:
     # ---------------------------------------------------------------------------------------------------- life cycle
 
     async def open(self) -> None:
-        """Connect, within the timeout. Raises :class:`MailboxConnectionError`, at once where every server refuses, and
-        :class:`ConfigError` where each refuses the login, or the URL wants TLS and it has none."""
+        """Connect, within the timeout.
+
+        :raises MailboxConnectionError: no server can be reached; at once if every server refuses.
+        :raises ConfigError: each server refuses the login, or the URL wants TLS and the server has none.
+        """
         self.loop: Any = event_loop()
         self._now = loop_clock()
         self._closed = anyio.Event()
         await self._connect(patient=False)
 
     async def keep_connected(self) -> None:
-        """Connect anew whenever the driver has given its connection up, as it does where the server sends it away.
+        """Connect anew whenever the driver has given up its connection, as it does if the server closes it for good.
 
-        A connection that is merely lost it restores by itself.
+        A connection that is merely lost is restored by the driver.
         """
         while True:
             await self._closed.wait()
@@ -142,7 +145,7 @@ class NatsConnection:
                     self._came_back()
 
     async def _connect(self, *, patient: bool) -> None:
-        """Connect; ``patient``: for as long as the timeout lets, as to servers that were there and come back."""
+        """Connect. ``patient``: keep trying until the timeout, as the servers were there before."""
         self._client = client = StrictClient()
         self._refusals, self._denied = [], None
         try:
@@ -188,19 +191,19 @@ class NatsConnection:
             raise MailboxClosedError(f"{self._name} is closed")
 
     async def close(self) -> None:
-        """Let what is out come back, then disconnect; at most :data:`CLOSE_TIMEOUT` seconds together."""
+        """Wait for the answers that are out, then disconnect; at most :data:`CLOSE_TIMEOUT` seconds together."""
         self.end_pulls()
         try:
             with anyio.move_on_after(CLOSE_TIMEOUT / 2):
                 while self._pending or self.pullers:
                     self._quiet = anyio.Event()
                     await self._quiet.wait()
-        finally:  # nobody comes again to hang up
+        finally:  # no later call would hang up
             self._was_connected = False
             await self._abandon()
 
     def check_quiet(self) -> None:
-        """Something that was out is back: perhaps a close waits for it."""
+        """Wake a close that waits, if no request and no pull is out any more."""
         if self._quiet is not None and not (self._pending or self.pullers):
             self._quiet.set()
 
@@ -210,7 +213,7 @@ class NatsConnection:
             self._timer.cancel()
             self._timer = None
         self._fail_all(MailboxClosedError(f"the connection of {self._name} was closed while the operation was out"))
-        if client is not None:  # one that is connected may have something to write
+        if client is not None:  # a connected one may have something to write
             await client.hang_up(CLOSE_TIMEOUT / 2 if client.is_connected else COURTESY)
 
     async def _on_error(self, error: Exception) -> None:
@@ -228,7 +231,7 @@ class NatsConnection:
                 self._opening.cancel()
 
     def _deny(self, subject: str, error: NotAllowedError) -> None:
-        """Tell whoever waits for an answer from there, which never comes."""
+        """Fail the requests whose answers this user may not receive."""
         if subject == f"{self._inbox}*".lower():
             self._denied = error
         for token, (future, _, asked) in list(self._pending.items()):
@@ -261,7 +264,7 @@ class NatsConnection:
         return MailboxConnectionError(f"{self._name}: the connection to the NATS server is lost{told}")
 
     def failure(self, error: Exception) -> MainspringError:
-        """What the driver raises, in the port's words."""
+        """Translate an exception of the driver."""
         told = describe(error)
         if isinstance(error, TimeoutError):
             told = self._last_error or f"no answer within {self.timeout:g} s"
@@ -281,12 +284,12 @@ class NatsConnection:
 
     @property
     def driver(self) -> StrictClient | None:
-        """The driver's client, where there is one, connected or not."""
+        """The driver's client, connected or not, if there is one."""
         return self._client
 
     @property
     def client(self) -> StrictClient:
-        """The driver's client, connected; else raises :class:`MailboxConnectionError`."""
+        """The driver's client, connected; else raise :class:`MailboxConnectionError`."""
         client = self._client
         if client is None and not self._was_connected:
             raise MailboxClosedError(f"{self._name} is closed")
@@ -295,7 +298,7 @@ class NatsConnection:
         return client
 
     async def _reached(self) -> StrictClient:
-        """See :attr:`client`; whoever tries again and again to no avail lets others run, who reconnect."""
+        """See :attr:`client`. A caller in a loop without success lets the reconnecting task run."""
         if self._client is None or not self._client.is_connected:
             await anyio.lowlevel.checkpoint()
         return self.client
@@ -303,14 +306,14 @@ class NatsConnection:
     # ----------------------------------------------------------------------------------------------------------- calls
 
     async def request(self, subject: str, payload: bytes = b"", headers: dict[str, str] | None = None) -> RawMessage:
-        """Send a message and wait for its answer. Raises :class:`MailboxConnectionError` where none comes in time."""
+        """Send a message and wait for its answer. Raise :class:`MailboxConnectionError` if none comes in time."""
         token, future = await self._start(subject, payload, headers)
         return await self._finish(token, future)
 
     async def request_all(self, requests: Sequence[Request]) -> list[RawMessage | MailboxError]:
-        """Send messages in one go and wait for all their answers; an error takes the place of a missing one.
+        """Send messages at once and wait for all answers; an error takes the place of a missing one.
 
-        Where the connection does not take one, none behind it is sent.
+        If the connection does not take one, those behind it are not sent.
         """
         begun: list[tuple[int, Any] | MailboxError] = []
         answers: list[RawMessage | MailboxError] = []
@@ -337,7 +340,7 @@ class NatsConnection:
         return answers
 
     async def api(self, subject: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Call JetStream's API. Raises :class:`ApiError` where it refuses."""
+        """Call JetStream's API. Raise :class:`ApiError` if it refuses."""
         payload = b"" if request is None else json.dumps(request, separators=(",", ":")).encode()
         return parse(await self.request(f"$JS.API.{subject}", payload))
 
@@ -360,7 +363,7 @@ class NatsConnection:
     async def publish(
         self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None
     ) -> None:
-        """Send a message. Raises :class:`MailboxConnectionError`, whatever the driver or its transport make of it."""
+        """Send a message. Raise :class:`MailboxConnectionError` for any failure of the driver or its transport."""
         client = self._client
         if client is None or not client.is_connected:
             client = await self._reached()
@@ -388,7 +391,7 @@ class NatsConnection:
             self.check_quiet()
 
     def _time_out(self) -> None:
-        """Give up the calls that took too long: the oldest come first."""
+        """Fail the requests that took too long: the oldest are first."""
         self._timer = None
         now = self._now()
         for token, (future, until, _) in list(self._pending.items()):
@@ -405,7 +408,7 @@ class NatsConnection:
     # ------------------------------------------------------------------------------------------------- pulls and news
 
     async def puller(self) -> Puller:
-        """One that is free, else a new one."""
+        """Return an idle puller, or a new one."""
         if self.idle:
             return self.idle.pop()
         puller = Puller(self)
@@ -413,32 +416,28 @@ class NatsConnection:
         return puller
 
     def end_pulls(self) -> None:
-        """Let every pull under way end now; what has come with one is put back."""
+        """End every pull under way. What it has brought is put back."""
         for puller in list(self.pullers):
             puller.end()
 
     async def listen(self, subject: str, callback: Callable[[RawMessage], object]) -> None:
-        """Hear what is published on a subject, also after a reconnection; ``callback`` may not wait."""
+        """Call ``callback``, which may not wait, with what is published on a subject, also after a reconnection."""
         await self.client.listen(subject, callback)
         self._listeners.append((subject, callback))
 
-    async def tell(self, subject: str, payload: bytes) -> None:
-        """Publish something that nobody answers and nothing stores."""
-        await self.publish(subject, payload)
-
 
 POLL_TIMEOUT = 0.02
-"""Seconds that a pull lasts at least. Without an end the server answers at once that there is nothing, and at times wrongly:
-what was sent just now it may not have noticed yet; and where what it has counted was removed, it waits for ever instead."""
+"""Seconds that a pull lasts at least. Without an end the server answers at once that there is nothing, at times
+wrongly: it may not have noticed what was just sent. And where what it has counted was removed, it waits for ever."""
 MAX_POLL_TIMEOUT = 0.5
-"""Seconds that the last of some glances lasts, where the server says that there is something and does not deliver it."""
+"""Seconds that the last of some short pulls lasts, if the server says that there is something and does not deliver it."""
 OVERDUE = 0.5
-"""Seconds after its end at which a pull is taken for ended although the server does not say so: where several wait, 2.9 now
-and then drops one that is over without a word."""
+"""Seconds after its end at which a pull counts as ended although the server does not say so: if several wait, server
+2.9 now and then drops a finished one without a word."""
 
 
 class Puller:
-    """A subscription of its own for one pull at a time: taken away, the server knows at once that nobody waits."""
+    """A subscription for one pull at a time. Once it is removed, the server knows at once that no caller waits."""
 
     def __init__(self, connection: NatsConnection) -> None:
         self._connection = connection
@@ -458,16 +457,16 @@ class Puller:
             raise self._connection.failure(error) from error
 
     def take(self) -> list[RawMessage]:
-        """What has come and was not taken yet."""
+        """Return what has arrived and was not taken yet."""
         taken, self._messages = self._messages, []
         return taken
 
     def forget(self) -> None:
-        """Be of no more use: the connection is lost."""
+        """Drop the subscription: the connection is lost."""
         self._client.forget(self._subscription)
 
     def end(self, error: MailboxError | None = None) -> None:
-        """Let the pull under way end now, with what has come so far."""
+        """End the pull under way now, with what has arrived."""
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(error)
 
@@ -479,11 +478,10 @@ class Puller:
         lasts: float,
         undo: Callable[[Puller], Awaitable[None]],
     ) -> list[RawMessage]:
-        """Send a pull request and return what comes until it ends: by itself, within ``lasts`` seconds, or by :meth:`end`.
+        """Send a pull request and return what arrives until it ends: by itself, within ``lasts`` seconds, or by :meth:`end`.
 
-        One that the server does not end in time, but has not lost, has brought what has come.
-
-        Where this is cancelled, or its end is forced, ``undo`` is called under a shield, to see to what has come or comes.
+        A pull that the server does not end in time, but has not lost, returns what has arrived. If the call is
+        cancelled, or the pull is ended, ``undo`` is called under a shield, to put back what has arrived or still arrives.
         """
         connection = self._connection
         loop = connection.loop
@@ -520,7 +518,7 @@ class Puller:
         raise type(ended)(*ended.args)
 
     async def _check_consumer(self, subject: str) -> None:
-        """Raise :class:`MailboxConnectionError` where a pull is overdue as the server or the consumer is not there."""
+        """Raise :class:`MailboxConnectionError` if a pull is overdue because the server or the consumer is gone."""
         consumer = subject.removeprefix("$JS.API.CONSUMER.MSG.NEXT.")
         try:
             await self._connection.api(f"CONSUMER.INFO.{consumer}")
@@ -528,9 +526,9 @@ class Puller:
             raise PullEndedError(f"the NATS server did not end a pull request in time: {error}") from error
 
     async def _withdraw(self, undo: Callable[[Puller], Awaitable[None]]) -> None:
-        """Tell the server that nobody waits any more, and give back what it has delivered, or still delivers.
+        """Tell the server that no caller waits any more, and put back what it has delivered, or still delivers.
 
-        The driver's own ``drain`` would throw away what the server had in hand for this subscription as it went.
+        The driver's own ``drain`` would throw away what the server had in hand for this subscription.
         """
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT / 2):
             with suppress(Exception):  # a lost connection: what was delivered comes again when its lease ends
@@ -565,7 +563,7 @@ class Puller:
 
 
 class _Sign:
-    """A value that is only itself."""
+    """A value that equals only itself."""
 
 
 _DONE = _Sign()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 async def has_streams(connection: NatsConnection, names: Names) -> bool:
-    """See :meth:`Mailbox.exists`: whether the server has any of the mailbox's streams."""
+    """See :meth:`Mailbox.exists`: return True if the server has any of the mailbox's streams."""
     for answer in await connection.request_all([Request(f"$JS.API.STREAM.INFO.{stream}") for stream in names.streams]):
         if isinstance(answer, MailboxError):
             raise answer
@@ -42,10 +42,10 @@ async def has_streams(connection: NatsConnection, names: Names) -> bool:
 
 
 async def counts(store: Store, claims: Claims) -> Counts:
-    """See :meth:`MailboxHooks._counts`.
+    """See :meth:`Backend.counts`.
 
-    All that was accepted is all that was ever added to the queue and the delayed, less what only moved; what is nowhere any
-    more is settled. So the parts add up, whatever moves meanwhile.
+    The accepted messages are all that were ever added to the queue and the delayed stream, less those that only moved.
+    Settled are those that are nowhere any more. So the parts add up, whatever moves meanwhile.
     """
     names = store.names
     streams = (names.queue, names.delayed, names.dead, names.moves)
@@ -81,9 +81,10 @@ async def counts(store: Store, claims: Claims) -> Counts:
 
 
 async def _queue_age(store: Store, delivered: int, over: list[Stored]) -> float | None:
-    """Seconds since the send of the oldest of two kinds: the first message behind those delivered, and those in ``over``.
+    """Return the seconds since the send of the oldest of two kinds: the first message behind those delivered, and
+    those in ``over``.
 
-    None where there is none of either: then only the consumer knows which messages are pending.
+    None if there is neither: then only the consumer knows which messages are pending.
     """
     first = await store.next(store.names.queue, delivered + 1, ">")
     known = over if first is None else [first, *over]
@@ -92,7 +93,7 @@ async def _queue_age(store: Store, delivered: int, over: list[Stored]) -> float 
 
 
 async def purge(store: Store) -> int:
-    """See :meth:`MailboxHooks._purge`."""
+    """See :meth:`Backend.purge`."""
     names = store.names
     async with store.lock.writing():
         dropped = await store.purge(names.delayed) + await store.purge(names.queue)
@@ -102,7 +103,7 @@ async def purge(store: Store) -> int:
 
 
 async def cancel(store: Store, settlements: Settlements, message_id: str) -> Cancelled:
-    """See :meth:`MailboxHooks._cancel`."""
+    """See :meth:`Backend.cancel`."""
     names = store.names
     for stream, prefix in (
         (names.delayed, names.to_delayed),
@@ -127,13 +128,14 @@ async def cancel(store: Store, settlements: Settlements, message_id: str) -> Can
 
 
 async def _was_under_way(store: Store, token: str, removed: Stored) -> bool:
-    """Whether a message that was removed from the delayed is in the queue, or was: being due it may have been on its way.
+    """True if a message that was removed from the delayed stream is in the queue, or was: a due message may be on its
+    way there.
 
-    If somebody has it in hand, he is forestalled: what he adds later the server takes for a second copy of this.
+    What a scheduler that has it in hand adds later, the server takes for a second copy of the one added here.
     """
     if (removed.record.due or 0.0) > clock.utc_now().timestamp():
         return False
-    with suppress(MailboxFullError):  # then nobody else has found room for it either
+    with suppress(MailboxFullError):  # then no scheduler has found room for it either
         async with store.writing():
             added = await store.add(move_to_queue(store.names, token, removed.record, removed.sequence))
             if added.sequence and not added.duplicate:
@@ -145,7 +147,7 @@ async def _was_under_way(store: Store, token: str, removed: Stored) -> bool:
 
 
 async def sweep_transient(store: Store) -> None:
-    """Delete the transient mailboxes that nobody has had open for a day."""
+    """Delete the transient mailboxes that no process has had open for a day."""
     beginning = f"mainspring-queue_{encoded(TRANSIENT)}"
     offset = 0
     while True:
@@ -174,97 +176,94 @@ def _old(date: str) -> bool:
     return (clock.utc_now() - then).total_seconds() > TRANSIENT_LIFE
 
 
-class DeadLetters:
-    """The dead letters of one mailbox."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    async def page(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
-        """See :meth:`MailboxHooks._dead_letters`."""
-        start = 1
-        if after is not None:
-            for stored in await self._by_ids([after]):
-                start = stored.sequence + 1
-        return [_letter(stored) for stored in await self._page_from(start, limit)]
-
-    async def find(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
-        """See :meth:`MailboxHooks._find_dead`."""
-        return [_letter(stored) for stored in await self._by_ids(message_ids)]
-
-    async def replay(self, message_ids: list[str] | None) -> int:
-        """See :meth:`MailboxHooks._replay`."""
-        count = 0
-        start = 1
-        while True:
-            found = await self._page_from(start, 100) if message_ids is None else await self._by_ids(message_ids)
-            for stored in found:
-                count += await self._replay(stored)
-                start = stored.sequence + 1
-            if message_ids is not None or len(found) < 100:
-                return count
-
-    async def purge(self, message_ids: list[str] | None) -> int:
-        """See :meth:`MailboxHooks._discard_dead`."""
-        store = self._store
-        names = store.names
-        if message_ids is None:
-            return await store.purge(names.dead)
-        found = await self._by_ids(message_ids)
-        count = 0
-        for removed in await store.remove_all(names.dead, [stored.sequence for stored in found]):
-            if isinstance(removed, MailboxError):
-                raise removed
-            count += removed
-        return count
-
-    async def _replay(self, stored: Stored) -> bool:
-        """Add it to the queue, then remove it here; whether this call did. It is sent once, whoever else tries."""
-        store = self._store
-        names = store.names
-        record = stored.record
-        other = None
-        if record.dedup_key is not None:
-            for stream, prefix in ((names.queue, names.to_queue), (names.delayed, names.to_delayed)):
-                other = other or await store.last(stream, prefix + record.token)
-        taken = other is not None and other.record.message_id != record.message_id
-        for _ in range(20):
-            again = record.replayed(None if taken else record.dedup_key)
-            async with store.writing():
-                added = await store.add(Add(names.to_queue + again.token, again.encode(), 0))
-                if added.sequence:
-                    await store.count_moves()
-                    return await store.remove(names.dead, stored.sequence)
-                there = await store.last(names.queue, names.to_queue + again.token)
-                if there is not None and there.record.message_id == record.message_id:  # by one who could not finish
-                    return await store.remove(names.dead, stored.sequence)
-            # The key was taken just now, or what had it has just been finished.
-            taken = taken or there is not None
-        raise MailboxConnectionError(f"the messages with the dedup key {record.dedup_key!r} came and went too fast")
-
-    async def _page_from(self, start: int, limit: int) -> list[Stored]:
-        store = self._store
-        found: list[Stored] = []
-        while len(found) < limit:
-            stored = await store.next(store.names.dead, start, f"{store.names.to_dead}*")
-            if stored is None:
-                break
-            found.append(stored)
+async def dead_letters(store: Store, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
+    """See :meth:`Backend.dead_letters`."""
+    start = 1
+    if after is not None:
+        for stored in await _by_ids(store, [after]):
             start = stored.sequence + 1
-        return found
+    return [_letter(stored) for stored in await _page_from(store, start, limit)]
 
-    async def _by_ids(self, message_ids: list[str]) -> list[Stored]:
-        """Those of some ids, the oldest first."""
-        store = self._store
-        wanted = dict.fromkeys(message_ids)
-        subjects = [store.names.to_dead + token_of(each) for each in wanted]
-        found: dict[int, Stored] = {}
-        for stored in await store.last_all(store.names.dead, subjects):
-            if isinstance(stored, MailboxError):
-                raise stored
-            if stored is not None and stored.record.message_id in wanted:
-                found[stored.sequence] = stored
-        return [found[sequence] for sequence in sorted(found)]
+
+async def find_dead_letters(store: Store, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
+    """See :meth:`Backend.find_dead_letters`."""
+    return [_letter(stored) for stored in await _by_ids(store, message_ids)]
+
+
+async def replay_dead_letters(store: Store, message_ids: list[str] | None) -> int:
+    """See :meth:`Backend.replay_dead_letters`."""
+    count = 0
+    start = 1
+    while True:
+        found = await _page_from(store, start, 100) if message_ids is None else await _by_ids(store, message_ids)
+        for stored in found:
+            count += await _replay(store, stored)
+            start = stored.sequence + 1
+        if message_ids is not None or len(found) < 100:
+            return count
+
+
+async def purge_dead_letters(store: Store, message_ids: list[str] | None) -> int:
+    """See :meth:`Backend.purge_dead_letters`."""
+    names = store.names
+    if message_ids is None:
+        return await store.purge(names.dead)
+    found = await _by_ids(store, message_ids)
+    count = 0
+    for removed in await store.remove_all(names.dead, [stored.sequence for stored in found]):
+        if isinstance(removed, MailboxError):
+            raise removed
+        count += removed
+    return count
+
+
+async def _replay(store: Store, stored: Stored) -> bool:
+    """Add a dead letter to the queue, then remove it here. Return True if this call did: it is sent once, whatever
+    others try."""
+    names = store.names
+    record = stored.record
+    other = None
+    if record.dedup_key is not None:
+        for stream, prefix in ((names.queue, names.to_queue), (names.delayed, names.to_delayed)):
+            other = other or await store.last(stream, prefix + record.token)
+    taken = other is not None and other.record.message_id != record.message_id
+    for _ in range(20):
+        again = record.replayed(None if taken else record.dedup_key)
+        async with store.writing():
+            added = await store.add(Add(names.to_queue + again.token, again.encode(), 0))
+            if added.sequence:
+                await store.count_moves()
+                return await store.remove(names.dead, stored.sequence)
+            there = await store.last(names.queue, names.to_queue + again.token)
+            if there is not None and there.record.message_id == record.message_id:  # by a process that could not finish
+                return await store.remove(names.dead, stored.sequence)
+        # Another message took the key just now, or the one that had it has just been settled.
+        taken = taken or there is not None
+    raise MailboxConnectionError(f"the messages with the dedup key {record.dedup_key!r} came and went too fast")
+
+
+async def _page_from(store: Store, start: int, limit: int) -> list[Stored]:
+    found: list[Stored] = []
+    while len(found) < limit:
+        stored = await store.next(store.names.dead, start, f"{store.names.to_dead}*")
+        if stored is None:
+            break
+        found.append(stored)
+        start = stored.sequence + 1
+    return found
+
+
+async def _by_ids(store: Store, message_ids: list[str]) -> list[Stored]:
+    """Return the dead letters with these ids, the oldest first."""
+    wanted = dict.fromkeys(message_ids)
+    subjects = [store.names.to_dead + token_of(each) for each in wanted]
+    found: dict[int, Stored] = {}
+    for stored in await store.last_all(store.names.dead, subjects):
+        if isinstance(stored, MailboxError):
+            raise stored
+        if stored is not None and stored.record.message_id in wanted:
+            found[stored.sequence] = stored
+    return [found[sequence] for sequence in sorted(found)]
 
 
 def _letter(stored: Stored) -> tuple[Delivery, Dead, float]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Never
 from urllib.parse import quote
 
 import anyio
-import nats  # noqa: F401 - so that a missing driver is known at once
+import nats  # noqa: F401 - a missing driver is known at once
 from typing_extensions import TypeVar
 
 from mainspring.errors import ConfigError, InvalidParameterError, MailboxConnectionError, MailboxError
@@ -19,7 +19,6 @@ from mainspring.mailbox.nats import inspection
 from mainspring.mailbox.nats.claims import Claims
 from mainspring.mailbox.nats.client import check_credentials
 from mainspring.mailbox.nats.connection import NatsConnection
-from mainspring.mailbox.nats.inspection import DeadLetters
 from mainspring.mailbox.nats.names import Names, encoded
 from mainspring.mailbox.nats.scheduler import DelayScheduler, ExpiryScheduler, Recovery, Scheduler
 from mainspring.mailbox.nats.sends import Sends
@@ -137,7 +136,7 @@ class NatsBackend(Backend):
 
     @property
     def address(self) -> str:
-        """Its URL, without a login: a worker on another store has its own for it among its ``reply_stores``."""
+        """The URL without a login, by which a worker on another store finds this mailbox among its ``reply_stores``."""
         return f"{self._server.address}?name={quote(self.name, safe='')}"
 
     def local_name(self, address: str) -> str | None:
@@ -156,9 +155,9 @@ class NatsBackend(Backend):
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[NatsConnection]:
-        """A new connection to the server, for what is done with it first: all that has one end, the timeout.
+        """Connect to the server for the block. Connecting and the block together may last the timeout.
 
-        It stays open, but where the block raises.
+        The connection stays open, unless the block raises.
         """
         options, driver = self._options, self._server.options
         if options.credentials:
@@ -173,7 +172,7 @@ class NatsBackend(Backend):
             with anyio.fail_after(until - anyio.current_time()):
                 yield connection
         except BaseException as error:
-            with anyio.CancelScope(shield=True):  # which has an end
+            with anyio.CancelScope(shield=True):  # it has a deadline
                 await connection.close()
             raise connection.failure(error) if isinstance(error, TimeoutError) else error
 
@@ -192,7 +191,6 @@ class NatsBackend(Backend):
         self._claims = Claims(store)
         store.replaced = self._claims.forget_leases
         self._settlements = Settlements(store, self._claims)
-        self._letters = DeadLetters(store)
         scope.start_soon(connection.keep_connected, name=f"mailbox {self.name} connection")
         recovery = Recovery(store, self._claims)
         connection.reconnected = recovery.after_reconnect
@@ -214,7 +212,7 @@ class NatsBackend(Backend):
         )
 
     async def _sweep(self) -> None:
-        with suppress(MailboxError):  # the next one who opens such a mailbox does it
+        with suppress(MailboxError):  # the next process that opens a transient mailbox does it
             await inspection.sweep_transient(self._store)
 
     async def close(self) -> None:
@@ -271,21 +269,21 @@ class NatsBackend(Backend):
         return await inspection.purge(self._store)
 
     async def dead_letters(self, limit: int, after: str | None) -> list[tuple[Delivery, Dead, float]]:
-        return await self._letters.page(limit, after)
+        return await inspection.dead_letters(self._store, limit, after)
 
     async def find_dead_letters(self, message_ids: list[str]) -> list[tuple[Delivery, Dead, float]]:
-        return await self._letters.find(message_ids)
+        return await inspection.find_dead_letters(self._store, message_ids)
 
     async def replay_dead_letters(self, message_ids: list[str] | None) -> int:
-        return await self._letters.replay(message_ids)
+        return await inspection.replay_dead_letters(self._store, message_ids)
 
     async def purge_dead_letters(self, message_ids: list[str] | None) -> int:
-        return await self._letters.purge(message_ids)
+        return await inspection.purge_dead_letters(self._store, message_ids)
 
     async def cancel(self, message_id: str) -> Cancelled:
         found = await inspection.cancel(self._store, self._settlements, message_id)
         if found.outcome is CancelOutcome.CANCELLED:
-            with suppress(MailboxConnectionError):  # its holder hears of it at the next renewal
+            with suppress(MailboxConnectionError):  # its holder learns of it at the next renewal
                 await self._store.connection.publish(self._names.to_cancelled, message_id.encode())
         return found
 

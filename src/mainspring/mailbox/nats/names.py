@@ -1,4 +1,4 @@
-"""What a mailbox is called on a NATS server, and what its streams and consumers have to be. Without the driver."""
+"""The names of a mailbox on a NATS server, and the configuration of its streams and consumers. Without the driver."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ CONSUMER = "mainspring"
 """The name of the durable consumer of each stream that has one."""
 MAX_NAME = 180
 DELAYED_ACK_WAIT = 2.0
-"""Seconds after which another process takes over a due message from one that has taken it and does not move it."""
+"""Seconds after which a due message goes to another process, if the first one does not move it."""
 _log = Logger("mainspring.mailbox")
 
 
 def encoded(name: str) -> str:
-    """``name`` in letters that stream names, bucket names and subjects take; different names stay different."""
+    """Return ``name`` in letters that stream names, bucket names and subjects allow; different names stay different."""
     text = re.sub(
         rb"[^A-Za-z0-9-]", lambda found: b"_%02x" % found[0][0], name.encode("utf-8", "surrogatepass")
     ).decode()
@@ -50,7 +50,7 @@ class Names:
 
     @classmethod
     def of(cls, name: str) -> Names:
-        """Those of the mailbox called ``name``."""
+        """Return those of the mailbox called ``name``."""
         short = encoded(name)
         root = f"mainspring.{short}"
         return cls(
@@ -76,11 +76,11 @@ class Names:
         return (self.queue, self.delayed, self.expiries, self.dead, self.moves, self.checkpoints)
 
     def configs(self, *, replicas: int, storage: str) -> list[dict[str, Any]]:
-        """What its streams are made of.
+        """Return the configuration of its streams.
 
-        Where an owner's limit is reached, a message that was accepted stays, and the new one is refused. Of notes of
-        expiries the old ones go: they are reminders only, and the new ones are needed longest. The count of moves is one
-        message, whose number is what counts: to replace it must never be refused.
+        At a limit of the owner's, an accepted message stays and the new one is refused. Of the notes of expiries the
+        old ones go: they are reminders only, and the new ones are needed longest. The count of moves is one message,
+        whose number counts: replacing it must never be refused.
         """
         common: dict[str, Any] = {
             "storage": storage,
@@ -109,7 +109,7 @@ class Names:
         ]
 
     def consumers(self, ack_wait: float) -> list[tuple[str, dict[str, Any]]]:
-        """Its consumers, each with its stream."""
+        """Return the configuration of its consumers, each with its stream."""
         common = {
             "durable_name": CONSUMER,
             "ack_policy": "explicit",
@@ -131,16 +131,17 @@ _WANTED = ("retention", "max_msgs_per_subject", "discard")
 
 
 def upgraded(wanted: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """What a stream that is there has to become: an older version had all streams discard old messages at a limit."""
+    """Return the configuration that an existing stream needs: an older version let all streams discard old messages."""
     if wanted["discard"] == "new" and found.get("discard") == "old":
         return {**found, "discard": "new"}
     return found
 
 
 def check_stream(wanted: dict[str, Any], found: dict[str, Any]) -> None:
-    """Raise :class:`ConfigError` where a stream that is there cannot be used; replicas and limits are its owner's.
+    """Raise :class:`ConfigError` if an existing stream cannot be used. Replicas and limits are up to its owner.
 
-    It warns of a limit that is kept by dropping where a killed server comes back, and of what keeps less than is asked for.
+    Warn of a limit at which a killed server drops messages when it comes back, and of storage that keeps less than is
+    asked for.
     """
     for key in _WANTED:
         if found.get(key) != wanted[key]:
@@ -153,7 +154,9 @@ def check_stream(wanted: dict[str, Any], found: dict[str, Any]) -> None:
             f"the stream {wanted['name']!r} is there with discard_new_per_subject, and the mailbox needs to replace the"
             " message of a subject; set it to false"
         )
-    if wanted["discard"] == "new" and found.get("max_bytes", -1) > 0:  # it reckons without its overhead, then drops
+    if (
+        wanted["discard"] == "new" and found.get("max_bytes", -1) > 0
+    ):  # the server reckons without its overhead, then drops
         raise ConfigError(
             f"the stream {wanted['name']!r} is there with max_bytes, near which the server drops accepted messages, the"
             " oldest first; limit the storage of the account, and set max_bytes to -1"

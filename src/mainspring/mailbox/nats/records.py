@@ -1,6 +1,6 @@
-"""How a message is written into a NATS stream: a line of JSON that says what the store has to know, then its body.
+"""How a message is written into a NATS stream: a line of JSON with what the store must know, then its body.
 
-Synchronous and without the driver. A payload that does not begin with such a line is a body as another program has sent it.
+Synchronous, without the driver. A payload without such a line is a body that another program has sent.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Envelope
 
 MARK = b"mainspring1 "
-"""What a payload begins with that a mailbox has written."""
+"""The beginning of a payload that a mailbox has written."""
 RESERVED = 16_384
-"""Bytes of the server's largest payload that are kept free at a send: what a message gathers on its way must still fit."""
+"""Bytes of the server's largest payload that a send leaves free: what a message gathers on its way must still fit."""
 RESERVED_FOR_DEATH = 8_192
-"""As many of them as the headers of a dead letter need at least; the rest is for the history."""
+"""The part of them that the headers of a dead letter need at least. The rest is for the history."""
 
 ERROR = "Mainspring-Error"
 ERROR_TYPE = "Mainspring-Error-Type"
@@ -32,7 +32,7 @@ TRACEBACK = "Mainspring-Traceback"
 DIED_AT = "Mainspring-Died-At"
 _PLAIN = re.compile(r"[A-Za-z0-9_-]{1,120}\Z")
 _PLAIN_LINE = re.compile(rb'%s\{"i":"([A-Za-z0-9_-]{1,120})","t":([1-9][0-9]{0,11}\.[0-9]{1,9})\}\n' % MARK)
-"""What most messages begin with: those that are delivered for the first time, and have a body only."""
+"""The first line of most messages: not yet delivered, with a body only."""
 
 
 @dataclass(slots=True)
@@ -54,11 +54,11 @@ class Record:
     headers: Mapping[str, str] = field(default_factory=dict)
     history: str | None = None
     kept: bool = False
-    """Whether there may be a checkpoint."""
+    """True if there may be a checkpoint."""
 
     @classmethod
     def of(cls, envelope: Envelope, now: float) -> Record:
-        """The first record of a message that is sent now."""
+        """Return the first record of a message that is sent now."""
         record = cls(envelope.message_id, envelope.body, now)
         if envelope.reply_to is not None:
             record.reply_to = envelope.reply_to
@@ -78,14 +78,14 @@ class Record:
     def token(self) -> str:
         """The last part of its subject. Messages with one dedup key have one token, so the stream holds one of them.
 
-        One whose key is its own id is found by that.
+        A message whose key is its own id is found by the id.
         """
         if self.dedup_key is None or self.dedup_key == self.message_id:
             return token_of(self.message_id)
         return f"k-{_digest(self.dedup_key)}"
 
     def encode(self) -> bytes:
-        """Its payload."""
+        """Return its payload."""
         known: dict[str, Any] = {"i": self.message_id, "t": self.enqueued_at}
         for key, name in _FIELDS.items():
             value = getattr(self, name)
@@ -96,7 +96,7 @@ class Record:
         return b"%s%s\n%s" % (MARK, json.dumps(known, separators=(",", ":")).encode("ascii"), self.body)
 
     def delivery(self, handle: str, now: float, leased_at: float | None, checkpoint: bytes | None) -> Delivery:
-        """Its delivery under ``handle``."""
+        """Return its delivery under ``handle``."""
         first = self.first_received_at
         return Delivery(
             self.message_id,
@@ -114,7 +114,7 @@ class Record:
         )
 
     def returned(self, *, received_at: float, charge: bool, kept: bool, history: str | None = None) -> Record:
-        """Its next record, after a delivery that was first received at ``received_at`` has ended."""
+        """Return its next record, after a delivery that was first received at ``received_at`` has ended."""
         return replace(
             self,
             deliveries=self.deliveries + 1,
@@ -126,7 +126,7 @@ class Record:
         )
 
     def within(self, most: int) -> Record:
-        """The same without the oldest failures of its history, where its payload has more than ``most`` bytes with them."""
+        """Return it without the oldest failures of its history, if its payload has more than ``most`` bytes with them."""
         record = self
         while record.history is not None and len(record.encode()) > most:
             shorter = without_oldest(record.history)
@@ -136,7 +136,7 @@ class Record:
         return record
 
     def replayed(self, dedup_key: str | None) -> Record:
-        """Its record when, dead, it is sent again: fresh counts, and no time by which it must be done."""
+        """Return its record when, dead, it is sent again: fresh counts, and no expiry."""
         return replace(
             self,
             deliveries=0,
@@ -167,7 +167,7 @@ _TIMES = ("first_received_at", "expires_at", "due")
 
 
 def decode(payload: bytes, sequence: int, stored_at: float) -> Record:
-    """The record that a payload holds; a foreign one is a body, named by its place in the stream."""
+    """Return the record in a payload. A foreign one is a body, named by its place in the stream."""
     if payload.startswith(MARK):
         plain = _PLAIN_LINE.match(payload)
         if plain is not None:
@@ -219,19 +219,19 @@ def nanoseconds(seconds: float) -> int:
 
 
 def token_of(message_id: str) -> str:
-    """The last part of the subject of the message with that id."""
+    """Return the last part of the subject of the message with that id."""
     return f"i-{message_id}" if _PLAIN.match(message_id) else f"h-{_digest(message_id)}"
 
 
 def tokens_of(message_id: str) -> tuple[str, ...]:
-    """Where a message with that id can be: by its dedup key, which its id tells, or by its id."""
+    """Return where a message with that id can be: under its dedup key, of which its id has the digest, or under its id."""
     _, found, digest = message_id.rpartition("-k")
     by_id = token_of(message_id)
     return (f"k-{digest}", by_id) if found and _PLAIN.match(digest) else (by_id,)
 
 
 def dead_headers(dead: Dead, at: float, room: int) -> dict[str, str]:
-    """The headers of a dead letter: each a JSON string, shortened where they are more than ``room`` bytes together."""
+    """Return the headers of a dead letter: JSON strings, shortened if they have more than ``room`` bytes together."""
     error = json.dumps(dead.error)
     kind = json.dumps(dead.error_type)
     trace = json.dumps(dead.traceback)
@@ -243,7 +243,7 @@ def dead_headers(dead: Dead, at: float, room: int) -> dict[str, str]:
 
 
 def read_dead(headers: Mapping[str, str], stored_at: float) -> tuple[Dead, float]:
-    """Why and when a dead letter died, from its headers."""
+    """Return why and when a dead letter died, from its headers."""
     try:
         at = float(headers.get(DIED_AT, stored_at))
     except ValueError:

@@ -30,26 +30,29 @@ if TYPE_CHECKING:
 
 _BATCH = 256
 LEFT_BEHIND = 10.0
-"""Seconds after which the older copy in the queue is taken for one that nobody will remove: longer than a call lasts."""
+"""Seconds after which an older copy in the queue counts as left behind for good: longer than a call lasts."""
 _AGAIN = 0.25
 """Seconds until a message is looked at again whose older copy has not left the queue yet."""
 LOOK_AGAIN_MIN = 0.25
-"""Seconds until the scheduler looks again for an expired message that is in flight: as long as it has been expired, but not
-less than this."""
+"""Seconds until the scheduler looks again for an expired message that is in flight: as long as it has been expired,
+but at least this."""
 LOOK_AGAIN_MAX = 30.0
 """Seconds between two such looks at most."""
 
 
 def move_to_queue(names: Names, token: str, record: Record, sequence: int) -> Add:
-    """What moves number ``sequence`` of the delayed to the queue: whoever does it, the server does it once in two minutes."""
+    """Return the addition that moves number ``sequence`` of the delayed to the queue.
+
+    Several processes may send it: the server takes it once in two minutes.
+    """
     payload = replace(record, due=None).encode()
     return Add(names.to_queue + token, payload, 0, f"due-{record.message_id}-{sequence}")
 
 
 class Scheduler:
-    """Sees to what a stream holds, when it is due. Every open mailbox has one for each such stream.
+    """Acts on what a stream holds, when it is due. Every open mailbox has one for each such stream.
 
-    What is not due is left with the server by a nak with a delay, and comes when it is; to one of those who wait.
+    What is not due stays with the server, by a nak with a delay, and is delivered when it is due to one of the schedulers.
     """
 
     def __init__(self, store: Store, stream: str) -> None:
@@ -63,7 +66,7 @@ class Scheduler:
         self._stopping = True
 
     async def run(self) -> None:
-        """Work until told to stop, or cancelled. A server that cannot be reached is tried again."""
+        """Work until stopped or cancelled. A server that cannot be reached is tried again."""
         retries = Retries(initial=0.1, maximum=5.0)
         while not self._stopping:
             try:
@@ -83,7 +86,7 @@ class Scheduler:
             await self._handle([Arrival.of(message) for message in messages])
 
     async def _nak_at_once(self, broken_off: Puller) -> None:
-        """Let another one have at once what came; what comes late is another's in two seconds."""
+        """Give what has arrived to another scheduler at once. What arrives late is another's in two seconds."""
         await self._store.connection.request_all(
             [Request(message.reply.decode(), b"-NAK") for message in broken_off.take()]
         )
@@ -104,14 +107,14 @@ class Scheduler:
             await self._act(due)
 
     async def _act(self, due: list[Arrival]) -> None:
-        """What is to be done with that which is due."""
+        """Act on what is due."""
         raise NotImplementedError
 
 
 class DelayScheduler(Scheduler):
     """Moves due messages to the tail of the queue: adds them there, then removes them here.
 
-    Who dies between the two has another one do it again, which the queue refuses.
+    If it dies between the two, another scheduler repeats it, and the queue refuses the second copy.
     """
 
     def __init__(self, store: Store) -> None:
@@ -142,7 +145,7 @@ class DelayScheduler(Scheduler):
                 await self._resolve_conflict(arrival)
 
     async def _resolve_conflict(self, arrival: Arrival) -> None:
-        """The queue holds another message in its place: a copy of it, or (with one dedup key) another one."""
+        """Decide where the queue holds another message in its place: a copy of it, or another one with its dedup key."""
         store = self._store
         names = store.names
         subject = names.to_queue + arrival.subject.removeprefix(names.to_delayed)
@@ -153,7 +156,7 @@ class DelayScheduler(Scheduler):
             record = replace(arrival.record, due=None, dedup_key=None)
             async with store.writing():
                 if await store.get(names.delayed, arrival.sequence) is None:
-                    return  # it was cancelled, or another one was quicker
+                    return  # it was cancelled, or another scheduler was quicker
                 subject = names.to_queue + token_of(record.message_id)
                 await store.add_or_replace(Add(subject, record.encode()), record.message_id)
                 await store.count_moves()
@@ -161,14 +164,14 @@ class DelayScheduler(Scheduler):
         elif there.record.deliveries >= arrival.record.deliveries:
             await store.remove(names.delayed, arrival.sequence)  # the queue has it: this copy was left over
         elif self._wall() - (arrival.record.due or 0.0) > LEFT_BEHIND:
-            # Whoever delayed it has died before he removed it, or the server before it wrote that: this is its successor.
+            # The process that delayed it died before the removal, or the server before writing it: this is the newer copy.
             record = replace(arrival.record, due=None)
             async with store.lock.writing():
                 added = await store.add(Add(subject, record.encode(), there.sequence))
                 if added.sequence:
                     await store.count_moves()
                     await store.remove(names.delayed, arrival.sequence)
-        else:  # whoever delayed it has yet to remove it from the queue
+        else:  # the process that delayed it has yet to remove it from the queue
             await store.connection.request(arrival.reply, b'-NAK {"delay":%d}' % nanoseconds(_AGAIN))
 
 
@@ -225,14 +228,15 @@ class ExpiryScheduler(Scheduler):
 
 
 EVERY = 30.0
-"""Seconds between looks; after a reconnection there is one at once, and one ``SOON``. While something seems to be passed over,
-each comes after as long again as it has seemed so: it goes to the tail as soon as nothing is out."""
+"""Seconds between two checks. After a reconnection there is one at once, and one ``SOON``. While the consumer seems to
+pass over messages, each check comes after as long again as that has been so: they move to the tail as soon as nothing
+is out."""
 SOON = 1.0
 PATIENCE = 300.0
-"""Seconds after which what the consumer passes over goes to the tail although the consumer has something out: perhaps just
-that, but then its holder is told, and it is run once more."""
+"""Seconds after which messages that the consumer passes over move to the tail although the consumer has messages out. Should
+those be the same, their holders lose their leases, and the messages are run once more."""
 WINDOW = 50_000
-"""How far back it is looked for messages that are gone and that a consumer still has out."""
+"""How far back to search for messages that are gone and that a consumer still has out."""
 _AT_ONCE = 500
 
 
@@ -261,12 +265,12 @@ class Recovery:
         self._last_numbers: dict[str, tuple[tuple[int, ...], int]] = {}
 
     async def run(self) -> None:
-        """Look now and then, until cancelled."""
+        """Check now and then, until cancelled."""
         self._timer.wake_by(anyio.current_time())
         await self._timer.run()
 
     def after_reconnect(self) -> None:
-        """The server may have been away: look soon, and closely."""
+        """Check soon, and closely: the server may have been away."""
         self._has_reconnected = True
         self._timer.wake_by(anyio.current_time())
 
@@ -277,9 +281,9 @@ class Recovery:
             if has_reconnected:
                 await self._store.check_identity()
             soon = await self.check(closely=has_reconnected) or has_reconnected
-        except MailboxError as error:  # it is looked at again
+        except MailboxError as error:  # the next check repeats it
             self._has_reconnected = self._has_reconnected or has_reconnected
-            if is_gone(error):  # the server has lost its data, or somebody has deleted a stream
+            if is_gone(error):  # the server has lost its data, or an operator has deleted a stream
                 with suppress(MailboxError):
                     await self._store.recreate(error)
         now = anyio.current_time()
@@ -287,9 +291,9 @@ class Recovery:
         return now + (SOON if soon else min(waits))
 
     async def check(self, *, closely: bool = False) -> bool:
-        """Put right what is not, as far as the numbers tell; ``closely``: where something is out they are not trusted.
+        """Repair what the numbers show. ``closely``: if anything is out, do not trust them.
 
-        Whether the numbers may tell more now, as what they are made of was put right.
+        Return True if another check may show more, as the numbers have been repaired.
         """
         names = self._store.names
         soon = False
@@ -309,20 +313,20 @@ class Recovery:
             before, times = self._last_numbers.get(stream, ((), 0))
             times = times + 1 if found == before else 0
             self._last_numbers[stream] = found, times
-            if times == 1 and out and state["messages"]:  # nothing was done since the last look; once is enough
+            if times == 1 and out and state["messages"]:  # nothing was done since the last check; once is enough
                 await self._examine(stream, consumer, above=consumer["ack_floor"]["stream_seq"])
                 soon = True
         return soon
 
     def _is_waiting(self, stream: str) -> bool:
-        """Whether it was looked closely at what seems to be passed over there, and its time has not come."""
+        """True if messages that seem passed over there were examined, and are not overdue."""
         suspected = self._suspected.get(stream)
         return suspected is not None and anyio.current_time() - suspected[0] < PATIENCE
 
     async def _examine(self, stream: str, consumer: dict[str, Any], *, above: int = 0) -> None:
-        """Count those that were delivered and are there: messages that were sent meanwhile are not meant.
+        """Count the messages that were delivered and are there; those sent meanwhile do not count.
 
-        What is gone is told to be done, from the number after ``above`` on.
+        Messages that are gone are acknowledged, from the number after ``above`` on.
         """
         delivered = consumer["delivered"]["stream_seq"]
         state = (await self._store.connection.api(f"STREAM.INFO.{stream}", {"deleted_details": True}))["state"]
@@ -350,7 +354,7 @@ class Recovery:
             await self._move_to_tail(stream, limit)
 
     async def _move_to_tail(self, stream: str, limit: int) -> None:
-        """Put all messages up to number ``limit`` to the tail, each in one step that replaces it."""
+        """Move all messages up to number ``limit`` to the tail, each in one step that replaces it."""
         store = self._store
         prefix = {store.names.queue: store.names.to_queue, store.names.delayed: store.names.to_delayed}.get(
             stream, store.names.to_expiries
@@ -387,7 +391,7 @@ class Recovery:
         return consumer, (await connection.api(f"STREAM.INFO.{stream}"))["state"]
 
     async def _recreate_consumer(self, stream: str) -> None:
-        # That there is none to delete means that another one was quicker.
+        # If there is none to delete, another process was quicker.
         await self._store.connection.request_all([Request(f"$JS.API.CONSUMER.DELETE.{stream}.{CONSUMER}")])
         await self._store.ensure(self._store.names)
         self._store.connection.end_pulls()  # those sent meanwhile reached no consumer

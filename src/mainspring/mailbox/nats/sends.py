@@ -1,4 +1,4 @@
-"""Sending on NATS: one publication a message, all of a call in one go, each acknowledged by the server."""
+"""Sends on NATS: one publication a message, all of a call at once, each acknowledged by the server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Sends:
         self._wall = clock.wall_clock()
 
     async def send(self, envelopes: list[Envelope]) -> list[str]:
-        """See :meth:`MailboxHooks._put`."""
+        """See :meth:`Backend.send`."""
         now = self._wall()
         most = self._store.connection.max_payload - RESERVED  # another one after a reconnection, perhaps
         records = []
@@ -58,7 +58,7 @@ class Sends:
         return sent
 
     async def _send_in_turn(self, records: list[Record]) -> list[str]:
-        """Messages of which some have a dedup key: all or none, as far as the server can."""
+        """Send messages of which some have a dedup key: all or none, as far as the server can."""
         sent: list[str] = []
         try:
             for record in records:
@@ -86,7 +86,7 @@ class Sends:
                         await store.count_moves(int(await store.remove(stream, there.sequence)))
 
     async def _schedule_expiries(self, records: list[Record]) -> None:
-        """Leave notes of when to look for them. Without one, a message is dead when somebody would have received it."""
+        """Add the notes of expiries. A message without one expires when it would be received."""
         store = self._store
         notes = [Record(record.message_id, b"", record.enqueued_at, due=record.expires_at) for record in records]
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT):
@@ -98,7 +98,7 @@ class Sends:
         return Add(prefix + record.token, record.encode())
 
     async def _send_all(self, adds: list[Add]) -> None:
-        """All or none, as far as the server can: those that were stored are taken back where others were not."""
+        """Send all or none, as far as the server can: if one is refused, those stored are removed again."""
         results = await self._store.add_all(adds)
         errors = [result for result in results if isinstance(result, MailboxError)]
         if not errors:
@@ -117,7 +117,7 @@ class Sends:
         raise errors[0]
 
     async def _send_with_dedup_key(self, record: Record) -> str:
-        """A message with a dedup key: it has the key's subject, in the queue or among the delayed, and is alone there."""
+        """Send a message unless one with its key is in the queue or delayed. Return the id of the one that stays."""
         store = self._store
         names = store.names
         mine, other = (names.to_queue, names.to_delayed) if record.due is None else (names.to_delayed, names.to_queue)
@@ -134,15 +134,12 @@ class Sends:
                 there = await store.last(my_stream, mine + record.token)
                 if there is not None and await self._is_unfinished(my_stream, there):
                     return await self._surviving_id(there, other_stream, other + record.token)
-                continue  # it was finished just now
+                continue  # it was settled just now
             there = await store.last(other_stream, other + record.token)
-            if (
-                there is None or there.record.message_id == record.message_id
-            ):  # it may have been put off, or due, by now
+            if there is None or there.record.message_id == record.message_id:  # it was delayed, or came due, meanwhile
                 return record.message_id
-            # One with this key went to the other stream meanwhile. The later one of them goes, unless somebody has taken it
-            # already: its sender sees the other one, whose sender may have seen nothing. So they do not both go, each
-            # trusting the other to stay.
+            # Meanwhile one with this key was sent to the other stream. The later one of the two goes, unless it was claimed
+            # already: its sender sees the other one, whose sender may have seen none. So they never both go.
             own = await store.get(my_stream, added.sequence)
             if own is None or not _is_elder(there, own):
                 return record.message_id
@@ -153,12 +150,12 @@ class Sends:
         raise _too_fast(record)
 
     async def _surviving_id(self, there: Stored, stream: str, subject: str) -> str:
-        """The id of the message that has the key: ``there``, or an elder one elsewhere, to which that is about to give way."""
+        """Return the id of the message that has the key: ``there``, or an older one to which it is about to give way."""
         elder = await self._store.last(stream, subject)
         return (there if elder is None or not _is_elder(elder, there) else elder).record.message_id
 
     async def _is_unfinished(self, stream: str, there: Stored) -> bool:
-        """Whether a message that has the key is not done yet: one that is due may lie here still and be done already."""
+        """True if the message that has the key is not settled. A due one may still lie here, and be settled already."""
         store = self._store
         names = store.names
         if stream == names.queue or (there.record.due or 0.0) > self._wall():
@@ -173,7 +170,7 @@ class Sends:
 
 
 def _is_elder(there: Stored, than: Stored) -> bool:
-    """Whether a message was there first; one that has been delivered was, whenever it was put to the tail."""
+    """True if ``there`` was sent first. A message that was delivered was, whenever it was moved to the tail."""
     return there.record.deliveries > 0 or there.stored_at < than.stored_at
 
 

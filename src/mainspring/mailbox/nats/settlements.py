@@ -1,4 +1,4 @@
-"""How deliveries end on NATS: acknowledged, given back at once or later, dead; with a reply where one is wanted."""
+"""Settlements on NATS: ack, nack, release and dead-letter, with a reply if one is wanted; and checkpoints."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from mainspring.mailbox.nats.streams import Store
 
 PATIENCE = 10.0
-"""Seconds for which a holder may try to write a death for which there is no room; then it is another delivery's work."""
+"""Seconds for which a holder may try to write a dead letter without room; then the message is left to another delivery."""
 
 
 class Settlements:
     """The settlements of one mailbox object.
 
-    What is acknowledged is removed by its number, what is given back is replaced by its number: one step each, and the
-    server says whether the lease was held. What goes to another stream (a delay, a death) is added there first and then
-    removed here, so that it is never in neither; where it turns out that the lease was lost, the copy is taken back.
+    An acknowledged message is removed by its number, a released one replaced by its number: one step each, and the server tells
+    whether the lease was held. A message that goes to another stream (a delay, a dead letter) is added there first and then
+    removed here, so that it is never in neither. If the removal finds that the lease was lost, the copy is removed again.
     """
 
     def __init__(self, store: Store, claims: Claims) -> None:
@@ -45,7 +45,7 @@ class Settlements:
         self._wall = clock.wall_clock()
 
     async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
-        """See :meth:`MailboxHooks._settle`."""
+        """See :meth:`Backend.settle`."""
         await self._store.check_identity()
         lease = self._claims.held(delivery)
         try:
@@ -69,7 +69,7 @@ class Settlements:
             await self.forget_checkpoint(lease.record)
 
     async def acknowledge(self, deliveries: list[Delivery]) -> dict[int, Exception]:
-        """See :meth:`MailboxHooks._acknowledge_many`: one call each, all of them out at once."""
+        """See :meth:`Backend.acknowledge_many`: one request each, all at once."""
         store = self._store
         await store.check_identity()
         refused: dict[int, Exception] = {}
@@ -96,16 +96,16 @@ class Settlements:
         return refused
 
     def _drop(self, delivery: Delivery, lease: Lease, held: bool) -> None:
-        """The message has left its place; ``held`` says whether it was there for this delivery to take it away."""
+        """Forget the lease of a settled delivery. Raise :class:`ReceiptHandleExpiredError` if it was not ``held``."""
         self._claims.drop_lease(delivery)
-        if not held and not lease.unsure:  # else the try before, whose answer was lost, has done it
+        if not held and not lease.unsure:  # if unsure, the unanswered try has done it
             raise lease_expired(delivery)
 
     async def _handle_full(self, lease: Lease, delivery: Delivery, settlement: Settlement) -> bool:
-        """What becomes of a message for whose next place there is no room; whether that is what was wanted.
+        """Leave a message in place whose next place has no room. Return True if that is what the settlement wanted.
 
-        It stays. One that is given back comes again from there; so does one whose death cannot be written, after a while:
-        a worker that waited for room, with its hands full of such, would make none.
+        A released message is delivered again from there. So is, after a while, one whose dead letter cannot be
+        written: a worker whose slots all wait for room would make none.
         """
         if isinstance(settlement, Return):
             await self._claims.redeliver_in_place(delivery, settlement.delay)
@@ -134,11 +134,11 @@ class Settlements:
         async with store.writing():
             added = await store.add(Add(store.names.to_delayed + token, record.encode(), 0))
             fresh = added.sequence > 0
-            if not fresh:  # left there by one who could not finish
+            if not fresh:  # left there by a process that could not finish
                 added = await store.add_or_replace(
                     Add(store.names.to_delayed + token, record.encode()), record.message_id
                 )
-            if not added.sequence:  # another one has its dedup key by now: it was cancelled, or it goes on without
+            if not added.sequence:  # another message has its dedup key by now
                 record.dedup_key = None
                 subject = store.names.to_delayed + record.token
                 added = await store.add_or_replace(Add(subject, record.encode()), record.message_id)
@@ -150,7 +150,7 @@ class Settlements:
         return held
 
     def _ended_record(self, lease: Lease, charge: bool, history: str | None) -> Record:
-        """The record that the message goes on with, or is dead with."""
+        """Return the record with which the message goes on, or is dead."""
         record = lease.record.returned(
             received_at=lease.received_at, charge=charge, kept=lease.checkpoint, history=history
         )
@@ -163,7 +163,7 @@ class Settlements:
         return await self._claims.dead_letter(self._store.names.queue, lease.sequence, record, dead, self._wall())
 
     async def _reply(self, lease: Lease, delivery: Delivery, reply: Envelope) -> None:
-        """Send a reply to a mailbox on this store, while the lease is held; one that comes twice is dropped by its id."""
+        """Send a reply to a mailbox on this store while the lease is held. The server drops a second one by its id."""
         store = self._store
         if await store.get(store.names.queue, lease.sequence) is None and not lease.unsure:
             self._claims.drop_lease(delivery)
@@ -182,13 +182,13 @@ class Settlements:
         try:
             await store.add_elsewhere(add)
         except GoneError:
-            if names.transient:  # whoever asked is gone
+            if names.transient:  # the requester is gone
                 return
             await store.ensure(names)
             await store.add_elsewhere(add)
 
     async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
-        """See :meth:`MailboxHooks._save_checkpoint`."""
+        """See :meth:`Backend.checkpoint`."""
         store = self._store
         await store.check_identity()
         lease = self._claims.held(delivery)
@@ -199,7 +199,7 @@ class Settlements:
         lease.checkpoint = True
 
     async def forget_checkpoint(self, record: Record) -> None:
-        """Drop the checkpoint of a message that is done. One that cannot be dropped now harms nobody."""
+        """Drop the checkpoint of a settled message. One that cannot be dropped now does no harm."""
         store = self._store
         try:
             await store.purge(store.names.checkpoints, store.names.to_checkpoints + token_of(record.message_id))

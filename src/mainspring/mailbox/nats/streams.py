@@ -1,8 +1,7 @@
-"""The steps that a mailbox on NATS is made of: add to a stream, replace, remove, get. Each is fenced by the server.
+"""The streams of a mailbox on NATS, and the steps on them: add, replace, remove, get. The server fences each step.
 
-A message has a subject of its own and the stream keeps one message a subject. So "add, if there is none" and "replace, if
-it is still number n" are single steps of the server; and "remove number n" says whether it was there. A message that comes
-back gets a new number, hence no former holder of it can do anything to it any more.
+A message has a subject of its own, and a stream keeps one message a subject. So "add unless there is one" and "replace if it
+is still number n" are single steps of the server, and "remove number n" tells whether it was there.
 """
 
 from __future__ import annotations
@@ -31,7 +30,11 @@ if TYPE_CHECKING:
 
 
 class ReadWriteLock:
-    """Lets those through together who do the same, the others in their turn: none can keep others waiting for ever."""
+    """Keeps counting (reading) apart from moving messages between streams (writing), so that no message is counted half-way.
+
+    Several readers share the lock, and so do several writers: they move different messages. Turns are given in order, so that
+    neither kind can keep the other waiting for ever.
+    """
 
     def __init__(self) -> None:
         self._inside = 0
@@ -43,11 +46,11 @@ class ReadWriteLock:
         return f"<ReadWriteLock {self._inside} {what}, {len(self._waiting)} waiting>"
 
     def writing(self) -> AbstractAsyncContextManager[None]:
-        """While a message moves. Never inside another."""
+        """Hold the lock while a message moves. A holder must not take it again."""
         return self._hold(reading=False)
 
     def reading(self) -> AbstractAsyncContextManager[None]:
-        """While somebody counts: no message is half-way."""
+        """Hold the lock while messages are counted: none is half-way."""
         return self._hold(reading=True)
 
     @asynccontextmanager
@@ -98,26 +101,26 @@ _NOT_NOW = 10008
 _FULL = (10023, 10047, 10077, 10122)
 _Read = TypeVar("_Read")
 REMOVAL_DELAY = 0.25
-"""Seconds until a stream is made anew that was found gone: a server that is removing it still (seen in 2.9.10) would remove the
-files of the new one as well."""
+"""Seconds before a missing stream is made anew. A server that is still removing it (seen in 2.9.10) would remove the
+files of the new one, too."""
 WINDOW = 2_000
-"""How many messages of one call may be out without an answer: each has to have it in time."""
+"""How many requests of one call may be out at once: each must be answered within its own timeout."""
 
 
 class Add(NamedTuple):
-    """A message to be added to a stream."""
+    """A message to add to a stream."""
 
     subject: str
     payload: bytes
     expect: int | None = None
-    """The number of the subject's present message that it replaces; 0: there must be none; None: whatever is there."""
+    """The number of the subject's message that it replaces. 0: the subject must be free. None: replace any."""
     message_id: str | None = None
-    """The server drops a second one with this id, for two minutes."""
+    """The server drops a second message with this id, for two minutes."""
     headers: dict[str, str] | None = None
 
 
 class Added(NamedTuple):
-    """What became of it: its number in the stream; 0 where another message was there."""
+    """The result of an addition: the message's number in the stream, or 0 if another message was there."""
 
     sequence: int
     duplicate: bool = False
@@ -135,12 +138,12 @@ class Stored:
 
     @property
     def record(self) -> Record:
-        """What it says."""
+        """The record in its payload."""
         return decode(self.payload, self.sequence, self.stored_at)
 
 
 class Store:
-    """The streams of one mailbox over one connection."""
+    """The streams of one mailbox, over one connection."""
 
     def __init__(
         self, connection: NatsConnection, names: Names, *, replicas: int, storage: str, ack_wait: float
@@ -157,12 +160,12 @@ class Store:
         self._made_at = ""
         self._known_in = connection.epoch
         self.replaced: Callable[[], object] = lambda: None
-        """Called when the queue is another one than before, so that its numbers mean other messages."""
+        """Called when the queue was deleted and made anew, so that its numbers mean other messages."""
 
     # ------------------------------------------------------------------------------------------------------- set-up
 
     async def ensure(self, names: Names) -> float:
-        """Make the streams and consumers of a mailbox that are missing; the ack wait that its queue has."""
+        """Create the missing streams and consumers of a mailbox. Return the ack wait of its queue."""
         connection = self.connection
         configs = names.configs(replicas=self._replicas, storage=self._storage)
         found = await connection.request_all([Request(f"$JS.API.STREAM.INFO.{config['name']}") for config in configs])
@@ -188,11 +191,11 @@ class Store:
         return ack_wait
 
     async def _upgrade(self, config: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
-        """What is there, made what this version needs where an older one has made it."""
+        """Update a stream that an older version has made. Return its new state."""
         wanted = upgraded(config, known["config"])
         if wanted == known["config"]:
             return known
-        check_stream(config, wanted)  # one of another program's stays as it is
+        check_stream(config, wanted)  # another program's stream stays as it is
         try:
             return await self.connection.api(f"STREAM.UPDATE.{config['name']}", wanted)
         except ApiError as error:
@@ -210,7 +213,7 @@ class Store:
             raise _as_mailbox_error(error) from error
 
     async def recreate(self, error: MailboxError) -> None:
-        """Make anew what a call has missed, as ``error`` says. Raises it where the mailbox was dropped by its owner."""
+        """Create again what a call found missing, as ``error`` says. Raise ``error`` if the mailbox's owner has dropped it."""
         if self._dropped:
             raise error
         recreations = self._recreations
@@ -222,7 +225,7 @@ class Store:
                 self.connection.end_pulls()  # they wait for consumers that are not there any more
 
     async def check_identity(self) -> None:
-        """After the connection was lost: see whether the queue is still the one that it was."""
+        """After the connection was lost, find out whether the queue was made anew meanwhile."""
         epoch = self.connection.epoch
         if epoch != self._known_in:
             self._note_identity(await self.api(f"STREAM.INFO.{self.names.queue}"))
@@ -243,13 +246,13 @@ class Store:
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[None]:
-        """While a message goes from one stream to another: once begun, a cancellation does not leave it in both."""
+        """Move a message from one stream to another: once begun, a cancellation does not leave it in both."""
         async with self.lock.writing():
-            with anyio.CancelScope(shield=True):  # every call has its end
+            with anyio.CancelScope(shield=True):  # every call has a deadline
                 yield
 
     async def api(self, subject: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Call JetStream's API about this mailbox; what is gone is made anew first."""
+        """Call JetStream's API about this mailbox. What is missing is created first, and the call made again."""
         try:
             return await self.connection.api(subject, request)
         except MailboxError as error:
@@ -291,17 +294,18 @@ class Store:
         return await self._call(_added, Request(add.subject, add.payload, _headers(add)))
 
     async def add_elsewhere(self, add: Add) -> Added:
-        """Add a message to a stream of another mailbox. Raises :class:`GoneError` where there is none."""
+        """Add a message to a stream of another mailbox. Raise :class:`GoneError` if there is none."""
         return _added(await self.connection.request(add.subject, add.payload, _headers(add)))
 
     async def add_all(self, adds: Sequence[Add]) -> list[Added | MailboxError]:
-        """Add messages in one go; an error stands in the place of each that failed."""
+        """Add messages, all requests at once. The result of a failed one is its error."""
         return await self._call_all(_added, [Request(add.subject, add.payload, _headers(add)) for add in adds])
 
     async def add_or_replace(self, add: Add, message_id: str) -> Added:
-        """Add a message whose subject may hold a copy of it, and replace that: so that nobody takes it for his own.
+        """Add a message whose subject may hold an earlier copy of it. Replace the copy, so that no other process takes
+        it for its own.
 
-        Where it holds another message than ``message_id`` it stays as it is: number 0.
+        A subject that holds another message than ``message_id`` stays as it is; the result is number 0.
         """
         expect = 0
         for _ in range(10):
@@ -315,44 +319,44 @@ class Store:
         raise MailboxConnectionError(f"{add.subject}: others changed it time and again")
 
     async def remove(self, stream: str, sequence: int) -> bool:
-        """Remove a message by its number; whether it was there."""
+        """Remove a message by its number. Return True if it was there."""
         return await self._call(_removed, _removal(stream, sequence))
 
     async def remove_all(self, stream: str, sequences: Sequence[int]) -> list[bool | MailboxError]:
-        """Remove messages in one go."""
+        """Remove messages, all requests at once."""
         return await self._call_all(_removed, [_removal(stream, sequence) for sequence in sequences])
 
     async def get(self, stream: str, sequence: int) -> Stored | None:
-        """A message by its number."""
+        """Return a message by its number."""
         return await self._call(_stored, _get(stream, {"seq": sequence}))
 
     async def last(self, stream: str, subject: str) -> Stored | None:
-        """The message of a subject."""
+        """Return the message of a subject."""
         return await self._call(_stored, _get(stream, {"last_by_subj": subject}))
 
     async def last_all(self, stream: str, subjects: Sequence[str]) -> list[Stored | MailboxError | None]:
-        """The messages of subjects, in one go."""
+        """Return the messages of subjects, all requests at once."""
         return await self._call_all(_stored, [_get(stream, {"last_by_subj": subject}) for subject in subjects])
 
     async def next(self, stream: str, sequence: int, subject: str) -> Stored | None:
-        """The first message from number ``sequence`` on."""
+        """Return the first message from number ``sequence`` on."""
         return await self._call(_stored, _get(stream, {"seq": sequence, "next_by_subj": subject}))
 
     async def consumer(self) -> dict[str, Any]:
-        """What the consumer of the queue says about itself."""
+        """Return the state of the queue's consumer."""
         return await self.api(f"CONSUMER.INFO.{self.names.queue}.{CONSUMER}")
 
     async def delivered(self) -> int:
-        """The highest number of the queue that was ever delivered."""
+        """Return the highest number of the queue that was ever delivered."""
         return int((await self.consumer())["delivered"]["stream_seq"])
 
     async def count_moves(self, count: int = 1) -> None:
-        """Say that ``count`` messages that were added to the queue or the delayed ones were no new ones."""
-        with anyio.CancelScope(shield=True):  # every call has its end
+        """Record that ``count`` messages that were added to the queue or the delayed stream were not new."""
+        with anyio.CancelScope(shield=True):  # every call has a deadline
             await self.connection.request_all([Request(self.names.to_moves)] * count)
 
     async def purge(self, stream: str, subject: str | None = None) -> int:
-        """Drop all messages of a stream, or of a subject; how many that were."""
+        """Drop all messages of a stream, or of a subject. Return how many there were."""
         request = None if subject is None else {"filter": subject}
         return int((await self.api(f"STREAM.PURGE.{stream}", request))["purged"])
 
@@ -382,7 +386,7 @@ def _headers(add: Add) -> dict[str, str] | None:
 def _added(answer: RawMessage) -> Added:
     data = answer.data
     number = data[data.rfind(b":") + 1 : -1]
-    if number.isdigit() and b'"seq":%s}' % number in data and b'"error"' not in data:  # the usual one, read quickly
+    if number.isdigit() and b'"seq":%s}' % number in data and b'"error"' not in data:  # the usual answer, read quickly
         return Added(int(number))
     try:
         found = parse(answer)
@@ -431,7 +435,7 @@ def _read_headers(raw: bytes) -> dict[str, str]:
 
 
 def _instant(text: str) -> float:
-    """POSIX seconds of a date with nanoseconds."""
+    """Return the POSIX seconds of a date with nanoseconds."""
     whole, _, rest = text.partition(".")
     digits = "".join(filter(str.isdigit, rest.partition("Z")[0].partition("+")[0].partition("-")[0]))
     return datetime.fromisoformat(f"{whole.removesuffix('Z')}+00:00").timestamp() + (
@@ -449,7 +453,7 @@ def _each(read: Any, answer: RawMessage | MailboxError) -> Any:
 
 
 def _parse_unless(answer: RawMessage | MailboxError, code: int) -> dict[str, Any] | None:
-    """The answer, or None where JetStream refuses with ``code``."""
+    """Return the parsed answer, or None if JetStream refuses with ``code``."""
     if isinstance(answer, MailboxError):
         raise answer
     try:
@@ -461,7 +465,7 @@ def _parse_unless(answer: RawMessage | MailboxError, code: int) -> dict[str, Any
 
 
 def _as_mailbox_error(error: ApiError) -> MailboxError:
-    """What JetStream refuses, in the port's words: limits that are reached, else something that may pass."""
+    """Translate a refusal of JetStream: a limit is reached, something is gone, or it may pass."""
     if error.code in _FULL:
         return MailboxFullError(f"the NATS server has no room: {error.text}")
     if is_gone(error):
