@@ -14,7 +14,7 @@ import anyio
 import hiredis
 
 from mainspring.mailbox.redis.mailbox import RedisMailbox
-from mainspring.mailbox.redis.url import RedisOptions, Server
+from mainspring.mailbox.redis.settings import RedisOptions, Server
 from mainspring.mailbox.settings import read_url
 from silent_line import Line, Passage, Valve
 from stopwatch import Stopwatch

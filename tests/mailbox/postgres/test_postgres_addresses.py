@@ -8,7 +8,7 @@ import psycopg
 import pytest
 
 from mainspring import open_mailbox
-from mainspring.mailbox.postgres.url import (
+from mainspring.mailbox.postgres.settings import (
     SCHEMA,
     PostgresOptions,
     conninfo_of,

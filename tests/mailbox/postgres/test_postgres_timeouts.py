@@ -10,7 +10,7 @@ import pytest
 
 from mainspring import MailboxConnectionError
 from mainspring.mailbox.postgres.mailbox import PostgresMailbox
-from mainspring.mailbox.postgres.url import PostgresOptions, conninfo_of
+from mainspring.mailbox.postgres.settings import PostgresOptions, conninfo_of
 from mainspring.mailbox.settings import read_url
 from postgres_support import gate, until
 from stopwatch import Stopwatch

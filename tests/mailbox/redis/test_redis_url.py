@@ -9,7 +9,7 @@ import pytest
 from mainspring import open_mailbox
 from mainspring.errors import ConfigError
 from mainspring.mailbox.redis.mailbox import RedisMailbox
-from mainspring.mailbox.redis.url import RedisOptions, Server
+from mainspring.mailbox.redis.settings import RedisOptions, Server
 
 DEFAULTS = {
     "name": "jobs", "timeout": 5, "silence": 5, "capacity": None, "fallback_interval": 5, "recovery_interval": 60,

@@ -99,7 +99,7 @@ class InMemoryMailbox(Mailbox[T, R]):
         reply: Any = None,
         **unknown: Never,
     ) -> None:
-        from mainspring.mailbox.memory.options import MemoryOptions
+        from mainspring.mailbox.memory.settings import MemoryOptions
 
         name = f"memory-{random.token(32)}" if name is None else name
         if isinstance(name, str) and name.startswith(KIND):
@@ -111,7 +111,7 @@ class InMemoryMailbox(Mailbox[T, R]):
     @classmethod
     def from_url(cls, url: str, *, body: Any = None, reply: Any = None, **options: Any) -> Self:
         """The mailbox for ``memory://host``: the one queue of that name on the event loop it is used on."""
-        from mainspring.mailbox.memory.options import MemoryOptions
+        from mainspring.mailbox.memory.settings import MemoryOptions
         from mainspring.mailbox.settings import with_query
 
         place, given = with_query(url, options, MemoryOptions)

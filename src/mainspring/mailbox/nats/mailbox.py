@@ -22,9 +22,9 @@ from mainspring.mailbox.nats.connection import NatsConnection
 from mainspring.mailbox.nats.names import Names, encoded
 from mainspring.mailbox.nats.scheduler import DelayScheduler, ExpiryScheduler, Recovery, Scheduler
 from mainspring.mailbox.nats.sends import Sends
+from mainspring.mailbox.nats.settings import NatsOptions, Server
 from mainspring.mailbox.nats.settlements import Settlements
 from mainspring.mailbox.nats.streams import Store
-from mainspring.mailbox.nats.url import NatsOptions, Server
 from mainspring.mailbox.settings import name_at, reads_query
 
 if TYPE_CHECKING:

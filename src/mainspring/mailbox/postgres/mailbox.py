@@ -33,6 +33,14 @@ from mainspring.mailbox.postgres.commands import (
 from mainspring.mailbox.postgres.connection import ConnectionPool, refusal
 from mainspring.mailbox.postgres.dedup import DedupSends
 from mainspring.mailbox.postgres.pool import SharedPool
+from mainspring.mailbox.postgres.settings import (
+    SCHEMA,
+    PostgresOptions,
+    address_of,
+    conninfo_of,
+    is_parameter,
+    local_name,
+)
 from mainspring.mailbox.postgres.transactions import (
     HandlerTransactions,
     driver_connection,
@@ -41,14 +49,6 @@ from mainspring.mailbox.postgres.transactions import (
     send_on_thread,
     send_within_capacity,
     statements_to_join,
-)
-from mainspring.mailbox.postgres.url import (
-    SCHEMA,
-    PostgresOptions,
-    address_of,
-    conninfo_of,
-    is_parameter,
-    local_name,
 )
 from mainspring.mailbox.postgres.values import UNREADABLE, Shorts, Texts, array, dead_row, portions
 from mainspring.mailbox.settings import reads_query

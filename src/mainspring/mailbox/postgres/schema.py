@@ -19,7 +19,7 @@ from mainspring.errors import ConfigError, MainspringError
 from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
 from mainspring.mailbox.postgres.commands import Statement, call
 from mainspring.mailbox.postgres.connection import no_answer, translated
-from mainspring.mailbox.postgres.url import SCHEMA
+from mainspring.mailbox.postgres.settings import SCHEMA
 from mainspring.redaction import one_line
 
 if TYPE_CHECKING:

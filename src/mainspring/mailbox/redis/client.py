@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from mainspring.mailbox.message import Envelope
     from mainspring.mailbox.redis.connection import Argument, Channel, Connector
-    from mainspring.mailbox.redis.url import Server
+    from mainspring.mailbox.redis.settings import Server
     from mainspring.mailbox.settings import Host
 
 TRIES: Final = 4

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from anyio.abc import SocketStream
 
-    from mainspring.mailbox.redis.url import Server
+    from mainspring.mailbox.redis.settings import Server
     from mainspring.mailbox.settings import Host
 
     Argument = str | int | float | bytes

@@ -22,7 +22,7 @@ from mainspring.mailbox.redis.commands import (
     check_command,
     stored_size,
 )
-from mainspring.mailbox.redis.url import FALLBACK, RECOVERY, RedisOptions, Server
+from mainspring.mailbox.redis.settings import FALLBACK, RECOVERY, RedisOptions, Server
 from mainspring.mailbox.settings import name_at, reads_query
 
 if TYPE_CHECKING:
