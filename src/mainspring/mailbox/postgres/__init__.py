@@ -1,4 +1,31 @@
-"""Mailboxes in a PostgreSQL database."""
+"""Mailboxes in a PostgreSQL database.
+
+Where things are. A message is one row of the table ``messages`` from its send to its end, and the functions of the schema
+(``sql/``, made by :mod:`schema`) do everything to it. A call of :class:`PostgresBackend` becomes a command. A batcher takes
+what is queued as one batch: :mod:`commands` turns it into statements, each a call of one function, and their rows into
+results. A :class:`ConnectionPool` executes the statements in one transaction and one round trip. All mailboxes of a process
+on one database share a :class:`SharedPool`: the connections, and one that listens for notifications.
+
+States. A message is pending (state 0), delayed (1) or in flight (2); settled ones have no row, dead letters are in ``dead``.
+A lease is the number in the row and its end; a receipt handle is the id and that number. A lease is held while both match
+and the end is in the future.
+
+Invariants.
+
+- All instants are the server's. No worker's clock decides anything.
+- Each change of a message and the change of the counts (``tallies``) are one transaction.
+- A batcher has one batch in flight. So a claim that was made after a settlement is executed after it.
+- A batch waits for no lock for long: other transactions can only hold a row of a handler's transaction, or a dedup key.
+  Those calls travel apart (:class:`HandlerTransactions`, :class:`DedupSends`).
+- Notifications only make receives quicker. A waiting receive also polls, so that a lost one costs seconds, and no message.
+- A watermark only saves reads. Each second a claim does without it.
+
+Cancelled, a caller leaves at once. Its batch goes on; a claim of its own is undone by the first command of the next batch. A
+call that travels alone is cancelled on the server, and where that takes too long, its connection is closed.
+
+On a lost connection everything in the batch raises :class:`MailboxConnectionError`, and may have taken effect. All idle
+connections are closed, since they are lost as well; the next batch makes a new one.
+"""
 
 from __future__ import annotations
 

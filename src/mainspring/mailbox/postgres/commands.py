@@ -1,8 +1,8 @@
-"""From commands to calls of the server's functions, and from their rows to results. No I/O: the connection does that.
+"""Turn commands into calls of the server's functions, and their rows into results. Nothing here does I/O but :func:`execute`.
 
-Equal commands become one call, or several where they are too many bytes for one. The order serves all best: what gives back,
-what ends, what is new, then the claims; the callers of one transaction do not know of each other, so any order is right, and a
-claim that was made after a settlement is executed after it.
+Commands of one kind become one call, or several where their bytes are too many for one. The callers of one batch do not know
+of each other, so any order of the kinds is right. Settlements come first, then sends, then claims: a claim finds what its
+own batch has released and sent.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False, slots=True)
 class Send(batched.Send):
-    """``blocked``: nothing is stored, as an open transaction has sent one of the keys."""
+    """``blocked``: nothing was stored, because an open transaction has sent one of the keys."""
 
     blocked: bool = field(default=False, init=False)
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class Poll(batched.Sweep):
-    """Do what is due and see what could be claimed, for those who wait; results in (pending, seconds until more is due)."""
+    """Do what is due, and count what waiting receives could claim; results in (pending, seconds until more is due)."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -75,68 +75,59 @@ class Settle(batched.OfDelivery):
 _PLACE = itemgetter(11, 12)
 
 LOCK_WAIT = 0.01
-"""Seconds that a send waits for a transaction which has sent its key, before it gives way for the others of its batch."""
+"""Seconds that a send waits for an open transaction that has sent its key. Then the others of its batch go without it."""
 
 
 class Statement(NamedTuple):
-    """One statement of a batch: its text, its parameters, and what takes its rows, if anything does."""
+    """One statement of a batch: its text, its parameters, and the function that takes its rows, if it has one."""
 
     text: bytes
     values: tuple[Any, ...]
     finish: Callable[[list[tuple[Any, ...]]], None] | None = None
 
     def take(self, rows: list[tuple[Any, ...]]) -> None:
-        """Take its rows, where anything does."""
+        """Give the rows to ``finish``."""
         if self.finish is not None:
             self.finish(rows)
 
 
 @lru_cache(maxsize=1_000)
 def call_text(schema: str, function: str, arguments: int) -> bytes:
-    """The text that calls a function of the schema."""
+    """Return the text that calls a function of the schema."""
     marks = ", ".join(f"${number}" for number in range(1, arguments + 1))
     return f"SELECT * FROM {schema}.{function}({marks})".encode()  # noqa: S608 - a checked name
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Batch:
-    """The calls for one batch of commands of one mailbox.
+    """The statements for one batch of commands of one mailbox, and what their rows said beyond the results of the commands."""
 
-    After its statements were executed: ``became_pending`` is how many messages became pending, by mailbox; ``unreadable``
-    holds deliveries whose headers cannot be read; ``due_in`` is the seconds until something is due, where a claim asked;
-    ``waits`` is True if a claim found nothing and will be waited on; ``newly_listening`` if senders notify only from now on.
-
-    :param lock_wait: seconds that a send may wait for another transaction, which has sent its key; then all fails, or
-        (``apart``) that send alone is blocked.
-    :param patience: the same, where it is in somebody's own transaction.
-    """
-
-    def __init__(
-        self,
-        schema: str,
-        box: int,
-        watermark: Watermark,
-        now: float,
-        *,
-        lock_wait: float = LOCK_WAIT,
-        apart: bool = False,
-        patience: float | None = None,
-    ) -> None:
-        self._schema = schema
-        self.box = box
-        self._watermark = watermark
-        self._now = now
-        self._lock_wait = lock_wait
-        self._apart = apart
-        self.patience = patience
-        self.statements: list[Statement] = []
-        self.became_pending: Counter[int] = Counter()
-        self.unreadable: list[Delivery] = []
-        self.due_in: float | None = None
-        self.waits = False
-        self.newly_listening = False
+    schema: str
+    box: int
+    """The mailbox's number."""
+    watermark: Watermark
+    now: float
+    """When it began, on anyio's clock."""
+    lock_wait: float = LOCK_WAIT
+    """Seconds that a send may wait for another transaction that has sent its key. Then the whole batch fails."""
+    apart: bool = False
+    """True if then that send alone is blocked."""
+    patience: float | None = None
+    """The same seconds in a sender's own transaction, which goes on if the send is blocked."""
+    statements: list[Statement] = field(default_factory=list)
+    became_pending: Counter[int] = field(default_factory=Counter)
+    """How many messages became pending, by mailbox."""
+    unreadable: list[Delivery] = field(default_factory=list)
+    """Claimed messages with headers that cannot be read."""
+    due_in: float | None = None
+    """Seconds until something is due, as far as the batch has learnt."""
+    waits: bool = False
+    """True if a claim found nothing and waits."""
+    newly_listening: bool = False
+    """True if a claim waits that no sender had to notify before."""
 
     def build(self, commands: Sequence[Command]) -> list[Statement]:
-        """The calls, in their order."""
+        """Return the statements for ``commands``, in the order in which they are to be executed."""
         kinds: dict[type, list[Any]] = {}
         for command in commands:
             kinds.setdefault(type(command), []).append(command)
@@ -149,7 +140,7 @@ class Batch:
         self, function: str, values: tuple[Any, ...], finish: Callable[[list[tuple[Any, ...]]], None] | None = None
     ) -> None:
         values = (self.box, *values)
-        self.statements.append(Statement(call_text(self._schema, function, len(values)), values, finish))
+        self.statements.append(Statement(call_text(self.schema, function, len(values)), values, finish))
 
     # --------------------------------------------------------------------------------------------------------- sending
 
@@ -190,7 +181,7 @@ class Batch:
         for some in portions(dedup, lambda one: size_of(one[2])):
             envelopes = [envelope for _, _, envelope in some]
             keys = array(Texts, [stored_key(envelope.dedup_key or "") for envelope in envelopes])
-            values = (*_bodies(envelopes), *options_values(envelopes), keys, self._lock_wait, self._apart)
+            values = (*_bodies(envelopes), *options_values(envelopes), keys, self.lock_wait, self.apart)
             self._add("send_many_dedup", values, partial(self._dedup_sent, some))
 
     def _dedup_sent(self, dedup: list[tuple[Send, int, Envelope]], rows: list[tuple[Any, ...]]) -> None:
@@ -214,7 +205,7 @@ class Batch:
         for claim in claims:
             alike.setdefault(claim.visibility, []).append(claim)
         for visibility, group in alike.items():
-            ranks, floors, since = self._watermark.start(self._now)
+            ranks, floors, since = self.watermark.start(self.now)
             want, waits = 0, False
             for claim in group:
                 want += claim.limit
@@ -224,7 +215,7 @@ class Batch:
 
     def _claimed(self, claims: list[batched.Claim], rows: list[tuple[Any, ...]]) -> None:
         _, _, moved, newly_listening, _, swept_at, due_in, *_ = rows.pop()  # the row that is no message comes last
-        self._watermark.swept(swept_at, moved)
+        self.watermark.swept(swept_at, moved)
         self.became_pending[self.box] += moved
         if due_in is not None:
             self.due_in = due_in
@@ -259,7 +250,7 @@ class Batch:
                 reply_to,
                 known or {},
                 checkpoint,
-                self._now,
+                self.now,
                 history,
             )
             if known is None:
@@ -267,7 +258,7 @@ class Batch:
             else:
                 deliveries.append(delivery)
         for rank, pos in last.items():
-            self._watermark.claimed(rank, pos)
+            self.watermark.claimed(rank, pos)
         return deliveries
 
     def add_unclaim(self, commands: list[batched.Unclaim]) -> None:
@@ -275,18 +266,18 @@ class Batch:
 
     def _returned(self, rows: list[tuple[Any, ...]]) -> None:
         for rank, pos in rows:
-            self._watermark.returned(rank, pos)
+            self.watermark.returned(rank, pos)
         self.became_pending[self.box] += len(rows)
 
     def add_poll(self, polls: list[Poll]) -> None:
         def finish(rows: list[tuple[Any, ...]]) -> None:
             moved, pending, due_in, newly_listening, at = rows[0]
-            self._watermark.swept(at, moved)
+            self.watermark.swept(at, moved)
             self.newly_listening = self.newly_listening or newly_listening
             for poll in polls:
                 poll.result = (pending, due_in)
 
-        _, _, since = self._watermark.start(self._now)
+        _, _, since = self.watermark.start(self.now)
         self._add("poll", (since,), finish)
 
     def add_count(self, counts: list[batched.Count]) -> None:
@@ -385,7 +376,7 @@ class Batch:
 
 
 class NoSuchTargetError(MailboxConnectionError):
-    """The mailbox for a reply was dropped since its number was learnt."""
+    """The mailbox for a reply was dropped after its number was read."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -422,12 +413,12 @@ async def call(connection: AsyncConnection[Any], schema: str, function: str, *va
 
 
 def _bodies(envelopes: list[Envelope]) -> tuple[Any, ...]:
-    """Their ids and bodies."""
+    """Return the ids and the bodies, as the functions take them."""
     return array(Texts, [e.message_id for e in envelopes]), array(Blobs, [e.body for e in envelopes])
 
 
 def once_each(commands: list[Any]) -> list[Any]:
-    """The first command of each lease; one that comes after it is refused: the lease ends with the first."""
+    """Return the first command of each lease. Refuse later ones: the lease ends with the first."""
     seen: dict[str, Any] = {}
     for command in commands:
         if seen.setdefault(command.delivery.receipt_handle, command) is not command:
@@ -436,12 +427,12 @@ def once_each(commands: list[Any]) -> list[Any]:
 
 
 def refuse_all_but(rows: list[tuple[Any, ...]], commands: list[Any]) -> None:
-    """Those whose places (from 1) are in the rows did hold their leases."""
+    """Refuse the commands whose numbers, from 1, are not in the rows: they did not hold their leases."""
     held = {row[0] for row in rows}
     refuse(command for number, command in enumerate(commands, 1) if number not in held)
 
 
 def refuse(commands: Any) -> None:
-    """These did not hold their leases."""
+    """Set the error of commands that did not hold their leases."""
     for command in commands:
         command.error = expired(command.delivery)

@@ -7,6 +7,7 @@ import re
 import select
 import sys
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +31,11 @@ if TYPE_CHECKING:
     from mainspring.mailbox.postgres.commands import Statement
 
 CANCEL_TIMEOUT = 3.0
-"""Seconds in which the server must answer to the request to leave off; of a short timeout, a quarter."""
+"""Seconds in which the server must answer a cancel request; a quarter of the timeout where that is less."""
 MAX_IDLE = 4
-"""How many connections without work are kept open."""
+"""Idle connections that are kept open."""
 TRIES = 4
-"""How often a batch is tried that the server broke off because of another transaction (a deadlock)."""
+"""Tries of a batch that the server aborts because of another transaction (a deadlock)."""
 WATCH = 0.2
 """The part of the ``silence`` between two looks at what is in flight."""
 ANSWER = 0.4
@@ -47,9 +48,9 @@ _AWAY = (
     psycopg.errors.IdleInTransactionSessionTimeout,
 )
 DROPPED = "MS002"
-"""The code with which the functions refuse to work on a mailbox that is not there any more."""
+"""The SQLSTATE with which the functions refuse to work on a mailbox that was dropped."""
 _ENDED = ("FATAL", "PANIC")
-"""How severe it is when the server ends a connection, whatever for."""
+"""The severities with which the server ends a connection, for whatever reason."""
 _MIGRATE = (
     psycopg.errors.UndefinedTable,
     psycopg.errors.UndefinedFunction,
@@ -73,10 +74,10 @@ _QUESTION = re.compile(r";? *Is the server running [^?]*\?")
 
 
 class Connection(psycopg.AsyncConnection[Any]):
-    """One whose cancellation reaches the server: what is not finished is not done later, behind the caller's back.
+    """A connection on which a cancellation also cancels the query on the server, so that it has no effect later.
 
-    The driver does so too, but in awaits that anyio cancels again and again. While it ``is_expendable``, a cancellation
-    closes it instead, which takes no time.
+    The driver does so too, but in awaits that anyio cancels again and again. While the connection ``is_expendable``, a
+    cancellation closes it instead, which takes no time.
     """
 
     is_expendable = False
@@ -84,11 +85,11 @@ class Connection(psycopg.AsyncConnection[Any]):
 
     @classmethod
     async def _get_connection_params(cls, conninfo: str, **keywords: Any) -> dict[str, Any]:
-        """The driver's, with the addresses of the hosts: it would look for them in the event loop's default executor."""
+        """Resolve the hosts here: the driver would do so in the event loop's default executor."""
         return await _with_addresses(dict(await super()._get_connection_params(conninfo, **keywords)))
 
     async def wait(self, gen: Any, interval: float = 0.1, *args: Any, **keywords: Any) -> Any:
-        """Wait for an operation of the driver; the parameters are its own (its versions differ in them)."""
+        """Wait for an operation of the driver. The parameters are the driver's, whose versions differ in them."""
         try:
             return await wait_async(gen, self.pgconn.socket, interval, *args, **keywords)
         except anyio.get_cancelled_exc_class():
@@ -99,7 +100,7 @@ class Connection(psycopg.AsyncConnection[Any]):
             raise
 
     async def _cancel_query(self, gen: Any) -> None:
-        """Have the server end what it does for this connection; where it does not say that it has, the connection is lost."""
+        """Cancel the query on the server. Close the connection if the server does not confirm it in time."""
         ended = False
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + self.cancel_timeout):
             try:
@@ -118,9 +119,9 @@ class Connection(psycopg.AsyncConnection[Any]):
 
 
 async def _with_addresses(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of libpq in which each host stands once for each of its addresses.
+    """Return libpq's parameters with each host repeated for each of its addresses.
 
-    Raises ``psycopg.OperationalError`` where none of the hosts has one.
+    Raise ``psycopg.OperationalError`` if no host has an address.
     """
     hosts, addresses, ports = (
         str(parameters.get(key) or os.environ.get(variable, ""))
@@ -147,16 +148,14 @@ async def _with_addresses(parameters: dict[str, Any]) -> dict[str, Any]:
     return {**parameters, **{key: ",".join(each) for key, each in zip(keys, zip(*found, strict=True), strict=False)}}
 
 
+@dataclass(eq=False, slots=True)
 class _InFlight:
-    """A batch on its way, also to a connection: since when, how to end the wait for it, and whether that was done."""
+    """A batch in flight, or waiting for a connection: since when, and what ends the wait for it."""
 
-    __slots__ = ("connection", "lost", "scope", "since")
-
-    def __init__(self, scope: anyio.CancelScope) -> None:
-        self.connection: Any = None
-        self.scope = scope
-        self.since = anyio.current_time()
-        self.lost = False
+    scope: anyio.CancelScope
+    since: float
+    connection: Any = None
+    lost: bool = False
 
     def give_up(self) -> None:
         self.lost = True
@@ -169,7 +168,7 @@ class ConnectionPool:
     """The connections of one process to one database, on one event loop. It has no tasks: a caller that needs one opens it.
 
     :param silence: see :meth:`watch`.
-    :param on_silence: told why, when the server is found not to answer.
+    :param on_silence: called with the error when the server is found not to answer.
     """
 
     def __init__(
@@ -194,10 +193,10 @@ class ConnectionPool:
         self._idle: list[psycopg.AsyncConnection[Any]] = []
 
     async def connect(self) -> Connection:
-        """A new connection, in autocommit.
+        """Open a connection, in autocommit.
 
-        Raises :class:`MailboxConnectionError`; :class:`ConfigError` for a refusal that no later try would escape, as of a
-        wrong password, unless there was a connection before: from then on it may be somebody's passing mistake.
+        Raise :class:`MailboxConnectionError`, or :class:`ConfigError` for a refusal that would not pass, such as a wrong
+        password. Once a connection was made, every refusal may pass: it may be a mistake of the server's operator.
         """
         try:
             with anyio.fail_after(self.timeout):
@@ -213,7 +212,7 @@ class ConnectionPool:
                 raise ConfigError(f"PostgreSQL refuses the connection: {one_line(error)}; {remedy}") from error
             raise _unreached(error) from error
         except BaseException as error:
-            clear_frames(error.__traceback__)  # else what was half open stays so for as long as somebody has the error
+            clear_frames(error.__traceback__)  # else what was half open stays so while the error is referenced
             raise
         connection.cancel_timeout = self.cancel_timeout
         register(connection.adapters, is_utf8=True)
@@ -224,7 +223,7 @@ class ConnectionPool:
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
-        """One for the block. An error out of the block drops it, and with a lost one all that idle: they are lost too."""
+        """Lend a connection to the block. An error drops it; a lost connection drops all idle ones, which are lost as well."""
         connection = self._take() or await self.connect()
         try:
             yield connection
@@ -249,18 +248,20 @@ class ConnectionPool:
     async def run(
         self, statements: Sequence[Statement], timeout: float | None = None, turn: anyio.Semaphore | None = None
     ) -> None:
-        """Execute the statements in one transaction and one round trip, and hand each its rows; with ``turn``, within it.
+        """Execute the statements in one transaction and one round trip, and give each its rows.
 
-        Raises :class:`MailboxConnectionError` where the server cannot be reached or does not answer in time (then the
-        statements may have taken effect), :class:`BlockedError` where a lock_timeout strikes, :class:`ConfigError` where it
-        lacks the schema or a right, and ``psycopg.Error`` for what is the fault of a value. What it raises otherwise than by
-        a lost connection has had no effect. Cancelled, or out of time, it asks the server to cancel.
+        Raise :class:`MailboxConnectionError` if the server cannot be reached or does not answer in time; then the statements
+        may have taken effect. After any other error they have had none: :class:`BlockedError` for a lock_timeout,
+        :class:`ConfigError` for a missing schema or right, ``psycopg.Error`` for a value that the server does not take.
+        Cancelled, or out of time, it cancels the query on the server.
+
+        :param turn: held meanwhile, waiting included in ``timeout``.
         """
         patience = self.timeout if timeout is None else timeout
         deadline = anyio.current_time() + patience
         for again in range(TRIES):
             scope = anyio.CancelScope(deadline=deadline)
-            out = _InFlight(scope)
+            out = _InFlight(scope, anyio.current_time())
             self._in_flight.add(out)
             try:
                 with scope:
@@ -285,11 +286,11 @@ class ConnectionPool:
                 statement.finish(rows)
 
     async def watch(self) -> None:
-        """Give up the batches that are in flight while the server answers nothing, within ``silence`` seconds; until cancelled.
+        """Until cancelled, give up batches in flight within ``silence`` seconds of the server's last answer.
 
-        A batch may wait for long, as for a lock. So where one has waited for a while, the server is asked over a new
-        connection: it is gone if it does not answer there either. A dead connection to a server that is there is the kernel's
-        affair (``tcp_user_timeout``).
+        A batch may wait for long, for example for a lock. So once one has waited for a while, a new connection is tried: the
+        server is gone if it does not answer there either. A dead connection to a living server is found by the kernel
+        (``tcp_user_timeout``).
         """
         while True:
             await anyio.sleep(WATCH * self.silence)
@@ -317,28 +318,27 @@ class ConnectionPool:
         return answers
 
     async def drop(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        """Close it; never waits."""
+        """Close it, without waiting."""
         with anyio.CancelScope(shield=True):
             await connection.close()
 
     async def close(self) -> None:
-        """Close what idles, and from now on what comes back; see :meth:`keep_open`."""
+        """Close idle connections, and from now on those that are put back; :meth:`keep_open` ends that."""
         self._keeps = self._was_connected = self._lost = self.connected = False
         await self._drop_idle()
 
     def begin_close(self) -> None:
-        """A mailbox closes: what is out and cancelled from now on has the server's answer within :data:`COURTESY` seconds, or
-        loses its connection."""
+        """Give cancel requests at most :data:`COURTESY` seconds from now on, for what is in flight: a mailbox closes."""
         for out in self._in_flight:
             if out.connection is not None:
                 out.connection.cancel_timeout = min(out.connection.cancel_timeout, COURTESY)
 
     def keep_open(self) -> None:
-        """Keep connections that come back, for the next who needs one."""
+        """Keep connections that are put back, for the next call."""
         self._keeps = True
 
     async def lose(self) -> None:
-        """Take note that a connection was lost, and close the idle ones: they are lost as well."""
+        """Note that a connection was lost, and close the idle ones, which are lost as well."""
         self._lost, self.connected = True, False
         await self._drop_idle()
 
@@ -348,7 +348,7 @@ class ConnectionPool:
             await self.drop(connection)
 
     def _take(self) -> psycopg.AsyncConnection[Any] | None:
-        """One that idles and is alive: a server that ended has said so, which shows as something to read."""
+        """Return an idle connection that is alive: one that the server has ended has something to read."""
         while self._idle:
             connection = self._idle.pop()
             if connection.closed:
@@ -363,7 +363,7 @@ class ConnectionPool:
 
 
 def no_answer(seconds: float, what: str = "") -> MailboxConnectionError:
-    """The error of a call, or of ``what`` in it, that the server has not answered in time."""
+    """Return the error of a call, or of ``what`` in it, that the server has not answered in time."""
     return MailboxConnectionError(f"PostgreSQL did not answer within {seconds:g} s{what}")
 
 
@@ -382,12 +382,12 @@ class BlockedError(MailboxConnectionError):
 
 
 def _remedy(text: str) -> str | None:
-    """What to do about a connection that fails for good with that text, or None where it may succeed later."""
+    """Return the advice for an error that would not pass, by its text; None if a later try may succeed."""
     return next((remedy for pattern, remedy in _LASTING if re.search(pattern, text)), None)
 
 
 def _unreached(error: Exception) -> MailboxConnectionError:
-    """A connection that could not be made, in the words of the other servers: what failed, and what to do about it."""
+    """Return the error of a connection that could not be made: what failed, and what to do about it."""
     failed: BaseException = error.__cause__ if isinstance(error.__cause__, OSError) else error
     told = _QUESTION.sub(";", one_line(error)).rstrip(";")
     if re.search("Connection refused|No such file", told):  # of libpq there is only the text
@@ -398,7 +398,7 @@ def _unreached(error: Exception) -> MailboxConnectionError:
 async def execute(
     connection: psycopg.AsyncConnection[Any], statements: Sequence[Statement]
 ) -> list[list[tuple[Any, ...]]]:
-    """Execute statements on a connection, in one transaction. Return the rows of each; raise what :func:`translated` says."""
+    """Execute statements in one transaction. Return the rows of each; raise errors as :func:`translated` gives them."""
     try:
         if len(statements) > 1:
             return await _execute_in_pipeline(connection, statements)
@@ -433,7 +433,7 @@ async def _execute_in_pipeline(
 
 
 def translated(error: psycopg.Error) -> Exception:
-    """What an error of the driver is to the user of a mailbox; itself, where it is the fault of a value."""
+    """Return what an error of the driver is to the user of a mailbox; itself, if a value is its cause."""
     if error.sqlstate == DROPPED:
         return dropped("the mailbox")
     if isinstance(error, psycopg.errors.LockNotAvailable):
@@ -455,7 +455,7 @@ def translated(error: psycopg.Error) -> Exception:
 
 
 def as_mailbox_error(error: psycopg.Error) -> Exception:
-    """What it is to a user whose call is not tried again by itself."""
+    """Return the same for a call that is not retried here."""
     known = translated(error)
     if known is error:
         return refusal(error)
@@ -467,5 +467,5 @@ def as_mailbox_error(error: psycopg.Error) -> Exception:
 
 
 def refusal(error: psycopg.Error) -> MainspringError:
-    """The error of a command whose values the server does not take."""
+    """Return the error of a command with a value that the server does not take."""
     return MailboxError(f"PostgreSQL refused the operation: {one_line(error)}")

@@ -29,18 +29,18 @@ LONGEST_PAUSE = 0.25
 
 
 class Transact(Protocol):
-    """Executes commands in one transaction, which waits no longer than those seconds for another one that has sent a key.
+    """Execute sends in one transaction. It waits at most ``lock_wait`` seconds for another one that has sent a key.
 
-    ``apart``: where one does, only that send is blocked; else all fail.
+    After that, the whole transaction fails; with ``apart`` only the send with that key is blocked.
     """
 
     async def __call__(self, commands: Sequence[Send], lock_wait: float, apart: bool = ...) -> None: ...
 
 
 class DedupSends:
-    """Two batchers: one for sends as they come, and one for those that were blocked, which are tried again and again.
+    """Two batchers: one for sends as they come, and one for sends that were blocked and are retried.
 
-    So nobody waits on the server, with a connection and with what travels along, for a transaction that may never end.
+    So no batch waits on the server, with its connection and its other sends, for a transaction that may never end.
     """
 
     def __init__(self, transact: Transact, timeout: float, name: str) -> None:
@@ -53,14 +53,14 @@ class DedupSends:
         self.batchers = (self._first, self._again)
 
     async def send(self, envelopes: list[Envelope]) -> list[str]:
-        """Store them all or none; the ids. Raises :class:`MailboxConnectionError` where a key was blocked all the time."""
+        """Store all or none. Return the ids. Raise :class:`MailboxConnectionError` if a key stays blocked until the timeout."""
         known = not self._blocked.keys().isdisjoint(_keys(envelopes)) if self._blocked else False
         return await self.retry_while_blocked(envelopes, self._again.call if known else self._first.call)
 
     async def retry_while_blocked(
         self, envelopes: list[Envelope], attempt: Callable[[Send], Awaitable[Any]]
     ) -> list[str]:
-        """``attempt`` to store them, and where they are blocked again and again, for as long as a call may last."""
+        """Store ``envelopes`` by ``attempt``; while they are blocked, try again until the timeout."""
         deadline = self._now() + self._timeout
         send = Send(envelopes)
         await attempt(send)
@@ -84,7 +84,7 @@ class DedupSends:
         raise blocked_error(envelopes, f"within {self._timeout:g} s")
 
     async def _together(self, sends: list[Send]) -> None:
-        """The usual way: in one transaction, which nothing holds up."""
+        """Store all in one transaction: the usual case, in which no key is blocked."""
         try:
             await self._transact(sends, LOCK_WAIT)
         except BlockedError:
@@ -93,7 +93,7 @@ class DedupSends:
             await self._apart(sends, error)
 
     async def _each_key(self, sends: list[Send]) -> None:
-        """All that is not blocked, in one transaction; of several with one key, the first goes first."""
+        """Store all that is not blocked in one transaction. Of several sends with one key, the first goes first."""
         single = {
             stored_key(send.envelopes[0].dedup_key or ""): send for send in reversed(sends) if len(send.envelopes) == 1
         }
@@ -118,7 +118,7 @@ class DedupSends:
             await self._apart(sends, error)
 
     async def _apart(self, sends: list[Send], error: psycopg.Error) -> None:
-        """One has a value that the server does not take: each by itself."""
+        """Store each by itself, because one has a value that the server does not take."""
         if len(sends) == 1:
             sends[0].error = refusal(error)
             return
@@ -136,7 +136,7 @@ class DedupSends:
 
 
 def blocked_error(envelopes: list[Envelope], when: str) -> MailboxConnectionError:
-    """The error of a send that was blocked for too long."""
+    """Return the error of a send that was blocked for too long."""
     keys = ", ".join(map(repr, sorted(_keys(envelopes))[:3]))
     return MailboxConnectionError(
         f"a transaction that has sent the same dedup_key ({keys}) has not ended {when}; nothing was sent"

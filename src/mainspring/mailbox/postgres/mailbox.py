@@ -103,7 +103,7 @@ class PostgresMailbox(Mailbox[T, R]):
     :param poll_interval: seconds after which a waiting receive asks the store again, up to 30; None: 1 s, or 0.1 s while no
         notification arrives. Notified receives do not wait for it.
     :param timeout: seconds that one call of the server may take, connecting included, before :class:`MailboxConnectionError`;
-        of them, the last quarter (at most 3 s) is for telling the server to leave off.
+        of them, the last quarter (at most 3 s) is for cancelling the query.
     :param silence: seconds within which connections on which the server answers nothing, while it takes no new one either, are
         given up. The server's host answers for a connection, too, where libpq's ``tcp_user_timeout`` is not given.
     :raises ConfigError: a value cannot work. On opening: the schema is missing and must not be made, or is of a newer
@@ -299,11 +299,11 @@ class PostgresBackend(BatchedBackend):
     # -------------------------------------------------------------------------------------------------------- batches
 
     def _new_batch(self, patience: float | None = None) -> Batch:
-        """One that is executed outside of the batchers."""
+        """Return a batch to execute outside of the batchers."""
         return Batch(self._pool.schema, self._number, self._watermark, self._now(), patience=patience)
 
     async def _execute(self, commands: list[Command]) -> None:
-        """Execute commands together; where one has a value that the server does not take, each by itself."""
+        """Execute commands together; if one has a value that the server does not take, each by itself."""
         try:
             await self._transact(commands)
         except psycopg.Error as error:
@@ -449,9 +449,9 @@ class PostgresBackend(BatchedBackend):
             raise
 
     async def acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
-        """In one call; beside it, each by itself, those that have to do with a transaction and so may have to wait.
+        """Acknowledge in one call; deliveries that may have to wait for a transaction go each by itself, at the same time.
 
-        So all of it has the end that one call has, however many wait.
+        So all of it takes no longer than one call may, however many wait.
         """
         apart = {n for n, one in enumerate(deliveries) if self._transactions.concern(one.receipt_handle)}
         if not apart:
@@ -481,13 +481,16 @@ class PostgresBackend(BatchedBackend):
         return {numbers[place]: error for place, error in refused.items()}
 
     async def _call(self, command: Command) -> Any:
-        """With whatever else is to be done; where it may have to wait for a transaction that was given up, by itself."""
+        """Execute a command with the next batch; alone, if it may have to wait for a transaction that was given up."""
         if isinstance(command, batched.OfDelivery) and command.delivery.receipt_handle in self._transactions.uncertain:
             return await self._execute_alone(command)
         return await self._batcher.call(command)
 
     async def _with_reply_target(self, settlement: Ack | Dead) -> tuple[Ack | Dead, int | None]:
-        """The number of the mailbox that the reply goes to, made before (a name that is new must not wait for commits)."""
+        """Return the settlement for the store, and the number of the mailbox that its reply goes to.
+
+        A new mailbox is made before, in a transaction of its own: its name must not wait for other commits.
+        """
         reply = settlement.reply
         if reply is None:
             return settlement, None
@@ -501,7 +504,7 @@ class PostgresBackend(BatchedBackend):
         if under_way is not None:
             under_way.check_renewal()
             if under_way.settled:
-                return  # its row is locked until that commits: nobody can take it, and a renewal would wait, with all others
+                return  # its row is locked until that commits: no claim can take it, and a renewal would block its batch
         await self._call(batched.Extend(delivery, timeout))
 
     async def checkpoint(self, delivery: Delivery, state: bytes) -> None:
@@ -543,7 +546,7 @@ class PostgresBackend(BatchedBackend):
         return int(await self._pool.value("purge_dead", self._number, array(Texts, known(message_ids))))
 
     async def _do_to_all_dead(self, do: Callable[[list[str]], Awaitable[int]]) -> int:
-        """Do it to all that are dead by now, the oldest first. Return to how many it was done."""
+        """Do it to all that are dead by now, the oldest first. Return their number."""
         shared, box = self._pool, self._number
         await shared.rows("sweep_all", box)  # what has expired is dead, too
         dead = f"{shared.schema}.dead WHERE mailbox = $1"
@@ -566,5 +569,5 @@ class PostgresBackend(BatchedBackend):
 
 
 def known(message_ids: list[str]) -> list[str]:
-    """Ids as the server takes them: what it cannot keep is the id of nothing."""
+    """Return ids as the server takes them: one that it cannot keep is the id of no message."""
     return [message_id if is_name(message_id) else "" for message_id in message_ids]

@@ -1,8 +1,8 @@
-"""What the mailboxes of one process share that are on one database and one event loop: connections, and who waits for what.
+"""What the mailboxes of one process on one database share, on one event loop: connections, notifications, maintenance.
 
 Notifications come on a connection of their own. One mailbox's task holds it for all; when that mailbox closes, the next
-takes over. Behind a connection pooler in transaction mode notifications do not arrive: a probe finds out, and then those who
-wait look more often instead.
+takes over. Behind a connection pooler in transaction mode notifications do not arrive. A probe finds that out, and then
+waiting receives poll more often.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from mainspring.mailbox.backend import Notifications
 
 RESET_AFTER = 1.0
-"""Seconds after which a claim starts from the very front again: what a long transaction or another process put behind the
-floors waits at most so long."""
+"""Seconds after which a claim starts from the very front again. A message that a long transaction or another process puts
+behind the floors waits at most this long."""
 SWEEP = 1_000
-"""How many messages the server moves at most, as their time has come, in one claim."""
+"""Messages that are due and that the server moves in one claim, at most."""
 
 
 class Watermark:
@@ -45,7 +45,8 @@ class Watermark:
         self._full_at = float("-inf")
 
     def start(self, now: float) -> tuple[list[int], list[int], float | None]:
-        """For a claim at ``now`` (anyio's clock): ranks, their floors, and since when things can be due (server's clock)."""
+        """Return, for a claim at ``now`` (anyio's clock), ranks, their floors, and the server's instant before
+        which nothing is due."""
         if now - self._full_at >= RESET_AFTER:
             self._full_at = now
             self._floors.clear()
@@ -77,17 +78,17 @@ PROBE_TIMEOUT = 2.0
 PROBE_AGAIN = 60.0
 """Seconds until it is tried again whether notifications arrive."""
 PROCESSES_ASKED = 3
-"""How often it is tried to catch a pooler at giving one server's process to two connections."""
+"""Tries to catch a pooler at giving one server process to two connections."""
 QUIET = 0.25
 """The part of the ``silence`` without a notification after which the listening connection is asked whether it is alive."""
 ANSWER = 0.25
 """The part of it that the answer may take."""
 REMEMBERED = 1_000
-"""How many cancelled messages' ids are remembered, so as to announce each once."""
+"""Ids of cancelled messages that are remembered, so that each is announced once."""
 MAX_SINGLE_CALLS = 10
-"""How many calls of a process that travel alone, as a cancellation by id does, may be out at once, each with a connection."""
+"""Calls of a process that travel alone, such as a cancellation by id, in flight at once; each has a connection."""
 MAX_TRANSACTIONS = 10
-"""How many handlers of a process may be in a transaction of their own at once, each with a connection."""
+"""Handlers of a process in a transaction of their own at once; each has a connection."""
 
 
 class OpenMailbox(Protocol):
@@ -99,14 +100,14 @@ class OpenMailbox(Protocol):
         """Messages became pending, ``count`` of them."""
 
     def poll_in(self, seconds: float) -> None:
-        """Something may be due in so many seconds, or there now: let waiting receives ask the store."""
+        """Let waiting receives ask the store in ``seconds``, when something may be due."""
 
     def fail_claims(self, error: MailboxConnectionError) -> None:
         """The server does not answer: receives that wait raise that now, and not after a call of their own."""
 
 
 class SharedPool:
-    """See the module. Made by :meth:`shared`, used between :meth:`acquire` and :meth:`release`."""
+    """See the module. Get one by :meth:`shared`; use it between :meth:`acquire` and :meth:`release`."""
 
     def __init__(self, conninfo: str, schema: str, timeout: float, silence: float, listens: bool) -> None:
         self.schema = schema
@@ -126,7 +127,7 @@ class SharedPool:
 
     @classmethod
     def shared(cls, conninfo: str, schema: str, timeout: float, silence: float, listens: bool) -> SharedPool:
-        """The pool of the running event loop for that database, schema and settings."""
+        """Return the pool of the running event loop for that database, schema and settings."""
         key = f"{id(process.event_loop())} {conninfo} {schema} {timeout} {silence} {listens}"
         return process.shared(KIND, key, lambda: cls(conninfo, schema, timeout, silence, listens))
 
@@ -142,11 +143,11 @@ class SharedPool:
             await self.connections.close()
 
     def watermark(self, number: int) -> Watermark:
-        """What this process knows of that mailbox's queue."""
+        """Return what this process knows of that mailbox's queue."""
         return self._watermarks.setdefault(number, Watermark())
 
     async def number(self, name: str, *, make: bool = True) -> int | None:
-        """The number of the mailbox of that name on the store; made where there is none, or (``make=False``) None."""
+        """Return the number of the mailbox of that name. If there is none, make it; return None with ``make=False``."""
         known = self._numbers.get(name)
         if known is not None:
             return known
@@ -155,25 +156,25 @@ class SharedPool:
             self._numbers[name] = found
             return found
         rows = await self.query(f"SELECT id FROM {self.schema}.mailboxes WHERE name = $1", name)  # noqa: S608 - a checked name
-        return rows[0][0] if rows else None  # one that somebody else may drop is not remembered
+        return rows[0][0] if rows else None  # not remembered, as another process may drop it
 
     def forget(self, name: str) -> None:
-        """The mailbox of that name has another number from now on, or none."""
+        """Forget the number of the mailbox of that name: it was dropped."""
         self._numbers.pop(name, None)
 
     def forget_number(self, number: int | None) -> None:
-        """No mailbox has that number any more; whose name it was is asked anew."""
+        """Forget the name of a mailbox that was dropped, by its number."""
         self._numbers = {name: known for name, known in self._numbers.items() if known != number}
 
     async def rows(self, function: str, *values: Any) -> list[tuple[Any, ...]]:
-        """The rows of a lone call of a function of the schema."""
+        """Call a function of the schema, in no batch. Return its rows."""
         try:
             return await self._execute(call_text(self.schema, function, len(values)), values)
         except psycopg.Error as error:
             raise MailboxError(f"PostgreSQL refused {function}: {one_line(error)}") from error
 
     async def query(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
-        """The rows of a statement that travels alone."""
+        """Execute a statement in no batch. Return its rows."""
         return await self._execute(statement.encode(), values)
 
     async def _execute(self, text: bytes, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
@@ -182,7 +183,7 @@ class SharedPool:
         return rows
 
     async def value(self, function: str, *values: Any) -> Any:
-        """The one value of a lone call."""
+        """Call a function of the schema, in no batch. Return its one value."""
         return (await self.rows(function, *values))[0][0]
 
     # --------------------------------------------------------------------------------------------------------- waiting
@@ -224,7 +225,7 @@ class SharedPool:
     # ------------------------------------------------------------------------------------------------------- listening
 
     async def host(self) -> None:
-        """Listen, and look after the tables, for all mailboxes of the pool, as soon as no other task does; until cancelled."""
+        """Listen, and maintain the tables, for all mailboxes of the pool, once no other task does; until cancelled."""
         async with self._host:
             try:
                 async with anyio.create_task_group() as tasks:
@@ -254,9 +255,9 @@ class SharedPool:
             await anyio.sleep(pause)
 
     async def _listen(self) -> None:
-        """Pass notifications on until the connection is lost, which raises; returns where they do not arrive."""
+        """Pass notifications on until the connection is lost, which raises. Return if they do not arrive."""
         connection = await self.connections.connect()
-        connection.is_expendable = True  # whoever closes the last mailbox does not wait for a server that stands still
+        connection.is_expendable = True  # closing the last mailbox does not wait for a server that stands still
         try:
             with anyio.fail_after(self.connections.timeout):
                 if await self._is_shared(connection):
@@ -277,10 +278,10 @@ class SharedPool:
             await self.connections.drop(connection)
 
     async def _is_shared(self, connection: psycopg.AsyncConnection[Any]) -> bool:
-        """Whether a pooler gives what serves this connection to others between its transactions.
+        """True if a pooler lends the server process of this connection to others between transactions.
 
-        This is asked before LISTEN, which would stay with the server's process, and bring notifications to whom they are not
-        for. What it asks leaves nothing behind. Where it cannot tell, the probe will.
+        This is asked before LISTEN, which would stay with that process and send notifications to other clients. It leaves
+        nothing behind. If it cannot tell, the probe will.
         """
         mine = {await _process_of(connection)}
         if connection.pgconn.backend_pid in mine:
@@ -292,13 +293,13 @@ class SharedPool:
             mine |= {
                 await _process_of(connection),
                 await _process_of(connection),
-            }  # twice, for those who give them in turn
+            }  # twice, for poolers that give them in turn
             if len(mine) > 1:
                 return True
         return False
 
     async def _arrives(self, connection: psycopg.AsyncConnection[Any]) -> bool:
-        """Whether a notification, sent over another connection, comes in here."""
+        """True if a notification that is sent over another connection arrives on this one."""
         word = f"0 probe {random.token()}"
         await self.connections.run([Statement(b"SELECT pg_notify($1, $2)", (self.schema, word))])
         async for notification in connection.notifies(timeout=PROBE_TIMEOUT):
@@ -315,7 +316,7 @@ class SharedPool:
         if kind == "cancelled":
             self.announce(int(number), [message_id])
         elif kind.isdigit():
-            if kind == "0":  # something was sent that is due later
+            if kind == "0":  # a message was sent with a delay
                 self.poll_in(int(number), 0.0)
             else:
                 self.wake(int(number), int(kind))
@@ -331,7 +332,7 @@ class SharedPool:
 
 
 async def _process_of(connection: psycopg.AsyncConnection[Any]) -> int:
-    """The server's process that has just served it."""
+    """Return the id of the server process that has just served the connection."""
     row = await (await connection.execute("SELECT pg_backend_pid()")).fetchone()
     assert row is not None
     return int(row[0])

@@ -1,4 +1,4 @@
-"""The tables and functions of the PostgreSQL mailboxes: kept in ``.sql`` files, versioned in the database, made by migrations.
+"""Make the tables and functions, which are kept in ``.sql`` files and versioned in the database, and maintain the tables.
 
 All that runs on the server are calls of functions. They are made together with the tables they fit, so a process finds the
 functions of the schema's version, whatever else is deployed; and a connection pooler has no prepared statements to mix up.
@@ -39,13 +39,13 @@ SCHEMA_VERSION = len(_TABLES)
 
 
 def sql_file(name: str, schema: str) -> str:
-    """The text of one of the ``.sql`` files, which are written for the schema ``mainspring``, for ``schema``."""
+    """Return the text of a ``.sql`` file for ``schema``; the files are written for the schema ``mainspring``."""
     text = resources.files("mainspring.mailbox.postgres").joinpath("sql", name).read_text(encoding="utf-8")
     return re.sub(rf"\b{SCHEMA}\b", schema, text)
 
 
 async def version_of(connection: AsyncConnection[Any], schema: str) -> int:
-    """The version of the schema in that database; 0 where there is none."""
+    """Return the version of the schema in that database; 0 if there is none."""
     # Not to_regclass(): what it remembers from before a lock was waited for is not looked up again.
     text = """SELECT 1 FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
         WHERE n.nspname = %s AND c.relname = 'store'"""
@@ -56,7 +56,7 @@ async def version_of(connection: AsyncConnection[Any], schema: str) -> int:
 
 
 async def migrate(connection: AsyncConnection[Any], schema: str) -> tuple[int, int]:
-    """Bring the schema to this version of Mainspring; its versions before and after.
+    """Bring the schema to this version of Mainspring. Return its versions before and after.
 
     Safe while others do the same (one works, the others wait for it) and while mailboxes are in use. All or nothing.
 
@@ -87,7 +87,7 @@ async def _has_schema(connection: AsyncConnection[Any], schema: str) -> bool:
 
 
 async def prepare(pool: ConnectionPool, schema: str, may_migrate: bool, name: str) -> tuple[str, int]:
-    """See that the schema is there, of this version and usable; the identity of the store, and the number of that mailbox."""
+    """Make sure that the schema has this version and is usable. Return the store's identity and that mailbox's number."""
     async with _connected(pool, schema) as connection:
         version = await version_of(connection, schema)
         check_not_newer(version, schema)
@@ -117,7 +117,7 @@ async def migrate_at(pool: ConnectionPool, schema: str, dry_run: bool) -> tuple[
 
 
 async def has_mailbox(pool: ConnectionPool, schema: str, name: str) -> bool:
-    """Whether the schema is there, in whatever version that is known, and a mailbox of that name in it."""
+    """True if the schema exists, in any version that is known, and has a mailbox of that name."""
     try:
         async with _connected(pool, schema) as connection:
             version = await version_of(connection, schema)
@@ -132,7 +132,7 @@ async def has_mailbox(pool: ConnectionPool, schema: str, name: str) -> bool:
 
 @asynccontextmanager
 async def _connected(pool: ConnectionPool, schema: str) -> AsyncIterator[AsyncConnection[Any]]:
-    """A connection for work on the schema, and what its errors mean to a user.
+    """Lend a connection for work on the schema, and translate its errors for a user.
 
     With the connecting it has one end, and the work is not cut short by anything else.
     """
@@ -151,7 +151,7 @@ async def _connected(pool: ConnectionPool, schema: str) -> AsyncIterator[AsyncCo
 
 
 async def _check_settings(connection: AsyncConnection[Any]) -> None:
-    """What no call of a function can set for itself."""
+    """Raise :class:`ConfigError` for a setting that a function cannot make for itself."""
     row = await (await connection.execute("SHOW default_transaction_isolation")).fetchone()
     if row is not None and row[0] != "read committed":
         raise ConfigError(
@@ -161,13 +161,13 @@ async def _check_settings(connection: AsyncConnection[Any]) -> None:
 
 
 async def store_of(connection: AsyncConnection[Any], schema: str) -> str:
-    """The identity of the store: two connections that give the same lead to the same tables."""
+    """Return the identity of the store: two connections that give the same lead to the same tables."""
     row = await (await connection.execute(f"SELECT id FROM {schema}.store".encode())).fetchone()  # noqa: S608 - a checked name
     return str(row[0]) if row is not None else ""
 
 
 def check_not_newer(version: int, schema: str) -> None:
-    """Raise :class:`ConfigError` where this Mainspring is too old for a schema of that version."""
+    """Raise :class:`ConfigError` if this Mainspring is too old for a schema of that version."""
     if version > SCHEMA_VERSION:
         raise ConfigError(
             f"the schema {schema!r} has version {version}, and this Mainspring knows up to {SCHEMA_VERSION}: it was migrated"
@@ -180,21 +180,26 @@ STALE_EVERY = 3_600.0
 FEWEST_DEAD = 10_000
 DEAD_SHARE = 0.1
 FOLD_FROM = 200
-"""Rows of tallies from which they are made one."""
+"""Rows of a mailbox's tallies that are folded into one."""
 VACUUM_TIMEOUT = 600.0
 PAUSE = 10
-"""A VACUUM is followed by at least so many times its own length without one."""
+"""A VACUUM is followed by this many times its own length without one, at least."""
 UNYIELDING = 60.0
-"""The most seconds until another try, where VACUUM could not remove what is dead, as an old transaction may still see it."""
+"""Seconds until the next try, at most, after a VACUUM that could not remove rows which an old transaction may still see."""
 
 
 def worth_a_vacuum(dead: int, live: int) -> bool:
-    """Whether so many dead rows slow claims down by more than removing them costs, which grows with what is alive."""
+    """True if dead rows slow claims down by more than their removal costs, which grows with the live rows."""
     return dead >= FEWEST_DEAD + DEAD_SHARE * live
 
 
 class Maintenance:
-    """Looks after one schema. Nothing depends on its success: what fails is tried again."""
+    """Keep the tables of one schema small: VACUUM, fold the tallies, drop transient mailboxes that are out of use.
+
+    A queue makes more dead rows than any other table, and autovacuum runs once a minute, if it is on at all. So the processes
+    of the mailboxes look every second themselves. A VACUUM blocks no other work, and is left out where another process runs
+    one. Nothing depends on the success of all this: what fails is tried again.
+    """
 
     def __init__(self, pool: ConnectionPool, schema: str) -> None:
         self._pool = pool
@@ -205,14 +210,14 @@ class Maintenance:
         self._in_vain = 0
 
     async def run(self) -> None:
-        """Until cancelled. Does nothing while the mailboxes of this process are idle."""
+        """Maintain until cancelled. Do nothing while the mailboxes of this process are idle."""
         while True:
             await anyio.sleep(EVERY)
             if self._pool.batches == self._batches:
                 continue
             with suppress(
                 MainspringError, psycopg.Error, OSError, TimeoutError
-            ):  # whoever has work to do will hear of it
+            ):  # the mailboxes' own calls will raise it
                 await self._step()
             self._batches = self._pool.batches
 

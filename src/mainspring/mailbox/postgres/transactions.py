@@ -1,4 +1,9 @@
-"""Transactions of several calls: those that the settlements of messages join, and sends within a limit."""
+"""Transactions of several calls: of handlers, of senders, and of sends within a capacity.
+
+A handler's transaction (``Mailbox.transaction``) commits its writes together with the settlement of its message. A sender's
+own transaction takes messages along (``send(connection=)``), on whatever connection the sender has. A send within a capacity
+counts and stores in one transaction.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +34,17 @@ if TYPE_CHECKING:
 
 
 REMEMBERED = 1_000
-"""How many transactions that were given up are remembered."""
+"""Transactions that were given up and are remembered."""
 UNCERTAIN = "which may have taken place"
 
 
 async def send_within_capacity(
     shared: SharedPool, batch: Batch, send: Send, capacity: int, turn: anyio.Semaphore
 ) -> None:
-    """Look whether there is room, and store, in one transaction, in which no other sender looks; when ``turn`` lets it.
+    """Store the messages if there is room, in one transaction that keeps other senders from counting; hold ``turn`` meanwhile.
 
-    Where an open transaction has sent one of the keys, the send is ``blocked``. Cancelled, it ends at once; nothing is stored
-    then, unless the server had been told to COMMIT.
+    The send is ``blocked`` if an open transaction has sent one of the keys. Cancelled, it ends at once, and nothing is stored
+    unless the COMMIT had been sent.
     """
     try:
         with anyio.fail_after(shared.connections.timeout):
@@ -78,8 +83,8 @@ async def _send_if_it_fits(
 class HandlerTransactions:
     """The handlers' transactions of one mailbox object that are under way, by receipt handle.
 
-    ``uncertain`` are the handles of those that were given up with a settlement in them: the server may still hold the message's
-    row for them, so that whoever settles it anew, or renews its lease, may have to wait, and does so apart from all others.
+    ``uncertain`` holds the handles of transactions that were given up with a settlement in them. The server may still hold the
+    message's row for one, so a new settlement or renewal may have to wait for it, and travels alone.
     """
 
     def __init__(self) -> None:
@@ -87,18 +92,18 @@ class HandlerTransactions:
         self.uncertain: dict[str, None] = {}
 
     def concern(self, handle: str) -> bool:
-        """Whether that delivery is in one, or may be in one that was given up."""
+        """True if that delivery is in a transaction, or may be in one that was given up."""
         return handle in self.under_way or handle in self.uncertain
 
     def mark_uncertain(self, handle: str) -> None:
-        """See ``uncertain``."""
+        """Add the handle to ``uncertain``."""
         self.uncertain[handle] = None
         while len(self.uncertain) > REMEMBERED:
             del self.uncertain[next(iter(self.uncertain))]
 
     @asynccontextmanager
     async def join(self, shared: SharedPool, message: Message[Any, Any]) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
-        """A connection in a transaction that ends with the block, and with which the message is settled.
+        """Lend a connection in a transaction that ends with the block, and with which the message is settled.
 
         See :meth:`Mailbox.transaction`.
         """
@@ -137,7 +142,7 @@ class HandlerTransactions:
 class HandlerTransaction:
     """A handler's transaction under way: settlements of its message go through its connection.
 
-    ``sent`` says that one was sent, ``settled`` that it was answered, and so that the message's row is locked.
+    ``sent``: a settlement was sent. ``settled``: it was answered, so that the message's row is locked.
     """
 
     __slots__ = ("_timeout", "connection", "sent", "settled")
@@ -149,7 +154,7 @@ class HandlerTransaction:
         self._timeout = timeout
 
     async def settle(self, calls: Batch, command: OfDelivery) -> None:
-        """Settle in the transaction; raises what the command says, and where the block has ended the transaction."""
+        """Settle in the transaction. Raise the error of the command, or if the block has ended the transaction."""
         self.check(TransactionStatus.IDLE, TransactionStatus.INERROR)
         self.sent = True
         try:
@@ -157,7 +162,7 @@ class HandlerTransaction:
                 for each in calls.build([command]):
                     each.take(await execute(self.connection, each))
         except psycopg.Error as error:
-            if self.connection.closed:  # which whoever opened it tells
+            if self.connection.closed:  # `join` raises what that means
                 raise
             raise as_mailbox_error(error) from error
         if command.error is not None:
@@ -166,15 +171,15 @@ class HandlerTransaction:
         self.settled = True
 
     def check_renewal(self) -> None:
-        """Raise :class:`MailboxConnectionError` while it is not known whether the lease is needed any more.
+        """Raise :class:`MailboxConnectionError` while it is not known whether the lease is still needed.
 
-        A renewal would wait for the row, and so would all that travels with it.
+        A renewal would wait for the row, and so would its whole batch.
         """
         if self.sent and not self.settled:
             raise MailboxConnectionError("the settlement in its transaction has not been answered yet")
 
     def check(self, *ended: TransactionStatus) -> None:
-        """Raise :class:`TransactionEndedError` in one of these states, in which no COMMIT commits what the block did.
+        """Raise :class:`TransactionEndedError` in one of these states, in which a COMMIT would not commit what the block did.
 
         The driver knows them without asking the server.
         """
@@ -187,7 +192,7 @@ class HandlerTransaction:
 
 @asynccontextmanager
 async def _transaction(connection: psycopg.AsyncConnection[Any], timeout: float) -> AsyncIterator[None]:
-    """The driver's transaction, of which BEGIN, COMMIT and ROLLBACK have an end; what stands in the block has none."""
+    """Run the driver's transaction with a time limit on BEGIN, COMMIT and ROLLBACK, and none on the block."""
     transaction = connection.transaction()
     try:
         with step(connection, timeout, "to BEGIN"):
@@ -217,10 +222,10 @@ async def _transaction(connection: psycopg.AsyncConnection[Any], timeout: float)
 
 @contextmanager
 def step(connection: psycopg.AsyncConnection[Any], timeout: float, what: str) -> Iterator[None]:
-    """For what the mailbox itself does in a transaction: it ends in time, if need be by giving the connection up, at once.
+    """Limit the time of what the mailbox itself does in a transaction. Out of time or cancelled, close the connection at once.
 
-    So whoever has lost its lease meanwhile, and is cancelled, does not wait for a server that has gone. What is not committed
-    is rolled back when the server sees that the connection is closed.
+    So a worker that has lost its lease meanwhile does not wait for a server that is gone. What is not committed is rolled back
+    when the server sees that the connection is closed.
     """
     try:
         with anyio.fail_after(timeout), expendable(connection):
@@ -231,7 +236,7 @@ def step(connection: psycopg.AsyncConnection[Any], timeout: float, what: str) ->
 
 @contextmanager
 def expendable(connection: psycopg.AsyncConnection[Any]) -> Iterator[None]:
-    """In the block, a cancellation closes the connection and is over; the server rolls back when it sees that."""
+    """In the block, a cancellation closes the connection at once; the server rolls back when it sees that."""
     if isinstance(connection, Connection):
         connection.is_expendable = True
     try:
@@ -246,14 +251,14 @@ _NO_STORE = (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction)
 
 
 def is_async(given: Any) -> bool:
-    """Whether what a user gives is a connection, or a session, of async code."""
+    """True if ``given`` is a connection, or a session, of async code."""
     return isinstance(given, psycopg.AsyncConnection) or hasattr(given, "sync_session") or hasattr(given, "sync_engine")
 
 
 async def driver_connection(given: Any) -> psycopg.AsyncConnection[Any]:
-    """The psycopg connection behind what a user gives: itself, or SQLAlchemy's connection or session, in a transaction.
+    """Return the psycopg connection behind ``given``, which may be SQLAlchemy's connection or session, in a transaction.
 
-    Raises :class:`InvalidParameterError` for what is none, and for one on which every statement commits by itself.
+    Raise :class:`InvalidParameterError` if there is none, or if every statement on it commits by itself.
     """
     connection = given
     if hasattr(connection, "sync_session"):  # SQLAlchemy's AsyncSession, which begins a transaction with this
@@ -272,7 +277,7 @@ async def driver_connection(given: Any) -> psycopg.AsyncConnection[Any]:
 
 
 def thread_connection(given: Any) -> psycopg.Connection[Any]:
-    """The same for a connection, or a session, that is not async."""
+    """Return the same for a connection, or a session, that is not async."""
     connection = given
     if callable(getattr(connection, "connection", None)):  # SQLAlchemy's Session, which begins a transaction with this
         connection = connection.connection()
@@ -290,30 +295,30 @@ def thread_connection(given: Any) -> psycopg.Connection[Any]:
 
 
 def statements_to_join(schema: str, store: str, batch: Batch, send: Send) -> Iterator[Statement]:
-    """The calls that store the messages of ``send`` in somebody's transaction; each is made, and finished, before the next.
+    """Yield the statements that store the messages of ``send`` in a sender's transaction. Execute each before the next.
 
-    The messages exist, and wake receivers, if that commits. Raises :class:`MailboxConnectionError` where another open
-    transaction has sent its key, and does not end in time: the transaction is then as it was, and can go on.
+    The messages exist, and wake receivers, if that commits. Raise :class:`MailboxConnectionError` if another open transaction
+    has sent the key and does not end in time: the sender's transaction is then as it was, and can go on.
     """
     yield Statement(call_text(schema, "check_store", 1), (store,))
     for each in batch.build([send]):
         yield each
         if send.blocked:
             raise blocked_error(send.envelopes, f"within {batch.patience:g} s, or by the connection's own lock_timeout")
-    # Whether or not somebody waits by now: by the time of the commit somebody may.
+    # Also if no receive waits by now: one may by the time of the commit.
     word = f"{batch.box} {batch.became_pending.get(batch.box, 0)}"
     yield Statement(b"SELECT pg_notify($1, $2)", (schema, word))
 
 
 async def send_on(connection: psycopg.AsyncConnection[Any], steps: Iterator[Statement]) -> None:
-    """Make the calls in the transaction of ``connection``."""
+    """Execute the statements in the transaction of ``connection``."""
     with _translated_errors():
         for each in steps:
             each.take(await execute(connection, each))
 
 
 def send_on_thread(given: Any, steps: Iterator[Statement], send: Send) -> list[str]:
-    """Make the calls in the transaction of the calling thread's connection; the ids."""
+    """Execute the statements in the transaction of the calling thread's connection. Return the ids."""
     connection = thread_connection(given)
     with _translated_errors():
         for each in steps:

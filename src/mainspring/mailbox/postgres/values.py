@@ -1,4 +1,7 @@
-"""From messages and settlements to what the server's functions take, and from what they give to messages."""
+"""Turn messages and settlements into parameters of the server's functions, and their rows into messages.
+
+Arrays are packed here, in PostgreSQL's binary form: thousands of elements pass each second.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +126,7 @@ class _TextsDumper(_Dumper):
 
 
 def _parts(packed: bytes) -> Iterator[bytes | None]:
-    """The elements of a packed array."""
+    """Yield the elements of a packed array."""
     place = 20
     while place < len(packed):
         (length,) = unpack_from("!i", packed, place)
@@ -151,7 +154,7 @@ UNREADABLE = Dead("the stored headers are no JSON object of strings", "NotJsonEr
 
 
 def size_of_settlement(command: Settle) -> int:
-    """Bytes of what comes with the end of a message: its reply, or why it is dead."""
+    """Return the bytes that come with the end of a message: its reply, or why it is dead."""
     settlement = command.settlement
     if isinstance(settlement, Return):
         return 0
@@ -162,7 +165,7 @@ def size_of_settlement(command: Settle) -> int:
 
 
 def portions(commands: Sequence[C], size: Callable[[C], int]) -> Iterator[list[C]]:
-    """Neighbours that one call can take, by their sizes; all of them, as a rule."""
+    """Yield neighbours that one call can take, by their sizes; usually all of them."""
     some: list[C] = []
     total = 0
     for command in commands:
@@ -176,7 +179,7 @@ def portions(commands: Sequence[C], size: Callable[[C], int]) -> Iterator[list[C
 
 
 def has_options(envelope: Envelope) -> bool:
-    """Whether it wants more than to be delivered."""
+    """True if it has options beyond a dedup key."""
     return bool(
         envelope.delay
         or envelope.priority
@@ -187,7 +190,7 @@ def has_options(envelope: Envelope) -> bool:
 
 
 def options_values(envelopes: list[Envelope]) -> tuple[Any, ...]:
-    """What ``send_with_options`` and ``send_many_dedup`` take behind the ids and the bodies."""
+    """Return what ``send_with_options`` and ``send_many_dedup`` take behind the ids and the bodies."""
     return (
         array(Floats, [e.delay for e in envelopes]),
         array(Shorts, [-e.priority for e in envelopes]),
@@ -198,7 +201,7 @@ def options_values(envelopes: list[Envelope]) -> tuple[Any, ...]:
 
 
 def stored_key(key: str) -> str:
-    """A dedup key as the store keeps it: as it is, or its digest where an index cannot hold it or a text may not."""
+    """Return a dedup key as the store keeps it: as it is, or its digest if an index or a text cannot hold it."""
     raw = key.encode("utf-8", "surrogatepass")
     if len(raw) <= 512 and "\0" not in key and key.isprintable():
         return key
@@ -208,12 +211,12 @@ def stored_key(key: str) -> str:
 
 
 def headers_text(envelope: Envelope) -> str | None:
-    """The headers as JSON (in ASCII), or None."""
+    """Return the headers as JSON (in ASCII), or None."""
     return json.dumps(dict(envelope.headers)) if envelope.headers else None
 
 
 def settle_values(commands: list[Settle]) -> tuple[Any, ...]:
-    """Those of ``settle``, the replies among them."""
+    """Return the parameters of ``settle``, with the replies."""
     deads = [command.settlement if isinstance(command.settlement, Dead) else None for command in commands]
     replies = [
         None if isinstance(command.settlement, Return) or command.target is None else command.settlement.reply
@@ -233,7 +236,7 @@ def settle_values(commands: list[Settle]) -> tuple[Any, ...]:
 
 
 def dead_row(row: tuple[Any, ...]) -> tuple[Delivery, Dead, float]:
-    """A dead letter, from a row of ``dead_letters``."""
+    """Return the dead letter of a row of ``dead_letters``."""
     name, body, count, attempts, sent, first, reply_to, headers, checkpoint, history, *why, at = row
     known = {} if headers is None else headers_of(headers) or {}
     delivery = Delivery(
@@ -243,18 +246,18 @@ def dead_row(row: tuple[Any, ...]) -> tuple[Delivery, Dead, float]:
 
 
 def plain_text(text: str) -> str:
-    """Errors quote whatever went wrong, also what PostgreSQL cannot keep as text."""
+    """Return ``text`` with escapes for what PostgreSQL cannot keep: errors quote any input."""
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
 
 def leases(deliveries: Sequence[Delivery]) -> tuple[Any, ...]:
-    """The ids and the lease numbers of deliveries."""
+    """Return the ids and the lease numbers of deliveries."""
     ids = array(Texts, [delivery.message_id for delivery in deliveries])
     return ids, array(Integers, [lease_of(delivery) for delivery in deliveries])
 
 
 def lease_of(delivery: Delivery) -> int:
-    """The number of a delivery's lease; 0, which no lease has, for a handle that no mailbox of this kind gave out."""
+    """Return the number of a delivery's lease; 0, which no lease has, for a handle of another kind of mailbox."""
     message_id, _, number = delivery.receipt_handle.rpartition(".")
     if message_id != delivery.message_id or not (number.isascii() and number.isdigit() and len(number) < 10):
         return 0
@@ -262,7 +265,7 @@ def lease_of(delivery: Delivery) -> int:
 
 
 def expired(delivery: Delivery) -> ReceiptHandleExpiredError:
-    """The error for a lease that is not held."""
+    """Return the error for a lease that is not held."""
     return ReceiptHandleExpiredError(
         f"message {delivery.message_id}: the lease of delivery {delivery.delivery_count} has run out, or it was settled"
     )

@@ -16,7 +16,7 @@ CREATE TABLE mainspring.mailboxes (
     id integer GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     name text COLLATE "C" NOT NULL UNIQUE,
     opened_at timestamptz NOT NULL,
-    listened_until timestamptz NOT NULL DEFAULT '-infinity'     -- until then somebody may wait for a notification
+    listened_until timestamptz NOT NULL DEFAULT '-infinity'     -- until then a receive may wait for a notification
 ) WITH (fillfactor = 50);
 
 CREATE TABLE mainspring.ranks (             -- the priorities that a mailbox has ever had, negated

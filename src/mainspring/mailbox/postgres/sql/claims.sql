@@ -1,4 +1,4 @@
--- What time brings, and claims.
+-- What comes due, and claims.
 
 CREATE OR REPLACE FUNCTION mainspring.sweep_from(
     box integer, since timestamptz, most integer, OUT moved integer, OUT through timestamptz
@@ -63,12 +63,12 @@ BEGIN
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.sweep(box integer, since timestamptz, most integer) RETURNS integer LANGUAGE sql AS $$
--- The same, for those who do not come again for the rest.
+-- The same, for callers that need only the number.
     SELECT s.moved FROM mainspring.sweep_from(box, since, most) AS s
 $$;
 
 CREATE OR REPLACE FUNCTION mainspring.sweep_all(box integer) RETURNS void LANGUAGE plpgsql AS $$
--- All that is due by now, for whoever wants exact counts.
+-- Sweep all that is due by now, so that the counts are exact.
 BEGIN
     WHILE mainspring.sweep(box, NULL, 10000) > 0 LOOP
     END LOOP;
@@ -87,7 +87,7 @@ BEGIN
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.check_mailbox(box integer) RETURNS void LANGUAGE plpgsql AS $$
--- For those who find nothing: whether the mailbox is there still.
+-- Raise MS002 if the mailbox was dropped; called by a claim that found nothing.
 BEGIN
     IF NOT EXISTS (SELECT FROM mainspring.mailboxes b WHERE b.id = box) THEN
         RAISE EXCEPTION 'the mailbox was dropped' USING ERRCODE = 'MS002';
@@ -95,7 +95,7 @@ BEGIN
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.listen(box integer) RETURNS boolean LANGUAGE plpgsql AS $$
--- Say that somebody waits, and so that senders must tell; whether nobody had said so lately.
+-- Note that a receive waits, so that senders must notify; true if none had waited lately.
 DECLARE at timestamptz := clock_timestamp();
         before timestamptz;
 BEGIN
@@ -114,8 +114,8 @@ CREATE OR REPLACE FUNCTION mainspring.poll(
     box integer, since float8, OUT moved integer, OUT pending integer, OUT due_in float8, OUT newly_listening boolean,
     OUT polled_at float8
 ) LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $$
--- For those who wait: do what is due, see whether there is something (at most 100), and when more will be. `polled_at`: what
--- was due by then is done.
+-- For waiting receives: sweep, count what is pending (up to 100), and say when more will be due. `polled_at`: what was due by
+-- then is done.
 DECLARE through timestamptz;
 BEGIN
     SELECT s.moved, s.through INTO moved, through FROM mainspring.sweep_from(box, to_timestamp(since), 1000) AS s;
@@ -135,11 +135,11 @@ CREATE OR REPLACE FUNCTION mainspring.claim(
 SET enable_mergejoin = off SET enable_sort = off SET jit = off SET plan_cache_mode = force_generic_plan AS $$
 -- Lease what comes first. The first row that comes out is no message (its id is NULL): `lease` says how many messages time
 -- has moved, `enqueued_at` by when all that was due is done, and, where the claim `waits` and found nothing, `first_received_at`
--- in how many seconds something will be due, and `deliveries` whether senders have only now been asked to tell (1).
+-- in how many seconds something will be due, and `deliveries` whether senders notify only from now on (1).
 --
--- `known` and `floors` say for ranks that the caller has seen everything before that place; what may have come there all the
--- same (from a transaction that took long, or back from another process) is found by a claim that finds too little, and by
--- those that pass no floors. So a claim does not read again what was settled since the last VACUUM.
+-- `known` and `floors` say for ranks that the caller has seen everything before that place. What has come there since (from a
+-- long transaction, or released by another process) is found by a claim that finds too little, and by claims that pass no
+-- floors. So a claim does not read again what was settled since the last VACUUM.
 DECLARE
     at timestamptz := clock_timestamp();
     until timestamptz := at + visibility * interval '1 second';
@@ -194,7 +194,7 @@ CREATE OR REPLACE FUNCTION mainspring.unclaim(box integer, ids text[], leases in
 RETURNS TABLE (rank smallint, pos bigint)
 LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_generic_plan AS $$
--- Take claims back as if they had not been made.
+-- Undo claims, as if they had not been made.
 DECLARE back integer;
 BEGIN
     RETURN QUERY

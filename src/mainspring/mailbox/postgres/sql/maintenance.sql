@@ -1,4 +1,4 @@
--- Counts, the dead letters, and what keeps the tables small.
+-- Counts, dead letters, and maintenance.
 
 CREATE OR REPLACE FUNCTION mainspring.counts(
     box integer, OUT delayed bigint, OUT pending bigint, OUT in_flight bigint, OUT settled bigint, OUT dead bigint
@@ -24,7 +24,7 @@ BEGIN
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.fold_tallies(box integer) RETURNS void LANGUAGE plpgsql AS $$
--- Make one row of a mailbox's tallies, unless another process is at it.
+-- Fold a mailbox's tallies into one row, unless another process does so.
 BEGIN
     IF pg_try_advisory_xact_lock(hashtext('mainspring tallies'), box) THEN
         WITH old AS (DELETE FROM mainspring.tallies t WHERE t.mailbox = box RETURNING t.*)
@@ -89,7 +89,7 @@ BEGIN
             GET STACKED DIAGNOSTICS clashed = CONSTRAINT_NAME;
             IF clashed <> 'messages_by_key' THEN
                 RAISE;
-            END IF;  -- else somebody has sent one of the keys meanwhile, and is seen now
+            END IF;  -- else one of the keys was sent meanwhile, which is seen now
         END;
     END LOOP;
     INSERT INTO mainspring.tallies (mailbox, pending, dead) VALUES (box, number, -number);
@@ -137,7 +137,7 @@ CREATE OR REPLACE FUNCTION mainspring.drop_mailbox(box integer) RETURNS void LAN
 $$;
 
 CREATE OR REPLACE FUNCTION mainspring.drop_stale(prefix text, life float8) RETURNS integer LANGUAGE plpgsql AS $$
--- Drop the transient mailboxes that nobody has opened or waited on for so many seconds; how many that were. And what came
+-- Drop the transient mailboxes that were not opened or waited on for `life` seconds; their number. Also drop what came
 -- into one from a transaction that was under way while it was dropped: a reply does not lock the mailbox it is for, as its
 -- transaction may last, and the drop would have to wait. Whatever came is in the tallies.
 DECLARE

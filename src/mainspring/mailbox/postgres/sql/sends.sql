@@ -1,4 +1,4 @@
--- What puts messages into a mailbox. All rows of a call, or none.
+-- Sends. A call stores all its rows, or none.
 --
 -- The settings of these functions fix their plans: whichever rows the tables hold when a plan is made, and whether or not
 -- anybody ever ran ANALYZE, each statement goes by the index made for it.
@@ -24,7 +24,7 @@ CREATE OR REPLACE FUNCTION mainspring.add_ranks(box integer, new_ranks smallint[
 $$;
 
 CREATE OR REPLACE FUNCTION mainspring.notify(box integer, gained bigint) RETURNS void LANGUAGE plpgsql AS $$
--- Let other processes know, when this transaction commits, of so many that became pending (0: that something became due).
+-- Notify other processes, when this transaction commits, of messages that became pending (0: of one that is due later).
 BEGIN
     IF EXISTS (SELECT FROM mainspring.mailboxes b WHERE b.id = box AND b.listened_until > clock_timestamp()) THEN
         PERFORM pg_notify('mainspring', box || ' ' || gained);
@@ -32,7 +32,7 @@ BEGIN
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.notify_sent(box integer, gained bigint) RETURNS void LANGUAGE plpgsql AS $$
--- The same for what was sent into a mailbox, which must be there: what is in one that was dropped nobody receives.
+-- The same after a send. The mailbox must exist: no receive would find a message in one that was dropped.
 DECLARE listened_until timestamptz;
 BEGIN
     SELECT b.listened_until INTO listened_until FROM mainspring.mailboxes b WHERE b.id = box;
@@ -45,7 +45,7 @@ BEGIN
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.send(box integer, ids text[], bodies bytea[]) RETURNS void LANGUAGE plpgsql AS $$
--- Messages that want nothing special.
+-- Messages without options.
 DECLARE at timestamptz := clock_timestamp();
 BEGIN
     INSERT INTO mainspring.messages (id, mailbox, state, rank, pos, enqueued_at, body)
@@ -75,8 +75,8 @@ BEGIN
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.dead_letter_expired(box integer, key text) RETURNS void LANGUAGE plpgsql AS $$
--- What a sweep would do with the message that has this key, if it has expired and nobody holds it; one that another
--- transaction works on is waited for. No other message is touched: the caller may be in a transaction that lasts.
+-- Do what a sweep would do with the message that has this key, if it has expired and is not in flight. Wait for one that
+-- another transaction works on. No other message is touched: the caller may be in a transaction that lasts.
 DECLARE
     at timestamptz := clock_timestamp();
     was mainspring.messages;
@@ -102,7 +102,7 @@ CREATE OR REPLACE FUNCTION mainspring.send_dedup(
     life float8, key text
 ) RETURNS text LANGUAGE plpgsql SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $$
 -- One message with a dedup key; its id, or that of the unfinished one with the same key. One that has expired is finished,
--- unless somebody holds it.
+-- unless it is in flight.
 DECLARE
     at timestamptz := clock_timestamp();
     found_id text;
@@ -146,14 +146,14 @@ END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.send_many_dedup(
     box integer, ids text[], bodies bytea[], delays float8[], ranks smallint[], reply_tos text[], all_headers text[],
-    lives float8[], keys text[], haste float8, apart boolean
+    lives float8[], keys text[], lock_wait float8, apart boolean
 ) RETURNS SETOF text LANGUAGE plpgsql AS $$
--- The same for many, in a transaction of the mailbox's own. It waits so many seconds for another one that has sent a key; then
+-- The same for many, in a transaction of the mailbox's own. It waits `lock_wait` seconds for another one that has sent a key; then
 -- it fails, or (`apart`) does so without that message, whose id is NULL. The COMMIT has no such end: it waits for others that
 -- commit notifications just now, who are no reason to give up.
 DECLARE one record;
 BEGIN
-    PERFORM set_config('lock_timeout', haste * 1000 || 'ms', true);
+    PERFORM set_config('lock_timeout', lock_wait * 1000 || 'ms', true);
     FOR one IN SELECT * FROM unnest(ids, bodies, delays, ranks, reply_tos, all_headers, lives, keys)
         AS g (id, body, delay, rank, reply_to, headers, life, key)
     LOOP
@@ -172,7 +172,7 @@ CREATE OR REPLACE FUNCTION mainspring.send_dedup_within(
     box integer, new_id text, new_body bytea, delay float8, new_rank smallint, new_reply_to text, new_headers text,
     life float8, key text, patience float8
 ) RETURNS text LANGUAGE plpgsql AS $$
--- The same, in somebody's own transaction; NULL where the other has not ended after so many seconds, or by the lock_timeout
+-- The same, in a sender's own transaction; NULL where the other has not ended after `patience` seconds, or by the lock_timeout
 -- of this transaction, which goes on as if nothing had been tried.
 DECLARE
     theirs text := current_setting('lock_timeout');
@@ -188,7 +188,7 @@ EXCEPTION WHEN lock_not_available THEN
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.check_store(store_id text) RETURNS void LANGUAGE plpgsql AS $$
--- For a connection that is somebody else's: whether it leads to the store of the mailbox.
+-- Raise MS001 unless a sender's own connection leads to the store of the mailbox.
 BEGIN
     IF NOT EXISTS (SELECT FROM mainspring.store s WHERE s.id = store_id) THEN
         RAISE EXCEPTION 'the connection is not to the database of the mailbox' USING ERRCODE = 'MS001';
@@ -196,7 +196,7 @@ BEGIN
 END $$;
 
 CREATE OR REPLACE FUNCTION mainspring.lock_capacity(box integer) RETURNS bigint LANGUAGE plpgsql AS $$
--- How many messages wait, which no other sender that asks changes before this transaction ends.
+-- The number of messages that wait. Other senders that ask wait until this transaction ends.
 BEGIN
     PERFORM pg_advisory_xact_lock(hashtext('mainspring'), box);
     PERFORM mainspring.sweep(box, NULL, 1000);
