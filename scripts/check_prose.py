@@ -30,6 +30,7 @@ CHECKED = (
     "group",
     "http",
     "mailbox/nats",
+    "mailbox/redis",
     "offload",
     "policies.py",
     "redaction.py",

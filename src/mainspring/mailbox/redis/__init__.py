@@ -1,4 +1,24 @@
-"""Mailboxes on a Redis or Valkey server."""
+"""Mailboxes on a Redis or Valkey server.
+
+The library of Lua functions keeps every rule about messages: one call of it runs a batch of operations on one mailbox, in one
+step (``lua/store.lua`` says what a mailbox's keys hold, and what is left if a step fails halfway). Python brings operations of
+concurrent callers together, and messages to receives that wait:
+
+``mailbox``     checks, and makes commands of a backend's calls
+``receive``     receives that claim and wait; the listener, which hears of new messages; the timers
+``batches``     a batch of commands on its way: one call, its results, and what a lost call leaves to be done
+``commands``    how each command is written for the library, and how its result is read
+``client``      one call at a time for one mailbox: reconnecting, retries, which server has the mailbox
+``connection``  the connections, which all mailboxes of a process and event loop share
+``url``         which server a URL means
+
+A command is queued, out, or done. Cancelled while queued it has no effect. Cancelled while out it may have one: the runner of
+the batcher goes on with the call, and a claim that comes back for a caller that is gone is undone by the next batch.
+
+A lost connection makes all commands of the call fail, as they may have been done or not; senders decide whether to try again.
+Only the undoing of claims is retried by itself, with the next call: what this mailbox claimed and never heard of (known by the
+claimant in the receipts) becomes pending again. The server may also be lost for good: each lease ends by its own time.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +31,7 @@ __all__ = ["RedisMailbox"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the mailbox at first use: what else is in this package needs no driver, and takes less time."""
+    """Import the mailbox at first use: the other modules need no driver, and take less time."""
     if name != "RedisMailbox":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from mainspring.mailbox.redis.mailbox import RedisMailbox

@@ -6,6 +6,7 @@ Operations of a lost call that must be done are retried with the next call, whic
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from mainspring.core import clock, random
@@ -26,37 +27,32 @@ MOST_ARGUMENTS: Final = 50_000
 _log = Logger("mainspring.mailbox")
 
 
+@dataclass(eq=False, slots=True)
 class FunctionCall:
-    """One call of the library for the mailbox ``name``.
+    """One call of the library for the mailbox ``name``."""
 
-    :param leased_at: the instant (anyio's clock) just before the call.
-    :param waiter: returns the name on the list of waiters for a receive that wants leases of that many microseconds.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        keys: tuple[bytes, ...],
-        leased_at: float = 0.0,
-        waiter: Callable[[int], str] = lambda _: "",
-    ) -> None:
-        self.keys: list[bytes] = list(keys)
-        self.arguments: list[Argument] = []
-        self.leased_at = leased_at
-        self.waiter = waiter
-        self.failed: list[Command] = []
-        """The operations that failed on the server."""
-        self.last_claim = 0
-        """When the last of its claims was made."""
-        self._groups: list[Sequence[Command]] = []
-        self._numbers = {name: 0}
+    name: str
+    keys: list[bytes]
+    leased_at: float = 0.0
+    """The instant (anyio's clock) just before the call."""
+    waiter: Callable[[int], str] = lambda _: ""
+    """Returns the name on the list of waiters for a receive that wants leases of that many microseconds."""
+    arguments: list[Argument] = field(default_factory=list)
+    failed: list[Command] = field(default_factory=list)
+    """The commands that failed on the server."""
+    last_claim: int = 0
+    """When the last of its claims was made."""
+    _groups: list[Sequence[Command]] = field(default_factory=list)
+    _others: dict[str, int] = field(default_factory=dict)
 
     def number(self, name: str) -> int:
-        """Return the number of another mailbox of the call."""
-        if name not in self._numbers:
-            self._numbers[name] = len(self._numbers)
+        """Return the number of another mailbox of the call; 0 is this one."""
+        if name == self.name:
+            return 0
+        if name not in self._others:
+            self._others[name] = len(self._others) + 1
             self.keys += keys_of(name)
-        return self._numbers[name]
+        return self._others[name]
 
     def add(self, group: Sequence[Command]) -> None:
         """Write operations of one kind, which have one result."""
@@ -89,7 +85,7 @@ def calls_for(
 
     The callers of one batch do not know of each other, so any order is right. Neighbours of one kind are written as one.
     """
-    call = FunctionCall(name, keys, leased_at, waiter)
+    call = FunctionCall(name, list(keys), leased_at, waiter)
     group: list[Command] = []
     for command in commands if len(commands) == 1 else sorted(commands, key=_order):
         if group and not are_alike(group[0], command):
@@ -97,7 +93,7 @@ def calls_for(
             group = []
             if len(call.arguments) >= MOST_ARGUMENTS:
                 yield call
-                call = FunctionCall(name, keys, leased_at, waiter)
+                call = FunctionCall(name, list(keys), leased_at, waiter)
         group.append(command)
     call.add(group)
     yield call
@@ -176,28 +172,30 @@ class Batches:
                     self._call, self._asked_at = call, self._now()
                     self.watch.wake_by(self._asked_at + self._timeout)
                     results = await self._client.call(call.keys, call.arguments)
-                self._take(call, results)
+                due, then, dropped = call.take(results)
                 self._call = None
+                self.clock_offset = self._asked_at - then / MICRO
+                self._last_claim = max(self._last_claim, call.last_claim)
+                if due >= 0:
+                    self._on_due(due / MICRO)
+                if dropped or call.failed:
+                    self._note_trouble(call, dropped)
             self._commands = []  # they may be large, and the next ones may be long in coming
         except Exception:
             self._keep_unconfirmed()
             raise
 
-    def _take(self, call: FunctionCall, results: list[Any]) -> None:
-        due, then, dropped = call.take(results)
+    def _note_trouble(self, call: FunctionCall, dropped: int) -> None:
         if dropped:
             _log.warning(
                 "mailbox %r: %d index entries without a message were dropped (a key was deleted)", self._name, dropped
             )
-        if call.failed and (retried := [command for command in call.failed if OPERATIONS[type(command)].retried]):
-            for command in retried:
-                command.error, command.done = None, False
+        retried = [command for command in call.failed if OPERATIONS[type(command)].retried]
+        for command in retried:
+            command.error, command.done = None, False
+        if retried:
             self._unconfirmed = joined([*self._unconfirmed, *retried])
             self._on_unconfirmed()
-        self.clock_offset = self._asked_at - then / MICRO
-        self._last_claim = max(self._last_claim, call.last_claim)
-        if due >= 0:
-            self._on_due(due / MICRO)
 
     def _keep_unconfirmed(self) -> None:
         """Keep what a failed call must do for the next call, with an operation that undoes its claims."""

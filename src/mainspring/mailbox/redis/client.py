@@ -548,7 +548,7 @@ class OtherNodes:
         name = reply.reply_to or ""
         send = Send([replace(reply, reply_to=None, dedup_key=f"reply:{message_id}")])
         check_size("a reply", stored_size(send.envelopes[0]), self._topology.longest, TAKES)
-        call = FunctionCall(name, keys_of(name))
+        call = FunctionCall(name, list(keys_of(name)))
         call.add([send])
         target = self._targets.pop(name, None)
         if target is None:

@@ -61,7 +61,7 @@ class DirectStream(ByteStream):
     """
 
     def __init__(self, stream: SocketStream) -> None:
-        self._stream = stream
+        self.source = stream
         try:
             known = stream.extra(SocketAttribute.raw_socket)  # noqa: S610 - not Django's
             self._socket = socket.fromfd(known.fileno(), known.family, known.type)
@@ -76,7 +76,7 @@ class DirectStream(ByteStream):
     @property
     def extra_attributes(self) -> Mapping[Any, Callable[[], Any]]:
         """Those of the stream that anyio made."""
-        return self._stream.extra_attributes
+        return self.source.extra_attributes
 
     async def send(self, item: bytes) -> None:
         """Write ``item`` behind what was written before, as far as the socket takes it."""
@@ -115,7 +115,7 @@ class DirectStream(ByteStream):
 
     def receive(self, max_bytes: int = 65_536) -> Coroutine[Any, Any, bytes]:
         """Return what has come, or comes next; raise :class:`anyio.EndOfStream` at the end."""
-        return self._stream.receive(max_bytes)
+        return self.source.receive(max_bytes)
 
     async def send_eof(self) -> None:
         """Write no more."""
@@ -126,7 +126,7 @@ class DirectStream(ByteStream):
         if self._socket.fileno() >= 0:
             anyio.notify_closing(self._socket)
             self._socket.close()
-        await self._stream.aclose()
+        await self.source.aclose()
 
     def _check(self) -> socket.socket:
         if self._socket.fileno() < 0:
@@ -187,7 +187,7 @@ class Connection:
         """What was written and has not left."""
         self.flush: Callable[[], Awaitable[None]] = direct.flush
         """Waits until all that was written has left."""
-        self.receive: Callable[[int], Awaitable[bytes]] = stream.receive
+        self.receive: Callable[[int], Awaitable[bytes]] = direct.source.receive if stream is direct else stream.receive
         """Waits for at most :data:`PIECE` bytes, which are for ``feed``."""
         self.feed: Callable[[bytes], None] = reader.feed
         self.next_reply: Callable[[], Any] = reader.gets

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import anyio
@@ -75,18 +76,16 @@ MOST_NAMES: Final = 100
 _log = Logger("mainspring.mailbox")
 
 
+@dataclass(eq=False, slots=True)
 class WaitingReceive:
     """One receive in line, which wants its lease for ``visible`` microseconds and waits until ``deadline``."""
 
-    __slots__ = ("deadline", "delivery", "error", "event", "is_late", "visible")
-
-    def __init__(self, visible: int, deadline: float) -> None:
-        self.visible = visible
-        self.deadline = deadline
-        self.event = anyio.Event()
-        self.delivery: Delivery | None = None
-        self.error: Exception | None = None
-        self.is_late = False
+    visible: int
+    deadline: float
+    event: anyio.Event = field(default_factory=anyio.Event)
+    delivery: Delivery | None = None
+    error: Exception | None = None
+    is_late: bool = False
 
 
 class WaitingReceives:

@@ -46,7 +46,7 @@ end
 local function claim_key(box, id, key, own)
   local holder = redis.call('HGET', box.dedup, key)
   local ends = holder and redis.call('ZSCORE', box.expiry, holder)
-  if ends and tonumber(ends) <= now then -- and so many with it that it has not been swept
+  if ends and tonumber(ends) <= now then -- and it was not swept yet, as many others were due
     expire_one(box, holder, ends)
     holder = redis.call('HGET', box.dedup, key)
   end

@@ -42,7 +42,7 @@ local function text(number)
   return string.format('%.0f', number)
 end
 
--- A command with a list of arguments, in portions: a call takes only so many.
+-- A command with a list of arguments, in portions: a call takes a few thousand at most.
 local function bulk(command, key, list)
   for from = 1, #list, 2000 do
     redis.call(command, key, unpack(list, from, math.min(from + 1999, #list)))
