@@ -88,7 +88,7 @@ async def test_a_worker_needs_few_rights(place):
             await place.mailbox(url=url, schema=f"{place.schema}_2").migrate_schema()
 
 
-async def test_whoever_owns_a_schema_needs_no_right_to_make_one(place):
+async def test_an_owner_of_a_schema_needs_no_right_to_make_one(place):
     await place.mailbox().migrate_schema()
     async with worker_role(place) as url:
         schema = f"{place.schema}_3"
@@ -211,7 +211,7 @@ async def test_a_refusal_whose_end_comes_late_is_told_as_what_it_is(place, monke
         assert (type(refused), done) == (MailboxError, None)
 
 
-async def test_what_is_larger_than_a_row_can_be_is_its_senders_mistake_alone(place, monkeypatch):
+async def test_a_message_larger_than_a_row_fails_only_its_own_send(place, monkeypatch):
     monkeypatch.setattr(limits, "LONGEST", 1_000)
     async with place.mailbox() as mailbox, place.mailbox("replies"), await place.connect() as connection:
         await mailbox.send_many(["held", "asked"], reply_to="replies")
@@ -354,7 +354,7 @@ async def test_every_call_has_an_end(place):
         assert [message.body for message in await mailbox.receive(max_messages=9)] == ["z"]
 
 
-async def test_a_cancelled_purge_is_left_off_by_the_server(place):
+async def test_a_cancelled_purge_is_cancelled_on_the_server(place):
     async with place.mailbox() as mailbox, await place.connect() as connection:
         await mailbox.send("x")
         await connection.execute(f"SELECT * FROM {place.schema}.messages FOR UPDATE")
@@ -447,7 +447,7 @@ async def test_dead_rows_are_removed_and_tallies_folded(place):
 
 
 @pytest.mark.slow
-async def test_transient_mailboxes_that_nobody_opened_for_a_day_are_dropped(place):
+async def test_transient_mailboxes_that_were_not_opened_for_a_day_are_dropped(place):
     async with place.mailbox("~old") as old, place.mailbox("~new") as new, place.mailbox("kept") as kept:
         for mailbox in (old, new, kept):
             await mailbox.send("x")
@@ -461,7 +461,7 @@ async def test_transient_mailboxes_that_nobody_opened_for_a_day_are_dropped(plac
 
 
 @pytest.mark.slow
-async def test_a_reply_whose_mailbox_is_dropped_meanwhile_is_tidied_away(place):
+async def test_a_reply_whose_mailbox_is_dropped_meanwhile_is_dropped_too(place):
     async with (
         place.mailbox() as mailbox,
         place.mailbox("~box") as box,
@@ -519,7 +519,7 @@ async def test_a_reply_to_a_mailbox_that_was_dropped_elsewhere_is_not_lost(place
             assert [message.body for message in await answers.receive(max_messages=9)] == ["answer"]
 
 
-async def test_what_is_no_text_is_the_id_of_nothing(place):
+async def test_what_is_no_text_is_the_id_of_no_message(place):
     async with place.mailbox() as mailbox:
         await mailbox.send("x")
         (message,) = await mailbox.receive()
@@ -543,7 +543,7 @@ async def test_the_mailboxes_of_a_process_share_connections(place):
 
 @pytest.mark.parametrize(("what", "most"), [("send", 4), ("cancel", 20)])
 async def test_however_many_calls_wait_few_connections_are_opened(place, what, most):
-    """A server has a hundred for all of its clients: whoever takes one a call locks out all others, and its own workers."""
+    """A server has a hundred for all of its clients: one connection a call would lock out all others, and its own workers."""
     async with gate(place.url) as (url, way), place.mailbox(url=url, capacity=1_000, listen=False) as mailbox:
         first = await mailbox.send("x")
         calls = {"send": partial(mailbox.send, "x"), "cancel": partial(mailbox.cancel, first)}
@@ -614,7 +614,7 @@ async def test_a_closed_mailbox_closes_its_connections(place):
 
 
 @pytest.mark.parametrize("capacity", [None, 9])
-async def test_statistics_tell_what_waits_and_what_is_out(place, capacity):
+async def test_statistics_tell_what_waits_and_what_is_in_flight(place, capacity):
     async with place.mailbox(capacity=capacity, listen=False) as mailbox, await place.connect() as blocker:
         await mailbox.send("x")
         assert repr(mailbox) == "<PostgresMailbox 'jobs' open>"
@@ -695,7 +695,7 @@ def test_bad_urls_are_config_errors(url, says):
 # ------------------------------------------------------------------------------------------------------------- values
 
 
-async def test_arrays_arrive_as_they_are(place):
+async def test_arrays_arrive_unchanged(place):
     async with await place.connect() as connection:
         register(connection.adapters)
         for sent, kind, expected in (

@@ -324,7 +324,7 @@ async def test_other_settlements_are_part_of_the_transaction(place, mailbox):
         assert (counts.settled, counts.delayed, counts.dead) == (1, 1, 1)
 
 
-async def test_a_settlement_early_in_the_block_holds_up_nobody(place, mailbox):
+async def test_a_settlement_early_in_the_block_blocks_no_other(place, mailbox):
     async with place.mailbox("replies") as replies:
         await mailbox.send("x", reply_to="replies")
         (message,) = await mailbox.receive(visibility_timeout=0.2)
@@ -484,7 +484,7 @@ async def test_a_commit_that_the_server_breaks_off_is_named_and_what_a_constrain
     assert effects(place) == []
 
 
-async def test_a_connection_that_the_server_ends_is_a_lost_one_whatever_for(place, mailbox):
+async def test_a_connection_that_the_server_ends_is_a_lost_one_for_whatever_reason(place, mailbox):
     """Also where the code of that is none of the driver's operational errors."""
     async with place.mailbox(capacity=5) as bounded:
         place.execute(
@@ -534,7 +534,7 @@ async def test_what_the_handler_does_in_a_transaction_may_last(place):
 
 
 @pytest.mark.slow
-async def test_a_transaction_that_was_given_up_holds_up_nobody_else(place, mailbox):
+async def test_a_transaction_that_was_given_up_blocks_no_other(place, mailbox):
     async with gate(place.url) as (url, way), place.mailbox(url=url, timeout=2, listen=False) as through:
         await mailbox.send_many(["x", "y"])
         message, other = await through.receive(max_messages=2)
@@ -570,7 +570,7 @@ async def test_acknowledged_with_others_a_message_in_a_transaction_ends_with_tha
 
 
 @pytest.mark.slow
-async def test_acknowledged_with_others_one_whose_transaction_was_given_up_holds_up_none(place, mailbox):
+async def test_acknowledged_with_others_one_whose_transaction_was_given_up_blocks_none(place, mailbox):
     async with gate(place.url) as (url, way), place.mailbox(url=url, timeout=2, listen=False) as through:
         await mailbox.send_many("xyz")
         message, *others = await through.receive(max_messages=3)

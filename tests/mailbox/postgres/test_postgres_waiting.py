@@ -44,7 +44,7 @@ async def test_a_delay_that_another_process_sets_is_waited_for(place):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["nack", "release", "delayed nack", "expiry", "replay"])
-async def test_what_is_given_back_wakes_another_process(place, how):
+async def test_what_returns_to_the_queue_wakes_another_process(place, how):
     async with two_processes(place) as (receiver, worker):
         await worker.send("x")
         (held,) = await worker.receive(visibility_timeout=1 if how == "expiry" else 600)
@@ -92,7 +92,7 @@ async def test_one_of_two_processes_that_leaves_has_kept_nothing_from_the_other(
             await other.purge()
 
 
-async def test_nobody_waiting_costs_senders_no_notification(place):
+async def test_without_a_waiting_receive_senders_do_not_notify(place):
     async with place.mailbox(listen=False) as mailbox, await place.connect(autocommit=True) as listener:
         await listener.execute(f"LISTEN {place.schema}")
         await mailbox.send("x")
@@ -218,5 +218,5 @@ async def test_behind_pgbouncer(place):
             place.execute("SELECT pg_notify(%s, '0 nothing')", place.schema)
             await mailbox.send(3)
         assert "closing because" in before.log
-        assert "when not linked" not in before.log  # no notification comes to a connection that nobody listens on
+        assert "when not linked" not in before.log  # no notification comes to a connection without LISTEN
         assert "WARNING" not in before.log

@@ -20,7 +20,7 @@ def anyio_backend():
     return "asyncio", {"use_uvloop": True}
 
 
-async def test_a_key_that_a_transaction_holds_up_holds_up_nobody_else(place):
+async def test_a_key_that_a_transaction_has_sent_blocks_no_other(place):
     async with place.mailbox() as mailbox, await place.connect() as connection:
         first = await mailbox.send("x", dedup_key="k", connection=connection)
         ids = []
@@ -41,7 +41,7 @@ async def test_a_key_that_a_transaction_holds_up_holds_up_nobody_else(place):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capacity", [None, 100])
-async def test_a_key_that_is_held_up_delays_and_fails_only_its_own_sends(place, capacity):
+async def test_a_key_that_is_blocked_delays_and_fails_only_its_own_sends(place, capacity):
     async with (
         gate(place.url) as (url, way),
         place.mailbox(url=url, timeout=2, capacity=capacity) as mailbox,
@@ -87,7 +87,7 @@ async def test_a_key_that_is_held_up_delays_and_fails_only_its_own_sends(place, 
         assert way.opened < 10
 
 
-async def test_keys_that_hold_each_other_up_are_sent(place):
+async def test_keys_that_block_each_other_are_sent(place):
     """As each process has sent one of them, and not committed, when it comes to the other."""
     async with place.mailbox() as one, place.mailbox(application_name="another pool") as two:
 
@@ -105,7 +105,7 @@ async def test_keys_that_hold_each_other_up_are_sent(place):
 
 
 @pytest.mark.parametrize("capacity", [None, 9])
-async def test_a_commit_that_waits_for_others_is_no_key_that_is_held_up(place, capacity):
+async def test_a_commit_that_waits_for_others_is_no_key_that_is_blocked(place, capacity):
     """As it does for those who commit notifications at the same time."""
     async with place.mailbox(capacity=capacity) as mailbox, await place.connect() as connection:
         place.execute(
@@ -173,7 +173,7 @@ async def test_a_replay_takes_its_key_back_from_one_that_has_expired(place):
 @pytest.mark.slow
 @pytest.mark.parametrize(("timeout", "own"), [(3, "0"), (30, "300ms"), (3, "20s")])
 @pytest.mark.parametrize("threads", [False, True])
-async def test_a_key_that_is_held_up_fails_in_time_in_a_transaction_too_which_goes_on(place, timeout, own, threads):
+async def test_a_key_that_is_blocked_fails_in_time_in_a_transaction_too_which_goes_on(place, timeout, own, threads):
     def by_thread():
         with psycopg.connect(place.url) as connection, place.mailbox(timeout=timeout).sync as own_mailbox:
             connection.execute(f"SET lock_timeout = '{own}'")
