@@ -41,15 +41,17 @@ MOST_AT_ONCE = 250_000
 
 
 class RedisMailbox(Mailbox[T, R]):
-    """A queue on a Redis server; any number of processes on any number of machines can share it.
+    """A queue on a Redis server that any number of processes on any number of machines can share.
 
-    Operations of concurrent callers leave together, as one call of a function there that does all of them in one step. Leases,
-    delays and expiries are by the server's clock. A send returns once the server has it; whether it outlives the server's end
-    depends on its settings. On opening, a server without ``appendonly yes`` is warned of in the log, once; ``appendfsync``,
-    which not everybody may ask for, is not looked at. One ``send_many`` takes up to 250,000 messages
-    (:class:`InvalidParameterError` beyond). All mailboxes of a process and event loop with the same server, database, login
-    and TLS options share two connections: one for calls, one on which the server calls when there are messages to wait for.
-    In a cluster each mailbox object has two of its own.
+    Operations of concurrent callers leave together: one call of a function on the server does all of them in one step. Leases,
+    delays and expiries are by the server's clock.
+
+    A send returns once the server has the message. Whether the message outlives the server depends on the server's settings:
+    opening logs a warning once for a server without ``appendonly yes``, and does not look at ``appendfsync``. One ``send_many``
+    takes up to 250,000 messages (:class:`InvalidParameterError` beyond).
+
+    All mailboxes of a process and event loop with the same server, database, login and TLS options share two connections: one
+    for calls, one on which the server tells of new messages. In a cluster each mailbox object has two of its own.
 
     :param url: ``redis://[user:password@]host:6379/0``, ``rediss://…`` (TLS), ``redis+sentinel://host:26379,host/service/0``,
         ``redis+cluster://host:6379,host``. The other parameters can stand in its query instead, as in ``?name=jobs``, but for
@@ -60,11 +62,11 @@ class RedisMailbox(Mailbox[T, R]):
     :param capacity: how many messages may wait (delayed, pending, in flight) before a send through this object raises
         :class:`MailboxFullError`; None: as many as the server's memory holds.
     :param timeout: seconds that a call may take, connecting included, before :class:`MailboxConnectionError`.
-    :param silence: seconds after which a connection on which the server answers nothing is given up for a new one, and one
-        that has idled is tried before it is trusted with a call.
-    :param fallback_interval: seconds after which a receive that waits looks for itself, in case that a call was lost.
-    :param recovery_interval: seconds between two looks, of all processes together, for messages that no index has any more,
-        as after the deletion of a key. They are pending again, with a warning in the log.
+    :param silence: seconds after which a connection on which the server answers nothing is replaced, and an idle one is
+        pinged before a call.
+    :param fallback_interval: seconds after which a waiting receive claims by itself, in case that a notification was lost.
+    :param recovery_interval: seconds between two searches, of all processes together, for messages that no index has, as after
+        the deletion of a key. They become pending again, with a warning in the log.
     :param allow_eviction: open also on a server that evicts keys when its memory is full, and loses messages by that.
     :param options: ``username``, ``password``, ``sentinel_password``; for TLS ``ca_file``, ``cert_file``, ``key_file``, or
         ``ssl_context``.
@@ -123,7 +125,7 @@ class RedisBackend(BatchedBackend):
 
     @property
     def address(self) -> str:
-        """Its URL, without a login: a worker on another store has its own for it among its ``reply_stores``."""
+        """Return its URL, without a login: a worker on another store has its own login among its ``reply_stores``."""
         return f"{self._server.address}?name={quote(self.name, safe='')}"
 
     def local_name(self, address: str) -> str | None:
@@ -303,6 +305,6 @@ def _need_driver() -> None:
 
 
 def _check_handle(delivery: Delivery) -> None:
-    """A handle that no Redis mailbox gave out holds no lease."""
+    """Refuse a handle that no Redis mailbox gave out."""
     if not delivery.receipt_handle.isascii():
         raise ReceiptHandleExpiredError(f"message {delivery.message_id}: {delivery.receipt_handle!r} is no lease of it")
