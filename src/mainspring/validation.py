@@ -32,6 +32,11 @@ def is_whole(value: Any, least: int | None = None) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return the number with the noun in its form: ``1 message``, ``2 messages``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def shown(value: object) -> str:
     """``value`` for a message to people, also where it is a number that Python refuses to print for its length."""
     try:

@@ -312,7 +312,7 @@ def test_a_signal_that_meets_a_worker_which_is_being_replaced_is_no_second_one(t
     write(tmp_path, LEAKING)
     run("send", "sqlite:///jobs.db?name=jobs", "--", "-1", "1", cwd=tmp_path)
     with started("run", "app:group", "--max-messages-per-process", "1", cwd=tmp_path) as command:
-        command.expect(r"has handled 1 messages; starting another one$")
+        command.expect(r"has handled 1 message; starting another one$")
         command.expect(r"own: .*SIGTERM")
         command.send(signal.SIGTERM)
         (tmp_path / "go").touch()

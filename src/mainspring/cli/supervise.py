@@ -25,6 +25,7 @@ from mainspring.core.process import signal_child
 from mainspring.policies import RestartPolicy
 from mainspring.runtime.scope import DaemonScope
 from mainspring.runtime.signals import ShutdownCoordinator
+from mainspring.validation import counted
 
 if TYPE_CHECKING:
     from socket import socket
@@ -276,7 +277,9 @@ class Supervisor:
             async for worker, process in self._used_up:
                 if worker.process is not process or self._stopping.is_set():  # it has ended since, or has been told to
                     continue
-                say(f"{worker} has handled {self._options.max_messages_per_process} messages; starting another one")
+                say(
+                    f"{worker} has handled {counted(self._options.max_messages_per_process or 0, 'message')}; starting another one"
+                )
                 worker.running = anyio.Event()
                 self._replace(worker)
                 await worker.running.wait()

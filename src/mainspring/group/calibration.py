@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mainspring.errors import ConfigError
 from mainspring.policies import DeadLetterPolicy, RetryPolicy
-from mainspring.validation import MAX_VISIBILITY
+from mainspring.validation import MAX_VISIBILITY, counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -118,8 +118,8 @@ def retries(timeouts: Timeouts) -> str:
     least, most = (_span(value) for value in timeouts.horizon)
     over = f"over {least}" if least == most else f"over {least} to {most}"
     return (
-        f"{timeouts.loop}: a failing message is tried {timeouts.max_attempts} times {over}; one whose worker dies each time is"
-        f" delivered {min(timeouts.max_crashes, timeouts.max_attempts)} times; then it is a dead letter"
+        f"{timeouts.loop}: a failing message is tried {counted(timeouts.max_attempts, 'time')} {over}; one whose worker dies"
+        f" each time is delivered {counted(min(timeouts.max_crashes, timeouts.max_attempts), 'time')}; then it is a dead letter"
     )
 
 

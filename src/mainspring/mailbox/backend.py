@@ -69,8 +69,8 @@ class Capabilities:
     joined_acks: bool = False
     """Acknowledgements that are made together cost little more than one: a loop joins those of messages that end together."""
     lease_ends_seen: bool = True
-    """The end of a lease shows at once in every mailbox object: in the counts, and as the death of what has expired meanwhile.
-    Else the next receive finds it, and before that the mailbox object that held the lease counts it."""
+    """True if every mailbox object sees the end of a lease at once, also in the counts. Else the next receive finds it, and
+    before that the mailbox object that held the lease counts it."""
     queue_age: bool = False
     """``counts()`` tells how long the oldest pending message has waited (:attr:`Counts.queue_age`)."""
     lease_granularity: float = 0.0
@@ -191,9 +191,9 @@ class Backend(ABC):
         """Store all or none, as durably as the store does; their ids (an earlier one's where ``dedup_key`` matched)."""
 
     async def send_reply(self, envelope: Envelope) -> str:
-        """:meth:`send` a reply that comes from another store. One that could not be received here is refused.
+        """:meth:`send` a reply that comes from another store.
 
-        :raises ReplyNotAvailableError: no other mailbox object of the name is open.
+        A backend that keeps no messages for a mailbox that is not open raises :class:`ReplyNotAvailableError` then.
         """
         return (await self.send([envelope]))[0]
 

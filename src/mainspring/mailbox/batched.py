@@ -194,9 +194,9 @@ class BatchedBackend(Backend):
     async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
         if not wait_time_seconds:
             return await self._claim_once(max_messages, visibility_timeout, waits=False)
-        look = partial(self._claim_once, max_messages, visibility_timeout, waits=True)
+        claim = partial(self._claim_once, max_messages, visibility_timeout, waits=True)
         return await self._waiters.first(
-            look, anyio.current_time() + wait_time_seconds, usable=lambda: not self._is_closing
+            claim, anyio.current_time() + wait_time_seconds, usable=lambda: not self._is_closing
         )
 
     async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:

@@ -29,8 +29,8 @@ class Command:
 
     ``done``: it has taken place, though the batch is not over yet; what goes wrong with the rest of it is not its error.
 
-    ``first``: its caller goes on before the others of its batch, where the event loop keeps order. So the work that a claim
-    brings is there when those look for more whose settlements have travelled with it, and none of them falls idle.
+    ``first``: its caller goes on before the others of its batch, where the event loop keeps order. So slots
+    whose settlements were in the batch find the messages of its claim.
 
     ``asks_only``: nothing is lost where it is not done.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mainspring.core import clock
 from mainspring.errors import ConfigError, InvalidParameterError, MailboxError, MailboxFullError, SerializationError
-from mainspring.validation import MAX_DELAY, MAX_VISIBILITY, Seconds, as_seconds, is_number, is_whole
+from mainspring.validation import MAX_DELAY, MAX_VISIBILITY, Seconds, as_seconds, counted, is_number, is_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -185,8 +185,8 @@ def size_of(envelope: Envelope) -> int:
 def full(waiting: int, capacity: int, more: int) -> MailboxFullError:
     """The error for ``more`` messages in a mailbox that has no room for them."""
     return MailboxFullError(
-        f"the mailbox holds {waiting} of at most {capacity} messages, so {more} more do not fit; send again once some are"
-        " settled"
+        f"the mailbox holds {waiting} of at most {counted(capacity, 'message')} and has no room for {more} more; send again"
+        " once some are settled"
     )
 
 

@@ -92,8 +92,8 @@ class Mailbox(Generic[T, R]):
     """
 
     verifies: bool = True
-    """Whether a body (or reply) of a type that does not rule out a change on its way through JSON is read back and compared
-    when it is sent. Set it to False before the first send to save that time; what is received may then differ."""
+    """True if a sent body (or reply) is read back and compared, for types that JSON may change. Set it to False before the
+    first send to save that time; what is received may then differ."""
 
     def __init__(self, backend: Backend, *, body: Any = None, reply: Any = None, serialize: bool = True) -> None:
         self.name = name = backend.name
@@ -431,13 +431,13 @@ class Mailbox(Generic[T, R]):
     def _envelope(
         self,
         body: Any,
-        delay: Seconds = 0,
-        at: datetime | None = None,
-        reply_to: str | Mailbox[Any, Any] | None = None,
-        dedup_key: str | None = None,
-        priority: int = 0,
-        headers: Mapping[str, str] | None = None,
-        expires_in: Seconds | None = None,
+        delay: Seconds,
+        at: datetime | None,
+        reply_to: str | Mailbox[Any, Any] | None,
+        dedup_key: str | None,
+        priority: int,
+        headers: Mapping[str, str] | None,
+        expires_in: Seconds | None,
     ) -> Envelope:
         self._check_open()
         wait, expiry = delay_of(delay, at), as_seconds(expires_in)
@@ -566,8 +566,8 @@ class Mailbox(Generic[T, R]):
             if not deliveries:
                 return []
             messages, undecodable = self._messages(deliveries)
-            buried = await self._bury(undecodable) if undecodable else 0
-            if messages or not buried:
+            dead_lettered = await self._dead_letter_all(undecodable) if undecodable else 0
+            if messages or not dead_lettered:
                 return messages
 
     def _messages(self, deliveries: list[Delivery]) -> tuple[list[Message[T, R]], list[tuple[Delivery, Dead]]]:
@@ -583,17 +583,17 @@ class Mailbox(Generic[T, R]):
                 messages.append(Message(self, delivery, None, is_decoded=False))
         return messages, undecodable
 
-    async def _bury(self, undecodable: list[tuple[Delivery, Dead]]) -> int:
+    async def _dead_letter_all(self, undecodable: list[tuple[Delivery, Dead]]) -> int:
         """Dead-letter them; how many that were. One that cannot be just now comes again when its lease ends."""
-        buried = 0
+        done = 0
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + CLOSE_TIMEOUT):
             for delivery, dead in undecodable:
                 try:
                     await self._settle_dead(delivery, dead)
                 except MailboxError:
                     continue
-                buried += 1
-        return buried
+                done += 1
+        return done
 
     # ------------------------------------------------------------------------------------------------------- settling
 
@@ -607,7 +607,7 @@ class Mailbox(Generic[T, R]):
         return self.backend.settle(delivery, settlement)
 
     async def _settle_dead(self, delivery: Delivery, dead: Dead) -> None:
-        """Bury it, and tell its requester, if that can be told: the news may be lost, the message may not."""
+        """Dead-letter a message, and tell its requester where that can be done: the reply may be lost, the message may not."""
         dead = replies.completed(self, delivery, dead)
         if dead.reply is None:
             await self.backend.settle(delivery, dead)

@@ -145,7 +145,7 @@ def before_start(
     if attempt <= most:
         return None
     failures = read_history(history)
-    used = f"{attempt - 1} attempts are used up (max_attempts is {most})"
+    used = f"{'1 attempt is' if attempt == 2 else f'{attempt - 1} attempts are'} used up (max_attempts is {most})"
     if not failures:
         dead = Dead(f"{used}: leases ran out, or it was given back by nack()", "AttemptsUsedUp", history=history)
     elif all(failure.error_type == LEASE_EXPIRED for failure in failures):

@@ -96,13 +96,13 @@ class QueueMachine(RuleBasedStateMachine):
         def ours() -> None:
             self.model.give_back(delivery.receipt_handle, now, how.delay, charge=how.charge, front=how.front)
 
-        self.both(lambda: self.queue.give_back(delivery, now, how), ours)
+        self.both(lambda: self.queue.nack(delivery, now, how), ours)
 
     @rule(delivery=deliveries)
     def bury(self, delivery: Delivery) -> None:
         now = self.tick()
         dead, receipt = Dead("no", "Reject"), delivery.receipt_handle
-        self.both(lambda: self.queue.bury(delivery, now, dead), lambda: self.model.bury(receipt, now, "Reject"))
+        self.both(lambda: self.queue.dead_letter(delivery, now, dead), lambda: self.model.bury(receipt, now, "Reject"))
 
     @rule(delivery=deliveries, timeout=st.sampled_from([0.0, 3.5, 40.125]))
     def extend(self, delivery: Delivery, timeout: float) -> None:

@@ -135,7 +135,7 @@ def test_an_object_whose_event_loop_has_ended_with_messages_says_so_on_the_next_
 
     async def after() -> None:
         with pytest.raises(
-            ConfigError, match=r"'jobs' belonged to an event loop that has ended, with 1 messages .*purge"
+            ConfigError, match=r"'jobs' belonged to an event loop that has ended, with 1 message not done: .*purge"
         ):
             async with mailbox:
                 pass

@@ -291,7 +291,7 @@ async def test_dead_letters_that_do_not_fit_are_not_replayed(path, anyio_backend
         for message in await mailbox.receive(max_messages=2):
             await message.dead_letter("no")
         await mailbox.send(3)
-        with pytest.raises(MailboxFullError, match="holds 1 of at most 2 messages, so 2 more do not fit"):
+        with pytest.raises(MailboxFullError, match="holds 1 of at most 2 messages and has no room for 2 more"):
             await mailbox.replay_dead_letters()
         assert await mailbox.replay_dead_letters([dead[1], "no such id"]) == 1
         assert await mailbox.counts() == Counts(pending=2, dead=1)

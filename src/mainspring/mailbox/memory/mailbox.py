@@ -22,6 +22,7 @@ from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.memory.queue import MemoryQueue, QueuedMessage
 from mainspring.mailbox.message import Ack, CancelOutcome, Return
 from mainspring.runtime.interval import Periodic
+from mainspring.validation import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +67,7 @@ class InMemoryMailbox(Mailbox[T, R]):
             body: type[T],
             reply: type[R],
             capacity: int | None = None,
-            serialize: bool = False,
+            serialize: bool = True,
         ) -> None: ...
         @overload
         def __init__(
@@ -76,7 +77,7 @@ class InMemoryMailbox(Mailbox[T, R]):
             body: type[T],
             reply: Any = None,
             capacity: int | None = None,
-            serialize: bool = False,
+            serialize: bool = True,
         ) -> None: ...
         @overload
         def __init__(
@@ -86,7 +87,7 @@ class InMemoryMailbox(Mailbox[T, R]):
             body: Any = None,
             reply: Any = None,
             capacity: int | None = None,
-            serialize: bool = False,
+            serialize: bool = True,
         ) -> None: ...
 
     def __init__(
@@ -215,7 +216,7 @@ class MemoryBackend(Backend):
         store = self._here()
         deadline = store.clock() + wait_time_seconds
         await store.checkpoint()
-        while self._closings == closings:
+        while self._closings == closings and not self._is_closed:
             now = store.clock()
             claimed: list[Delivery] = [*store.queue.claim(max_messages, now, visibility_timeout)]
             if claimed:
@@ -244,13 +245,13 @@ class MemoryBackend(Backend):
                 self._send_reply_to(store, delivery, settlement.reply, now)
             queue.acknowledge(delivery, now)
         elif type(settlement) is Return:
-            queue.give_back(delivery, now, settlement)
+            queue.nack(delivery, now, settlement)
             store.changed()
         else:
             dead: Dead = settlement  # type: ignore[assignment]
             if dead.reply is not None:
                 self._send_reply_to(store, delivery, dead.reply, now)
-            queue.bury(delivery, now, dead)
+            queue.dead_letter(delivery, now, dead)
 
     def _send_reply_to(self, store: MemoryStore, delivery: Delivery, reply: Envelope, now: float) -> None:
         """Put a reply into the queue that it is for, while the lease is held."""
@@ -329,7 +330,7 @@ class ReceiveWaker:
 
     def __init__(self) -> None:
         self.waiting = 0
-        self._rung = False
+        self._is_woken = False
         self._streams: list[MemoryObjectSendStream[None] | MemoryObjectReceiveStream[None]] = []
         self._sender: MemoryObjectSendStream[None] | None = None
         self._receiver: MemoryObjectReceiveStream[None] | None = None
@@ -338,8 +339,8 @@ class ReceiveWaker:
 
     def wake_one(self) -> None:
         """Wake one receive. Until a receive has woken, further calls do nothing."""
-        if self.waiting and not self._rung and self._sender is not None:
-            self._rung = True
+        if self.waiting and not self._is_woken and self._sender is not None:
+            self._is_woken = True
             with suppress(anyio.WouldBlock):  # there is a token still, and no receive has come since
                 self._sender.send_nowait(None)
 
@@ -347,7 +348,7 @@ class ReceiveWaker:
         """Wake everybody who waits or is on the way to."""
         _close_streams(self._streams)
         self._sender = self._receiver = None
-        self._rung = False
+        self._is_woken = False
 
     async def wait(self, until: float) -> None:
         """Wait to be woken, or until the instant ``until``."""
@@ -357,7 +358,7 @@ class ReceiveWaker:
         receiver = self._receiver
         self.waiting += 1
         try:
-            with suppress(anyio.EndOfStream, anyio.ClosedResourceError):  # ring_all
+            with suppress(anyio.EndOfStream, anyio.ClosedResourceError):  # closed by wake_all
                 if until == math.inf:
                     await receiver.receive()
                 else:
@@ -365,7 +366,7 @@ class ReceiveWaker:
                         await receiver.receive()
         finally:
             self.waiting -= 1
-            self._rung = False
+            self._is_woken = False
 
 
 def _close_streams(streams: list[Any]) -> None:
@@ -406,7 +407,7 @@ class MemoryStore:
         backend = current_token().backend_class
         self.checkpoint, self.checkpoint_if_cancelled = backend.checkpoint, backend.checkpoint_if_cancelled
         self.thread = threading.get_ident()
-        self.is_current = _currency(self.loop)
+        self.is_current = _on_loop(self.loop)
 
     def put(self, envelopes: list[Envelope]) -> list[str]:
         """Store messages, all or none."""
@@ -487,9 +488,9 @@ class NamedStore:
         with self._lock:
             if own.is_gone and own.queue.waiting:
                 raise ConfigError(
-                    f"memory mailbox {name!r} belonged to an event loop that has ended, with {own.queue.waiting} messages that"
-                    " were not done and ended with it: have them done or purge() before, make a mailbox object for each event"
-                    " loop, or use sqlite://"
+                    f"memory mailbox {name!r} belonged to an event loop that has ended, with"
+                    f" {counted(own.queue.waiting, 'message')} not done: have them done or purge() before, make a mailbox"
+                    " object for each event loop, or use sqlite://"
                 )
             if own.loop is None or own.is_gone:
                 own = self._present(own.queue.capacity)
@@ -524,8 +525,8 @@ def _nothing() -> None:
     """What a probe of a trio run runs there."""
 
 
-def _currency(loop: Any) -> Callable[[], bool]:
-    """A quick test, for the loop's own thread, of whether ``loop`` is the one that runs there."""
+def _on_loop(loop: Any) -> Callable[[], bool]:
+    """Return a quick test, for the loop's own thread, of whether ``loop`` is the one that runs there."""
     if isinstance(loop, asyncio.AbstractEventLoop):
         return loop.is_running
     import trio

@@ -420,7 +420,7 @@ class MemoryQueue:
             self._ids.pop(entry.message_id, None)
         self.settled += 1
 
-    def give_back(self, delivery: Delivery, now: float, how: Return) -> None:
+    def nack(self, delivery: Delivery, now: float, how: Return) -> None:
         """Return it to those that wait."""
         entry = self.leased(delivery, now)
         self._end_lease(entry)
@@ -429,11 +429,11 @@ class MemoryQueue:
             again.history = how.history
         self._place(again, now, how.delay, front=how.front)
 
-    def bury(self, delivery: Delivery, now: float, why: Dead) -> None:
+    def dead_letter(self, delivery: Delivery, now: float, why: Dead) -> None:
         """Give it up: to the dead letters."""
         entry = self.leased(delivery, now)
         self._end_lease(entry)
-        self._bury(entry, why, self.wall())
+        self._dead_letter(entry, why, self.wall())
 
     def extend(self, delivery: Delivery, now: float, timeout: float) -> None:
         """Let its lease last ``timeout`` seconds from ``now``; never less than before. Its item in the heap stays."""
@@ -444,7 +444,7 @@ class MemoryQueue:
         entry.place = GONE
         self._timers.end_lease(entry.receipt_handle)
 
-    def _bury(self, entry: QueuedMessage, why: Dead, at: float) -> None:
+    def _dead_letter(self, entry: QueuedMessage, why: Dead, at: float) -> None:
         entry.place = GONE
         if entry.dedup_key is not None:
             self._free_key(entry)
@@ -456,7 +456,7 @@ class MemoryQueue:
 
     def _expire(self, entry: QueuedMessage, now: float) -> None:
         entry.attempt -= 1  # it counted the attempt to come, which will not be made
-        self._bury(entry, EXPIRED, self.wall() - (now - entry.expires_at))
+        self._dead_letter(entry, EXPIRED, self.wall() - (now - entry.expires_at))
 
     def _free_key(self, entry: QueuedMessage) -> None:
         key = entry.dedup_key

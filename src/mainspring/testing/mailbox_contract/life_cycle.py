@@ -49,6 +49,14 @@ async def a_closed_mailbox_refuses_every_call(h: Harness) -> None:
             await call()
 
 
+@on_mailbox()
+async def no_message_is_claimed_once_a_close_has_begun(h: Harness, box: AnyMailbox) -> None:
+    """A close begins with stop_claims(): from then on a claim returns nothing, though messages are pending."""
+    await box.send("pending")
+    box.backend.stop_claims()
+    equal(await box.receive(), [], "messages claimed after the close had begun")
+
+
 @behaviour()
 async def a_message_of_a_closed_mailbox_cannot_be_settled(h: Harness) -> None:
     """Settling, extending and checkpointing a message of a closed mailbox raises MailboxClosedError; it is not settled."""
