@@ -277,9 +277,8 @@ class Supervisor:
             async for worker, process in self._used_up:
                 if worker.process is not process or self._stopping.is_set():  # it has ended since, or has been told to
                     continue
-                say(
-                    f"{worker} has handled {counted(self._options.max_messages_per_process or 0, 'message')}; starting another one"
-                )
+                handled = counted(self._options.max_messages_per_process or 0, "message")
+                say(f"{worker} has handled {handled}; starting another one")
                 worker.running = anyio.Event()
                 self._replace(worker)
                 await worker.running.wait()
