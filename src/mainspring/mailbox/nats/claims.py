@@ -154,7 +154,7 @@ class Claims:
     async def _claim_once(self, limit: int, visibility: float, wait: float) -> tuple[list[Delivery], bool]:
         """Return the deliveries of one pull, and True if it brought anything else."""
         began = self._now()
-        messages = await self._pull(limit, wait)
+        messages = await (self._poll(limit) if wait < POLL_TIMEOUT else self._pull(limit, wait))
         if not messages:
             return [], False
         with anyio.CancelScope(shield=True, deadline=self._now() + CLOSE_TIMEOUT):
@@ -162,27 +162,22 @@ class Claims:
             return deliveries, len(deliveries) < len(messages)
         raise MailboxConnectionError("the NATS server did not answer in time")
 
-    async def _pull(self, limit: int, wait: float) -> list[RawMessage]:
-        """Return what one pull brings; without a wait, what several short pulls bring.
+    async def _poll(self, limit: int) -> list[RawMessage]:
+        """Return what is available now: what several short pulls bring.
 
         A busy server may not answer a short pull in time. A short pull that ends before the server gets to it must not
-        receive a message that comes back (see :data:`SHORTEST_PULL`): so a pull without an end is made first if
-        something may come back. If the server says that there is more, longer pulls follow. A cancelled call has
-        claimed nothing.
+        receive a message that comes back (see :data:`SHORTEST_PULL`): so a pull without an end is made first if something
+        may come back. If the server says that there is more, longer pulls follow. A cancelled call has claimed nothing.
         """
         found: list[RawMessage] = []
         try:
-            if wait < POLL_TIMEOUT and (await self._store.consumer())["num_ack_pending"]:
-                found += await self._pull_for(limit, 0.0)
-            lasts = max(wait, POLL_TIMEOUT)
+            if (await self._store.consumer())["num_ack_pending"]:
+                found += await self._pull(limit, 0.0)
+            lasts = POLL_TIMEOUT
             while len(found) < limit:
-                found += await self._pull_for(limit - len(found), lasts)
+                found += await self._pull(limit - len(found), lasts)
                 lasts *= 3
-                if (
-                    wait >= POLL_TIMEOUT
-                    or lasts > MAX_POLL_TIMEOUT
-                    or not (await self._store.consumer())["num_pending"]
-                ):
+                if lasts > MAX_POLL_TIMEOUT or not (await self._store.consumer())["num_pending"]:
                     break
         except MailboxError:
             if not found:
@@ -193,7 +188,7 @@ class Claims:
             raise
         return found
 
-    async def _pull_for(self, limit: int, lasts: float) -> list[RawMessage]:
+    async def _pull(self, limit: int, lasts: float) -> list[RawMessage]:
         """Return what one pull brings. Without an end (0) the server ends it at once if it has nothing to deliver."""
         end = b',"expires":%d' % nanoseconds(lasts) if lasts else b""
         puller = await self._store.connection.puller()
