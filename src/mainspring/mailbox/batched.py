@@ -171,48 +171,18 @@ class Drop(Command):
     """Forget the mailbox and everything in it."""
 
 
-class BatchedBackend(Backend):
-    """A backend with a batcher and a line of waiting claims, which its ``open`` makes."""
+class CommandBackend(Backend):
+    """A backend whose operations are commands for a batcher, which its ``open`` makes."""
 
     _batcher: Batcher[Any]
-    _waiters: Waiters
 
     def __init__(self, name: str, capacity: int | None) -> None:
         super().__init__(name)
         self._capacity = capacity
-        self._is_closing = True
 
     async def _call(self, command: Command) -> Any:
-        """Have a command done with the next batch; its result, or its error is raised."""
+        """Have a command done with the next batch. Return its result, or raise its error."""
         return await self._batcher.call(command)
-
-    def stop_claims(self) -> None:
-        if not self._is_closing:
-            self._is_closing = True
-            self._waiters.wake_all()
-
-    async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
-        if not wait_time_seconds:
-            return await self._claim_once(max_messages, visibility_timeout, waits=False)
-        claim = partial(self._claim_once, max_messages, visibility_timeout, waits=True)
-        return await self._waiters.first(
-            claim, anyio.current_time() + wait_time_seconds, usable=lambda: not self._is_closing
-        )
-
-    async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:
-        command = Claim(limit, visibility, waits)
-        found: list[Delivery] = await self._call(command)
-        if found and self._is_closing:  # closed meanwhile
-            self._undo(command)
-            return []
-        return found
-
-    def _undo(self, command: Command) -> None:
-        """A claim whose caller is gone is put back, before anything else is done."""
-        if type(command) is Claim and command.result:
-            unclaim = Unclaim(command.result)
-            unclaim.mailbox = command.mailbox
-            self._batcher.post(unclaim)
 
     async def extend(self, delivery: Delivery, timeout: float) -> None:
         await self._call(Extend(delivery, timeout))
@@ -247,3 +217,41 @@ class BatchedBackend(Backend):
 
     async def drop(self) -> None:
         await self._call(Drop())
+
+
+class BatchedBackend(CommandBackend):
+    """A command backend whose claims wait in a line, which its ``open`` makes, and are woken by the process itself."""
+
+    _waiters: Waiters
+
+    def __init__(self, name: str, capacity: int | None) -> None:
+        super().__init__(name, capacity)
+        self._is_closing = True
+
+    def stop_claims(self) -> None:
+        if not self._is_closing:
+            self._is_closing = True
+            self._waiters.wake_all()
+
+    async def claim(self, max_messages: int, visibility_timeout: float, wait_time_seconds: float) -> list[Delivery]:
+        if not wait_time_seconds:
+            return await self._claim_once(max_messages, visibility_timeout, waits=False)
+        claim = partial(self._claim_once, max_messages, visibility_timeout, waits=True)
+        return await self._waiters.first(
+            claim, anyio.current_time() + wait_time_seconds, usable=lambda: not self._is_closing
+        )
+
+    async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:
+        command = Claim(limit, visibility, waits)
+        found: list[Delivery] = await self._call(command)
+        if found and self._is_closing:  # closed meanwhile
+            self._undo(command)
+            return []
+        return found
+
+    def _undo(self, command: Command) -> None:
+        """A claim whose caller is gone is put back, before anything else is done."""
+        if type(command) is Claim and command.result:
+            unclaim = Unclaim(command.result)
+            unclaim.mailbox = command.mailbox
+            self._batcher.post(unclaim)

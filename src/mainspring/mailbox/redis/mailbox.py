@@ -10,7 +10,7 @@ from mainspring.core.clock import virtual_clock
 from mainspring.errors import ConfigError, InvalidParameterError, ReceiptHandleExpiredError
 from mainspring.mailbox import batched
 from mainspring.mailbox.backend import Capabilities, MailboxStatistics
-from mainspring.mailbox.batched import AcknowledgeMany, BatchedBackend
+from mainspring.mailbox.batched import AcknowledgeMany, CommandBackend
 from mainspring.mailbox.limits import SILENCE, check_size
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.message import Ack, Dead
@@ -112,7 +112,7 @@ class RedisMailbox(Mailbox[T, R]):
         return cls(url, body=body, reply=reply, **options)
 
 
-class RedisBackend(BatchedBackend):
+class RedisBackend(CommandBackend):
     """A queue on a Redis server."""
 
     capabilities = Capabilities(durable=True, cross_process=True, ordered=True, joined_acks=True, queue_age=True)
