@@ -10,7 +10,7 @@ concurrent callers together, and messages to receives that wait:
 ``commands``    how each command is written for the library, and how its result is read
 ``client``      one call at a time for one mailbox: reconnecting, retries, which server has the mailbox
 ``connection``  the connections, which all mailboxes of a process and event loop share
-``url``         which server a URL means
+``settings``    which server a URL means, and the options
 
 A command is queued, out, or done. Cancelled while queued it has no effect. Cancelled while out it may have one: the runner of
 the batcher goes on with the call, and a claim that comes back for a caller that is gone is undone by the next batch.

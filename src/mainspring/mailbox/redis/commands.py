@@ -242,7 +242,7 @@ class Sweep(batched.Sweep):
 class Leave(Command):
     """Remove ``waiters`` from the list, and undo the claims that were sent to listener ``name`` after ``last_claim``.
 
-    ``last_claim`` is when the last message was claimed that came there; ``left`` is told that of the last one that is undone.
+    ``last_claim`` is when the last message was claimed that came there; ``left`` is called with that of the last undone one.
     ``for_good``: nothing listens there any more.
     """
 

@@ -10,7 +10,7 @@ a new name: so the library can tell what was sent to a lost one, and undo these 
 
 A receive is in one of three states: it claims, it waits in line (woken by a signal, a delivery, an error or its deadline), or
 it has ended. Every delivery goes to exactly one receive that is not closed or cancelled, or its claim is undone. A receive that
-was woken and cannot look wakes the next one, here or in another process.
+was woken and cannot claim wakes the next one, here or in another process.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class WaitingReceives:
             self.line.popleft().event.set()
 
     def wake_next(self) -> None:
-        """Wake another receive, here or in another process: one that was woken cannot look."""
+        """Wake another receive, here or in another process: one that was woken cannot claim."""
         if self.line:
             self.line.popleft().event.set()
         else:
