@@ -15,11 +15,11 @@ from mainspring.mailbox.message import EXPIRED, Delivery
 from mainspring.mailbox.nats.client import GoneError
 from mainspring.mailbox.nats.connection import MAX_POLL_TIMEOUT, POLL_TIMEOUT, Request
 from mainspring.mailbox.nats.names import CONSUMER
-from mainspring.mailbox.nats.records import Record, dead_headers, decode, nanoseconds, token_of
+from mainspring.mailbox.nats.records import Record, decode, nanoseconds, token_of
 from mainspring.mailbox.nats.streams import Add, Added
 
 if TYPE_CHECKING:
-    from mainspring.mailbox.message import Dead, Delivery
+    from mainspring.mailbox.message import Delivery
     from mainspring.mailbox.nats.client import RawMessage
     from mainspring.mailbox.nats.connection import Puller
     from mainspring.mailbox.nats.streams import Store, Stored
@@ -262,7 +262,7 @@ class Claims:
         for arrival in expired:
             record = arrival.record
             try:
-                await self.dead_letter(
+                await self._store.dead_letter(
                     self._store.names.queue, arrival.sequence, record, EXPIRED, record.expires_at or wall
                 )
             except MailboxFullError:
@@ -385,22 +385,6 @@ class Claims:
             if stored is not None and stored.payload:
                 kept[record.message_id] = stored.payload
         return kept
-
-    async def dead_letter(self, stream: str, sequence: int, record: Record, dead: Dead, at: float) -> bool:
-        """Move a message to the dead letters. Return True if it was still number ``sequence`` of ``stream``."""
-        store = self._store
-        payload = record.encode()
-        headers = dead_headers(dead, at, min(65_536, max(2_048, store.connection.max_payload - len(payload) - 1_024)))
-        subject = store.names.to_dead + token_of(record.message_id)  # not by its dedup key, which is free now
-        async with store.writing():
-            added = await store.add(Add(subject, payload, 0, None, headers))
-            fresh = added.sequence > 0
-            if not fresh:  # left there by one who could not finish
-                added = await store.add_or_replace(Add(subject, payload, 0, None, headers), record.message_id)
-            held = await store.remove(stream, sequence)
-            if not held and fresh:
-                await store.remove(store.names.dead, added.sequence)
-        return held
 
     # -------------------------------------------------------------------------------------------------------- leases
 

@@ -12,7 +12,7 @@ from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE
 from mainspring.mailbox.message import UNKNOWN, Cancelled, CancelOutcome, Counts
 from mainspring.mailbox.nats.client import NO_STREAM, ApiError, is_gone, parse
 from mainspring.mailbox.nats.connection import Request
-from mainspring.mailbox.nats.names import CONSUMER, encoded
+from mainspring.mailbox.nats.names import CONSUMER, Names, encoded
 from mainspring.mailbox.nats.records import read_dead, token_of, tokens_of
 from mainspring.mailbox.nats.scheduler import move_to_queue
 from mainspring.mailbox.nats.streams import Add
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Dead, Delivery
     from mainspring.mailbox.nats.claims import Claims
     from mainspring.mailbox.nats.connection import NatsConnection
-    from mainspring.mailbox.nats.names import Names
-    from mainspring.mailbox.nats.settlements import Settlements
     from mainspring.mailbox.nats.streams import Store, Stored
 
 
@@ -102,7 +100,7 @@ async def purge(store: Store) -> int:
     return dropped
 
 
-async def cancel(store: Store, settlements: Settlements, message_id: str) -> Cancelled:
+async def cancel(store: Store, message_id: str) -> Cancelled:
     """See :meth:`Backend.cancel`."""
     names = store.names
     for stream, prefix in (
@@ -119,9 +117,9 @@ async def cancel(store: Store, settlements: Settlements, message_id: str) -> Can
                 if not await store.remove(stream, there.sequence):
                     continue
                 if stream == names.delayed and await _was_under_way(store, token, there):
-                    return await cancel(store, settlements, message_id)
+                    return await cancel(store, message_id)
                 if record.kept:
-                    await settlements.forget_checkpoint(record)
+                    await store.forget_checkpoint(record)
                 outcome = CancelOutcome.CANCELLED if there.sequence <= delivered else CancelOutcome.REMOVED
                 return Cancelled(outcome, record.reply_to, record.headers)
     return UNKNOWN
@@ -156,10 +154,7 @@ async def sweep_transient(store: Store) -> None:
         for stream in streams:
             name = stream["config"]["name"]
             if name.startswith(beginning) and _old(stream["created"]) and await _unused(store, name):
-                short = name.removeprefix("mainspring-queue_")
-                kinds = ("queue", "delayed", "expiries", "dead", "moves")
-                gone = [f"mainspring-{kind}_{short}" for kind in kinds] + [f"KV_mainspring-checkpoints_{short}"]
-                await store.connection.request_all([Request(f"$JS.API.STREAM.DELETE.{each}") for each in gone])
+                await store.destroy(Names.of_encoded(name.removeprefix("mainspring-queue_")))
         offset += len(streams)
         if not streams or offset >= page.get("total", 0):
             return

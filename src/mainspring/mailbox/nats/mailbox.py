@@ -195,7 +195,7 @@ class NatsBackend(Backend):
         recovery = Recovery(store, self._claims)
         connection.reconnected = recovery.after_reconnect
         scope.start_soon(recovery.run, name=f"mailbox {self.name} recovery")
-        self._schedulers = [DelayScheduler(store), ExpiryScheduler(store, self._claims)]
+        self._schedulers = [DelayScheduler(store), ExpiryScheduler(store)]
         for scheduler, what in zip(self._schedulers, ("delayed messages", "expiries"), strict=True):
             scope.start_soon(scheduler.run, name=f"mailbox {self.name} {what}", stop=scheduler.stop)
         if self.name.startswith(TRANSIENT):
@@ -281,7 +281,7 @@ class NatsBackend(Backend):
         return await inspection.purge_dead_letters(self._store, message_ids)
 
     async def cancel(self, message_id: str) -> Cancelled:
-        found = await inspection.cancel(self._store, self._settlements, message_id)
+        found = await inspection.cancel(self._store, message_id)
         if found.outcome is CancelOutcome.CANCELLED:
             with suppress(MailboxConnectionError):  # its holder learns of it at the next renewal
                 await self._store.connection.publish(self._names.to_cancelled, message_id.encode())

@@ -51,7 +51,11 @@ class Names:
     @classmethod
     def of(cls, name: str) -> Names:
         """Return those of the mailbox called ``name``."""
-        short = encoded(name)
+        return cls.of_encoded(encoded(name))
+
+    @classmethod
+    def of_encoded(cls, short: str) -> Names:
+        """Return those of the mailbox whose encoded name is ``short``."""
         root = f"mainspring.{short}"
         return cls(
             f"mainspring-queue_{short}",
@@ -67,7 +71,7 @@ class Names:
             f"{root}.moves",
             f"$KV.mainspring-checkpoints_{short}.",
             f"{root}.cancelled",
-            name.startswith(TRANSIENT),
+            short.startswith(encoded(TRANSIENT)),
         )
 
     @property

@@ -182,9 +182,8 @@ class ExpiryScheduler(Scheduler):
     again: a message that is put back then (by a cancelled receive, by a nack that met the expiry) has no other reminder.
     """
 
-    def __init__(self, store: Store, claims: Claims) -> None:
+    def __init__(self, store: Store) -> None:
         super().__init__(store, store.names.expiries)
-        self._claims = claims
 
     async def _act(self, due: list[Arrival]) -> None:
         store = self._store
@@ -196,7 +195,7 @@ class ExpiryScheduler(Scheduler):
             for note, there in found:
                 record = there.record
                 in_flight = there.sequence <= delivered  # or it was
-                if in_flight or not await self._claims.dead_letter(
+                if in_flight or not await store.dead_letter(
                     stream, there.sequence, record, EXPIRED, record.expires_at or 0.0
                 ):
                     needed.add(note.sequence)

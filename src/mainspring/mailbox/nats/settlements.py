@@ -66,7 +66,7 @@ class Settlements:
             raise
         self._drop(delivery, lease, held)
         if lease.checkpoint and isinstance(settlement, Ack):
-            await self.forget_checkpoint(lease.record)
+            await self._store.forget_checkpoint(lease.record)
 
     async def acknowledge(self, deliveries: list[Delivery]) -> dict[int, Exception]:
         """See :meth:`Backend.acknowledge_many`: one request each, all at once."""
@@ -92,7 +92,7 @@ class Settlements:
         async with anyio.create_task_group() as tasks:
             for number in leases.keys() - refused.keys():
                 if leases[number].checkpoint:
-                    tasks.start_soon(self.forget_checkpoint, leases[number].record)
+                    tasks.start_soon(self._store.forget_checkpoint, leases[number].record)
         return refused
 
     def _drop(self, delivery: Delivery, lease: Lease, held: bool) -> None:
@@ -122,7 +122,7 @@ class Settlements:
         record = self._ended_record(lease, how.charge, how.history)
         now = self._wall()
         if record.expires_at is not None and record.expires_at <= now:
-            return await self._claims.dead_letter(store.names.queue, lease.sequence, record, EXPIRED, record.expires_at)
+            return await self._store.dead_letter(store.names.queue, lease.sequence, record, EXPIRED, record.expires_at)
         if how.delay <= 0:
             async with store.lock.writing():
                 added = await store.add(Add(lease.subject, record.encode(), lease.sequence))
@@ -160,7 +160,7 @@ class Settlements:
         if dead.reply is not None:
             await self._reply(lease, delivery, dead.reply)
         record = self._ended_record(lease, True, dead.history)
-        return await self._claims.dead_letter(self._store.names.queue, lease.sequence, record, dead, self._wall())
+        return await self._store.dead_letter(self._store.names.queue, lease.sequence, record, dead, self._wall())
 
     async def _reply(self, lease: Lease, delivery: Delivery, reply: Envelope) -> None:
         """Send a reply to a mailbox on this store while the lease is held. The server drops a second one by its id."""
@@ -197,11 +197,3 @@ class Settlements:
             raise lease_expired(delivery)
         await store.add(Add(store.names.to_checkpoints + token_of(lease.record.message_id), state))
         lease.checkpoint = True
-
-    async def forget_checkpoint(self, record: Record) -> None:
-        """Drop the checkpoint of a settled message. One that cannot be dropped now does no harm."""
-        store = self._store
-        try:
-            await store.purge(store.names.checkpoints, store.names.to_checkpoints + token_of(record.message_id))
-        except MailboxError:
-            return

@@ -20,12 +20,13 @@ from mainspring.errors import ConfigError, MailboxConnectionError, MailboxError,
 from mainspring.mailbox.nats.client import NO_CONSUMER, NO_STREAM, ApiError, GoneError, is_gone, parse
 from mainspring.mailbox.nats.connection import NatsConnection, Request
 from mainspring.mailbox.nats.names import CONSUMER, Names, check_stream, upgraded
-from mainspring.mailbox.nats.records import Record, decode
+from mainspring.mailbox.nats.records import Record, dead_headers, decode, token_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
     from contextlib import AbstractAsyncContextManager
 
+    from mainspring.mailbox.message import Dead
     from mainspring.mailbox.nats.client import RawMessage
 
 
@@ -349,6 +350,28 @@ class Store:
     async def delivered(self) -> int:
         """Return the highest number of the queue that was ever delivered."""
         return int((await self.consumer())["delivered"]["stream_seq"])
+
+    async def dead_letter(self, stream: str, sequence: int, record: Record, dead: Dead, at: float) -> bool:
+        """Move a message to the dead letters. Return True if it was still number ``sequence`` of ``stream``."""
+        payload = record.encode()
+        headers = dead_headers(dead, at, min(65_536, max(2_048, self.connection.max_payload - len(payload) - 1_024)))
+        subject = self.names.to_dead + token_of(record.message_id)  # not by its dedup key, which is free now
+        async with self.writing():
+            added = await self.add(Add(subject, payload, 0, None, headers))
+            fresh = added.sequence > 0
+            if not fresh:  # left there by a process that could not finish
+                added = await self.add_or_replace(Add(subject, payload, 0, None, headers), record.message_id)
+            held = await self.remove(stream, sequence)
+            if not held and fresh:
+                await self.remove(self.names.dead, added.sequence)
+        return held
+
+    async def forget_checkpoint(self, record: Record) -> None:
+        """Drop the checkpoint of a settled message. One that cannot be dropped now does no harm."""
+        try:
+            await self.purge(self.names.checkpoints, self.names.to_checkpoints + token_of(record.message_id))
+        except MailboxError:
+            return
 
     async def count_moves(self, count: int = 1) -> None:
         """Record that ``count`` messages that were added to the queue or the delayed stream were not new."""
