@@ -40,7 +40,7 @@ def mailbox(server, user, name="jobs"):
 
 @pytest.mark.parametrize("user", ["everything", "create", "inbox"])
 async def test_one_who_may_not_open_a_mailbox_is_told_so(server, user, anyio_backend):
-    with anyio.fail_after(5), pytest.raises(ConfigError, match=r"lets this user not use '.+'; grant"):
+    with anyio.fail_after(5), pytest.raises(ConfigError, match=r"does not let this user use '.+'; grant"):
         async with mailbox(server, user, f"no-{user}"):
             pass
 
@@ -57,7 +57,7 @@ async def test_one_who_may_not_open_a_mailbox_is_told_so(server, user, anyio_bac
 async def test_a_call_that_the_user_may_not_make_is_refused_at_once(server, user, call, anyio_backend):
     async with mailbox(server, "owner"), mailbox(server, user) as box:
         for _ in range(2):
-            with anyio.fail_after(5), pytest.raises(ConfigError, match=r"lets this user not use '.+'; grant"):
+            with anyio.fail_after(5), pytest.raises(ConfigError, match=r"does not let this user use '.+'; grant"):
                 await call(box)
         assert await box.counts() == Counts()
 

@@ -246,7 +246,7 @@ async def test_who_may_not_hear_the_answers_is_told_so_whenever_the_server_says_
         says = b"-ERR 'Permissions Violation for Subscription to \"%b\"'\r\n" % inbox.encode()
         tasks.start_soon(say_to, line, send, says)
         for _ in range(2):
-            with Stopwatch() as watch, pytest.raises(ConfigError, match=r"lets this user not use '.+\*'; grant"):
+            with Stopwatch() as watch, pytest.raises(ConfigError, match=r"does not let this user use '.+\*'; grant"):
                 await box.send("x")
             assert watch.seconds < 1
         line.cut()

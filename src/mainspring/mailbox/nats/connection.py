@@ -219,9 +219,7 @@ class NatsConnection:
     async def _on_error(self, error: Exception) -> None:
         self._last_error = "it does not answer" if isinstance(error, TimeoutError) else describe(error)
         if (subject := denied_subject(error)) is not None:
-            told = (
-                f"{self._name}: the NATS server lets this user not use {subject!r}; grant the user what a mailbox uses"
-            )
+            told = f"{self._name}: the NATS server does not let this user use {subject!r}; grant the user what a mailbox uses"
             self._deny(subject, NotAllowedError(told))
         if isinstance(error, StaleConnectionError):
             self.on_silence(self._lost_error())
@@ -554,7 +552,7 @@ class Puller:
             kind: type[MailboxConnectionError] = PullEndedError
             if "MaxWaiting" in told:
                 kind = MailboxConnectionError
-                told = "as many receives wait as the consumer of the queue lets wait, in all processes (max_waiting)"
+                told = "the consumer of the queue lets no more receives wait, of all processes together (max_waiting)"
             self._finish(kind(f"the NATS server ended a pull request: {status} {told}"))
 
     def _finish(self, how: Any) -> None:

@@ -173,7 +173,7 @@ def check_stream(wanted: dict[str, Any], found: dict[str, Any]) -> None:
         )
     if found.get("num_replicas", 1) < wanted["num_replicas"]:
         _log.warning(
-            "the stream %r is kept by %d server(s), not by the %d that replicas= requests for, which counts where it is made;"
+            "the stream %r is kept by %d server(s), not by the %d that replicas= asks for, which counts where it is made;"
             " change it on the server: nats stream edit %s --replicas=%d",
             *(wanted["name"], found.get("num_replicas", 1), wanted["num_replicas"]),
             *(wanted["name"], wanted["num_replicas"]),

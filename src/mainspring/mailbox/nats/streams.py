@@ -317,7 +317,7 @@ class Store:
             if there is not None and there.record.message_id != message_id:
                 return added
             expect = 0 if there is None else there.sequence
-        raise MailboxConnectionError(f"{add.subject}: others changed it time and again")
+        raise MailboxConnectionError(f"{add.subject}: other processes changed it ten times during one call")
 
     async def remove(self, stream: str, sequence: int) -> bool:
         """Remove a message by its number. Return True if it was there."""
