@@ -14,8 +14,8 @@ from mainspring.cli.restart_decisions import (
     Leave,
     Restart,
     after_exit,
-    exit_status,
     how,
+    status_of_returncode,
     worst,
 )
 from mainspring.policies import RestartPolicy
@@ -68,8 +68,8 @@ def test_reload() -> None:
 
 
 def test_exit_statuses() -> None:
-    assert exit_status(3) == 3
-    assert exit_status(-signal.SIGKILL) == 137
+    assert status_of_returncode(3) == 3
+    assert status_of_returncode(-signal.SIGKILL) == 137
     assert worst([]) == 0
     assert worst([0, 70, 1]) == 70
 

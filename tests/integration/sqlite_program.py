@@ -8,6 +8,7 @@ import sys
 import anyio
 
 from mainspring.errors import ConfigError
+from mainspring.mailbox.sqlite import notifier as sqlite_notifier
 from mainspring.mailbox.sqlite import writer as sqlite_writer
 from mainspring.mailbox.sqlite.mailbox import SQLiteMailbox
 
@@ -57,7 +58,7 @@ async def wait(path: str) -> None:
 
 async def look(path: str) -> None:
     """One long poll after the other, without a bell."""
-    sqlite_writer.Bell.listen = lambda self: self._closed.clear()
+    sqlite_notifier.Notifier.listen = lambda self: self._closed.clear()
     await _poll(path)
 
 
@@ -77,7 +78,7 @@ async def fork(path: str) -> None:
         child = os.fork()
         if child == 0:
             try:
-                mailbox._writer.submit(None)
+                mailbox.backend._writer.submit(None)
             except ConfigError as error:
                 say("old", error)
             try:
@@ -85,7 +86,7 @@ async def fork(path: str) -> None:
             except ConfigError as error:
                 say("new", error)
             try:
-                await SQLiteMailbox(path)._exists()  # past what looks for the event loop, which is the parent's
+                await SQLiteMailbox(path).backend.exists()  # past what looks for the event loop, which is the parent's
             except ConfigError as error:
                 say("asked", error)
             os._exit(0)

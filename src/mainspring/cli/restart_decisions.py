@@ -75,7 +75,7 @@ def after_exit(
     return GiveUp() if delay is None else Restart(delay, count)
 
 
-def exit_status(returncode: int) -> int:
+def status_of_returncode(returncode: int) -> int:
     """A process's return code as a shell would show it: 128 + n where signal n killed it."""
     return 128 - returncode if returncode < 0 else returncode
 

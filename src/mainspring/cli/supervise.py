@@ -17,7 +17,16 @@ from anyio.abc import Process, UNIXSocketStream
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from mainspring.cli.link import LOAD_TIMEOUT, MARGIN, link_for_child
-from mainspring.cli.restart_decisions import AwaitChange, Ended, GiveUp, Restart, after_exit, exit_status, how, worst
+from mainspring.cli.restart_decisions import (
+    AwaitChange,
+    Ended,
+    GiveUp,
+    Restart,
+    after_exit,
+    how,
+    status_of_returncode,
+    worst,
+)
 from mainspring.cli.sources import SourceWatch
 from mainspring.cli.user_errors import FAILED, WRONG_USE, say
 from mainspring.core import random
@@ -156,7 +165,7 @@ class Supervisor:
         while not self._stopping.is_set():
             began = anyio.current_time()
             returncode = await self._run_once(worker)
-            ended = Ended(exit_status(returncode), anyio.current_time() - began, worker.finished)
+            ended = Ended(status_of_returncode(returncode), anyio.current_time() - began, worker.finished)
             if self._stopping.is_set() and not worker.heard and returncode in {-signal.SIGTERM, -signal.SIGINT}:
                 ended = Ended(0, ended.ran_for)  # told to stop before it had a handler: nothing was running
             decision = after_exit(
@@ -200,7 +209,7 @@ class Supervisor:
             say(f"{worker} has ended, {how(returncode)}; starting another one {soon}{nth}")
         elif isinstance(decision, AwaitChange):
             say(f"{worker} has ended, {how(returncode)}; waiting for a source file to change")
-        elif isinstance(decision, GiveUp) and exit_status(returncode) != WRONG_USE:
+        elif isinstance(decision, GiveUp) and status_of_returncode(returncode) != WRONG_USE:
             say(f"{worker} has ended, {how(returncode)}, after {worker.restarts} restarts; stopping the others")
 
     async def _run_once(self, worker: WorkerProcess) -> int:

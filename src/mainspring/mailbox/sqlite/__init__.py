@@ -3,7 +3,7 @@
 Each process has one writer thread a file (:mod:`~mainspring.mailbox.sqlite.writer`), whatever number of mailboxes it
 has open on it. Commands of all callers that are waiting are done in one transaction
 (:mod:`~mainspring.mailbox.sqlite.store` on a ``UnitOfWork``). After its COMMIT the thread wakes the receives of this
-process, and notifies other processes through a socket of each beside the file. A notification can be lost: so
+process, and notifies other processes through sockets beside the file. A notification can be lost: so
 receives that wait look at the file once a second.
 
 Leases end by the clock since boot, and with the boot: a changed date does not touch them. Delays and expiries are
