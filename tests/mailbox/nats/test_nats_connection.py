@@ -305,7 +305,7 @@ async def test_a_driver_whose_private_parts_have_changed_is_refused(anyio_backen
     check_driver(Client())
     with pytest.raises(ConfigError, match=r"nats-py \S+ does not work with .*: _flush_pending changed; install"):
         check_driver(Client(), Changed)
-    with pytest.raises(ConfigError, match="_subs, _transport changed"):
+    with pytest.raises(ConfigError, match="_subs, _transport, buf, nc changed"):
         check_driver(SimpleNamespace(**dict.fromkeys(STATE[:-2])))
 
 

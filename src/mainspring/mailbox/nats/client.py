@@ -360,9 +360,17 @@ def check_driver(client: Client, driver: type[Client] = Client) -> None:
 
     A method that the driver does not call any more would be overridden in vain, without any sign.
     """
-    changed = [name for name in STATE if not hasattr(client, name)]
-    for name, parameters in STEPS.items():
-        code = getattr(getattr(driver, name, None), "__code__", None)
+    parser, transport = getattr(client, "_ps", None), TcpTransport()  # type: ignore[no-untyped-call]
+    state = [*((client, name) for name in STATE), (parser, "buf"), (parser, "nc"), (transport, "_io_writer")]
+    changed = [name for owner, name in state if not hasattr(owner, name)]
+    steps: list[tuple[type, str, tuple[str, ...]]] = [
+        (Parser, "parse", ("data",)),
+        (Parser, "reset", ()),
+        (TcpTransport, "connect", ("uri", "buffer_size", "connect_timeout")),
+        *((driver, name, parameters) for name, parameters in STEPS.items()),
+    ]
+    for kind, name, parameters in steps:
+        code = getattr(getattr(kind, name, None), "__code__", None)
         if code is None or code.co_varnames[1 : code.co_argcount] != parameters:
             changed.append(name)
     if changed:
