@@ -34,6 +34,7 @@ from mainspring.mailbox.redis.connection import (
     connect,
     explain,
     is_refusal,
+    pack,
 )
 
 if TYPE_CHECKING:
@@ -84,7 +85,10 @@ class Client:
         self._now = loop_clock()
         self._channel: Channel | None = None
         self._busy = False
-        self._command: tuple[Any, ...] = ()
+        self._command = b""  # as it is written
+        self._keys: Sequence[bytes] = ()
+        self._arguments: Sequence[Argument] = ()
+        self._packed: dict[bytes, tuple[Sequence[bytes], bytes]] = {}  # by function: its last keys, and both as written
         self._awaiting = False
         self._abandoned = False
         self._ended = False
@@ -121,8 +125,20 @@ class Client:
         """
         if self._awaiting:
             await self._drop()
-        self._command = (b"FCALL", self._function, len(keys), *keys, *arguments)
+        self._keys, self._arguments = keys, arguments
+        self._command = self._pack(self._function)
         return await self.resume()
+
+    def _pack(self, function: bytes) -> bytes:
+        """Return the command as it is written. Function and keys, which rarely change, are packed once."""
+        keys, packed = self._packed.get(function, ((), b""))
+        if keys != self._keys:
+            packed = pack((b"FCALL", function, len(self._keys), *self._keys))
+            packed = packed[packed.index(b"\n") + 1 :]
+            self._packed[function] = self._keys, packed
+        arguments = pack(tuple(self._arguments))
+        count = 3 + len(self._keys) + len(self._arguments)
+        return b"".join((b"*%d\r\n" % count, packed, memoryview(arguments)[arguments.index(b"\n") + 1 :]))
 
     async def resume(self) -> list[Any]:
         """Continue the call whose caller was cancelled."""
@@ -162,7 +178,7 @@ class Client:
         finally:
             self._busy = False
             if not self._awaiting:
-                self._command = ()  # it may be large, and the next one may be long in coming
+                self._command, self._arguments = b"", ()  # they may be large, and the next ones long in coming
 
     async def _failure(self, error: BaseException) -> MailboxConnectionError:
         """Retire the connection; return the error of a call that was lost."""
@@ -196,7 +212,7 @@ class Client:
         if error.code == "ERR" and error.detail.startswith("Function not found"):
             await self._load(channel)
         elif error.code == "OOM":
-            self._command = (b"FCALL", self._function + b"_full", *self._command[2:])
+            self._command = self._pack(self._function + b"_full")
         elif error.code in _ELSEWHERE:
             await self._retire(pause=True)
         elif error.code in {"LOADING", "TRYAGAIN", "BUSY"}:

@@ -200,7 +200,7 @@ class Connection:
 
     async def call(self, *command: Argument) -> Any:
         """Write one command and read its reply; raises :class:`ServerError` where that is an error."""
-        await self.write(hiredis.pack_command(command))  # type: ignore[arg-type]  # its stub knows tuples of one only
+        await self.write(pack(command))
         await self.flush()
         while (reply := self.next_reply()) is NOTHING:
             self.feed(await self.receive(PIECE))
@@ -211,6 +211,12 @@ class Connection:
     async def close(self) -> None:
         """Close it without waiting for anything."""
         await anyio.aclose_forcefully(self._stream)
+
+
+def pack(command: tuple[Argument, ...]) -> bytes:
+    """Return a command as it is written."""
+    data: bytes = hiredis.pack_command(command)  # type: ignore[arg-type]  # its stub knows tuples of one only
+    return data
 
 
 def parse(data: bytes) -> Any:
@@ -388,14 +394,13 @@ class SharedConnection:
         """True if new channels get another connection."""
         return self.connector.connection is not self
 
-    async def write(self, turn: Channel | str, command: tuple[Argument, ...]) -> None:
-        """Write one command, whose reply is for ``turn``, as far as the socket takes it."""
+    async def write(self, turn: Channel | str, packed: bytes) -> None:
+        """Write one packed command, whose reply is for ``turn``, as far as the socket takes it."""
         if self.lost:
             raise anyio.ClosedResourceError
-        data = hiredis.pack_command(command)  # type: ignore[arg-type]  # its stub knows tuples of one only
         self.turns.append(turn)
         try:
-            await self.connection.write(data)
+            await self.connection.write(packed)
         except LOST:
             await self.disconnect()
             raise
@@ -472,8 +477,8 @@ class Channel:
         self.host = shared.connection.host
         self.longest = shared.connection.longest
         self.closed = False
-        self.send: Callable[[tuple[Argument, ...]], Awaitable[None]] = partial(shared.write, self)
-        """Writes one command, without a wait; :meth:`next` waits until all of it has left."""
+        self.send: Callable[[bytes], Awaitable[None]] = partial(shared.write, self)
+        """Writes one packed command, without a wait; :meth:`next` waits until all of it has left."""
         self.replies: deque[Any] = deque()
         """To the commands of this channel; some may be a :class:`ServerError`."""
         self.messages: deque[Any] = deque()
@@ -495,7 +500,7 @@ class Channel:
 
     async def call(self, *command: Argument) -> Any:
         """Write one command and read its reply."""
-        await self.send(command)
+        await self.send(pack(command))
         return await self.next(self.replies)
 
     async def subscribe(self, name: bytes) -> None:
@@ -507,7 +512,7 @@ class Channel:
         """Ask the server whether it is there, unless it was asked already: ``last_read_at`` tells."""
         if self.shared.pinged_at is None:
             self.shared.pinged_at = now
-            await self.shared.write("PING", ("PING",))
+            await self.shared.write("PING", pack(("PING",)))
 
     async def next(self, items: deque[Any]) -> Any:
         """Wait for the next of ``replies`` or ``messages``; raise a reply that is a :class:`ServerError`."""
@@ -578,7 +583,7 @@ class Channel:
         with suppress(*LOST):
             for name in left:
                 if not shared.lost and name not in shared.subscribers:
-                    await shared.write("SUNSUBSCRIBE", ("SUNSUBSCRIBE", name))
+                    await shared.write("SUNSUBSCRIBE", pack(("SUNSUBSCRIBE", name)))
 
     def _unsubscribed(self) -> list[bytes]:
         """Remove this channel from all subscribers; return the names without any other."""
