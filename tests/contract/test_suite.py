@@ -238,28 +238,47 @@ def test_in_real_time_what_came_too_late_is_tried_again_and_what_is_wrong_is_not
         assert re.search(told, str(report.failed[name])), report.failed[name]
 
 
+@pytest.mark.slow
+def test_in_real_time_what_came_too_late_and_did_not_fail_is_not_tried_again() -> None:
+    late = [0.6]
+
+    async def main() -> mailbox_contract.Report:
+        kind = partial(CancelsLate, late=late, says=None)
+        backend = mailbox_contract.Backend(lambda name, **_: wrap(InMemoryMailbox(name), kind), short_lease=0.5)
+        return await mailbox_contract.run(backend, only=["a_delayed_message_can_be_cancelled"])
+
+    report = anyio.run(main)
+    assert not late
+    assert report.ok, str(report)
+
+
 class SendsLate(WrappedBackend):
-    """Takes so long to send as told."""
+    """Takes so long to send as told, and then no time."""
 
     def __init__(self, inner: Any, late: list[float]) -> None:
         super().__init__(inner)
         self.late = late
 
     async def send(self, envelopes: list[Envelope]) -> list[str]:
-        await anyio.sleep(self.late.pop(0))
+        await anyio.sleep(self.late.pop(0) if self.late else 0.0)
         return await self.inner.send(envelopes)
 
 
 @pytest.mark.slow
-def test_in_real_time_a_request_that_was_not_sent_in_its_time_is_tried_again() -> None:
-    late = [2.2, 0.0]
+@pytest.mark.parametrize(
+    ("name", "late"),
+    [("a_request_nobody_waits_for_is_withdrawn", [2.2]), ("an_expired_message_frees_its_dedup_key", [0.0, 1.2])],
+    ids=["a request that was not sent in its time", "a message that expired before its claim"],
+)
+def test_in_real_time_a_check_that_fails_behind_what_came_too_late_is_tried_again(name: str, late: list[float]) -> None:
+    left = list(late)
 
     async def main() -> mailbox_contract.Report:
-        backend = mailbox_contract.Backend(lambda name, **_: wrap(InMemoryMailbox(name), partial(SendsLate, late=late)))
-        return await mailbox_contract.run(backend, only=["a_request_nobody_waits_for_is_withdrawn"])
+        backend = mailbox_contract.Backend(lambda name, **_: wrap(InMemoryMailbox(name), partial(SendsLate, late=left)))
+        return await mailbox_contract.run(backend, only=[name])
 
     report = anyio.run(main)
-    assert not late
+    assert not left
     assert report.ok, str(report)
 
 

@@ -40,7 +40,7 @@ class ContractError(AssertionError):
 
 
 class TooLateError(Exception):
-    """A check came too late to show anything, because the machine was too busy."""
+    """A check failed that came too late to show anything, because the machine was too busy."""
 
 
 class Factory(Protocol):
@@ -95,6 +95,8 @@ class Harness:
         self._late = 0.0 if self.virtual else backend.lateness
         self.patience = self.wait if self._late > LATENESS else 0.0
         """Seconds to wait, after :meth:`pass_time`, for a store that acts by itself; 0 if it decides when it is asked."""
+        self.late = ""
+        """What came too late, if anything did: a check that fails then shows nothing."""
 
     def can(self, need: str) -> bool:
         """True if the backend declares ``need``."""
@@ -206,18 +208,16 @@ class Harness:
     def within(self, seconds: float, since: float | None = None) -> Iterator[None]:
         """Mark checks that hold for ``seconds`` from the begin of the block, or from ``since``, such as during a lease.
 
-        In real time a check may come too late. If it then fails, the behaviour is repeated with longer times.
+        In real time a block may take longer. If a check in it or behind it then fails, the behaviour is repeated with
+        longer times.
         """
         began = anyio.current_time() if since is None else since
         try:
             yield
-        except Exception as error:
+        finally:
             took = anyio.current_time() - began
-            if self.virtual or took < seconds - self.slack:
-                raise
-            raise TooLateError(
-                f"what was to be done within {seconds:g} s took {took:g} s, and then: {error!r}"
-            ) from error
+            if not self.virtual and took >= seconds - self.slack:
+                self.late = f"what was to be done within {seconds:g} s took {took:g} s"
 
     async def pass_time(self, seconds: float) -> None:
         """Let ``seconds`` pass, and the time by which the store's clock may differ and the store may be late."""
@@ -306,11 +306,19 @@ class Behaviour:
         for stretch in STRETCHES:
             try:
                 with anyio.fail_after(VIRTUAL_LIMIT if harness.virtual else REAL_LIMIT):
-                    await self.check(Harness(harness.backend, stretch))
+                    await self._attempt(Harness(harness.backend, stretch))
                 return
             except TooLateError as error:
                 late = error
         raise ContractError(f"{late}, with the longest times too") from late
+
+    async def _attempt(self, harness: Harness) -> None:
+        try:
+            await self.check(harness)
+        except Exception as error:
+            if not harness.late:
+                raise
+            raise TooLateError(f"{harness.late}, and then: {error!r}") from error
 
     def missing(self, harness: Harness) -> str | None:
         """Return the missing capability that excuses the backend, as text, or None if the behaviour applies."""
