@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from contextlib import asynccontextmanager
 
 import anyio
@@ -220,3 +221,21 @@ async def test_behind_pgbouncer(place):
         assert "closing because" in before.log
         assert "when not linked" not in before.log  # no notification comes to a connection without LISTEN
         assert "WARNING" not in before.log
+
+
+async def test_a_poll_that_is_due_just_as_a_claim_comes_back_empty_is_not_the_last_one(place):
+    async with place.mailbox(listen=False, poll_interval=0.1) as mailbox, anyio.create_task_group() as tasks:
+        assert not await mailbox.receive(wait_time_seconds=0.5)
+        received = []
+
+        async def receive() -> None:
+            received.extend(await mailbox.receive(wait_time_seconds=2))
+
+        tasks.start_soon(receive)
+        while not mailbox.statistics().in_flight:
+            await anyio.lowlevel.checkpoint()
+        time.sleep(0.2)  # the event loop finds the claim's answer and the time of the next poll at once
+        while not mailbox.statistics().waiting_receives:
+            await anyio.lowlevel.checkpoint()
+        place.execute("SELECT SCHEMA.send(%s, ARRAY['by hand'], ARRAY['1'::bytea])", place.number())
+    assert [message.id for message in received] == ["by hand"]

@@ -121,8 +121,6 @@ class Batch:
     """Claimed messages with headers that cannot be read."""
     due_in: float | None = None
     """Seconds until something is due, as far as the batch has learnt."""
-    waits: bool = False
-    """True if a claim found nothing and waits."""
     newly_listening: bool = False
     """True if a claim waits that no sender had to notify before."""
 
@@ -226,8 +224,6 @@ class Batch:
         for claim in claims:
             claim.result = deliveries[start : start + claim.limit]
             start += claim.limit
-            if claim.waits and not claim.result:
-                self.waits = True
 
     def _deliveries(self, rows: list[tuple[Any, ...]]) -> list[Delivery]:
         deliveries = []

@@ -400,7 +400,7 @@ async def execute(
 ) -> list[list[tuple[Any, ...]]]:
     """Execute statements in one transaction. Return the rows of each; raise errors as :func:`translated` gives them."""
     try:
-        if len(statements) > 1:
+        if len(statements) != 1:
             return await _execute_in_pipeline(connection, statements)
         cursor = psycopg.AsyncRawCursor(connection, row_factory=tuple_row)
         await cursor.execute(statements[0].text, statements[0].values, binary=True)

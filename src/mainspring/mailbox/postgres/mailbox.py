@@ -345,8 +345,6 @@ class PostgresBackend(BatchedBackend):
                 shared.wake(number, count)
         if batch.due_in is not None:
             shared.poll_in(self._number, batch.due_in)
-        if batch.waits:
-            self.poll_in(self._poll_interval)
         if batch.newly_listening:
             self._quick_polls = list(QUICK_POLLS)
             self.poll_in(self._quick_polls.pop(0))
@@ -428,6 +426,14 @@ class PostgresBackend(BatchedBackend):
     async def transaction(self, message: Message[Any, Any]) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
         async with self._transactions.join(self._pool, message) as connection:
             yield connection
+
+    # ------------------------------------------------------------------------------------------------------ receiving
+
+    async def _claim_once(self, limit: int, visibility: float, *, waits: bool) -> list[Delivery]:
+        found = await super()._claim_once(limit, visibility, waits=waits)
+        if waits and not found:  # not before: a poll that comes before the receive waits would be the last one
+            self.poll_in(self._poll_interval)
+        return found
 
     # ------------------------------------------------------------------------------------------------------- settling
 
