@@ -317,7 +317,7 @@ async def an_expired_message_frees_its_dedup_key(h: Harness, box: AnyMailbox) ->
     with h.within(life):
         sent = {key: await box.send(key, dedup_key=key, expires_in=life) for key in ("lost", "back", "done", "held")}
         await h.one(box, lease=life)
-        held = {message.body: message for message in await h.all(box)}
+        held = {message.body: message for message in await h.all(box, due=3)}
         for key, delay in {"pending": 0, "delayed": 3_600 if h.capabilities.delay else 0}.items():
             sent[key] = await box.send(key, dedup_key=key, expires_in=life, delay=delay)
     await h.pass_time(life)
