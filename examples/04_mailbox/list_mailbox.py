@@ -18,7 +18,7 @@ import anyio
 from mainspring import Backend, Capabilities, Mailbox, MailboxStatistics
 from mainspring.core.clock import wall_clock
 from mainspring.errors import ReceiptHandleExpiredError
-from mainspring.mailbox.message import Ack, Counts, Dead, Delivery, Envelope, Return, Settlement
+from mainspring.mailbox.message import Ack, Counts, Dead, Delivery, Envelope, Nack, Settlement
 
 if TYPE_CHECKING:
     from mainspring.runtime.scope import DaemonScope
@@ -148,7 +148,7 @@ class ListBackend(Backend):
     async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
         await anyio.lowlevel.checkpoint()
         row, queue = self._held(delivery), self._queue
-        if isinstance(settlement, Return):
+        if isinstance(settlement, Nack):
             row.attempt += settlement.charge
             queue.to_tail(row, anyio.current_time() + settlement.delay)
             if settlement.front:

@@ -13,7 +13,7 @@ import anyio
 
 from mainspring import InMemoryMailbox, InvalidParameterError, ReceiptHandleExpiredError
 from mainspring.mailbox.backend import Notifications
-from mainspring.mailbox.message import UNKNOWN, Ack, Cancelled, CancelOutcome, Dead, Return
+from mainspring.mailbox.message import UNKNOWN, Ack, Cancelled, CancelOutcome, Dead, Nack
 from mainspring.testing import mailbox_contract
 from wrapped_backend import WrappedBackend, wrap
 
@@ -68,7 +68,7 @@ class ForgetsCheckpoints(WrappedBackend):
 async def end_lease(backend: Any, delivery: Delivery) -> None:
     """Do as if its lease had run out."""
     with suppress(ReceiptHandleExpiredError):
-        await backend.settle(delivery, Return())
+        await backend.settle(delivery, Nack())
 
 
 class ExtendShortens(WrappedBackend):
@@ -107,28 +107,28 @@ class ExtendDoesNothing(WrappedBackend):
 
 class ReleasesToTheTail(WrappedBackend):
     async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
-        if isinstance(settlement, Return):
+        if isinstance(settlement, Nack):
             settlement = replace(settlement, front=False)
         await self.inner.settle(delivery, settlement)
 
 
 class NacksToTheFront(WrappedBackend):
     async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
-        if isinstance(settlement, Return) and not settlement.delay:
+        if isinstance(settlement, Nack) and not settlement.delay:
             settlement = replace(settlement, front=True)
         await self.inner.settle(delivery, settlement)
 
 
 class ChargesReleases(WrappedBackend):
     async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
-        if isinstance(settlement, Return):
+        if isinstance(settlement, Nack):
             settlement = replace(settlement, charge=True)
         await self.inner.settle(delivery, settlement)
 
 
 class IgnoresNackDelay(WrappedBackend):
     async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
-        if isinstance(settlement, Return):
+        if isinstance(settlement, Nack):
             settlement = replace(settlement, delay=0.0)
         await self.inner.settle(delivery, settlement)
 
@@ -147,7 +147,7 @@ class DoesNotChargeExpiry(WrappedBackend):
 
     async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
         await self.inner.settle(delivery, settlement)
-        if isinstance(settlement, Return) and settlement.charge:
+        if isinstance(settlement, Nack) and settlement.charge:
             self.charged[delivery.message_id] = self.charged.get(delivery.message_id, 0) + 1
 
     async def claim(self, *limits: Any) -> list[Delivery]:

@@ -29,7 +29,7 @@ from mainspring.core.clock import VIRTUAL_EPOCH, utc_now
 from mainspring.core.state_machine import GroupState
 from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.events import GroupStateChanged
-from mainspring.mailbox.message import ACK, Ack, Dead, Delivery, Envelope, Return, Settlement
+from mainspring.mailbox.message import ACK, Ack, Dead, Delivery, Envelope, Nack, Settlement
 from mainspring.testing import Faults
 from wrapped_backend import WrappedBackend, wrap
 
@@ -210,7 +210,7 @@ def a_shutdown_waits_for_ever() -> Given:
 def failures_are_acknowledged() -> Given:
     class Careless(WrappedBackend):
         async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
-            failed = isinstance(settlement, Return) and settlement.charge
+            failed = isinstance(settlement, Nack) and settlement.charge
             await self.inner.settle(delivery, ACK if failed else settlement)
 
     return {"build": lambda mailbox: honest(wrap(mailbox, Careless))}
@@ -222,7 +222,7 @@ def failures_are_acknowledged() -> Given:
 class Accepts(WrappedBackend):
     """Takes a stale settlement of one kind."""
 
-    def __init__(self, inner: Any, kind: type[Ack] | type[Return]) -> None:
+    def __init__(self, inner: Any, kind: type[Ack] | type[Nack]) -> None:
         super().__init__(inner)
         self.kind = kind
 
@@ -249,7 +249,7 @@ def a_stale_return_is_accepted() -> Given:
 
         return LoopGroup([MainLoop(mailbox, handle, concurrency=2)])
 
-    return {"store": stored_by(partial(Accepts, kind=Return)), "build": build}
+    return {"store": stored_by(partial(Accepts, kind=Nack)), "build": build}
 
 
 @planted_fault("nothing lost", faults=Faults.just(crash=120))
@@ -358,7 +358,7 @@ def a_joint_acknowledgement_loses_one_of_its_messages() -> Given:
 def what_is_released_is_lost() -> Given:
     class Loses(WrappedBackend):
         async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
-            released = isinstance(settlement, Return) and settlement.front
+            released = isinstance(settlement, Nack) and settlement.front
             await self.inner.settle(delivery, ACK if released else settlement)
 
     return {"store": stored_by(Loses), "build": takes(50)}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mainspring.mailbox.message import Ack, Counts, Dead, Delivery, Envelope, Return
+from mainspring.mailbox.message import Ack, Counts, Dead, Delivery, Envelope, Nack
 from mainspring.testing.simulation.event_log import EventLog
 from mainspring.testing.simulation.ledger import TOLERANCE, Ledger
 
@@ -63,7 +63,7 @@ def test_a_good_life(story: Story) -> None:
     story.ledger.extended("w0", first, 60)
     story.now = 70
     story.end(first, "failed")
-    story.ledger.settled("w0", first, Return(5.0))
+    story.ledger.settled("w0", first, Nack(5.0))
     story.now = 75
     second = story.claim("w1", attempt=2)
     story.done("w1", second)
@@ -105,7 +105,7 @@ def test_an_extension_that_is_shorter_leaves_the_lease(story: Story) -> None:
     assert story.broken == "one lease"
 
 
-@pytest.mark.parametrize("end", [Ack(), Dead("x", "Reject"), Return()])
+@pytest.mark.parametrize("end", [Ack(), Dead("x", "Reject"), Nack()])
 def test_a_stale_receipt_that_takes_effect(story: Story, end: Any) -> None:
     held = story.claim("w0", lease=60)
     story.begin("w0", held)
@@ -171,14 +171,14 @@ def test_an_early_acknowledgement_is_fine_until_the_worker_dies(story: Story) ->
 
 
 def test_a_charge_without_a_run(story: Story) -> None:
-    story.ledger.settled("w0", story.claim("w0"), Return(charge=True))
+    story.ledger.settled("w0", story.claim("w0"), Nack(charge=True))
     assert story.broken == "attempts"
 
 
 def test_what_nobody_understands_is_charged_without_a_run() -> None:
     story = Story()
     story.send("a", undecodable=True)
-    story.ledger.settled("w0", story.claim("w0"), Return(charge=True))
+    story.ledger.settled("w0", story.claim("w0"), Nack(charge=True))
     assert story.broken is None
 
 
@@ -186,7 +186,7 @@ def test_a_shutdown_does_not_charge(story: Story) -> None:
     held = story.claim("w0")
     story.begin("w0", held)
     story.end(held, "cancelled", "shutdown")
-    story.ledger.settled("w0", held, Return(charge=True))
+    story.ledger.settled("w0", held, Nack(charge=True))
     assert story.broken == "attempts"
 
 

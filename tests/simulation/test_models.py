@@ -33,7 +33,7 @@ from model_driver import (
 from contract.broken_mailboxes import ChargesReleases, ExtendShortens, ReleasesToTheTail
 from mailbox_model import Disagreement
 from mainspring import open_mailbox
-from mainspring.mailbox.message import Return
+from mainspring.mailbox.message import Nack
 from mainspring.testing import run_virtual
 from stores import store_of
 from wrapped_backend import WrappedBackend, wrap
@@ -187,7 +187,7 @@ def test_servers_in_real_time(tmp_path, request):
 
 class DoesNotChargeReturns(WrappedBackend):
     async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
-        if isinstance(settlement, Return):
+        if isinstance(settlement, Nack):
             settlement = replace(settlement, charge=False)
         await self.inner.settle(delivery, settlement)
 
@@ -247,7 +247,7 @@ class EndsOneLease(WrappedBackend):
         claimed = await self.inner.claim(*limits)
         ended = [one for one in claimed if one.delivery_count > 1 and one.message_id not in self.returned][1:]
         for delivery in ended:
-            await self.inner.settle(delivery, Return(charge=False, front=True))
+            await self.inner.settle(delivery, Nack(charge=False, front=True))
         self.returned -= {delivery.message_id for delivery in claimed}
         return [delivery for delivery in claimed if delivery not in ended]
 

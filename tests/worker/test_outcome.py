@@ -20,7 +20,7 @@ from mainspring.errors import (
     TaskExitError,
 )
 from mainspring.mailbox.history import LAST, crashes_before, read_history, remember, silences, without_oldest
-from mainspring.mailbox.message import Ack, Dead, Return
+from mainspring.mailbox.message import Ack, Dead, Nack
 from mainspring.policies import DeadLetterPolicy, RetryPolicy
 from mainspring.worker.outcome import Decision, Outcome, after_failure, as_settled, before_start
 
@@ -42,7 +42,7 @@ def test_an_error_is_a_charged_return_with_backoff():
     error = ValueError("broken")
     decision = decide(error, attempt=3)
     assert decision.outcome is Outcome.RETRIED
-    assert decision.settlement == Return(delay=6.25, charge=True)
+    assert decision.settlement == Nack(delay=6.25, charge=True)
     assert decision.error is error
 
 
@@ -73,9 +73,9 @@ def test_reject_is_the_end_at_once():
 
 
 def test_retry_says_its_own_delay_or_leaves_it_to_the_policy():
-    assert decide(Retry(delay=7), attempt=3).settlement == Return(7, True)
-    assert decide(Retry(delay=0), attempt=3).settlement == Return(0, True)
-    assert decide(Retry(), attempt=3).settlement == Return(6.25, True)
+    assert decide(Retry(delay=7), attempt=3).settlement == Nack(7, True)
+    assert decide(Retry(delay=0), attempt=3).settlement == Nack(0, True)
+    assert decide(Retry(), attempt=3).settlement == Nack(6.25, True)
 
 
 def test_a_charged_retry_runs_out_of_attempts():
@@ -84,7 +84,7 @@ def test_a_charged_retry_runs_out_of_attempts():
 
 def test_an_uncharged_retry_never_does_and_backs_off_by_deliveries():
     decision = decide(Retry(charge=False), attempt=20, deliveries=4)
-    assert decision.settlement == Return(15.625, False)
+    assert decision.settlement == Nack(15.625, False)
     assert decision.outcome is Outcome.POSTPONED
 
 
@@ -112,9 +112,9 @@ def test_a_reply_error_is_an_answer(policy):
     ("settlement", "outcome"),
     [
         (Ack(), "acknowledged"),
-        (Return(), "retried"),
-        (Return(5, charge=False), "postponed"),
-        (Return(charge=False, front=True), "released"),
+        (Nack(), "retried"),
+        (Nack(5, charge=False), "postponed"),
+        (Nack(charge=False, front=True), "released"),
         (Dead.of("no"), "dead_lettered"),
     ],
 )
@@ -232,7 +232,7 @@ def test_a_lone_error_of_a_group_means_what_it_is():
     """A handler with a task group of its own raises groups; a Reject inside is a Reject."""
     assert decide(ExceptionGroup("tasks", [Reject("bad")])).outcome is Outcome.DEAD_LETTERED
     nested = ExceptionGroup("tasks", [ExceptionGroup("inner", [Retry(delay=9, charge=False)])])
-    assert decide(nested).settlement == Return(9, False)
+    assert decide(nested).settlement == Nack(9, False)
     assert decide(ExceptionGroup("tasks", [KeyError("x")]), include=(LookupError,)).outcome is Outcome.DEAD_LETTERED
     both = decide(ExceptionGroup("tasks", [Reject("bad"), ValueError()]))
     assert both.outcome is Outcome.RETRIED
@@ -253,4 +253,4 @@ def test_an_error_that_cannot_be_printed_still_ends_a_message():
 
 @pytest.mark.parametrize("error", [HandlerTimeoutError("slow"), TaskExitError("exit")])
 def test_timeouts_and_exits_are_failures_like_any_other(error):
-    assert decide(error).settlement == Return(1.0, True)
+    assert decide(error).settlement == Nack(1.0, True)

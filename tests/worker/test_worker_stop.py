@@ -192,7 +192,7 @@ async def test_what_was_claimed_during_the_shutdown_is_handed_back_unrun(virtual
         assert await loop.shutdown(timeout=30)
     assert started == []
     assert mailbox.most_leased == 5
-    assert mailbox.settlements() == ["Return"] * 5
+    assert mailbox.settlements() == ["Nack"] * 5
     assert loop.outcomes == {"released": 5}
 
 

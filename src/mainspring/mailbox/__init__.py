@@ -3,7 +3,7 @@
 A :class:`~mainspring.mailbox.mailbox.Mailbox` has a :class:`~mainspring.mailbox.backend.Backend`. The mailbox checks
 parameters, encodes and decodes bodies, keeps the life cycle, and makes requests and replies. The backend keeps the
 messages. Between the two go an ``Envelope`` (a message to be stored), a ``Delivery`` (a message that was claimed) and
-a settlement (``Ack``, ``Return`` or ``Dead``): see :mod:`~mainspring.mailbox.message`.
+a settlement (``Ack``, ``Nack`` or ``Dead``): see :mod:`~mainspring.mailbox.message`.
 
 A message is in exactly one state: delayed, pending, in flight, settled or dead. A claim makes it in flight, and gives
 it a receipt handle and a lease. Only the holder of that handle may settle it, and only until the lease ends; then it

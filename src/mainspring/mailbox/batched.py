@@ -85,10 +85,10 @@ class Reply(OfDelivery):
 
 
 @dataclass(eq=False, repr=False, slots=True)
-class Return(OfDelivery):
+class Nack(OfDelivery):
     """The message returns to the queue."""
 
-    how: message.Return
+    how: message.Nack
 
 
 @dataclass(eq=False, repr=False, slots=True)

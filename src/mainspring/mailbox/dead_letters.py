@@ -19,7 +19,7 @@ from mainspring.errors import ConfigError, InvalidParameterError, MainspringErro
 from mainspring.mailbox.backend import Backend
 from mainspring.mailbox.limits import CLOSE_TIMEOUT
 from mainspring.mailbox.mailbox import Mailbox
-from mainspring.mailbox.message import Ack, Counts, Dead, DeadLetter, Delivery, Envelope, Return, Unserialized
+from mainspring.mailbox.message import Ack, Counts, Dead, DeadLetter, Delivery, Envelope, Nack, Unserialized
 from mainspring.mailbox.ownership import open_in
 from mainspring.runtime.deadline import without_deadline
 from mainspring.runtime.interval import Periodic
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 PAGE = 500
 _ACK = Ack()
-_RELEASE = Return(charge=False, front=True)
+_RELEASE = Nack(charge=False, front=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ class DeadLetterBackend(Backend):
 
     async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
         ticket = _ticket_in(delivery)
-        if isinstance(settlement, Return):
+        if isinstance(settlement, Nack):
             await self._tickets.backend.settle(ticket, settlement)
             return
         # Refused where the lease is lost; the letter goes first, as a ticket without one is dropped and not the other

@@ -68,7 +68,7 @@ class Delivery:
     leased_at: float | None = None
     """The instant (anyio's clock) from which the lease surely counts: just before the claim was made."""
     history: str | None = None
-    """What the last :class:`Return` with a ``history`` left with the message, as it was given (JSON text)."""
+    """What the last :class:`Nack` with a ``history`` left with the message, as it was given (JSON text)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,11 @@ ACK = Ack()
 
 
 @dataclass(frozen=True, slots=True)
-class Return:
-    """Give back: invisible for ``delay`` seconds, then pending. ``front`` puts it before all that wait."""
+class Nack:
+    """Put the message back: invisible for ``delay`` seconds, then pending at the tail.
+
+    A release is one with ``charge=False`` (it is no attempt) and ``front=True`` (before all that wait).
+    """
 
     delay: float = 0.0
     charge: bool = True
@@ -121,7 +124,9 @@ class Keep(Dead):
 EXPIRED = Dead("it was not done before its time (expires_in) ran out", "MessageExpiredError")
 """Why a message is dead that was not in flight when its ``expires_in`` was over."""
 
-Settlement: TypeAlias = Ack | Return | Dead
+Settlement: TypeAlias = Ack | Nack | Dead
+Return = Nack
+"""The former name of :class:`Nack`, for one release."""
 
 
 class CancelOutcome(StrEnum):
@@ -355,7 +360,7 @@ class Message(Generic[T, R]):
         return read_history(self._history_until())
 
     def _history_with(self, error: BaseException | str | None) -> str | None:
-        """Its history and ``error`` as that of this attempt, for :attr:`Return.history`; None where none is kept."""
+        """Its history and ``error`` as that of this attempt, for :attr:`Nack.history`; None where none is kept."""
         if not self.mailbox.capabilities.history:
             return None
         delivery, dead = self.delivery, _GIVEN_BACK if error is None else Dead.of(error)
@@ -380,7 +385,7 @@ class Message(Generic[T, R]):
         """
         delay = as_seconds(delay)
         check_seconds("nack: delay", delay, MAX_DELAY)
-        await self.settle(Return(float(delay), charge, history=self._history_with(error) if charge else None))
+        await self.settle(Nack(float(delay), charge, history=self._history_with(error) if charge else None))
 
     async def release(self) -> None:
         """Hand it back as if it had not been delivered: to the front of the queue, and not charged."""
@@ -434,7 +439,7 @@ class Message(Generic[T, R]):
             raise MessageSettledError(f"message {self.id}: this delivery is already settled")
 
 
-_RELEASE = Return(charge=False, front=True)
+_RELEASE = Nack(charge=False, front=True)
 _GIVEN_BACK = Dead("given back by nack(), without an error", "Nack")
 
 

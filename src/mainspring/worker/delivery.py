@@ -26,7 +26,7 @@ from mainspring.errors import (
 )
 from mainspring.events import MessageStarted
 from mainspring.mailbox import replies
-from mainspring.mailbox.message import Ack, Dead, Return
+from mainspring.mailbox.message import Ack, Dead, Nack
 from mainspring.policies import DeadLetterPolicy, LeasePolicy, RetryPolicy
 from mainspring.runtime.cancellation import is_spurious_cancellation
 from mainspring.runtime.deadline import deadline_of, enter
@@ -489,7 +489,7 @@ class HandlerRuns:
         if isinstance(settlement, Ack):  # a ReplyError
             reply = None if message.reply_to is None else replies.failure_reply(message, decision.error or error)
             return replace(decision, settlement=Ack(reply))
-        if isinstance(settlement, Return) and settlement.charge:
+        if isinstance(settlement, Nack) and settlement.charge:
             return _with_history(decision, message._history_with(lone_error(error)))  # noqa: SLF001 - this package's own
         return decision
 
@@ -512,7 +512,7 @@ def _as_failure(error: BaseException, why: str) -> TaskExitError:
 
 def _with_history(decision: Decision, history: str | None) -> Decision:
     """The decision with what the message's history is from now on."""
-    if history is None or not isinstance(decision.settlement, Return | Dead):
+    if history is None or not isinstance(decision.settlement, Nack | Dead):
         return decision
     return replace(decision, settlement=replace(decision.settlement, history=history))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mainspring.errors import ConfigError, InvalidParameterError, Reject, ReplyError, ReplyNotAvailableError, Retry
 from mainspring.mailbox.history import LEASE_EXPIRED, crashes_before, read_history
-from mainspring.mailbox.message import Ack, Dead, Keep, Return, Settlement
+from mainspring.mailbox.message import Ack, Dead, Keep, Nack, Settlement
 from mainspring.runtime.scope import lone_error
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ _FAULTS_OF_CONFIGURATION = (ConfigError, InvalidParameterError, ReplyNotAvailabl
 """A setting, a call or an address is wrong: running the handler again does not mend it."""
 
 DONE = Decision(Outcome.ACKNOWLEDGED, Ack())
-RELEASED = Decision(Outcome.RELEASED, Return(charge=False, front=True))
+RELEASED = Decision(Outcome.RELEASED, Nack(charge=False, front=True))
 LOST = Decision(Outcome.LOST, None)
 CANCELLED = Decision(Outcome.CANCELLED, None)
 
@@ -98,7 +98,7 @@ def after_failure(
     else:
         delay = retry.delay(attempt if charge else delivery_count, rng)
     postponed = isinstance(error, Retry) and not charge
-    return Decision(Outcome.POSTPONED if postponed else Outcome.RETRIED, Return(delay, charge), error)
+    return Decision(Outcome.POSTPONED if postponed else Outcome.RETRIED, Nack(delay, charge), error)
 
 
 def after_deadline(error: DeadlineExceededError) -> Decision:

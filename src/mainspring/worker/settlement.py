@@ -26,7 +26,7 @@ from mainspring.events import (
     SettlementRecovered,
 )
 from mainspring.mailbox import replies
-from mainspring.mailbox.message import Ack, Return
+from mainspring.mailbox.message import Ack, Nack
 from mainspring.runtime.cancellation import is_spurious_cancellation
 from mainspring.runtime.retry import Retries
 from mainspring.worker.delivery import Phase
@@ -92,7 +92,7 @@ class Settler:
     def tell(self, kind: type[MessageFinished], delivery: Delivery, decision: Decision, now: float) -> None:
         """Dispatch how a delivery ended."""
         message, settlement, error = delivery.message, decision.settlement, decision.error
-        returned = settlement if isinstance(settlement, Return) else None
+        returned = settlement if isinstance(settlement, Nack) else None
         fault = None if isinstance(error, (Retry, Reject, ReplyError)) else error  # those are instructions
         self._dispatcher.dispatch(
             kind(

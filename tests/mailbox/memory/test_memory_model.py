@@ -13,7 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from mailbox_model import Model, Record
 from mainspring.errors import MailboxFullError, ReceiptHandleExpiredError
 from mainspring.mailbox.memory.queue import MemoryQueue, QueuedMessage
-from mainspring.mailbox.message import Dead, Delivery, Return
+from mainspring.mailbox.message import Dead, Delivery, Nack
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,10 +87,8 @@ class QueueMachine(RuleBasedStateMachine):
         receipt = delivery.receipt_handle
         self.both(lambda: self.queue.acknowledge(delivery, now), lambda: self.model.acknowledge(receipt, now))
 
-    @rule(
-        delivery=deliveries, how=st.sampled_from([Return(), Return(2.5), Return(charge=False), Return(0, False, True)])
-    )
-    def give_back(self, delivery: Delivery, how: Return) -> None:
+    @rule(delivery=deliveries, how=st.sampled_from([Nack(), Nack(2.5), Nack(charge=False), Nack(0, False, True)]))
+    def give_back(self, delivery: Delivery, how: Nack) -> None:
         now = self.tick()
 
         def ours() -> None:

@@ -20,7 +20,7 @@ from mainspring.errors import ConfigError, MailboxClosedError, ReplyNotAvailable
 from mainspring.mailbox.backend import TRANSIENT, Backend, Capabilities, MailboxStatistics
 from mainspring.mailbox.mailbox import Mailbox
 from mainspring.mailbox.memory.queue import MemoryQueue, QueuedMessage
-from mainspring.mailbox.message import Ack, CancelOutcome, Return
+from mainspring.mailbox.message import Ack, CancelOutcome, Nack
 from mainspring.runtime.interval import Periodic
 from mainspring.validation import counted
 
@@ -244,7 +244,7 @@ class MemoryBackend(Backend):
             if settlement.reply is not None:
                 self._send_reply_to(store, delivery, settlement.reply, now)
             queue.acknowledge(delivery, now)
-        elif type(settlement) is Return:
+        elif type(settlement) is Nack:
             queue.nack(delivery, now, settlement)
             store.changed()
         else:

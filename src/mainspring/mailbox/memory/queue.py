@@ -16,7 +16,7 @@ from mainspring.mailbox.message import EXPIRED, UNKNOWN, Cancelled, CancelOutcom
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from mainspring.mailbox.message import Dead, Return
+    from mainspring.mailbox.message import Dead, Nack
 
 
 DELAYED: Final = 0
@@ -420,7 +420,7 @@ class MemoryQueue:
             self._ids.pop(entry.message_id, None)
         self.settled += 1
 
-    def nack(self, delivery: Delivery, now: float, how: Return) -> None:
+    def nack(self, delivery: Delivery, now: float, how: Nack) -> None:
         """Return it to those that wait."""
         entry = self.leased(delivery, now)
         self._end_lease(entry)

@@ -15,7 +15,7 @@ from mainspring.errors import (
     ReceiptHandleExpiredError,
     ReplyNotAvailableError,
 )
-from mainspring.mailbox.message import EXPIRED, Ack, Dead, Return
+from mainspring.mailbox.message import EXPIRED, Ack, Dead, Nack
 from mainspring.mailbox.nats.claims import FULL_RETRY, lease_expired
 from mainspring.mailbox.nats.client import GoneError
 from mainspring.mailbox.nats.names import Names
@@ -107,7 +107,7 @@ class Settlements:
         A released message is delivered again from there. So is, after a while, one whose dead letter cannot be
         written: a worker whose slots all wait for room would make none.
         """
-        if isinstance(settlement, Return):
+        if isinstance(settlement, Nack):
             await self._claims.redeliver_in_place(delivery, settlement.delay)
             return True
         now = anyio.current_time()
@@ -117,7 +117,7 @@ class Settlements:
             await self._claims.redeliver_in_place(delivery, FULL_RETRY)
         return False
 
-    async def _nack(self, lease: Lease, how: Return) -> bool:
+    async def _nack(self, lease: Lease, how: Nack) -> bool:
         store = self._store
         record = self._ended_record(lease, how.charge, how.history)
         now = self._wall()

@@ -329,7 +329,7 @@ class Batch:
 
         self._add("settle", settle_values(commands), finish)
 
-    def add_nack(self, commands: list[batched.Return]) -> None:
+    def add_nack(self, commands: list[batched.Nack]) -> None:
         commands = once_each(commands)
 
         def finish(rows: list[tuple[Any, ...]]) -> None:
@@ -385,7 +385,7 @@ _IN_ORDER: tuple[tuple[type, Callable[[Batch, Any], None]], ...] = (
     (batched.Acknowledge, Batch.add_acknowledge),
     (AcknowledgeMany, Batch.add_acknowledge_many),
     (Settle, Batch.add_settle),
-    (batched.Return, Batch.add_nack),
+    (batched.Nack, Batch.add_nack),
     (batched.Extend, Batch.add_extend),
     (batched.Checkpoint, Batch.add_checkpoint),
     (Send, Batch.add_send),

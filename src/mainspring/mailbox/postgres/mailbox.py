@@ -20,7 +20,7 @@ from mainspring.mailbox.batcher import Batcher, Command
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.limits import SILENCE, check_column, full, is_name, size_of
 from mainspring.mailbox.mailbox import Mailbox
-from mainspring.mailbox.message import ACK, Ack, Cancelled, CancelOutcome, Dead, Return
+from mainspring.mailbox.message import ACK, Ack, Cancelled, CancelOutcome, Dead, Nack
 from mainspring.mailbox.postgres import schema as schemas
 from mainspring.mailbox.postgres.commands import (
     LOCK_WAIT,
@@ -440,8 +440,8 @@ class PostgresBackend(BatchedBackend):
     async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
         command: batched.OfDelivery
         target: int | None = None
-        if isinstance(settlement, Return):
-            command = batched.Return(delivery, settlement)
+        if isinstance(settlement, Nack):
+            command = batched.Nack(delivery, settlement)
         elif isinstance(settlement, Ack) and settlement.reply is None:
             command = batched.Acknowledge(delivery)
         else:

@@ -15,7 +15,7 @@ from psycopg.pq import Format
 from mainspring.errors import ReceiptHandleExpiredError
 from mainspring.mailbox.codec import headers_of
 from mainspring.mailbox.limits import size_of
-from mainspring.mailbox.message import Dead, Delivery, Return
+from mainspring.mailbox.message import Dead, Delivery, Nack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -156,7 +156,7 @@ UNREADABLE = Dead("the stored headers are no JSON object of strings", "NotJsonEr
 def size_of_settlement(command: Settle) -> int:
     """Return the bytes that come with the end of a message: its reply, or why it is dead."""
     settlement = command.settlement
-    if isinstance(settlement, Return):
+    if isinstance(settlement, Nack):
         return 0
     size = 0 if settlement.reply is None else size_of(settlement.reply)
     if isinstance(settlement, Dead):
@@ -219,7 +219,7 @@ def settle_values(commands: list[Settle]) -> tuple[Any, ...]:
     """Return the parameters of ``settle``, with the replies."""
     deads = [command.settlement if isinstance(command.settlement, Dead) else None for command in commands]
     replies = [
-        None if isinstance(command.settlement, Return) or command.target is None else command.settlement.reply
+        None if isinstance(command.settlement, Nack) or command.target is None else command.settlement.reply
         for command in commands
     ]
     return (

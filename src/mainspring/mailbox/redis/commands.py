@@ -408,10 +408,10 @@ def _kind(command: Command) -> Hashable:
 # ----------------------------------------------------------------------------------------- commands that are written alone
 
 
-def _return(call: FunctionCall, command: batched.Return) -> tuple[Argument, ...]:
+def _nack(call: FunctionCall, command: batched.Nack) -> tuple[Argument, ...]:
     how = command.how
     handle, charge, front = command.delivery.receipt_handle, int(how.charge), int(how.front)
-    return "return_message", handle, micros(how.delay), charge, front, how.history or ""
+    return "nack", handle, micros(how.delay), charge, front, how.history or ""
 
 
 def _reply_part(call: FunctionCall, reply: Envelope | None) -> tuple[Argument, ...]:
@@ -540,7 +540,7 @@ OPERATIONS: Final[dict[type[Command], Operation]] = {
     AcknowledgeMany: Operation(1, _write_acks, _take_acks),
     batched.Reply: _single(2, _reply, _take_settled),
     batched.DeadLetter: _single(2, _dead_letter, _take_settled),
-    batched.Return: _single(2, _return, _take_settled),
+    batched.Nack: _single(2, _nack, _take_settled),
     batched.Extend: _single(2, lambda _, c: ("extend", c.delivery.receipt_handle, micros(c.timeout)), _take_settled),
     batched.Checkpoint: _single(2, lambda _, c: ("checkpoint", c.delivery.receipt_handle, c.state), _take_settled),
     batched.Cancel: _single(3, lambda _, c: ("cancel", c.message_id.encode("utf-8", "surrogatepass")), _take_cancelled),

@@ -248,7 +248,7 @@ class RedisBackend(CommandBackend):
                 settlement = replace(settlement, reply=None)
             await self._call(batched.DeadLetter(delivery, settlement))
         else:
-            await self._call(batched.Return(delivery, settlement))
+            await self._call(batched.Nack(delivery, settlement))
 
     async def acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
         for delivery in deliveries:

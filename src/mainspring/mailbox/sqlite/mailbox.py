@@ -20,7 +20,7 @@ from mainspring.mailbox.backend import TRANSIENT, TRANSIENT_LIFE, Capabilities, 
 from mainspring.mailbox.batcher import Batcher, Command
 from mainspring.mailbox.limits import check_column, size_of
 from mainspring.mailbox.mailbox import Mailbox
-from mainspring.mailbox.message import Dead, Return
+from mainspring.mailbox.message import Dead, Nack
 from mainspring.mailbox.settings import NUMBER, Capacity, Options, name_at, with_query
 from mainspring.mailbox.sqlite.connection import DatabaseFile
 from mainspring.mailbox.sqlite.writer import LOOK_AGAIN, Job, Waiters, Writer
@@ -261,8 +261,8 @@ class SQLiteBackend(do.BatchedBackend):
 
     async def settle(self, delivery: Delivery, settlement: Settlement) -> None:
         command: Command
-        if isinstance(settlement, Return):
-            command = do.Return(delivery, settlement)
+        if isinstance(settlement, Nack):
+            command = do.Nack(delivery, settlement)
         elif isinstance(settlement, Dead):
             command = do.DeadLetter(delivery, _writable(settlement))
         elif settlement.reply is None:

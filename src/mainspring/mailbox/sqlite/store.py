@@ -355,7 +355,7 @@ def _reply(work: UnitOfWork, reply: Envelope) -> None:
         batch.write()
 
 
-def _return(work: UnitOfWork, commands: list[do.Return]) -> None:
+def _nack(work: UnitOfWork, commands: list[do.Nack]) -> None:
     for command in commands:
         held = _take(work, command.mailbox, command.delivery, command)
         if held is None:
@@ -452,7 +452,7 @@ _IN_ORDER: tuple[tuple[type, Callable[[UnitOfWork, Any], None]], ...] = (
     (do.Unclaim, _unclaim),
     (do.Acknowledge, _acknowledge),
     (do.Reply, _acknowledge_and_reply),
-    (do.Return, _return),
+    (do.Nack, _nack),
     (do.DeadLetter, _dead_letter),
     (do.Extend, _extend),
     (do.Checkpoint, _save_checkpoint),

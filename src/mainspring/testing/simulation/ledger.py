@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from mainspring.mailbox.message import Ack, Dead, Return
+from mainspring.mailbox.message import Ack, Dead, Nack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -209,7 +209,7 @@ class Ledger:
         elif run.ended != "returned" and not account.finished:
             self.fail("work done", f"{worker} acknowledged it although its handler {run.ended}", account.label)
 
-    def _returned(self, account: Account, run: HandlerRun | None, worker: str, how: Return, now: float) -> None:
+    def _returned(self, account: Account, run: HandlerRun | None, worker: str, how: Nack, now: float) -> None:
         account.state, account.ready_at = MessageState.QUEUED, now + how.delay
         self._log.add(worker, "retried" if how.charge else "released", account.label, f"in {how.delay:.3f} s")
         if not how.charge:

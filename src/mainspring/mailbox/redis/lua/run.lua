@@ -135,10 +135,10 @@ local operations = {
     acknowledge(box, { receipt })
     return 1
   end,
-  return_message = function()
+  nack = function()
     local receipt, delay, charged = next_argument(), next_number(), next_number()
     local front = next_argument() == '1'
-    return return_message(box, receipt, delay, charged, front, next_argument())
+    return nack(box, receipt, delay, charged, front, next_argument())
   end,
   dead_letter = function()
     local receipt, why, history = next_argument(), next_argument(), next_argument()
