@@ -100,6 +100,14 @@ class ExtendShortens(WrappedBackend):
                 await end_lease(self.inner, delivery)
 
 
+class RefusesAllForOne(WrappedBackend):
+    async def acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
+        refused = await self.inner.acknowledge_many(deliveries)
+        for error in refused.values():
+            raise error
+        return refused
+
+
 class ExtendDoesNothing(WrappedBackend):
     async def extend(self, delivery: Delivery, timeout: float) -> None:
         await self.inner.extend(delivery, 0.0)
@@ -487,6 +495,7 @@ KINDS: list[tuple[Kind, list[str]]] = [
     (ForgetsCheckpoints, ["a_checkpoint_survives_every_return", *refused("save_checkpoint")]),
     (ExtendShortens, ["extend_never_shortens"]),
     (ExtendDoesNothing, ["extend_lengthens_a_lease_from_now", "a_lease_can_be_kept_for_ever"]),
+    (RefusesAllForOne, ["messages_are_acknowledged_in_one_call", "a_foreign_receipt_handle_is_refused_by_itself"]),
     (ReleasesToTheTail, ["a_released_message_goes_to_the_front", "a_released_batch_goes_before_all_that_wait"]),
     (NacksToTheFront, ["a_nacked_message_goes_to_the_tail", "an_uncharged_nack_goes_to_the_tail_too"]),
     (ChargesReleases, ["a_release_charges_nothing", "an_uncharged_nack_charges_nothing"]),

@@ -251,10 +251,10 @@ class RedisBackend(CommandBackend):
             await self._call(batched.Nack(delivery, settlement))
 
     async def acknowledge_many(self, deliveries: list[Delivery]) -> dict[int, Exception]:
-        for delivery in deliveries:
-            _check_handle(delivery)
-        refused: dict[int, Exception] = await self._batcher.call(AcknowledgeMany(deliveries))
-        return refused
+        foreign = {n: _foreign(one) for n, one in enumerate(deliveries) if not one.receipt_handle.isascii()}
+        own = [n for n in range(len(deliveries)) if n not in foreign]
+        not_held = await self._batcher.call(AcknowledgeMany([deliveries[n] for n in own]))
+        return {**foreign, **{own[place]: error for place, error in not_held.items()}}
 
     async def _has_sent_reply(self, delivery: Delivery, reply: Envelope) -> bool:
         """Send the reply before the settlement, in a cluster: its mailbox may be on another node. Else return False."""
@@ -307,4 +307,8 @@ def _need_driver() -> None:
 def _check_handle(delivery: Delivery) -> None:
     """Refuse a handle that no Redis mailbox gave out."""
     if not delivery.receipt_handle.isascii():
-        raise ReceiptHandleExpiredError(f"message {delivery.message_id}: {delivery.receipt_handle!r} is no lease of it")
+        raise _foreign(delivery)
+
+
+def _foreign(delivery: Delivery) -> ReceiptHandleExpiredError:
+    return ReceiptHandleExpiredError(f"message {delivery.message_id}: {delivery.receipt_handle!r} is no lease of it")

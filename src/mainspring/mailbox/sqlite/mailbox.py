@@ -290,10 +290,15 @@ class SQLiteBackend(do.BatchedBackend):
         return SQLiteBackend(self.path, self._options.model_copy(update={"name": name, "capacity": None}))
 
 
+MOST_DIGITS = 18
+"""Digits of a number that SQLite surely has room for."""
+
+
 def _check_handle(delivery: Delivery) -> None:
     """A handle that no SQLite mailbox gave out holds no lease."""
-    if not (delivery.receipt_handle.isascii() and delivery.receipt_handle.isdigit()):
-        raise ReceiptHandleExpiredError(f"message {delivery.message_id}: {delivery.receipt_handle!r} is no lease of it")
+    handle = delivery.receipt_handle
+    if not (handle.isascii() and handle.isdigit() and len(handle) <= MOST_DIGITS):
+        raise ReceiptHandleExpiredError(f"message {delivery.message_id}: {handle!r} is no lease of it")
 
 
 def _writable(dead: Dead) -> Dead:

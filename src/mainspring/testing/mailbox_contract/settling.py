@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import anyio
 
 from mainspring.errors import MessageSettledError, ReceiptHandleExpiredError
-from mainspring.mailbox.message import CancelOutcome
+from mainspring.mailbox.message import ACK, CancelOutcome, Delivery
 from mainspring.testing.mailbox_contract.harness import (
     AnyMailbox,
     Behaviour,
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from mainspring.mailbox.message import Message
 
     GiveBack: TypeAlias = Callable[[Message], Awaitable[None]]
+
+
+FOREIGN = ("", "rubbish", "\u00e4", "\0", "\ud800", "9" * 40)
+"""Receipt handles that no mailbox gives out."""
 
 
 @on_mailbox()
@@ -100,6 +104,23 @@ async def a_settled_message_is_not_acknowledged_with_others(h: Harness, box: Any
     check(not a.is_settled, "is_settled is set")
     await a.acknowledge()
     await h.counts(box, pending=1, settled=1)
+
+
+@on_mailbox("fencing")
+async def a_foreign_receipt_handle_is_refused_by_itself(h: Harness, box: AnyMailbox) -> None:
+    """A receipt handle of no mailbox raises ReceiptHandleExpiredError; acknowledge_many() names it and does the others."""
+    await box.send_many(["a", "b"])
+    a, b = await h.all(box)
+    foreign = [Delivery(a.id, a.body, handle, 1, 1, 0.0, 0.0) for handle in FOREIGN]
+    for delivery in foreign:
+        with raises(ReceiptHandleExpiredError, f"an acknowledgement by {delivery.receipt_handle!r}"):
+            await box.backend.settle(delivery, ACK)
+        with raises(ReceiptHandleExpiredError, f"an extension by {delivery.receipt_handle!r}"):
+            await box.backend.extend(delivery, 1)
+    refused = await box.backend.acknowledge_many([a.delivery, *foreign, b.delivery])
+    kinds = {foreign[number - 1].receipt_handle: type(error) for number, error in sorted(refused.items())}
+    equal(kinds, dict.fromkeys(FOREIGN, ReceiptHandleExpiredError), "what was refused")
+    await h.counts(box, settled=2)
 
 
 def _charges(name: str, claim: str, give_back: GiveBack, *, charged: bool) -> Behaviour:
