@@ -202,7 +202,7 @@ class SharedPool:
             self._watermarks.pop(number, None)
 
     def wake(self, number: int, count: int) -> None:
-        """So many messages became pending in that mailbox."""
+        """Wake waiting receives, as ``count`` messages became pending in that mailbox."""
         for mailbox in self._mailboxes.get(number, ()):
             mailbox.wake_claims(count)
 

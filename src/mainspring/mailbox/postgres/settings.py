@@ -44,7 +44,7 @@ _WAY = (
     "sslrootcert", "sslcrl", "sslcrldir", "sslsni", "ssl_min_protocol_version", "ssl_max_protocol_version",
     "target_session_attrs",
 )  # fmt: skip
-"""What an address says of the way to the server, so that nobody goes there by a worse one. Who somebody is, is not in it."""
+"""The parameters of an address that say how to reach the server. The login is not among them."""
 
 
 def _short(name: str) -> str:
