@@ -68,6 +68,21 @@ async def test_a_line_that_is_cut_again_and_again_is_a_lost_connection(here, cal
         await box.send("x")
 
 
+async def test_requests_go_on_when_the_drivers_flusher_has_ended(here):
+    """Its task may be cancelled as any other of the event loop. The server answers pings all the while."""
+    before = asyncio.all_tasks()
+    async with here.box(timeout=1.0) as box:
+        await box.send("x")
+        tasks = asyncio.all_tasks() - before
+        (flusher,) = [task for task in tasks if task.get_coro().__qualname__ == "Client._flusher"]
+        flusher.cancel()
+        with suppress(MailboxConnectionError):  # it may have been in the flusher's queue
+            await box.counts()
+        assert flusher.cancelled()
+        for _ in range(3):
+            assert await box.counts() == Counts(pending=1)
+
+
 class Listener:
     """A server that says ``first`` to everybody, and remembers what it hears."""
 

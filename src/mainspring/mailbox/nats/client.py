@@ -448,7 +448,8 @@ class StrictClient(Client):
         if len(payload) > self._max_payload:
             raise MaxPayloadError
         await self._send_command(b"PUB %b %b %d\r\n%b\r\n" % (subject.encode(), reply.encode(), len(payload), payload))
-        if self._flush_queue.empty():
+        # A flusher that has ended leaves in the queue what it did not come to: nothing would be written any more.
+        if self._flush_queue.empty() or self._flusher_task is None or self._flusher_task.done():
             await self._flush_pending()
 
     async def hang_up(self, seconds: float) -> None:
