@@ -122,6 +122,7 @@ async def test_a_cancellation_that_a_handler_swallows_ends_nothing(mailbox, swal
 
 @pytest.mark.own_time(2)  # a lease ends
 @pytest.mark.parametrize("messages", [1, 4])
+@pytest.mark.slow
 async def test_a_settlement_that_is_cut_off_is_told_and_the_loop_goes_on(mailbox, messages):
     """It may have been written or not: the message comes again when its lease ends."""
     slots: set[asyncio.Task[Any]] = set()

@@ -40,6 +40,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
+@pytest.mark.slow
 async def test_a_line_that_is_cut_again_and_again_is_a_lost_connection(here, call):
     """Calls meet the cut at any moment. uvloop raises a RuntimeError where the driver has not heard of it yet."""
     line = await here.line()
@@ -68,6 +69,7 @@ async def test_a_line_that_is_cut_again_and_again_is_a_lost_connection(here, cal
         await box.send("x")
 
 
+@pytest.mark.slow
 async def test_requests_go_on_when_the_drivers_flusher_has_ended(here):
     """Its task may be cancelled as any other of the event loop. The server answers pings all the while."""
     before = asyncio.all_tasks()

@@ -30,6 +30,7 @@ async def dies(box):
     assert counts == Counts(dead=1)
 
 
+@pytest.mark.slow
 async def test_a_message_that_a_cancelled_receive_puts_back_past_its_expiry_dies(here):
     """The receive had it when the scheduler came, so that it was in flight then."""
     line, names = await here.line(), here.names()
@@ -50,6 +51,7 @@ async def test_a_message_that_a_cancelled_receive_puts_back_past_its_expiry_dies
 
 
 @pytest.mark.parametrize("delay", [0, 0.3])
+@pytest.mark.slow
 async def test_a_message_that_is_nacked_as_it_expires_dies(here, delay):
     line, names = await here.line(), here.names()
     async with here.box(over=line) as box, here.box() as other:
@@ -69,6 +71,7 @@ async def test_a_message_that_is_nacked_as_it_expires_dies(here, delay):
         await dies(other)
 
 
+@pytest.mark.slow
 async def test_a_message_in_flight_outlives_its_expiry(here):
     """The scheduler looks for it again and again, and leaves it to its worker."""
     async with here.box() as box:

@@ -31,6 +31,7 @@ NAMES = st.text(max_size=10)  # short enough for a server, whatever they are mad
     charge=st.booleans(),
     history=st.none() | st.text(min_size=1, max_size=30),
 )
+@pytest.mark.slow
 def test_a_record_comes_back_as_it_was(body, headers, reply_to, key, expires_in, charge, history):
     sent = Record.of(Envelope("id", body, 0.0, reply_to, key, 0, headers, expires_in), 1_000.5)
     assert decode(sent.encode(), 7, 0.0) == sent

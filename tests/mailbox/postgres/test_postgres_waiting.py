@@ -223,6 +223,7 @@ async def test_behind_pgbouncer(place):
         assert "WARNING" not in before.log
 
 
+@pytest.mark.slow
 async def test_a_poll_that_is_due_just_as_a_claim_comes_back_empty_is_not_the_last_one(place):
     async with place.mailbox(listen=False, poll_interval=0.1) as mailbox, anyio.create_task_group() as tasks:
         assert not await mailbox.receive(wait_time_seconds=0.5)

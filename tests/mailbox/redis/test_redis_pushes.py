@@ -299,6 +299,7 @@ async def test_an_answer_that_is_owed_is_not_that_to_a_ping(line, anyio_backend)
             assert await mailbox.counts() == Counts(in_flight=1)
 
 
+@pytest.mark.slow
 async def test_a_call_that_is_given_up_before_it_is_gone_on_with_ends_at_once(line, anyio_backend):
     """Its caller is cancelled in the very turn of the event loop in which its answer has taken too long."""
     async with line.mailbox(timeout=0.5) as mailbox:
