@@ -32,6 +32,7 @@ async def until(client: httpx.AsyncClient, path: str, status: int) -> httpx.Resp
         await anyio.sleep(0.005)
 
 
+@pytest.mark.slow
 async def test_from_work_through_a_drain_to_the_end() -> None:
     hold, seen = anyio.Event(), anyio.Event()
 

@@ -128,6 +128,7 @@ async def test_a_mailbox_that_works_unopened_can_be_shared_at_any_time(anyio_bac
     assert done == [("one", 1)]
 
 
+@pytest.mark.slow
 async def test_in_virtual_time_the_first_to_end_does_not_close_it_for_the_second(path, virtual_clock):
     """The work of hours of one group, while the other, refused, has been and gone."""
     shared = SQLiteMailbox(path, name="jobs", body=int)

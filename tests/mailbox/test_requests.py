@@ -287,6 +287,7 @@ def with_replies(wrapper):
     return wrap(InMemoryMailbox(body=list[int], reply=Sum), Requests)
 
 
+@pytest.mark.slow
 async def test_a_lost_connection_to_the_replies_is_waited_out():
     failures = 3
 

@@ -420,6 +420,7 @@ def test_a_forked_child_opens_what_its_parent_could_not_or_no_longer_has(tmp_pat
     assert (done.returncode, done.stdout, done.stderr) == (0, "['child']\n['child', 'parent']\n7\n1\n", "")
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_with_it_open_closes_it(tmp_path):
     program = f"""
         from mainspring import open_mailbox

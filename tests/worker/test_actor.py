@@ -566,6 +566,7 @@ with LoopThread(stop_timeout=0) as thread:
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_is_told_that_the_actor_runs_in_its_parent():
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == ("0\n", "")

@@ -115,6 +115,7 @@ async def test_a_native_cancellation_of_who_was_woken_loses_neither_message_nor_
             await first
 
 
+@pytest.mark.slow
 async def test_one_who_waits_for_ever_is_woken_by_a_close_at_any_moment() -> None:
     for turns in range(6):
         mailbox: InMemoryMailbox[int, Any] = InMemoryMailbox("jobs", body=int)

@@ -121,6 +121,7 @@ async def test_a_batch_into_deleted_streams_is_stored(here):
         assert await box.counts() == Counts(pending=50)
 
 
+@pytest.mark.slow
 async def test_a_waiting_receiver_has_what_comes_after_a_deletion(here):
     got = []
     async with here.box(timeout=3.0) as box, here.box() as sender:
@@ -155,6 +156,7 @@ async def receive_all(view, count):
     return got
 
 
+@pytest.mark.slow
 async def test_two_views_do_not_have_one_dead_letter(here):
     async with here.box() as box, here.box() as other:
         await bury(box, 3)
@@ -167,6 +169,7 @@ async def test_two_views_do_not_have_one_dead_letter(here):
         assert await box.counts() == Counts(settled=3)
 
 
+@pytest.mark.slow
 async def test_a_parked_dead_letter_stays_so_when_its_consumer_is_new(here):
     async with here.box() as box:
         await bury(box, 2)

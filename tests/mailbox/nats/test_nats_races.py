@@ -77,6 +77,7 @@ async def test_a_delayed_nack_that_is_cancelled_half_way_leaves_one_message(here
 
 
 @pytest.mark.parametrize("when", ["before", "between"])
+@pytest.mark.slow
 async def test_what_is_cancelled_as_it_comes_due_does_not_come(here, when):
     """Somebody has it in hand already to move it to the queue, and has not added it there, or not removed it here."""
     line, names = await here.line(), here.names()

@@ -109,6 +109,7 @@ async def test_one_that_stands_still_with_much_on_its_way_is_given_up_for_anothe
             await line.close()
 
 
+@pytest.mark.slow
 async def test_what_waited_on_a_lost_connection_is_not_waited_for_on_the_next(here):
     line = await here.line()
     async with here.box(over=line) as box:
@@ -237,6 +238,7 @@ async def test_a_login_that_goes_wrong_when_it_comes_back_is_tried_again(login, 
         assert line.made >= 4
 
 
+@pytest.mark.slow
 async def test_who_may_not_hear_the_answers_is_told_so_whenever_the_server_says_it(here):
     """The driver's ping can overtake the subscription, so that the connection seems to be made."""
     line = await here.line()

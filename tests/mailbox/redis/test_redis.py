@@ -259,6 +259,7 @@ async def test_a_finished_message_leaves_nothing_behind(here, anyio_backend):
     assert here.found() == [here.key("state").encode()]
 
 
+@pytest.mark.slow
 async def test_more_than_one_call_can_bring_back_is_brought_back(here, anyio_backend):
     """Thousands of leases end at once: counts are exact all the same, and all are delivered again."""
     async with here.mailbox() as mailbox:

@@ -277,6 +277,7 @@ async def test_waits_have_an_end_where_all_around_is_cancelled(here, anyio_backe
                 assert await mailbox.receive(wait_time_seconds=0.1) == []
 
 
+@pytest.mark.slow
 async def test_an_answer_that_is_owed_is_not_that_to_a_ping(line, anyio_backend):
     """A connection that has idled is tried before a call, but not while the answer to one is awaited."""
     pings: list = []

@@ -282,6 +282,7 @@ async def test_contents_that_no_mailbox_wrote_stop_nothing(user, caplog):
 
 
 @pytest.mark.parametrize("key", KEYS)
+@pytest.mark.slow
 async def test_no_message_whose_record_is_there_is_lost_with_another_key(user, key, caplog):
     """One message in each state."""
     here = user.here
@@ -320,6 +321,7 @@ async def test_no_message_whose_record_is_there_is_lost_with_another_key(user, k
         )
 
 
+@pytest.mark.slow
 async def test_one_process_of_a_fleet_looks_at_a_time(user):
     """And goes on where another has stopped; where nothing is amiss, none goes through the messages."""
     here = user.here

@@ -176,6 +176,7 @@ async def test_an_error_of_one_is_nothing_to_its_neighbours(here, anyio_backend)
         assert set(connections(here)) == ids
 
 
+@pytest.mark.slow
 async def test_a_connection_that_is_lost_is_made_once_for_all(here, anyio_backend):
     async with AsyncExitStack() as stack:
         boxes = [await stack.enter_async_context(here.mailbox(str(number))) for number in range(40)]
@@ -217,6 +218,7 @@ async def test_a_server_that_is_away_is_asked_by_one_for_all(anyio_backend):
             assert names(here) == BOTH
 
 
+@pytest.mark.slow
 async def test_the_timeout_of_one_ends_no_call_of_its_neighbours(anyio_backend):
     """It begins its next call on a new connection; theirs is answered on the old one."""
     with RedisServer() as own, place(own.url) as here:
@@ -271,6 +273,7 @@ async def test_cancelled_callers_take_no_answer_of_others(here, anyio_backend):
         assert names(here) == BOTH
 
 
+@pytest.mark.slow
 async def test_large_messages_and_their_cancelled_senders_disturb_nobody(here, anyio_backend):
     """A body that the socket takes in many pieces: the sender goes between two of them."""
     body = "x" * 6_000_000

@@ -382,6 +382,7 @@ async def test_a_server_that_has_not_told_its_settings_is_asked_again(caplog, an
 
 
 @pytest.mark.parametrize("answer", [RuntimeError("NOPERM no"), EOFError(), ["slave"]])
+@pytest.mark.slow
 async def test_a_server_that_is_no_primary_or_does_not_say_so_is_hung_up_on(here, answer, anyio_backend):
     asked: list[int] = []
 

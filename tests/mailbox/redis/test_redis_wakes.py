@@ -79,6 +79,7 @@ class Process:
 
 
 @pytest.mark.loops("asyncio")
+@pytest.mark.slow
 async def test_a_claim_that_takes_all_it_wanted_and_leaves_more_calls_its_neighbour(here, anyio_backend):
     """The process is called for the first message, and off the list as the second one comes, which calls nobody."""
     with anyio.fail_after(15):
@@ -91,6 +92,7 @@ async def test_a_claim_that_takes_all_it_wanted_and_leaves_more_calls_its_neighb
 
 
 @pytest.mark.loops("asyncio")
+@pytest.mark.slow
 async def test_what_a_process_was_called_for_and_did_not_take_is_anothers(here, anyio_backend):
     """It was to come for all, has a limit, and asks for no more; the other process was not on the list as they came."""
     got: list[object] = []

@@ -167,6 +167,7 @@ class _Closing:
         self.connection.close()
 
 
+@pytest.mark.slow
 async def test_locked_for_too_long(mailbox, path):
     await mailbox.send("before")
     [message] = await mailbox.receive()

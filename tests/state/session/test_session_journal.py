@@ -424,6 +424,7 @@ async def test_one_session_has_it(anyio_backend, journal):
         assert session.state.total == 1
 
 
+@pytest.mark.slow
 async def test_another_process_has_it(anyio_backend, journal):
     held = (
         "import anyio, sys\nfrom session_state import State\nfrom mainspring import Session\n"
@@ -468,6 +469,7 @@ anyio.run(main)
 
 
 @pytest.mark.loops("asyncio")
+@pytest.mark.slow
 async def test_a_forked_child_is_refused(anyio_backend, journal):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKER, str(journal)],
