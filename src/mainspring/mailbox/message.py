@@ -27,11 +27,14 @@ T = TypeVar("T", default=Any)
 R = TypeVar("R", default=Any)
 
 
-class Unserialized(NamedTuple):
+class Unserialized:
     """A body that a mailbox which does not serialise hands over, and the type under which it was checked."""
 
-    body: Any
-    body_type: Any
+    __slots__ = ("body", "body_type")
+
+    def __init__(self, body: Any, body_type: Any) -> None:
+        self.body = body
+        self.body_type = body_type
 
 
 @dataclass(slots=True)
