@@ -17,7 +17,7 @@ class Interruption:
     A package stands for all the modules in it. With ``thread`` it is a thread of that name that starts inside the block, and
     not this one; of several the first to come there. Its lines count once ``begin()`` is called.
 
-    With ``then=(lines, handler)`` that handler is called once, so many lines later.
+    With ``then=(lines, handler)`` that handler is called once, that number of lines later.
     """
 
     def __init__(

@@ -123,14 +123,14 @@ def of_this_run(kind: str, own: Callable[[], Program]) -> Iterator[str]:
 
 
 def _stop_if_unused(started: Program, place: IO[str], users: IO[str]) -> bool:
-    fcntl.flock(place, fcntl.LOCK_EX)  # nobody begins to use it meanwhile
+    fcntl.flock(place, fcntl.LOCK_EX)  # no other process begins to use it meanwhile
     try:
         fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     else:
         started.__exit__()
-        place.truncate(0)  # for one that has it open already, and starts a server of its own
+        place.truncate(0)  # for a process that has it open already, and starts a server of its own
         for file in (place, users):
             Path(file.name).unlink(missing_ok=True)
         return True

@@ -126,7 +126,7 @@ def test_the_processes_of_a_run_share_a_server_until_the_last_one_ends(
         ended.result(timeout=servers.PATIENCE)
         assert Counted.running == []
     with servers.of_this_run("SOME", Counted):
-        assert len(Counted.running) == 1, "whoever comes after the last one starts another one"
+        assert len(Counted.running) == 1, "a process that comes after the last one starts another server"
     assert Counted.running == []
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""Commands in processes that are forked from one that has imported the package: an import takes most of a command's time.
+"""Commands in forks of a process that has imported the package: an import takes most of a command's time.
 
 The test's process starts this file as a program, once. It gets requests on its standard input, a socket: arguments, working
 directory, and the three standard streams of a command. It forks, the child runs the command as ``python -m mainspring`` does,
@@ -80,7 +80,7 @@ def warm_commands() -> WarmCommands:
 
 
 def serve() -> None:
-    """Answer requests until nobody can ask any more. Return in the child of each, too."""
+    """Answer requests until the socket is closed. Return in the child of each, too."""
     for package in ("mainspring.cli", "mainspring.worker"):
         for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
             importlib.import_module(module.name)

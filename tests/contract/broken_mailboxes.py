@@ -359,7 +359,7 @@ class CancelsOnlyWhatWaits(WrappedBackend):
 class CancelsSilently(WrappedBackend):
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
-        self.notifications = Notifications()  # in which nobody publishes
+        self.notifications = Notifications()  # separate from the backend's
 
 
 class CancelsWithoutCounting(WrappedBackend):

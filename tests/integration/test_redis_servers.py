@@ -565,7 +565,7 @@ async def test_a_node_that_does_not_answer_holds_up_no_reply_to_another(cluster,
 
 @ON_ONE_LOOP
 async def test_only_connections_to_other_nodes_that_nobody_uses_are_given_up(cluster, nodes, anyio_backend):
-    """Beyond sixteen. Those that are in use are as old as any."""
+    """Beyond sixteen. The connections in use are the oldest."""
     here, slow, quick = map(names_on, nodes)
     async with open_mailbox(cluster[0].url, name=next(here), timeout=20) as mailbox:
         messages = await asked(mailbox, [*islice(slow, 3), *islice(quick, 20)])

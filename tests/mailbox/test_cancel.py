@@ -205,7 +205,7 @@ async def test_another_process_hears_of_it_promptly(store):
 
 def test_without_a_channel_the_handler_ends_at_the_next_renewal():
     class Deaf(WrappedBackend):
-        notifications = Notifications()  # in which nobody publishes
+        notifications = Notifications()  # separate from the backend's
 
     async def main():
         work = Work()

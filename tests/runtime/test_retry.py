@@ -1,4 +1,4 @@
-"""Retries: how long to wait after so many failures."""
+"""Retries: how long to wait after each failure."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def parse_headers(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def parse_arguments(arguments: Sequence[str]) -> list[Any]:
-    """Each argument as JSON; a :class:`UserError` names the one that is none."""
+    """Return each argument as JSON. Raise :class:`UserError` with the name of an argument that is no JSON."""
     bodies = []
     for number, text in enumerate(arguments, 1):
         try:

@@ -187,7 +187,7 @@ class DeadLetterBackend(Backend):
                     return held
 
     async def _held(self, tickets: list[Delivery]) -> list[Delivery]:
-        """The dead letters of claimed tickets; the tickets of those that are gone are dropped."""
+        """Return the dead letters of claimed tickets. Drop a ticket whose dead letter is gone."""
         known = {ticket.receipt_handle: _ticket_of(ticket) for ticket in tickets}
         try:
             ids = [message_id for message_id, _ in filter(None, known.values())]

@@ -60,7 +60,7 @@ class Options(BaseModel):
 
     @classmethod
     def of(cls, url: str, **given: Any) -> Self:
-        """Check the options ``given`` for a mailbox at ``url`` (or of that name), and read those that are text.
+        """Check the options ``given`` for a mailbox at ``url`` (or of that name), and read the values that are text.
 
         :raises ConfigError: one is unknown, or cannot be used. No secret is shown.
         """
@@ -127,7 +127,7 @@ class MailboxURL:
 def read_url(url: str, schemes: Iterable[str], kind: str = "") -> MailboxURL:
     """Take a mailbox URL apart.
 
-    :param schemes: those that it may have.
+    :param schemes: the schemes that it may have.
     :param kind: the kind of mailbox that has those schemes; none is given where they are all that there are.
     :raises ConfigError: it is none, or has another scheme.
     """

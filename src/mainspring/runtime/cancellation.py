@@ -25,13 +25,15 @@ async def is_spurious_cancellation() -> bool:
     """True if no cancel scope asked for the cancellation that was just caught; asyncio's count of it is then set back.
 
     On asyncio a task can be cancelled natively, and a cancelled future ends every task that awaits it in the same way. A task
-    group takes such a task for one that it cancelled itself: it cancels the others and raises nothing. An event loop that ends
-    cancels all its tasks natively at once. The task that owns the scopes is then cancelled as well, and passes it on.
+    group takes such a task for its own doing: it cancels the others and raises nothing. An event loop that ends cancels all its
+    tasks natively at once. The task that owns the scopes is then cancelled as well, and passes it on.
     """
     if async_library() == "trio":
-        return False  # there only scopes cancel; the one that did may have been shielded against since
+        return False  # there only scopes cancel; the scope that did may be shielded against by now
     if anyio.current_effective_deadline() > -math.inf:
-        with suppress(anyio.get_cancelled_exc_class()):  # one that is pending cannot be taken back before Python 3.13
+        with suppress(
+            anyio.get_cancelled_exc_class()
+        ):  # a pending cancellation cannot be taken back before Python 3.13
             await anyio.lowlevel.checkpoint()
     return anyio.current_effective_deadline() > -math.inf and _forget_native_cancels()
 

@@ -356,7 +356,7 @@ async def none_is_left(of):
 
 
 async def test_a_close_that_is_cancelled_hangs_up(here):
-    """Nobody comes again to do it: what is left would be there until the process ends."""
+    """It is not tried again: what is left would stay until the process ends."""
     line = await here.line()
     before = asyncio.all_tasks()
     async with here.box(over=line) as box:

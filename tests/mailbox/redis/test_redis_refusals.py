@@ -110,7 +110,7 @@ def test_a_virtual_clock(where):
 
 
 async def test_after_a_connection_it_may_pass(here, line, few_databases, anyio_backend):
-    """Who was let in once is told of a connection that failed: somebody may mend it."""
+    """After a first login, a refusal counts as a lost connection: it may be mended."""
     async with line.mailbox() as mailbox:
         line.lead_to(few_databases)
         line.cut(CALLS)

@@ -307,7 +307,7 @@ async def test_a_receive_that_waits_makes_a_transient_mailbox_exist_again(here, 
 
 
 async def test_requests_work_again_after_the_server_lost_everything(own, anyio_backend):
-    """The mailbox for the replies too, which nobody opens again."""
+    """The mailbox for the replies too, which is not opened again."""
     own.options["fallback_interval"] = 0.1
 
     async def double(body: int) -> int:

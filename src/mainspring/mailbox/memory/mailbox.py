@@ -325,7 +325,7 @@ class ReceiveWaker:
     """Wakes those who wait at a queue, through an anyio memory object stream of tokens.
 
     A token says only that looking again may be worth while, so a lost one must never matter: the stream keeps one token for
-    a receive that is about to wait, a receive that leaves passes the wake on, and one that takes messages wakes the next one.
+    a receive that is about to wait, a receive that leaves passes the wake on, and a receive that takes messages wakes the next.
     """
 
     def __init__(self) -> None:
@@ -526,7 +526,7 @@ def _nothing() -> None:
 
 
 def _on_loop(loop: Any) -> Callable[[], bool]:
-    """Return a quick test, for the loop's own thread, of whether ``loop`` is the one that runs there."""
+    """Return a quick test, for the loop's own thread, of whether ``loop`` runs there."""
     if isinstance(loop, asyncio.AbstractEventLoop):
         return loop.is_running
     import trio

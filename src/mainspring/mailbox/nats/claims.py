@@ -238,7 +238,7 @@ class Claims:
             await self._store.connection.request_all([Request(arrival.reply, nak(0)) for arrival, _ in left])
 
     async def _take(self, messages: list[RawMessage], visibility: float, began: float) -> list[Delivery]:
-        """Make deliveries of messages that arrived. One that was delivered before goes to the tail first, under a new
+        """Make deliveries of messages that arrived. A message that was delivered before goes to the tail first, under a new
         number."""
         wall = self._wall()
         fresh: list[Arrival] = []

@@ -98,7 +98,7 @@ def no_connection(name: str, servers: Sequence[str], refusals: Sequence[Exceptio
 
 
 def translated(error: Exception, name: str, servers: Sequence[str], told: str) -> MainspringError:
-    """Translate an exception of the driver. ``servers`` are those that were tried, if there was no connection yet."""
+    """Translate an exception of the driver. ``servers`` are the servers that were tried, if there was no connection yet."""
     if isinstance(error, MainspringError):
         return error
     if isinstance(error, MaxPayloadError):

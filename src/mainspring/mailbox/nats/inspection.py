@@ -42,8 +42,8 @@ async def has_streams(connection: NatsConnection, names: Names) -> bool:
 async def counts(store: Store, claims: Claims) -> Counts:
     """See :meth:`Backend.counts`.
 
-    The accepted messages are all that were ever added to the queue and the delayed stream, less those that only moved.
-    Settled are those that are nowhere any more. So the parts add up, whatever moves meanwhile.
+    The accepted messages are all that were ever added to the queue and the delayed stream, less the additions that only
+    moved one. A settled message is in no stream. So the parts add up, whatever moves meanwhile.
     """
     names = store.names
     streams = (names.queue, names.delayed, names.dead, names.moves)
@@ -232,7 +232,7 @@ async def _replay(store: Store, stored: Stored) -> bool:
             there = await store.last(names.queue, names.to_queue + again.token)
             if there is not None and there.record.message_id == record.message_id:  # by a process that could not finish
                 return await store.remove(names.dead, stored.sequence)
-        # Another message took the key just now, or the one that had it has just been settled.
+        # Another message took the key just now, or its message has just been settled.
         taken = taken or there is not None
     raise MailboxConnectionError(f"the messages with the dedup key {record.dedup_key!r} came and went too fast")
 

@@ -117,7 +117,7 @@ class Sends:
         raise errors[0]
 
     async def _send_with_dedup_key(self, record: Record) -> str:
-        """Send a message unless one with its key is in the queue or delayed. Return the id of the one that stays."""
+        """Send a message unless its key is in the queue or delayed. Return the id of the message that has the key."""
         store = self._store
         names = store.names
         mine, other = (names.to_queue, names.to_delayed) if record.due is None else (names.to_delayed, names.to_queue)

@@ -367,7 +367,7 @@ class Store:
         return held
 
     async def forget_checkpoint(self, record: Record) -> None:
-        """Drop the checkpoint of a settled message. One that cannot be dropped now does no harm."""
+        """Drop the checkpoint of a settled message. It does no harm if it stays."""
         try:
             await self.purge(self.names.checkpoints, self.names.to_checkpoints + token_of(record.message_id))
         except MailboxError:

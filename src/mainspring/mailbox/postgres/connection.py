@@ -323,7 +323,7 @@ class ConnectionPool:
             await connection.close()
 
     async def close(self) -> None:
-        """Close idle connections, and from now on those that are put back; :meth:`keep_open` ends that."""
+        """Close idle connections now, and others when they are put back, until :meth:`keep_open`."""
         self._keeps = self._was_connected = self._lost = self.connected = False
         await self._drop_idle()
 
@@ -348,7 +348,7 @@ class ConnectionPool:
             await self.drop(connection)
 
     def _take(self) -> psycopg.AsyncConnection[Any] | None:
-        """Return an idle connection that is alive: one that the server has ended has something to read."""
+        """Return an idle connection that is alive. If the server has ended a connection, it has something to read."""
         while self._idle:
             connection = self._idle.pop()
             if connection.closed:

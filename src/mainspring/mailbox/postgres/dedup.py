@@ -1,4 +1,4 @@
-"""Sends with a dedup key: one that is blocked by an open transaction blocks only those with the same key."""
+"""Sends with a dedup key. A send that an open transaction blocks holds up only sends with the same key."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONGEST_PAUSE = 0.25
 
 
 class Transact(Protocol):
-    """Execute sends in one transaction. It waits at most ``lock_wait`` seconds for another one that has sent a key.
+    """Execute sends in one transaction. It waits at most ``lock_wait`` seconds for another transaction that has sent a key.
 
     After that, the whole transaction fails; with ``apart`` only the send with that key is blocked.
     """

@@ -575,5 +575,5 @@ class PostgresBackend(BatchedBackend):
 
 
 def known(message_ids: list[str]) -> list[str]:
-    """Return ids as the server takes them: one that it cannot keep is the id of no message."""
+    """Return ids as the server takes them. An id that it cannot keep is the id of no message."""
     return [message_id if is_name(message_id) else "" for message_id in message_ids]

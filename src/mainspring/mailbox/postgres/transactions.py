@@ -92,7 +92,7 @@ class HandlerTransactions:
         self.uncertain: dict[str, None] = {}
 
     def concern(self, handle: str) -> bool:
-        """True if that delivery is in a transaction, or may be in one that was given up."""
+        """True if that delivery is in a transaction, or may be in a transaction that was given up."""
         return handle in self.under_way or handle in self.uncertain
 
     def mark_uncertain(self, handle: str) -> None:

@@ -446,7 +446,7 @@ async def _longest(connection: Connection) -> int:
 
 
 async def has_mailbox(server: Server, name: str, timeout: float) -> bool:
-    """Return whether there are keys of that mailbox: one that was opened, or sent to, has some while the server keeps them.
+    """Return True if the server has keys of that mailbox: it has some once it was opened or sent to.
 
     :raises ConfigError: the server refuses the login, or is too old.
     :raises MailboxConnectionError: it cannot be reached, or does not answer within the timeout.

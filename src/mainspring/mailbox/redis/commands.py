@@ -1,7 +1,7 @@
 """What a Redis mailbox asks of its library of functions: the arguments of each operation, and how its result is read.
 
 First the keys of a mailbox, and how a message is kept; then the commands that only Redis has; then, for each kind of command,
-the function that writes it and the one that reads its result, in one table (``OPERATIONS``).
+the function that writes it and the function that reads its result, in one table (``OPERATIONS``).
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ def expired(delivery: Delivery) -> ReceiptHandleExpiredError:
 class Claim(batched.Claim):
     """Claim pending messages. ``again``: the library has to do more that is due first.
 
-    ``claimant`` marks the receipts. One that waits is put on the list of waiters if nothing is pending; with ``others``, more
-    receives of this mailbox wait, and it is put there in any case.
+    ``claimant`` marks the receipts. A claim that waits is put on the list of waiters if nothing is pending; with ``others``,
+    more receives of this mailbox wait, and it is put there in any case.
     """
 
     claimant: str

@@ -285,7 +285,7 @@ class RedisBackend(CommandBackend):
         """Do something to dead letters: to those with the ids in one step, to all in several; return their number."""
         if message_ids is not None:
             return await act(message_ids)
-        done, most = 0, (await self.counts()).dead  # not those that die meanwhile
+        done, most = 0, (await self.counts()).dead  # not also what dies meanwhile
         while done < most:
             some = await act(None)
             done += some

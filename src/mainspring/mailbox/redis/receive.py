@@ -1,4 +1,4 @@
-"""Receives of a Redis mailbox: how they claim and wait, and what becomes of a message that was claimed for one that is gone.
+"""Receives of a Redis mailbox: how they claim and wait, and what becomes of a message whose receive is gone.
 
 A process that finds nothing is put on the mailbox's list of waiters. A call of the library that makes messages pending takes
 as many waiters off that list, and wakes each on its own publish/subscribe channel: one message wakes one process. A message
@@ -162,7 +162,7 @@ class WaitingReceives:
             self.line.popleft().event.set()
 
     def wake_next(self) -> None:
-        """Wake another receive, here or in another process: one that was woken cannot claim."""
+        """Wake another receive, here or in another process, for a woken receive that cannot claim."""
         if self.line:
             self.line.popleft().event.set()
         else:
@@ -175,7 +175,7 @@ class WaitingReceives:
             self.line.popleft().event.set()
 
     def fail_all(self, error: Exception) -> None:
-        """Raise ``error`` in all receives in line; those that were woken or have a delivery go on."""
+        """Raise ``error`` in all receives in line. Receives that were woken or have a delivery go on."""
         while self.line:
             receive = self.line.popleft()
             receive.error = copied(error)

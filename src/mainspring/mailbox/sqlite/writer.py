@@ -309,7 +309,7 @@ class Writer:
                 if now - wanted >= LOOK_AGAIN or self._notifier.interrupted:
                     self._watcher = None
                     self._notifier.take_down()
-                    self._wake_all()  # one that parks just now claims again, which hangs the notifier up again
+                    self._wake_all()  # a receive that parks just now claims again, and has the notifier listen again
                     return
                 self._tell_of_cancelled([told for note in notified if (told := read_note(note)) is not None])
             if parked:

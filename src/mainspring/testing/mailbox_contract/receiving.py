@@ -259,7 +259,7 @@ async def send_many_wakes_as_many_receivers(h: Harness, box: AnyMailbox) -> None
 
 @on_mailbox()
 async def each_send_wakes_another_receiver(h: Harness, box: AnyMailbox) -> None:
-    """Five sends one after the other wake five waiting receives: no wake-up is spent on one that has been woken."""
+    """Five sends one after the other wake five waiting receives: no wake-up is spent on a receive that has been woken."""
     with h.at_once("waking five receives by five sends"):
         async with h.waiting(box, 5) as received:
             for number in range(5):

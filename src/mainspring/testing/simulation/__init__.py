@@ -8,7 +8,7 @@ A run (``run``) is described by a ``Simulation`` and takes place in a ``World``.
   lose their answers.
 - ``process`` is one process of a worker: it builds the user's group on a mailbox of its own and runs it. A process is
   running, frozen (its tasks are held and continue later), or gone (its tasks never run again).
-- ``world`` starts processes, replaces those that end, and makes the planned faults happen.
+- ``world`` starts processes, replaces processes that end, and makes the planned faults happen.
 - ``ledger`` keeps an independent account of every message. Store and processes report to it what took effect; the first
   contradiction is the violation and ends the run.
 - ``event_log`` records the run, and draws timelines of it.

@@ -76,7 +76,7 @@ class SimulatedStore:
         self.ledger.settled(lane, delivery, settlement)
 
     async def acknowledge(self, lane: str, deliveries: list[Delivery]) -> dict[int, Exception]:
-        """Acknowledge several deliveries in one call. Return the errors of those that were refused, by index."""
+        """Acknowledge several deliveries in one call. Return the errors of refused deliveries, by index."""
         refused = await self.backend.acknowledge_many(deliveries)
         for number, delivery in enumerate(deliveries):
             if number in refused:
@@ -271,7 +271,7 @@ class StoreConnection:
         self._rng = rng
         self._log = log
         self._late: list[Callable[[], Awaitable[Any]]] = []
-        self._sessions: list[ClaimSession] = []  # those that wait for nothing just now
+        self._sessions: list[ClaimSession] = []  # the idle ones
         self._waiting: dict[WaitingClaim, tuple[ClaimSession, trio.CancelScope]] = {}
 
     # --------------------------------------------------------------------------------------------------------- faults

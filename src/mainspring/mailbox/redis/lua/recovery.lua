@@ -75,7 +75,7 @@ local function drop_without_record(box, found, remove, key, records, id_of)
   return 0
 end
 
--- Dead letters that `dead_order` has lost are put at its end; those that live are no dead letters.
+-- Dead letters that `dead_order` has lost are put at its end; living messages are no dead letters.
 local function restore_dead(box, found)
   local count = 0
   for i = 1, #found, 2 do
