@@ -49,6 +49,46 @@ _STATE_LEVELS = {
     ServiceState.RESTARTING: logging.WARNING,
 }
 
+_PLAIN_LINES: dict[type[Any], tuple[Logger, int, str]] = {
+    events.MessageStarted: (
+        _message, logging.DEBUG,
+        "message {0.message_id} started (delivery {0.delivery_count}, attempt {0.attempt})",
+    ),
+    events.SettlementFailed: (
+        _message, logging.WARNING,
+        "message {0.message_id} could not be {0.outcome} and will come again: {0.error}",
+    ),
+    events.SettlementDelayed: (
+        _message, logging.WARNING,
+        "message {0.message_id} could not be {0.outcome} yet, next try in {0.retry_in:.1f} s: {0.error}",
+    ),
+    events.SettlementRecovered: (
+        _message, logging.INFO,
+        "the mailbox answers again after {0.failures} outcomes that could not be written",
+    ),
+    events.LeaseRenewalFailed: (
+        _message, logging.WARNING,
+        "renewing the lease of message {0.message_id} failed, trusted for {0.trusted_for:.1f} s more: {0.error}",
+    ),
+    events.LeaseRenewalRecovered: (
+        _message, logging.INFO,
+        "the mailbox answers again after {0.failures} failed renewals of leases",
+    ),
+    events.LeaseLost: (
+        _message, logging.WARNING, "the lease of message {0.message_id} is lost; its handler is cancelled"
+    ),
+    events.ReceiveFailed: (
+        _loop, logging.WARNING, "the mailbox cannot be reached, next try in {0.retry_in:.1f} s: {0.error}"
+    ),
+    events.ReceiveRecovered: (
+        _loop, logging.INFO, "the mailbox answers again after {0.failures} failed receives"
+    ),
+    events.ShutdownRequested: (_group, logging.INFO, "shutdown requested: {0.reason}"),
+    events.GroupPaused: (_group, logging.WARNING, "paused, it takes no new work: {0.reason}"),
+    events.GroupResumed: (_group, logging.INFO, "resumed: {0.reason}"),
+    events.CalibrationWarning: (_group, logging.WARNING, "{0.text}"),
+}  # fmt: skip
+"""The events whose lines need no decision. Of those that can repeat, all but the first are logged at DEBUG."""
 
 _COMES_AND_GOES = (
     events.LoopStateChanged,
@@ -78,7 +118,7 @@ class _Storms:
                 write(event)
             elif count == STORM + 1:
                 text = f"its mailbox comes and goes; until that has been over for {CALM:g} s, only DEBUG says more"
-                _say(_loop, logging.WARNING, event, f"{event.loop}: {text}")
+                _say(_loop, logging.WARNING, event, text)
 
         return write_or_not
 
@@ -102,30 +142,19 @@ def subscribe(dispatcher: events.Dispatcher) -> Callable[[], None]:
     Otherwise the loops do not build such events.
     """
     writers: dict[type[Any], Callable[[Any], None]] = {
+        **dict.fromkeys(_PLAIN_LINES, _plain_line),
         events.LoopStateChanged: _loop_state,
         events.LoopCrashed: _crashed,
-        events.MessageNotAcknowledged: _finished,
-        events.SettlementFailed: _settlement_failed,
-        events.SettlementDelayed: _settlement_delayed,
-        events.SettlementRecovered: _settlement_recovered,
-        events.LeaseRenewalFailed: _renewal_failed,
-        events.LeaseRenewalRecovered: _renewal_recovered,
-        events.LeaseLost: _lease_lost,
-        events.ReceiveFailed: _receive_failed,
-        events.ReceiveRecovered: _receive_recovered,
+        events.MessageFinished: _finished,
         events.HandlerStalled: _stalled,
         events.HandlerStuck: _stuck,
-        events.ShutdownRequested: _shutdown_requested,
-        events.GroupPaused: _paused,
-        events.GroupResumed: _resumed,
         events.GroupStateChanged: _group_state,
         events.GroupStopped: _group_stopped,
         events.CheckChanged: _check,
-        events.CalibrationWarning: _calibration,
     }
-    if _message.isEnabledFor(logging.DEBUG):
-        writers[events.MessageStarted] = _started
-        writers[events.MessageFinished] = writers.pop(events.MessageNotAcknowledged)
+    if not _message.isEnabledFor(logging.DEBUG):
+        del writers[events.MessageStarted]
+        writers[events.MessageNotAcknowledged] = writers.pop(events.MessageFinished)
     storms = _Storms()
     for kind in _COMES_AND_GOES:
         writers[kind] = storms.calmed(writers[kind])
@@ -138,18 +167,9 @@ def subscribe(dispatcher: events.Dispatcher) -> Callable[[], None]:
     return unsubscribe
 
 
-# ------------------------------------------------------------------------------------------------------------- messages
-
-
-def _started(event: events.MessageStarted) -> None:
-    _message.debug(
-        "%s: message %s started (delivery %d, attempt %d)",
-        event.loop,
-        event.message_id,
-        event.delivery_count,
-        event.attempt,
-        extra={"event": event},
-    )
+def _plain_line(event: Any) -> None:
+    logger, level, text = _PLAIN_LINES[type(event)]
+    _say(logger, level if getattr(event, "first", True) else logging.DEBUG, event, text.format(event))
 
 
 def _finished(event: events.MessageFinished) -> None:
@@ -173,83 +193,28 @@ def _finished(event: events.MessageFinished) -> None:
         level, said = logging.INFO, "was cancelled by its id"
     else:
         level, said = logging.WARNING, f"{outcome}: another worker may have it now" if outcome == "lost" else outcome
-    if _message.isEnabledFor(level):
-        error = f": {one_line(event.error)}{_at(event.where)}" if event.error else ""
-        line = "%s: message %s %s (ran %.3f s)%s"
-        _message.log(level, line, event.loop, event.message_id, said, event.seconds, error, extra={"event": event})
-
-
-def _settlement_failed(event: events.SettlementFailed) -> None:
-    _say(
-        _message,
-        logging.WARNING,
-        event,
-        f"{event.loop}: message {event.message_id} could not be {event.outcome} and will come again: {event.error}",
-    )
-
-
-def _settlement_delayed(event: events.SettlementDelayed) -> None:
-    _say(
-        _message,
-        logging.WARNING if event.first else logging.DEBUG,
-        event,
-        f"{event.loop}: message {event.message_id} could not be {event.outcome} yet, next try in {event.retry_in:.1f} s:"
-        f" {event.error}",
-    )
-
-
-def _settlement_recovered(event: events.SettlementRecovered) -> None:
-    text = f"{event.loop}: the mailbox answers again after {event.failures} outcomes that could not be written"
-    _say(_message, logging.INFO, event, text)
-
-
-def _renewal_failed(event: events.LeaseRenewalFailed) -> None:
-    _say(
-        _message,
-        logging.WARNING if event.first else logging.DEBUG,  # a server that is away for long is said once
-        event,
-        f"{event.loop}: renewing the lease of message {event.message_id} failed, trusted for {event.trusted_for:.1f} s"
-        f" more: {event.error}",
-    )
-
-
-def _renewal_recovered(event: events.LeaseRenewalRecovered) -> None:
-    text = f"{event.loop}: the mailbox answers again after {event.failures} failed renewals of leases"
-    _say(_message, logging.INFO, event, text)
-
-
-def _lease_lost(event: events.LeaseLost) -> None:
-    text = f"{event.loop}: the lease of message {event.message_id} is lost; its handler is cancelled"
-    _say(_message, logging.WARNING, event, text)
+    error = f": {event.error}{_at(event.where)}" if event.error else ""
+    _say(_message, level, event, f"message {event.message_id} {said} (ran {event.seconds:.3f} s){error}")
 
 
 def _stalled(event: events.HandlerStalled) -> None:
     what = f"message {event.message_id} gave no beat for" if event.message_id else "no sign of life for"
     which = "its handler" if event.message_id else "it"
-    _say(
-        _message if event.message_id else _loop,
-        logging.ERROR,
-        event,
-        f"{event.loop}: {what} {event.age:.1f} s; {which} is cancelled{_at(event.where)}",
-    )
+    text = f"{what} {event.age:.1f} s; {which} is cancelled{_at(event.where)}"
+    _say(_message if event.message_id else _loop, logging.ERROR, event, text)
 
 
 def _stuck(event: events.HandlerStuck) -> None:
     who = f"the handler of message {event.message_id}" if event.message_id else "it"
-    _say(
-        _message if event.message_id else _loop,
-        logging.CRITICAL,
-        event,
-        f"{event.loop}: {who} does not end although it was cancelled (no beat for {event.age:.1f} s); the process will be"
-        f" killed{_at(event.where)}",
+    text = (
+        f"{who} does not end although it was cancelled (no beat for {event.age:.1f} s); the process will be"
+        f" killed{_at(event.where)}"
     )
-
-
-# ---------------------------------------------------------------------------------------------------------------- loops
+    _say(_message if event.message_id else _loop, logging.CRITICAL, event, text)
 
 
 def _loop_state(event: events.LoopStateChanged) -> None:
-    text = f"{event.loop}: {event.new} ({event.old} for {event.seconds:.3f} s)"
+    text = f"{event.new} ({event.old} for {event.seconds:.3f} s)"
     _say(_loop, _STATE_LEVELS.get(event.new, logging.DEBUG), event, text)
 
 
@@ -258,59 +223,33 @@ def _crashed(event: events.LoopCrashed) -> None:
     then = "it stays down" if event.restart_in is None else f"restart in {event.restart_in:.1f} s"
     # An error that stays down surfaces from run() with its traceback; one that is restarted is seen nowhere but here.
     shown = error if event.restart_in is not None or _loop.isEnabledFor(logging.DEBUG) else None
-    text = f"{event.loop}: crashed, {then}: {type(error).__name__}: {error}{_at(where_raised(error))}"
+    text = f"crashed, {then}: {type(error).__name__}: {error}{_at(where_raised(error))}"
     _say(_loop, logging.ERROR, event, text, shown)
-
-
-def _receive_failed(event: events.ReceiveFailed) -> None:
-    text = f"{event.loop}: the mailbox cannot be reached, next try in {event.retry_in:.1f} s: {event.error}"
-    _say(_loop, logging.WARNING if event.first else logging.DEBUG, event, text)
-
-
-def _receive_recovered(event: events.ReceiveRecovered) -> None:
-    _say(_loop, logging.INFO, event, f"{event.loop}: the mailbox answers again after {event.failures} failed receives")
-
-
-# --------------------------------------------------------------------------------------------------------------- groups
-
-
-def _shutdown_requested(event: events.ShutdownRequested) -> None:
-    _say(_group, logging.INFO, event, f"{event.group}: shutdown requested: {event.reason}")
-
-
-def _paused(event: events.GroupPaused) -> None:
-    _say(_group, logging.WARNING, event, f"{event.group}: paused, it takes no new work: {event.reason}")
-
-
-def _resumed(event: events.GroupResumed) -> None:
-    _say(_group, logging.INFO, event, f"{event.group}: resumed: {event.reason}")
 
 
 def _group_state(event: events.GroupStateChanged) -> None:
     level = logging.DEBUG if event.new is GroupState.STARTING else logging.INFO
-    _say(_group, level, event, f"{event.group}: {event.new} ({event.old} for {event.seconds:.3f} s)")
+    _say(_group, level, event, f"{event.new} ({event.old} for {event.seconds:.3f} s)")
 
 
 def _group_stopped(event: events.GroupStopped) -> None:
     level = logging.INFO if event.exit_status == 0 else logging.ERROR
     report = " | ".join(line.strip() for line in event.report.splitlines())
-    _say(_group, level, event, f"{event.group}: ended with exit status {event.exit_status}: {report}")
+    _say(_group, level, event, f"ended with exit status {event.exit_status}: {report}")
 
 
 def _check(event: events.CheckChanged) -> None:
     if event.error is None:
-        _say(_group, logging.INFO, event, f"{event.group}: check {event.check} passes")
+        _say(_group, logging.INFO, event, f"check {event.check} passes")
     else:
-        _say(_group, logging.WARNING, event, f"{event.group}: check {event.check} fails: {event.error}")
+        _say(_group, logging.WARNING, event, f"check {event.check} fails: {event.error}")
 
 
-def _calibration(event: events.CalibrationWarning) -> None:
-    _say(_group, logging.WARNING, event, f"{event.group}: {event.text}")
-
-
-def _say(logger: Logger, level: int, event: object, text: str, error: BaseException | None = None) -> None:
+def _say(logger: Logger, level: int, event: Any, text: str, error: BaseException | None = None) -> None:
+    """Log one line that begins with the name of the event's loop or group."""
     if logger.isEnabledFor(level):
-        logger.log(level, "%s", one_line(text), extra={"event": event}, exc_info=error)
+        owner = event.group if logger is _group else event.loop
+        logger.log(level, "%s", one_line(f"{owner}: {text}"), extra={"event": event}, exc_info=error)
 
 
 def _at(where: str) -> str:

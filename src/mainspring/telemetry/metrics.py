@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 from prometheus_client import REGISTRY, CollectorRegistry, ProcessCollector
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _log = Logger("mainspring.http")
 
-FAULTS = {
+FAULTS: dict[type[Any], str] = {
     events.HandlerStalled: "stalled",
     events.HandlerStuck: "stuck",
     events.LeaseLost: "lease_lost",
@@ -59,7 +59,7 @@ _BOUNDS = (*map(floatToGoString, BUCKETS), "+Inf")
 
 
 class StatusSource(Protocol):
-    """Who can be asked for the present status."""
+    """A group, or any object that has its status."""
 
     def status(self) -> GroupStatus:
         """The present status."""
@@ -224,17 +224,7 @@ class _Collector:
         if event.error_type is not None:
             figures.errors[event.error_type] = figures.errors.get(event.error_type, 0) + 1
 
-    def fault(
-        self,
-        event: events.HandlerStalled
-        | events.HandlerStuck
-        | events.LeaseLost
-        | events.LeaseRenewalFailed
-        | events.LoopCrashed
-        | events.ReceiveFailed
-        | events.SettlementDelayed
-        | events.SettlementFailed,
-    ) -> None:
+    def fault(self, event: Any) -> None:
         self._figures(event.loop).faults[FAULTS[type(event)]] += 1
 
     def moved(self, event: events.GroupStateChanged) -> None:
@@ -338,27 +328,30 @@ def _mailboxes(mailboxes: Sequence[MailboxStatus]) -> Iterable[Metric]:
     return depth, age
 
 
+_LOOP_GAUGES = (
+    ("mainspring_in_flight", "in_flight", "Messages being handled."),
+    ("mainspring_concurrency", "concurrency", "Messages a loop handles at most."),
+    ("mainspring_heartbeat_age_seconds", "heartbeat_age", "Time since the last sign of life."),
+    ("mainspring_loop_ready", "ready", "1 while a loop runs and can claim work."),
+    ("mainspring_loop_uptime_seconds", "uptime", "How long a loop's present run has lasted."),
+)
+"""Name, field of a :class:`LoopStatus`, and help text."""
+
+
 def _loops(loops: Sequence[LoopStatus]) -> Iterable[Metric]:
-    in_flight = GaugeMetricFamily("mainspring_in_flight", "Messages being handled.", labels=["loop"])
-    concurrency = GaugeMetricFamily("mainspring_concurrency", "Messages a loop handles at most.", labels=["loop"])
-    age = GaugeMetricFamily("mainspring_heartbeat_age_seconds", "Time since the last sign of life.", labels=["loop"])
-    ready = GaugeMetricFamily("mainspring_loop_ready", "1 while a loop runs and can claim work.", labels=["loop"])
+    for name, field, text in _LOOP_GAUGES:
+        gauge = GaugeMetricFamily(name, text, labels=["loop"])
+        for loop in loops:
+            gauge.add_metric([loop.name], float(getattr(loop, field)))
+        yield gauge
     restarts = CounterMetricFamily("mainspring_loop_restarts", "Restarts after a crash.", labels=["loop"])
     state = GaugeMetricFamily(
         "mainspring_loop_state",
         "1 for the state that a loop is in; stopping covers its drain.",
         labels=["loop", "state"],
     )
-    uptime = GaugeMetricFamily(
-        "mainspring_loop_uptime_seconds", "How long a loop's present run has lasted.", labels=["loop"]
-    )
     for loop in loops:
-        in_flight.add_metric([loop.name], loop.in_flight)
-        concurrency.add_metric([loop.name], loop.concurrency)
-        age.add_metric([loop.name], loop.heartbeat_age)
-        ready.add_metric([loop.name], float(loop.ready))
         restarts.add_metric([loop.name], loop.restarts)
-        uptime.add_metric([loop.name], loop.uptime)
         for each in ServiceState:
             state.add_metric([loop.name, str(each)], float(each is loop.state))
-    return in_flight, concurrency, age, ready, restarts, state, uptime
+    yield from (restarts, state)
