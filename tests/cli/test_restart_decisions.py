@@ -11,7 +11,7 @@ from mainspring.cli.restart_decisions import (
     AwaitChange,
     Ended,
     GiveUp,
-    Leave,
+    NoRestart,
     Restart,
     after_exit,
     how,
@@ -42,7 +42,7 @@ def test_a_long_run_clears_the_count() -> None:
 
 
 def test_work_that_is_over_is_left() -> None:
-    assert decide(Ended(0, 5, finished=True)) == Leave()
+    assert decide(Ended(0, 5, finished=True)) == NoRestart()
 
 
 def test_stopped_by_somebody_else_it_is_replaced_at_once_and_uncounted() -> None:
@@ -55,8 +55,8 @@ def test_a_wrong_command_line_does_not_mend_itself() -> None:
 
 @pytest.mark.parametrize("status", [0, 1, 2, 70, 137])
 def test_on_the_way_out_nothing_is_started(status: int) -> None:
-    assert decide(Ended(status, 5), stopping=True) == Leave()
-    assert decide(Ended(status, 5), stopping=True, reload=True, told=True) == Leave()
+    assert decide(Ended(status, 5), stopping=True) == NoRestart()
+    assert decide(Ended(status, 5), stopping=True, reload=True, told=True) == NoRestart()
 
 
 def test_reload() -> None:

@@ -18,7 +18,7 @@ from test_server import read_all, read_until, serving
 
 from http_fakes import FakeGroup
 from mainspring.http.app import health_app
-from mainspring.http.connections import Connection, Connections
+from mainspring.http.connections import Connections, HttpConnection
 
 if TYPE_CHECKING:
     from anyio.abc import SocketStream
@@ -59,10 +59,10 @@ def test_there_are_never_more_than_the_limit_and_the_longest_waiting_gives_way()
     closed: list[int] = []
     connections = Connections(3)
 
-    def opened(number: int) -> Connection | None:
+    def opened(number: int) -> HttpConnection | None:
         return connections.open(partial(closed.append, number))
 
-    def given(connection: Connection | None) -> Connection:
+    def given(connection: HttpConnection | None) -> HttpConnection:
         assert connection is not None
         return connection
 

@@ -32,7 +32,7 @@ class Restart:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class NoRestart:
     """Its work is done; it is not started again."""
 
 
@@ -46,7 +46,7 @@ class AwaitChange:
     """It cannot run as the source stands: start it again when a file changes."""
 
 
-RestartDecision: TypeAlias = Restart | Leave | GiveUp | AwaitChange
+RestartDecision: TypeAlias = Restart | NoRestart | GiveUp | AwaitChange
 
 
 def after_exit(
@@ -60,13 +60,13 @@ def after_exit(
     the next one would fail alike.
     """
     if stopping:
-        return Leave()
+        return NoRestart()
     if told:
         return Restart(0.0, 0)
     if reload and ended.status != 0:
         return AwaitChange()
     if ended.finished and ended.status == 0:
-        return AwaitChange() if reload else Leave()
+        return AwaitChange() if reload else NoRestart()
     if ended.status == 0:
         return Restart(0.0, restarts)
     if ended.status == WRONG_USE:

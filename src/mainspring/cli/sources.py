@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 INTERVAL = 0.5
 """Seconds between two looks."""
 
-Snapshot = dict[str, tuple[int, int]]
+FileTimes = dict[str, tuple[int, int]]
 
 
 def loaded_directories() -> list[str]:
@@ -30,9 +30,9 @@ def loaded_directories() -> list[str]:
     return sorted(directory for directory in own if not f"{directory}/".startswith(foreign))
 
 
-def snapshot(directories: Iterable[str]) -> Snapshot:
+def snapshot(directories: Iterable[str]) -> FileTimes:
     """When each Python file right in these directories was last written, and its size."""
-    found: Snapshot = {}
+    found: FileTimes = {}
     for path in [path for directory in directories for path in _python_files(directory)]:
         with suppress(OSError):  # a link to nothing, as editors make beside an unsaved file
             status = os.stat(path)
@@ -47,7 +47,7 @@ def _python_files(directory: str) -> list[str]:
         return []
 
 
-def changed(before: Snapshot, after: Snapshot) -> str | None:
+def changed(before: FileTimes, after: FileTimes) -> str | None:
     """The first file that is new, gone or different."""
     differing = {path for path, _ in before.items() ^ after.items()}
     return min(differing, default=None)

@@ -49,7 +49,7 @@ SPAWN_TIMEOUT = 30.0
 """Seconds that starting a process may take before the supervisor gives up on it."""
 
 
-class WorkerProcess:
+class SupervisedWorker:
     """One slot for a worker process, and what its present process has said of itself."""
 
     def __init__(self, number: int) -> None:
@@ -93,12 +93,14 @@ class Supervisor:
     def __init__(self, options: RunOptions, policy: RestartPolicy | None = None) -> None:
         self._options = options
         self._policy = policy or RestartPolicy()
-        self._workers = [WorkerProcess(number) for number in range(1, options.processes + 1)]
+        self._workers = [SupervisedWorker(number) for number in range(1, options.processes + 1)]
         self._stopping = anyio.Event()
         self._coordinator = ShutdownCoordinator(on_repeat=self._on_repeat)
         self._coordinator.register(self._on_first)
         self._statuses: list[int] = []
-        self._tell_used_up, self._used_up = anyio.create_memory_object_stream[tuple[WorkerProcess, Process]](math.inf)
+        self._tell_used_up, self._used_up = anyio.create_memory_object_stream[tuple[SupervisedWorker, Process]](
+            math.inf
+        )
         self._problems: set[str] = set()
         self._watch = SourceWatch([os.getcwd()]) if options.reload else None
 
@@ -138,19 +140,19 @@ class Supervisor:
                 begun = worker.heard or repeated  # else SIGINT may meet the start of Python, and raise there
                 self._ask(worker, signum if begun else signal.SIGTERM)
 
-    def _ask(self, worker: WorkerProcess, signum: int) -> None:
+    def _ask(self, worker: SupervisedWorker, signum: int) -> None:
         """Ask a worker to stop, and kill it if it does not."""
         if worker.process is not None:
             worker.signal(signum)
             self._scope.start_soon(self._kill_when_overdue, worker, worker.process, name=f"deadline of {worker}")
 
-    def _replace(self, worker: WorkerProcess) -> None:
+    def _replace(self, worker: SupervisedWorker) -> None:
         """Ask a worker to stop, for another one to take its place; not twice, which would cancel its work."""
         if worker.process is not None and not worker.told and not self._stopping.is_set():
             worker.told = True
             self._ask(worker, signal.SIGTERM)
 
-    async def _kill_when_overdue(self, worker: WorkerProcess, process: Process) -> None:
+    async def _kill_when_overdue(self, worker: SupervisedWorker, process: Process) -> None:
         """Kill a worker that outlives the longest shutdown it announced."""
         with anyio.move_on_after(worker.stop_within + MARGIN) as patience:
             await process.wait()
@@ -160,7 +162,7 @@ class Supervisor:
 
     # ------------------------------------------------------------------------------------------------------- workers
 
-    async def _keep(self, worker: WorkerProcess) -> None:
+    async def _keep(self, worker: SupervisedWorker) -> None:
         """Run a worker, and another one in its place for as long as the decisions say so."""
         while not self._stopping.is_set():
             began = anyio.current_time()
@@ -182,7 +184,7 @@ class Supervisor:
             if not await self._follow(worker, ended, decision):
                 return
 
-    async def _follow(self, worker: WorkerProcess, ended: Ended, decision: RestartDecision) -> bool:
+    async def _follow(self, worker: SupervisedWorker, ended: Ended, decision: RestartDecision) -> bool:
         """Wait as the decision says; whether to start the worker again."""
         if isinstance(decision, Restart):
             worker.restarts = decision.restarts
@@ -199,7 +201,7 @@ class Supervisor:
         worker.change = anyio.Event()
         return True
 
-    def _tell(self, worker: WorkerProcess, returncode: int, decision: RestartDecision) -> None:
+    def _tell(self, worker: SupervisedWorker, returncode: int, decision: RestartDecision) -> None:
         if worker.problem is not None and worker.problem not in self._problems:
             self._problems.add(worker.problem)
             say(worker.problem)
@@ -212,7 +214,7 @@ class Supervisor:
         elif isinstance(decision, GiveUp) and status_of_returncode(returncode) != WRONG_USE:
             say(f"{worker} has ended, {how(returncode)}, after {worker.restarts} restarts; stopping the others")
 
-    async def _run_once(self, worker: WorkerProcess) -> int:
+    async def _run_once(self, worker: SupervisedWorker) -> int:
         """One process from start to end; its return code. Cancelled, it kills the process and its children."""
         try:
             process, ours = await self._start(worker.number)
@@ -260,7 +262,7 @@ class Supervisor:
         finally:
             theirs.close()
 
-    async def _read_news(self, worker: WorkerProcess, stream: UNIXSocketStream, all_read: anyio.Event) -> None:
+    async def _read_news(self, worker: SupervisedWorker, stream: UNIXSocketStream, all_read: anyio.Event) -> None:
         """Read what a worker says of itself, until it closes the link."""
         lines = BufferedByteReceiveStream(stream)
         with suppress(anyio.EndOfStream, anyio.IncompleteRead, anyio.BrokenResourceError, anyio.DelimiterNotFound):

@@ -52,13 +52,13 @@ class Connections:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._waiting: dict[Connection, None] = {}  # the longest waiting first
-        self._answering: set[Connection] = set()
+        self._waiting: dict[HttpConnection, None] = {}  # the longest waiting first
+        self._answering: set[HttpConnection] = set()
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._answering)
 
-    def open(self, close: Callable[[], object]) -> Connection | None:
+    def open(self, close: Callable[[], object]) -> HttpConnection | None:
         """Return the new connection's entry, or None if all places are taken by requests under way: close it then.
 
         :param close: closes the connection at once; called when it has to give way.
@@ -69,7 +69,7 @@ class Connections:
             )
             if not self.give_way():
                 return None
-        connection = Connection(self, close)
+        connection = HttpConnection(self, close)
         self._waiting[connection] = None
         return connection
 
@@ -81,7 +81,7 @@ class Connections:
             return True
         return False
 
-    def begin(self, connection: Connection, path: str) -> bool:
+    def begin(self, connection: HttpConnection, path: str) -> bool:
         """Count the connection as answering. False if the one place left is kept for probes."""
         if len(self._answering) >= self._limit - 1 and not path.startswith("/health/"):
             return False
@@ -89,19 +89,19 @@ class Connections:
         self._answering.add(connection)
         return True
 
-    def end(self, connection: Connection) -> None:
+    def end(self, connection: HttpConnection) -> None:
         """Count the connection as waiting again, unless it is closed."""
         if connection in self._answering:
             self._answering.discard(connection)
             self._waiting[connection] = None
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: HttpConnection) -> None:
         """Drop a connection that is closed."""
         self._waiting.pop(connection, None)
         self._answering.discard(connection)
 
 
-class Connection:
+class HttpConnection:
     """One connection's entry among those of its server."""
 
     __slots__ = ("_connections", "close")

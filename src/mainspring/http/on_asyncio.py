@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp
 
-    from mainspring.http.connections import Connection
+    from mainspring.http.connections import HttpConnection
 
 _CUT_OFF = 1.0
 """Seconds that cancelled requests get to unwind."""
@@ -47,7 +47,7 @@ class _Protocol(H11Protocol):
         self.logger = log
         self._admission = admission
         self._head_timeout = head_timeout
-        self._entry: Connection | None = None
+        self._entry: HttpConnection | None = None
         self._late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

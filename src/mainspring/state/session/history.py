@@ -9,7 +9,14 @@ from mainspring.core.loggers import Logger
 from mainspring.errors import ConfigError, JournalDamagedError, JournalLockedError, ReducerError, SessionError
 from mainspring.runtime.scope import DaemonScope
 from mainspring.state.session.journal import JournalCalls
-from mainspring.state.session.records import REMEDY, EventCodecs, JournalEntry, Stored, entry_of_snapshot, read_entry
+from mainspring.state.session.records import (
+    REMEDY,
+    EventCodecs,
+    JournalEntry,
+    StoredEvent,
+    entry_of_snapshot,
+    read_entry,
+)
 from mainspring.state.session.snapshot import Snapshot, SnapshotCodec
 from mainspring.state.session.writer import CLOSE_TIMEOUT
 
@@ -21,7 +28,7 @@ if TYPE_CHECKING:
     from mainspring.state.session.journal import Journal
     from mainspring.state.session.slices import Values
     from mainspring.state.session.transaction import Transaction
-    from mainspring.state.session.writer import Cell, Writer
+    from mainspring.state.session.writer import Cell, SessionWriter
 
 _log = Logger("mainspring")
 
@@ -34,7 +41,7 @@ class Restored:
     """What a snapshot makes of a session with its children."""
 
     values: dict[Cell, Values]
-    waiting: dict[str, list[Stored | Snapshot]]
+    waiting: dict[str, list[StoredEvent | Snapshot]]
     """For children that are not made yet."""
     late: dict[Cell, Values] = field(default_factory=dict)
     """The children that were made while it was on its way to the journal."""
@@ -43,13 +50,13 @@ class Restored:
 class History:
     """One for a session with all its children, as its writer."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: SessionWriter) -> None:
         self._writer = writer
         self.up_to_damage = False
         """Whether a damaged journal is opened with what comes before the damage."""
         self._cells: dict[str, Cell] = {}
         self._codecs: dict[str, SnapshotCodec] = {}
-        self._waiting: dict[str, list[Stored | Snapshot]] = {}
+        self._waiting: dict[str, list[StoredEvent | Snapshot]] = {}
         """By path, what happened to children that are not made (again) yet."""
         self._restoring: Restored | None = None
         self._scope: DaemonScope | None = None
@@ -71,14 +78,14 @@ class History:
         self._cells[path] = cell
         self._writer.cells.append(cell)
 
-    def _after(self, cell: Cell, past: Iterable[Stored | Snapshot]) -> Values:
+    def _after(self, cell: Cell, past: Iterable[StoredEvent | Snapshot]) -> Values:
         """The slices of a session that has just been made, after all that."""
         values = cell.values
         for what in past:
             values = self._next(cell, values, what)
         return values
 
-    def _next(self, cell: Cell, values: Values, what: Stored | Snapshot) -> Values:
+    def _next(self, cell: Cell, values: Values, what: StoredEvent | Snapshot) -> Values:
         if isinstance(what, Snapshot):
             return self._codecs[cell.path].read(what)
         assert cell.codecs is not None
@@ -103,7 +110,7 @@ class History:
         seq, values = (self._writer.seq, cell.tip) if tip else (self._writer.seen_seq, cell.values)
         return Snapshot(seq, codec.version, codec.take(values), children)
 
-    def _unmade(self, path: str, waiting: Mapping[str, list[Stored | Snapshot]]) -> Snapshot:
+    def _unmade(self, path: str, waiting: Mapping[str, list[StoredEvent | Snapshot]]) -> Snapshot:
         children = {name: self._unmade(below, waiting) for name, below in _children(waiting, path).items()}
         past = waiting.get(path, ())
         if len(past) != 1 or not isinstance(past[0], Snapshot):
@@ -125,7 +132,11 @@ class History:
         return Restored(values, waiting)
 
     def _read(
-        self, path: str, snapshot: Snapshot, values: dict[Cell, Values], waiting: dict[str, list[Stored | Snapshot]]
+        self,
+        path: str,
+        snapshot: Snapshot,
+        values: dict[Cell, Values],
+        waiting: dict[str, list[StoredEvent | Snapshot]],
     ) -> None:
         cell = self._cells.get(path)
         if cell is None:

@@ -117,7 +117,7 @@ REMEDY = "restore the journal from a copy, or open it up to there: Session.open(
 SEAL_LENGTH = len(b',"crc":"00000000"}')
 
 
-class Stored(NamedTuple):
+class StoredEvent(NamedTuple):
     """An event as an entry holds it. ``path`` is the child session's ("" for the session that has the journal)."""
 
     path: str
@@ -131,7 +131,7 @@ class JournalEntry:
     """A journal's entry, read: events, or a snapshot (JSON data)."""
 
     seq: int
-    events: tuple[Stored, ...] = ()
+    events: tuple[StoredEvent, ...] = ()
     snapshot: Any = None
 
     @property
@@ -171,7 +171,7 @@ def read_entry(raw: bytes, place: str) -> JournalEntry:
     try:
         data = from_json(raw)
         found = data.get("events", ())
-        events = tuple(Stored(event.get("in", ""), event["type"], event["v"], event["data"]) for event in found)
+        events = tuple(StoredEvent(event.get("in", ""), event["type"], event["v"], event["data"]) for event in found)
         return JournalEntry(data["seq"], events, data.get("snapshot"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise JournalDamagedError(
@@ -253,7 +253,7 @@ class EventCodecs:
             raise SerializationError(f"{self._where}: event {type(event).__qualname__}: {error}") from error
         return b"%s%s}" % (head, raw)
 
-    def decode(self, stored: Stored) -> Any:
+    def decode(self, stored: StoredEvent) -> Any:
         """The event that was stored, brought up to date.
 
         :raises UnknownEventError: nothing is registered under its name.

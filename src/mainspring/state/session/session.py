@@ -16,7 +16,7 @@ from mainspring.state.session.journal import Journal
 from mainspring.state.session.slices import NOT_GIVEN, Slices
 from mainspring.state.session.snapshot import Snapshot, is_child_name
 from mainspring.state.session.transaction import Transaction
-from mainspring.state.session.writer import Cell, Writer, work
+from mainspring.state.session.writer import Cell, SessionWriter, work
 from mainspring.threads.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Session(Generic[S]):
         self._slices = Slices(self.name, state)
         self._children: dict[str, Session[Any]] = {}
         if parent is None:
-            self._writer = Writer(name, journal)
+            self._writer = SessionWriter(name, journal)
             self._history = History(self._writer)
         else:
             self._writer, self._history = parent._writer, parent._history  # noqa: SLF001 - one of its kind

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
 from mainspring.errors import InvalidParameterError, ReducerError, SerializationError, UnknownVersionError
 from mainspring.mailbox.codec import Codec, why_unreadable
-from mainspring.state.session.records import EventCodecs, Stored, Version, version_of
+from mainspring.state.session.records import EventCodecs, StoredEvent, Version, version_of
 from mainspring.validation import is_whole
 
 if TYPE_CHECKING:
@@ -223,8 +223,8 @@ class SliceCodec:
         return self._item.decode(to_json(data)) if stored is None else self._events.decode(stored)
 
 
-def _stored(data: Any) -> Stored | None:
+def _stored(data: Any) -> StoredEvent | None:
     """The event that was written so, or None where it is something else."""
     if isinstance(data, Mapping) and data.keys() == {"type", "v", "data"} and isinstance(data["type"], str):
-        return Stored("", data["type"], data["v"], data["data"])
+        return StoredEvent("", data["type"], data["v"], data["data"])
     return None

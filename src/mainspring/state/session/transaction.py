@@ -10,7 +10,7 @@ import anyio
 from mainspring.errors import ConfigError, ReducerError, SessionClosedError
 from mainspring.events import DispatchResult
 from mainspring.state.session.records import entry_of_events
-from mainspring.state.session.writer import Change, Ignored, Step, refused
+from mainspring.state.session.writer import AppliedEvent, Change, Ignored, refused
 from mainspring.threads.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from mainspring.state.session.slices import Values
-    from mainspring.state.session.writer import Cell, Writer
+    from mainspring.state.session.writer import Cell, SessionWriter
 
 
 class Transaction:
     """One block, from :meth:`Session.transaction`. Leaving it by any exception leaves nothing of it behind."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: SessionWriter) -> None:
         self._writer = writer
         self._turn: anyio.Event | None = None
         self._refused: SessionClosedError | None = None
         self._seq = 0
-        self._steps: list[Step] = []
+        self._steps: list[AppliedEvent] = []
         self._encoded: list[bytes] = []
         self._touched: dict[Cell, None] = {}
         self.entry: bytes | None = None
@@ -72,7 +72,7 @@ class Transaction:
             writer.seq = seq = writer.seq + 1
             self._touched[cell] = None
             cell.tip = values
-        self._steps.append(Step(cell, event, values, changed, seq))
+        self._steps.append(AppliedEvent(cell, event, values, changed, seq))
         if not changed and not cell.dispatcher.wants(type(event)):
             return Ignored()
         return DispatchResult(0, (), changed, seq)
@@ -89,7 +89,7 @@ class Transaction:
         for cell, restored in values.items():
             self._touched[cell] = None
             cell.tip = restored
-            self._steps.append(Step(cell, None, restored, tuple(restored), seq, told=False))
+            self._steps.append(AppliedEvent(cell, None, restored, tuple(restored), seq, told=False))
         self._after = after
         return DispatchResult(0, (), self._steps[0].changed, seq)
 

@@ -166,7 +166,7 @@ class Cell:
         )
 
 
-class Step(NamedTuple):
+class AppliedEvent(NamedTuple):
     """One event in its place. ``told`` is False for what is no event to anybody: a restored snapshot."""
 
     cell: Cell
@@ -188,7 +188,7 @@ def work(session: str, event: Any) -> str:
     return f"the dispatch of {type(event).__name__} to session {session!r}"
 
 
-def each(tell: Callable[[Step], DispatchResult], steps: Iterable[Step]) -> list[DispatchResult]:
+def each(tell: Callable[[AppliedEvent], DispatchResult], steps: Iterable[AppliedEvent]) -> list[DispatchResult]:
     """Tell of all steps; an interrupt, which comes out of a subscriber, is raised afterwards: they have happened."""
     results: list[DispatchResult] = []
     interrupt: BaseException | None = None
@@ -212,7 +212,7 @@ class Change:
 
     def __init__(
         self,
-        steps: Sequence[Step],
+        steps: Sequence[AppliedEvent],
         entry: bytes | None,
         ticket: Ticket[Any],
         after: Callable[[], object] | None = None,
@@ -242,7 +242,7 @@ CLOSE_TIMEOUT = 10.0
 """Seconds that a journal may take for the last entries before they are given up."""
 
 
-class Writer:
+class SessionWriter:
     """One for a session with all its children. All of it belongs to the thread that uses it first."""
 
     def __init__(self, name: str, journal: Journal | None) -> None:
@@ -491,7 +491,7 @@ class Writer:
             if changed:
                 self.seq = seq = self.seq + 1
                 cell.tip = values
-            self.hand_over(Change([Step(cell, event, values, changed, seq)], entry, ticket))
+            self.hand_over(Change([AppliedEvent(cell, event, values, changed, seq)], entry, ticket))
 
     def encoded(self, cell: Cell, event: Any) -> bytes:
         """The event for the journal; nothing where there is none, or where no reducer is for it."""
@@ -510,7 +510,7 @@ class Writer:
             change.after()
         return each(self._shown, change.steps)
 
-    def _shown(self, step: Step) -> DispatchResult:
+    def _shown(self, step: AppliedEvent) -> DispatchResult:
         if step.told and step.cell.dispatcher.wants(type(step.event)):
             return self._tell(step.cell, step.event, step.changed, step.seq)
         if step.told and not step.changed:
