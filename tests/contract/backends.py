@@ -16,23 +16,25 @@ SHORT = 0.5
 """Real seconds that leases last which behaviours wait out: a busy machine is late by a tenth of one."""
 
 
-def memory(*, serialize: bool) -> mailbox_contract.Backend:
+def memory(*, serialize: bool) -> mailbox_contract.BackendUnderTest:
     def make(name: str, *, body: Any = None, reply: Any = None) -> Mailbox[Any, Any]:
         return open_mailbox(f"memory://{name}", serialize=serialize, body=body, reply=reply)
 
-    return mailbox_contract.Backend(make, short_lease=SHORT, name=f"memory, {'JSON' if serialize else 'objects'}")
+    return mailbox_contract.BackendUnderTest(
+        make, short_lease=SHORT, name=f"memory, {'JSON' if serialize else 'objects'}"
+    )
 
 
-def sqlite(directory: Path) -> mailbox_contract.Backend:
+def sqlite(directory: Path) -> mailbox_contract.BackendUnderTest:
     def make(name: str, *, body: Any = None, reply: Any = None) -> Mailbox[Any, Any]:
         return open_mailbox(f"sqlite:///{directory}/contract.db", name=name, body=body, reply=reply)
 
-    return mailbox_contract.Backend(make, short_lease=SHORT, name="SQLite")
+    return mailbox_contract.BackendUnderTest(make, short_lease=SHORT, name="SQLite")
 
 
 NAMES = ("memory-json", "memory-objects", "sqlite")
 
 
-def backend(name: str, directory: Path) -> mailbox_contract.Backend:
+def backend(name: str, directory: Path) -> mailbox_contract.BackendUnderTest:
     """The backend of that name, with its files (if any) in ``directory``."""
     return sqlite(directory) if name == "sqlite" else memory(serialize=name == "memory-json")

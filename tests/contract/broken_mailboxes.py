@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Kind: TypeAlias = type[WrappedBackend] | type[InMemoryMailbox[Any, Any]]
 
 
-def broken(kind: Kind) -> mailbox_contract.Backend:
+def broken(kind: Kind) -> mailbox_contract.BackendUnderTest:
     """The backend of mailboxes that are broken in this way."""
 
     def make(name: str, *, body: Any = None, reply: Any = None) -> InMemoryMailbox[Any, Any]:
@@ -34,7 +34,7 @@ def broken(kind: Kind) -> mailbox_contract.Backend:
             return wrap(named(InMemoryMailbox, name, body, reply), kind)
         return named(kind, name, body, reply)
 
-    return mailbox_contract.Backend(make, name=kind.__name__)
+    return mailbox_contract.BackendUnderTest(make, name=kind.__name__)
 
 
 def named(kind: type[InMemoryMailbox[Any, Any]], name: str, body: Any, reply: Any) -> InMemoryMailbox[Any, Any]:

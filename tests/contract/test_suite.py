@@ -150,7 +150,7 @@ def test_the_users_corruption_is_used() -> None:
     async def corrupt(mailbox: Any, raw: bytes) -> None:
         done.append(raw)  # and nothing more: shows up as the behaviour's failure
 
-    backend = mailbox_contract.Backend(memory(serialize=True).factory, corrupt=corrupt)
+    backend = mailbox_contract.BackendUnderTest(memory(serialize=True).factory, corrupt=corrupt)
 
     async def main() -> mailbox_contract.Report:
         return await mailbox_contract.run(backend, only=["bytes_that_are_no_json_go_to_the_dead_letters"])
@@ -227,7 +227,9 @@ def test_in_real_time_what_came_too_late_is_tried_again_and_what_is_wrong_is_not
 ) -> None:
     async def main() -> mailbox_contract.Report:
         kind = partial(CancelsLate, late=late, says=says)
-        backend = mailbox_contract.Backend(lambda name, **_: wrap(InMemoryMailbox(name), kind), short_lease=lease)
+        backend = mailbox_contract.BackendUnderTest(
+            lambda name, **_: wrap(InMemoryMailbox(name), kind), short_lease=lease
+        )
         return await mailbox_contract.run(backend, only=[name])
 
     name = "a_message_in_flight_can_be_cancelled"
@@ -244,7 +246,9 @@ def test_in_real_time_what_came_too_late_and_did_not_fail_is_not_tried_again() -
 
     async def main() -> mailbox_contract.Report:
         kind = partial(CancelsLate, late=late, says=None)
-        backend = mailbox_contract.Backend(lambda name, **_: wrap(InMemoryMailbox(name), kind), short_lease=0.5)
+        backend = mailbox_contract.BackendUnderTest(
+            lambda name, **_: wrap(InMemoryMailbox(name), kind), short_lease=0.5
+        )
         return await mailbox_contract.run(backend, only=["a_delayed_message_can_be_cancelled"])
 
     report = anyio.run(main)
@@ -274,7 +278,9 @@ def test_in_real_time_a_check_that_fails_behind_what_came_too_late_is_tried_agai
     left = list(late)
 
     async def main() -> mailbox_contract.Report:
-        backend = mailbox_contract.Backend(lambda name, **_: wrap(InMemoryMailbox(name), partial(SendsLate, late=left)))
+        backend = mailbox_contract.BackendUnderTest(
+            lambda name, **_: wrap(InMemoryMailbox(name), partial(SendsLate, late=left))
+        )
         return await mailbox_contract.run(backend, only=[name])
 
     report = anyio.run(main)
@@ -330,7 +336,7 @@ def test_in_real_time_a_store_that_never_acts_is_caught() -> None:
     anyio.run(main)
 
 
-def acting_late(late: float, lateness: float) -> mailbox_contract.Backend:
+def acting_late(late: float, lateness: float) -> mailbox_contract.BackendUnderTest:
     """Mailboxes in memory that are so late, where so much is declared."""
     kind = partial(ActsLate, late=late)
-    return mailbox_contract.Backend(lambda name, **_: wrap(InMemoryMailbox(name), kind), lateness=lateness)
+    return mailbox_contract.BackendUnderTest(lambda name, **_: wrap(InMemoryMailbox(name), kind), lateness=lateness)

@@ -23,7 +23,7 @@ from mainspring.testing import mailbox_contract, run_virtual
 @pytest.mark.parametrize("time", [1, 2])
 def test_contract(judged, time):
     async def main():
-        backend = mailbox_contract.Backend(InMemoryMailbox, name="memory")
+        backend = mailbox_contract.BackendUnderTest(InMemoryMailbox, name="memory")
         return await mailbox_contract.run(backend, only=["first_in_first_out", "two_mailboxes_of_one_name_are_one_queue"])
     judged(run_virtual(main), {lacking})
 """

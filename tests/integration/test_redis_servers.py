@@ -440,7 +440,9 @@ async def test_the_contract_holds_in_a_cluster(cluster, anyio_backend):
             url = f"{scheme}://127.0.0.1:{cluster[0].port}"
             return open_mailbox(url, name=name, body=body, reply=reply, timeout=30)  # a busy machine has all at once
 
-        reports.append(await mailbox_contract.run(mailbox_contract.Backend(make, short_lease=1.0), concurrency=20))
+        reports.append(
+            await mailbox_contract.run(mailbox_contract.BackendUnderTest(make, short_lease=1.0), concurrency=20)
+        )
 
     async with anyio.create_task_group() as tasks:
         for scheme in ("redis+cluster", "redis"):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _log = Logger("mainspring.offload")
 
 
-class Job(Protocol):
+class OffloadJob(Protocol):
     """One call, in the form that its kind of pool needs.
 
     ``killable``: giving it up ends it. ``is_told``: it can notice that its caller is cancelled, and end for that.
@@ -69,7 +69,7 @@ class Call:
 
     __slots__ = ("_calls", "_lock", "_progress", "begun", "error", "gone", "job", "result", "scope", "thread_id")
 
-    def __init__(self, calls: Calls, job: Job) -> None:
+    def __init__(self, calls: Calls, job: OffloadJob) -> None:
         self._calls = calls.itself  # weakly: the thread may outlive the pool and its event loop
         self._lock = threading.Lock()
         self._progress = Progress.WAITING
@@ -195,7 +195,7 @@ class Calls:
 
     # --------------------------------------------------------------------------------------------------------- calling
 
-    async def run(self, job: Job, timeout: float | None) -> Any:
+    async def run(self, job: OffloadJob, timeout: float | None) -> Any:
         """Perform a job; abandon it when cancelled, at the timeout, or when the pool closes."""
         call = Call(self, job)
         deadline = math.inf if timeout is None else anyio.current_time() + timeout
@@ -215,7 +215,7 @@ class Calls:
             raise OffloadClosedError(f"{self._name} was closed before {call.name} had ended; its effects are unknown")
         raise OffloadTimeoutError(f"{call.name} did not end within {timeout:g} s")
 
-    async def run_to_the_end(self, job: Job, waiting: Callable[[bool], object] | None) -> Any:
+    async def run_to_the_end(self, job: OffloadJob, waiting: Callable[[bool], object] | None) -> Any:
         """Perform a job; when cancelled kill it, where that can be, and return or raise only when it has really ended.
 
         What ended in spite of a cancellation counts. A job whose worker is still starting has not begun, and is not waited
@@ -356,7 +356,7 @@ class Calls:
                 call.scope.cancel()
 
 
-def _bearable(error: BaseException, job: Job) -> BaseException:
+def _bearable(error: BaseException, job: OffloadJob) -> BaseException:
     """Return what the caller gets: its own cancellation, where the work was told of that, or a :func:`bearable` error."""
     changed = bearable(error, name_of(job.fn))
     if job.is_told and isinstance(error, cancellations()):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from mainspring.offload.calls import Job
+    from mainspring.offload.calls import OffloadJob
 
 Kind = Literal["thread", "process", "interpreter"]
 KINDS = ("thread", "process", "interpreter")
@@ -84,8 +84,8 @@ class OffloadPool:
         self.shutdown_timeout = float(shutdown_timeout)
         self.cancel_grace = float(cancel_grace)
         self.start_timeout = float(start_timeout)
-        self._new_backend()  # says now what cannot be
-        self._backend: Backend | None = None
+        self._new_executor()  # says now what cannot be
+        self._executor: Executor | None = None
         self._calls: Calls | None = None
         self._entered = 0
         self._closing = False
@@ -112,7 +112,7 @@ class OffloadPool:
         if self._entered:
             self._check_owner()
         else:
-            self._backend = self._new_backend()
+            self._executor = self._new_executor()
             self._calls = Calls(self.name, self.workers, self.queue_limit, self.cancel_grace)
             # An event loop is the one thing in its thread, so these two tell one from any other.
             self._process, self._thread = identity(), get_ident()
@@ -126,28 +126,28 @@ class OffloadPool:
             self._entered -= 1
             return
         assert self._calls is not None
-        assert self._backend is not None
+        assert self._executor is not None
         self._closing = True
         try:
-            await self._finish(self._calls, self._backend)
+            await self._finish(self._calls, self._executor)
         finally:
             try:
-                await self._cut(self._calls, self._backend)
+                await self._cut(self._calls, self._executor)
             finally:
-                self._entered, self._closing, self._backend, self._thread = 0, False, None, 0
+                self._entered, self._closing, self._executor, self._thread = 0, False, None, 0
 
-    async def _finish(self, calls: Calls, backend: Backend) -> None:
+    async def _finish(self, calls: Calls, executor: Executor) -> None:
         with anyio.move_on_after(self.shutdown_timeout):
             await calls.wait_idle()
-            if not backend.kills:  # else late are only those being killed, and abandoned starts of workers
+            if not executor.kills:  # else late are only those being killed, and abandoned starts of workers
                 await calls.wait_for_late()
 
-    async def _cut(self, calls: Calls, backend: Backend) -> None:
+    async def _cut(self, calls: Calls, executor: Executor) -> None:
         calls.cut()
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + self.cancel_grace), real_work():
-            await to_thread.run_sync(backend.close, abandon_on_cancel=True, limiter=CapacityLimiter(1))
+            await to_thread.run_sync(executor.close, abandon_on_cancel=True, limiter=CapacityLimiter(1))
             await calls.wait_idle()  # the callers are told
-            if backend.kills:
+            if executor.kills:
                 await calls.wait_for_late()
         if unended := calls.unended:
             at = ", ".join(sorted(f"{call.name} ({call.where or 'about to end'})" for call in unended))
@@ -175,12 +175,12 @@ class OffloadPool:
             or it returned a coroutine or a generator, so that its work has not run.
         :raises InvalidParameterError: ``timeout`` is negative or not a number; or ``fn`` is async, a generator, or no function.
         """
-        backend = self._ready()
+        executor = self._ready()
         if timeout is not None and not is_number(timeout, 0, math.inf):
             raise InvalidParameterError(f"{self.name}: timeout must be 0 or more seconds, or None, not {timeout!r}")
         self._check_plain(fn)
         assert self._calls is not None
-        result: T = await self._calls.run(backend.job(fn, args), timeout)
+        result: T = await self._calls.run(executor.job(fn, args), timeout)
         kind = type(result)
         if kind is CoroutineType or kind is GeneratorType or kind is AsyncGeneratorType:
             ran(result, f"{self.name}: {name_of(fn)}", TaskExitError)
@@ -203,10 +203,10 @@ class OffloadPool:
         :param waiting: is called with True if the call has to wait for a worker, to be free or to have started, and with
             False when that is over.
         """
-        backend = self._ready()
+        executor = self._ready()
         self._check_plain(fn)
         assert self._calls is not None
-        result: T = await self._calls.run_to_the_end(backend.job(fn, args), waiting)
+        result: T = await self._calls.run_to_the_end(executor.job(fn, args), waiting)
         return result
 
     def _check_plain(self, fn: Any) -> None:
@@ -224,13 +224,13 @@ class OffloadPool:
         if is_generator(fn):
             check_runs(fn, f"{self.name}:", error=InvalidParameterError)
 
-    def _ready(self) -> Backend:
+    def _ready(self) -> Executor:
         """What does the work; raises where the pool takes no calls, or not here."""
         if self._thread != get_ident() or self._process is not identity() or self._closing:
             self._check_owner()
             raise OffloadClosedError(f"{self.name} is being closed; it takes no calls")
-        assert self._backend is not None
-        return self._backend
+        assert self._executor is not None
+        return self._executor
 
     def _check_owner(self) -> None:
         if not self._entered:
@@ -285,7 +285,7 @@ class OffloadPool:
         if (calls := self._calls_here()) is not None:
             await calls.wait_for_late()
 
-    def _new_backend(self) -> Backend:
+    def _new_executor(self) -> Executor:
         if self.kind == "process":
             from mainspring.offload.processes import Processes
 
@@ -303,12 +303,12 @@ class OffloadPool:
         return self._calls
 
 
-class Backend(Protocol):
+class Executor(Protocol):
     """What does the work of one opening of a pool. ``kills``: work that is given up ends."""
 
     kills: bool
 
-    def job(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Job:
+    def job(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> OffloadJob:
         """A call, in the form it is done in."""
 
     def close(self) -> None:

@@ -156,22 +156,22 @@ class Processes:
         self._grace = cancel_grace
         self._start_within = start_timeout
         self._lock = threading.Lock()
-        self._idle: list[WorkerProcess] = []
-        self._all: set[WorkerProcess] = set()
+        self._idle: list[PoolProcess] = []
+        self._all: set[PoolProcess] = set()
         self._closed = False
 
     def job(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> ProcessJob:
         """A job for one of them."""
         return ProcessJob(self, fn, args)
 
-    def take(self, starting: Callable[[bool], object] = _ignore_start, *, fresh: bool = False) -> WorkerProcess:
+    def take(self, starting: Callable[[bool], object] = _ignore_start, *, fresh: bool = False) -> PoolProcess:
         """An idle worker, the one used last, or a new one: then ``starting`` is told of its start, and of the end of that.
 
         Where it must be ``fresh``, a new one takes the place of an idle one.
 
         :raises OffloadWorkerDiedError: it could not be started.
         """
-        useless: list[WorkerProcess] = []
+        useless: list[PoolProcess] = []
         try:
             with self._lock:
                 if self._closed:
@@ -182,7 +182,7 @@ class Processes:
                         return worker
                     useless.append(worker)
                 starting(True)
-                worker = WorkerProcess(min(REAP_WITHIN, self._grace))
+                worker = PoolProcess(min(REAP_WITHIN, self._grace))
                 self._all.add(worker)
         finally:
             for other in useless:
@@ -199,7 +199,7 @@ class Processes:
             starting(False)
         return worker
 
-    def give_back(self, worker: WorkerProcess) -> None:
+    def give_back(self, worker: PoolProcess) -> None:
         """A worker has done its job and can take another."""
         with self._lock:
             if not self._closed:
@@ -207,7 +207,7 @@ class Processes:
                 return
         self.discard(worker)
 
-    def discard(self, worker: WorkerProcess) -> None:
+    def discard(self, worker: PoolProcess) -> None:
         """End a worker that is of no more use."""
         worker.kill()
         worker.reap()
@@ -243,7 +243,7 @@ class ProcessJob:
         self._args = args
         self._processes = processes
         self._lock = threading.Lock()
-        self._worker: WorkerProcess | None = None
+        self._worker: PoolProcess | None = None
         self._begun = False
         self._given_up = False
         self._starting: Callable[[bool], object] = _ignore_start
@@ -304,7 +304,7 @@ class ProcessJob:
                 self._worker.kill_soon()
             return self._begun
 
-    def _hold(self, worker: WorkerProcess) -> bool:
+    def _hold(self, worker: PoolProcess) -> bool:
         with self._lock:
             if not self._given_up:
                 self._worker, self._begun = worker, True
@@ -323,7 +323,7 @@ class WorkerDied(Exception):  # noqa: N818 - between the worker and its job
         self.begun = begun
 
 
-class WorkerProcess:
+class PoolProcess:
     """A child that does one job after the other. It is one thread's own, but for ``kill``.
 
     It has a session of its own, so that a terminal's Ctrl-C does not reach it, and what its jobs start is killed with it.

@@ -25,7 +25,7 @@ async def contract(url, storage, name):
         def make(mailbox, *, body=None, reply=None):
             return here.box(mailbox, body=body, reply=reply, storage=storage, timeout=TIMEOUT)
 
-        backend = mailbox_contract.Backend(make, short_lease=1.0, lateness=1.0, name=name)
+        backend = mailbox_contract.BackendUnderTest(make, short_lease=1.0, lateness=1.0, name=name)
         return await mailbox_contract.run(backend, concurrency=20)
 
 

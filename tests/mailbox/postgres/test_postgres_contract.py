@@ -20,7 +20,7 @@ async def test_the_contract(postgres_url, anyio_backend, judged):
             with pytest.raises(ConfigError, match="asyncio only"):
                 await place.mailbox().__aenter__()
             return
-        backend = mailbox_contract.Backend(place.mailbox, short_lease=1.0, name="PostgreSQL")
+        backend = mailbox_contract.BackendUnderTest(place.mailbox, short_lease=1.0, name="PostgreSQL")
         report = await mailbox_contract.run(backend, concurrency=20)
     finally:
         drop_schema(postgres_url, place.schema)

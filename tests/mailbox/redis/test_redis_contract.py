@@ -22,7 +22,7 @@ async def test_the_contract(redis_url, anyio_backend, judged):
     with place(redis_url) as here:
         try:
             report = await mailbox_contract.run(
-                mailbox_contract.Backend(make, short_lease=1.0, name="Redis"), concurrency=20
+                mailbox_contract.BackendUnderTest(make, short_lease=1.0, name="Redis"), concurrency=20
             )
         finally:
             for prefix in made:

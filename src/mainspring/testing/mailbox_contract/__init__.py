@@ -13,7 +13,7 @@ With pytest, one test for each behaviour::
         await behaviour(MyMailbox)
 
 The factory is called with a name and the types of bodies and replies, and returns an unopened mailbox. Mailboxes with
-different names share one store. :class:`Backend` has further options.
+different names share one store. :class:`BackendUnderTest` has further options.
 
 A :class:`Behaviour` is a name, a claim, the capabilities it needs, and a check. Each run of a check has a new
 :class:`Harness`, whose mailboxes have names of their own, so that behaviours can run concurrently on one store. A behaviour
@@ -43,7 +43,7 @@ from mainspring.testing.mailbox_contract import (
     settling,
 )
 from mainspring.testing.mailbox_contract.harness import (
-    Backend,
+    BackendUnderTest,
     Behaviour,
     ContractError,
     Factory,
@@ -57,7 +57,20 @@ from mainspring.testing.mailbox_contract.harness import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["Backend", "Behaviour", "ContractError", "Harness", "Report", "behaviours", "parametrize", "run"]
+__all__ = [
+    "Backend",
+    "BackendUnderTest",
+    "Behaviour",
+    "ContractError",
+    "Harness",
+    "Report",
+    "behaviours",
+    "parametrize",
+    "run",
+]
+
+Backend = BackendUnderTest
+"""The former name of :class:`BackendUnderTest`, for one release."""
 
 F = TypeVar("F", bound="Callable[..., object]")
 
@@ -70,7 +83,7 @@ def behaviours() -> list[Behaviour]:
 
 
 async def run(
-    backend: Backend | Factory,
+    backend: BackendUnderTest | Factory,
     *,
     only: Iterable[str] | None = None,
     exclude: Iterable[str] = (),

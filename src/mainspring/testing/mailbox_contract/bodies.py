@@ -120,6 +120,59 @@ async def a_large_body_arrives_unchanged(h: Harness, box: AnyMailbox) -> None:
     check((await h.delivery(box, body)).body == body, "the large body was changed")
 
 
+@on_mailbox(body=Part)
+async def send_many_is_all_or_nothing(h: Harness, box: AnyMailbox) -> None:
+    """Where one body does not fit, none is sent."""
+    bodies: list[Any] = [Part("a"), Part("b"), "no part", Part("c")]
+    with raises(SerializationError, "send_many with one wrong body"):
+        await box.send_many(bodies)
+    await h.counts(box)
+    await h.none(box, "nothing was sent")
+
+
+@behaviour()
+async def a_body_of_the_wrong_type_is_refused(h: Harness) -> None:
+    """A body that does not fit the type is a SerializationError that names the type and the field; nothing is sent."""
+    async with h.open(body=Part) as box:
+        with raises(SerializationError, "a dict where a Part is wanted") as caught:
+            await box.send({"name": "wheel"})
+        check("Part" in str(caught[0]), f"the error does not name the type: {caught[0]}")
+        await h.counts(box)
+    async with h.open("points", body=Point) as box:
+        with raises(SerializationError, "a string in a float's place") as caught:
+            await box.send({"x": 1.0, "y": "far"})
+        text = str(caught[0])
+        check("Point" in text and "y" in text, f"the error names neither type nor field: {text}")
+        await h.counts(box)
+
+
+@on_mailbox("serializes", body=Part)
+async def an_object_with_a_wrong_field_is_refused(h: Harness, box: AnyMailbox) -> None:
+    """An object of the right class whose field holds something else is a SerializationError; nothing is sent."""
+    with raises(SerializationError, "an int in a field of text"):
+        await box.send(Part(name=7))  # type: ignore[arg-type]
+    await h.counts(box)
+
+
+@on_mailbox("serializes")
+async def a_body_that_is_no_json_is_refused(h: Harness, box: AnyMailbox) -> None:
+    """Without a type, what JSON cannot say is a SerializationError; nothing is sent."""
+    bad: list[Any] = [object(), {"when": lambda: None}]
+    for body in bad:
+        with raises(SerializationError, f"sending {body!r}"):
+            await box.send(body)
+    await h.counts(box)
+
+
+@on_mailbox("serializes")
+async def a_body_changed_after_send_is_not_changed_there(h: Harness, box: AnyMailbox) -> None:
+    """The message holds what the body was when it was sent."""
+    body = {"list": [1]}
+    await box.send(body)
+    body["list"].append(2)
+    equal((await h.one(box)).body, {"list": [1]}, "the received body")
+
+
 @on_mailbox(body=str)
 async def an_int_is_not_taken_for_a_str(h: Harness, box: AnyMailbox) -> None:
     """The type is checked as it is, nothing is coerced at send."""

@@ -29,7 +29,7 @@ from pydantic.alias_generators import to_camel
 from typing_extensions import TypedDict
 
 
-class Names(BaseModel):
+class Aliases(BaseModel):
     """Fields with every kind of alias."""
 
     model_config = ConfigDict(extra="forbid")
@@ -91,7 +91,7 @@ class Logins(BaseModel):
     logins: list[Login]
 
 
-class Packed(BaseModel):
+class JsonInJson(BaseModel):
     """A field of JSON in JSON."""
 
     payload: Json[list[int]]
@@ -153,7 +153,7 @@ class Colour(StrEnum):
     RED = "red"
 
 
-class Point(NamedTuple):
+class Coordinates(NamedTuple):
     """A named tuple."""
 
     x: int
@@ -191,7 +191,7 @@ NOW = datetime(2025, 1, 2, 3, 4, 5, 678, UTC)
 HUGE = 10**4_300
 
 ARRIVES: dict[str, tuple[Any, Any]] = {
-    "aliases": (Names, Names.model_construct(both=1, read=2, written=3, either=4, within=5)),
+    "aliases": (Aliases, Aliases.model_construct(both=1, read=2, written=3, either=4, within=5)),
     "generated aliases": (Camel, Camel(userName="a", parts=[Camel(userName="b")])),  # type: ignore[call-arg]
     "either name": (ByBoth, ByBoth(userName="a")),
     "a dataclass's aliases": (list[NamedPart], [NamedPart(3)]),
@@ -199,13 +199,13 @@ ARRIVES: dict[str, tuple[Any, Any]] = {
     "secrets": (Login, Login(user="a", password=SecretStr("geheim"), key=SecretBytes(b"k"), pin=Secret[int](1234))),
     "nested secrets": (Logins, Logins(logins=[Login(user="a", password=SecretStr("x"))])),
     "a secret alone": (SecretStr, SecretStr("geheim")),
-    "JSON in JSON": (Packed, Packed.model_validate({"payload": "[1,2]"})),
+    "JSON in JSON": (JsonInJson, JsonInJson.model_validate({"payload": "[1,2]"})),
     "an unset field that is not written": (Hiding, Hiding(name="a")),
     "no number, as text": (Measured, Measured(value=float("inf"))),
     "a class of one's own, nested": (Holder, Holder(Base(1), [Base(2)])),
     "the first of a union": (Cat | Dog, Cat("a")),
     "a union that is told apart": (int | str | None, "5"),
-    "a named tuple": (Point, Point(1, 2)),
+    "a named tuple": (Coordinates, Coordinates(1, 2)),
     "a tuple in a list": (list[tuple[int, str]], [(1, "a")]),
     "a TypedDict": (Row, {"name": "a", "at": NOW}),
     "a set of numbers": (set[int], {1, 2}),

@@ -51,7 +51,7 @@ class Factory(Protocol):
 
 
 @dataclass(frozen=True)
-class Backend:
+class BackendUnderTest:
     """A backend under test.
 
     :param factory: makes its mailboxes.
@@ -70,9 +70,9 @@ class Backend:
     corrupt: Callable[[AnyMailbox, bytes], Awaitable[object]] | None = None
 
 
-def as_backend(backend: Backend | Factory) -> Backend:
+def as_backend(backend: BackendUnderTest | Factory) -> BackendUnderTest:
     """Return ``backend``, or a backend around a factory."""
-    return backend if isinstance(backend, Backend) else Backend(backend)
+    return backend if isinstance(backend, BackendUnderTest) else BackendUnderTest(backend)
 
 
 class Harness:
@@ -81,7 +81,7 @@ class Harness:
     wait = 30.0
     """Seconds of a waiting receive that must be woken before its end."""
 
-    def __init__(self, backend: Backend, stretch: float = 1.0) -> None:
+    def __init__(self, backend: BackendUnderTest, stretch: float = 1.0) -> None:
         self.backend = backend
         self._stretch = stretch
         self._prefix = f"contract-{int(clock.monotonic() * 1e6):x}-{random.token(16)}"
@@ -284,7 +284,7 @@ class Behaviour:
     def __repr__(self) -> str:
         return f"<Behaviour {self.name}>"
 
-    async def __call__(self, backend: Backend | Factory) -> None:
+    async def __call__(self, backend: BackendUnderTest | Factory) -> None:
         """Check the behaviour of a backend.
 
         Only capabilities excuse a backend: a ``SkipTest`` raised by the backend itself is a :class:`ContractError`.
@@ -461,7 +461,7 @@ class Report:
 
 
 async def run_all(
-    backend: Backend,
+    backend: BackendUnderTest,
     behaviours: list[Behaviour],
     *,
     only: Iterable[str] | None,
@@ -497,7 +497,9 @@ async def run_all(
     return report
 
 
-async def _run_one(behaviour: Behaviour, backend: Backend, report: Report, limiter: anyio.CapacityLimiter) -> None:
+async def _run_one(
+    behaviour: Behaviour, backend: BackendUnderTest, report: Report, limiter: anyio.CapacityLimiter
+) -> None:
     try:
         await behaviour(backend)
     except SkipTest as reason:

@@ -1,4 +1,4 @@
-"""Sending: what arrives, delays, dedup keys, expiry; which parameters and bodies are refused."""
+"""Sending: what arrives, delays, dedup keys, expiry; which parameters are refused."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from typing_extensions import TypedDict
-
 from mainspring.core import clock
-from mainspring.errors import InvalidParameterError, SerializationError
+from mainspring.errors import InvalidParameterError
 from mainspring.testing.mailbox_contract.harness import (
     AnyMailbox,
     Behaviour,
@@ -29,20 +27,6 @@ from mainspring.testing.mailbox_contract.harness import (
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
-
-
-@dataclass
-class Job:
-    """A body with a field that can be wrong."""
-
-    number: int
-
-
-class Point(TypedDict):
-    """A body that is a dict."""
-
-    x: float
-    y: float
 
 
 @on_mailbox()
@@ -125,65 +109,12 @@ async def send_many_of_nothing_is_nothing(h: Harness, box: AnyMailbox) -> None:
     await h.counts(box)
 
 
-@on_mailbox(body=Job)
-async def send_many_is_all_or_nothing(h: Harness, box: AnyMailbox) -> None:
-    """Where one body does not fit, none is sent."""
-    bodies: list[Any] = [Job(1), Job(2), "no job", Job(3)]
-    with raises(SerializationError, "send_many with one wrong body"):
-        await box.send_many(bodies)
-    await h.counts(box)
-    await h.none(box, "nothing was sent")
-
-
 @on_mailbox()
 async def send_many_parameters_hold_for_each(h: Harness, box: AnyMailbox) -> None:
     """Headers and reply_to of send_many are every message's."""
     await box.send_many(["a", "b"], headers={"k": "v"}, reply_to="elsewhere")
     for message in await h.all(box):
         equal((dict(message.headers), message.reply_to), ({"k": "v"}, "elsewhere"), f"those of {message.body!r}")
-
-
-@behaviour()
-async def a_body_of_the_wrong_type_is_refused(h: Harness) -> None:
-    """A body that does not fit the type is a SerializationError that names the type and the field; nothing is sent."""
-    async with h.open(body=Job) as box:
-        with raises(SerializationError, "a dict where a Job is wanted") as caught:
-            await box.send({"number": 7})
-        check("Job" in str(caught[0]), f"the error does not name the type: {caught[0]}")
-        await h.counts(box)
-    async with h.open("points", body=Point) as box:
-        with raises(SerializationError, "a string in a float's place") as caught:
-            await box.send({"x": 1.0, "y": "far"})
-        text = str(caught[0])
-        check("Point" in text and "y" in text, f"the error names neither type nor field: {text}")
-        await h.counts(box)
-
-
-@on_mailbox("serializes", body=Job)
-async def an_object_with_a_wrong_field_is_refused(h: Harness, box: AnyMailbox) -> None:
-    """An object of the right class whose field holds something else is a SerializationError; nothing is sent."""
-    with raises(SerializationError, "a string in an int field"):
-        await box.send(Job(number="seven"))  # type: ignore[arg-type]
-    await h.counts(box)
-
-
-@on_mailbox("serializes")
-async def a_body_that_is_no_json_is_refused(h: Harness, box: AnyMailbox) -> None:
-    """Without a type, what JSON cannot say is a SerializationError; nothing is sent."""
-    bad: list[Any] = [object(), {"when": lambda: None}]
-    for body in bad:
-        with raises(SerializationError, f"sending {body!r}"):
-            await box.send(body)
-    await h.counts(box)
-
-
-@on_mailbox("serializes")
-async def a_body_changed_after_send_is_not_changed_there(h: Harness, box: AnyMailbox) -> None:
-    """The message holds what the body was when it was sent."""
-    body = {"list": [1]}
-    await box.send(body)
-    body["list"].append(2)
-    equal((await h.one(box)).body, {"list": [1]}, "the received body")
 
 
 @on_mailbox()
