@@ -13,7 +13,7 @@ from group_support import Foreign, box, one_loop_group, running, settled
 
 from mainspring import ConfigError, Context, LoopGroup, MailboxConnectionError, MainLoop
 from mainspring.events import CheckChanged, HandlerStalled, HandlerStuck, ReceiveFailed, ReceiveRecovered
-from mainspring.worker.store_health import ALLOWANCE
+from mainspring.worker.worker import ALLOWANCE
 from support import fail, hang, work
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mainspring.worker.delivery import Delivery, Wrapper
     from mainspring.worker.handler import HandlerOf
     from mainspring.worker.slots import Capacity
-    from mainspring.worker.store_health import OpenReceive
+    from mainspring.worker.worker import OpenReceive
 
 T = TypeVar("T")
 R = TypeVar("R")

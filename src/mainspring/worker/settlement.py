@@ -133,7 +133,8 @@ class Settler:
 
     def written(self, *, again: bool = False) -> None:
         """The mailbox took one; that says nothing of others that it does not take, unless it was one of those."""
-        self._store_health.made()
+        if not self._store_health.answers:
+            self._store_health.made()
         if self._failures and (again or not self._retrying):
             failures, self._failures = self._failures, 0
             self._dispatcher.dispatch(SettlementRecovered(self._name, failures))

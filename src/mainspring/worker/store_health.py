@@ -1,32 +1,21 @@
-"""``StoreHealth``: whether the mailbox of a loop answers, by all that it is asked: receives, renewals and settlements.
-
-``OpenReceive``: what a receiver asks of the mailbox, and how long the answer is overdue.
-"""
+"""``StoreHealth``: whether the mailbox of a loop answers, by all that it is asked: receives, renewals and settlements."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import anyio
 
-from mainspring.core.tracebacks import where
 from mainspring.errors import MailboxConnectionError, MainspringError, describe
 from mainspring.events import ReceiveFailed, ReceiveRecovered
 from mainspring.runtime.cancellation import SpuriousAsError
 from mainspring.runtime.interval import Periodic
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Awaitable, Callable
 
-    from mainspring.errors import HandlerStalledError
     from mainspring.events import Dispatcher
-    from mainspring.worker.slots import Admission
-
-T = TypeVar("T")
-
-ALLOWANCE = 5.0
-"""Seconds past its wait that a receive may take before its answer is overdue: what a busy server may need."""
 
 SILENCE = 10.0
 """Seconds after the last failure of a renewal or a settlement when the mailbox is asked whether it is back."""
@@ -46,6 +35,8 @@ class StoreHealth:
         self._dispatcher = dispatcher
         self._timer = Periodic(self._look)
         self._ask_at = math.inf
+        self.answers = True
+        """False from a failure until the mailbox answers again: then :meth:`made` or :meth:`received` is to be told so."""
         self.failed_receives = 0
         """How many receives have failed since one was last answered, whichever receiver made them."""
         self._receiving: str | None = None
@@ -61,6 +52,7 @@ class StoreHealth:
         """A renewal or a settlement has failed; errors of other kinds than a lost connection say nothing of the mailbox."""
         if isinstance(error, (MailboxConnectionError, OSError)):
             self._other = describe(error)
+            self.answers = False
             self._ask_at = anyio.current_time() + SILENCE
             self._timer.wake_by(self._ask_at)
 
@@ -73,13 +65,14 @@ class StoreHealth:
 
     def made(self) -> None:
         """It has answered."""
-        self._other = None
-        if self._told_of_silence and self._receiving is None:
+        if self._receiving is None:
             self.received()
+        self._other = None
 
     def receive_failed(self, error: Exception, retry_in: float) -> None:
         """A receive has failed."""
         self._receiving = describe(error)
+        self.answers = False
         self.failed_receives += 1
         first = self.failed_receives == 1 and not self._told_of_silence
         self._dispatcher.dispatch(ReceiveFailed(self._name, self._receiving, retry_in, first))
@@ -89,6 +82,7 @@ class StoreHealth:
         failures = self.failed_receives + self._told_of_silence
         self.failed_receives, self._told_of_silence = 0, False
         self._receiving = self._other = None
+        self.answers = True
         if failures:  # also of another receiver, or of a receive that a pause has ended
             self._dispatcher.dispatch(ReceiveRecovered(self._name, failures))
 
@@ -111,60 +105,3 @@ class StoreHealth:
                 self.made()
                 return math.inf
         return self._ask_at
-
-
-class OpenReceive:
-    """What one receiver asks of the mailbox, one call after the other, as one subject of the watchdog.
-
-    It is judged by how long an answer is overdue: never while nothing is asked, while the receive waits as it was told to, or
-    while the loop is paused or told to stop. A stall cancels ``scope``, in which the receiver runs; the receiver then goes on
-    with another claim, so that the watchdog can tell the two apart.
-    """
-
-    message_id: str | None = None
-
-    def __init__(self, name: str, mailbox: str, admission: Admission, clock: Callable[[], float]) -> None:
-        self.name = name
-        self.scope = anyio.CancelScope()
-        self.error: MailboxConnectionError | None = None
-        """Why it was cancelled by the watchdog, unless the answer came in spite of that."""
-        self._mailbox = mailbox
-        self._admission = admission
-        self._clock = clock
-        self._due = math.inf
-        self._call: Coroutine[Any, Any, Any] | None = None
-
-    async def ask(self, call: Coroutine[Any, Any, T], wait: float) -> T:
-        """Await ``call``, whose answer is due in ``wait`` seconds."""
-        self._call = call
-        self._due = self._clock() + wait + ALLOWANCE
-        try:
-            answer = await call
-        finally:
-            self._due = math.inf
-            self._call = None
-        self.error = None
-        return answer
-
-    @property
-    def done(self) -> bool:
-        """Whether no answer is owed that the loop still wants."""
-        return self._call is None or not self._admission.open
-
-    def beat_age(self) -> float:
-        """Seconds for which the answer is overdue."""
-        return max(0.0, self._clock() - self._due)
-
-    def where(self) -> str:
-        """The line that the call stands on."""
-        if self._call is None:
-            return ""
-        return f"a receive that mailbox {self._mailbox!r} has not answered: {where(self._call)}"
-
-    def stall(self, error: HandlerStalledError) -> None:
-        """Cancel it; it counts as a failed receive."""
-        self.error = MailboxConnectionError(
-            f"mailbox {self._mailbox!r} did not answer a receive, which was overdue by {self.beat_age():.0f} s and is cancelled"
-        )
-        self.error.__cause__ = error
-        self.scope.cancel()

@@ -19,16 +19,18 @@ handlers go on.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from contextvars import ContextVar, copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
 from mainspring.core.clock import loop_clock, thread_clock
-from mainspring.errors import MainspringError, TaskExitError
-from mainspring.runtime.cancellation import SpuriousAsError, is_spurious_cancellation
+from mainspring.core.tracebacks import where
+from mainspring.errors import MailboxConnectionError, MainspringError, TaskExitError
+from mainspring.runtime.cancellation import is_spurious_cancellation
 from mainspring.runtime.retry import Retries
 from mainspring.runtime.scope import DaemonScope, first_error
 from mainspring.threads.entry import AnywhereEvent, Entry
@@ -37,14 +39,14 @@ from mainspring.worker.leases import LeaseKeeper
 from mainspring.worker.outcome import DONE, RELEASED, Cause
 from mainspring.worker.settlement import Completion, Settler, bounded
 from mainspring.worker.slots import Admission, Slot, Slots
-from mainspring.worker.store_health import SILENCE, OpenReceive, StoreHealth
+from mainspring.worker.store_health import SILENCE, StoreHealth
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
     from anyio.abc import TaskGroup
 
-    from mainspring.errors import MailboxConnectionError
+    from mainspring.errors import HandlerStalledError
     from mainspring.events import Dispatcher, Tally
     from mainspring.mailbox.mailbox import Mailbox
     from mainspring.mailbox.message import Message
@@ -52,9 +54,14 @@ if TYPE_CHECKING:
     from mainspring.worker.delivery import Wrapper
     from mainspring.worker.slots import Capacity
 
+T = TypeVar("T")
+
 RECONNECT_INITIAL = 0.1
 RECONNECT_MAXIMUM = 30.0
 """Seconds between tries to receive from a mailbox that cannot be reached, at first and at most."""
+
+ALLOWANCE = 5.0
+"""Seconds past its wait that a receive may take before its answer is overdue: what a busy server may need."""
 
 POLL_PAUSE = 0.1
 """Seconds between receives that do not wait and come back empty, so that they do not spin."""
@@ -105,7 +112,7 @@ class Worker:
         self._joined = mailbox.capabilities.joined_acks
         self._turn_ends = 0.0
         self._starved = False
-        self._iterations = 0
+        self._receives_left: float = 0
         self._ending = False
         self._open_receives: list[OpenReceive] = []
         self._lease = LeaseKeeper(
@@ -164,11 +171,12 @@ class Worker:
         An error that makes receiving impossible is raised after the deliveries in hand have ended.
         """
         crash: Exception | None = None
+        self._receives_left = math.inf if max_iterations is None else max_iterations
         async with DaemonScope(f"{self.name} worker") as scope:
             scope.start_soon(self._keep_leases, name=f"{self.name} leases")
             async with anyio.create_task_group() as self._tasks:
                 try:
-                    await self.admission.run(partial(self._receive_until_held, max_iterations), self._hand_back)
+                    await self.admission.run(self._receive_until_held, self._hand_back)
                 except Exception as error:
                     crash = error
                 except BaseException:
@@ -198,7 +206,7 @@ class Worker:
         receiving = any(not receive.done for receive in self._open_receives)
         self.store_health.fell_silent(error, RECONNECT_INITIAL if receiving else SILENCE)
 
-    async def _receive_until_held(self, max_iterations: int | None) -> None:
+    async def _receive_until_held(self) -> None:
         """Receive until told to stop or to pause. Raise the error that makes receiving impossible.
 
         If the mailbox keeps the order of its calls, two receivers take turns: while one waits for its answer, the other claims
@@ -206,76 +214,78 @@ class Worker:
         """
         if self._backlog and not self._waking:
             self._wake_slot()  # a pause began and ended before it had released what was claimed
-        receivers = 2 if self._slots.ordered and max_iterations is None else 1
+        receivers = 2 if self._slots.ordered and self._receives_left == math.inf else 1
         try:
             async with anyio.create_task_group() as tasks:
                 for number in range(receivers):
-                    tasks.start_soon(self._receiver, max_iterations, name=f"{self.name} receiver {number + 1}")
+                    tasks.start_soon(self._receiver, name=f"{self.name} receiver {number + 1}")
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
         if tasks.cancel_scope.cancel_called:  # by the end of one of the two
             raise TaskExitError("receiving was cancelled by itself, and not by the loop")
 
-    async def _receiver(self, max_iterations: int | None) -> None:
+    async def _receiver(self) -> None:
+        """Receive until told to stop. A receive that failed, or that the watchdog cancelled, is made anew after a pause."""
         retries = Retries(initial=RECONNECT_INITIAL, maximum=RECONNECT_MAXIMUM)
-        while self._receives_on(max_iterations):
+        while self.admission.open and self._receives_left > 0:
             receive = OpenReceive(self.name, self._mailbox.name, self.admission, self._clock)
             self._open_receives.append(receive)
             try:
                 with receive.scope:
-                    await self._claim_on(receive, retries, max_iterations)
+                    await self._receive(receive, retries)
+            except (MainspringError, OSError) as error:
+                if isinstance(error, MainspringError) and not error.retryable:
+                    raise
+                await self._pause_after(error, retries)
+            except anyio.get_cancelled_exc_class():
+                if not await is_spurious_cancellation():
+                    raise
+                await self._pause_after(TaskExitError("a spurious cancellation"), retries)
+            else:
+                if receive.error is not None:
+                    await self._pause_after(receive.error, retries)
             finally:
                 self._open_receives.remove(receive)
-            if receive.error is not None:
-                await self._pause_after(receive.error, retries)
 
-    def _receives_on(self, max_iterations: int | None) -> bool:
-        return self.admission.open and (max_iterations is None or self._iterations < max_iterations)
-
-    async def _claim_on(self, receive: OpenReceive, retries: Retries, max_iterations: int | None) -> None:
-        """Claim until told to stop, or until the watchdog cancels ``receive``."""
-        while self._receives_on(max_iterations):
+    async def _receive(self, receive: OpenReceive, retries: Retries) -> None:
+        """Claim messages for the free slots, and wake slots for them, until told to stop."""
+        while self.admission.open and self._receives_left > 0:
             free = self._slots.free
             if free <= 0:
                 await self._slots.until_free()
                 continue
             if self._starved:
                 await anyio.sleep(POLL_PAUSE)
-            self._iterations += 1
+            self._receives_left -= 1
             self._slots.claiming += free
+            self._heartbeat.beat()
             try:
-                async with SpuriousAsError():
-                    await self._receive(free, receive)
-            except (MainspringError, OSError) as error:
-                if isinstance(error, MainspringError) and not error.retryable:
-                    raise
-                await self._pause_after(error, retries)
-            else:
-                if retries.failures:
-                    retries.succeeded()
-                self.store_health.received()
+                if self._capacity is None:
+                    # After a failure it does not wait: an idle loop must learn that the store answers again before a
+                    # message comes.
+                    self._admit(await self._poll(receive, free, self._wait if self.store_health.answers else 0.0))
+                else:
+                    await self._receive_within(self._capacity, receive, free)
             finally:
                 self._slots.claiming -= free
+            self._heartbeat.beat()
+            if retries.failures or not self.store_health.answers:
+                retries.succeeded()
+                self.store_health.received()
+            if len(self._backlog) == 1:  # a lone message: its handler begins before the next claim is prepared
+                await anyio.lowlevel.checkpoint()
 
-    async def _receive(self, free: int, receive: OpenReceive) -> None:
-        """Claim messages for the free slots, and wake slots for them."""
-        self._heartbeat.beat()
-        # After a failure it does not wait: an idle loop must learn that the store answers again before a message comes.
-        wait = self._wait if self.store_health.trouble is None else 0.0
-        if self._capacity is None:
-            self._admit(await self._poll(receive, free, wait))
-        elif self.store_health.trouble is not None and self._capacity.full:
-            # The same, though the handlers of other loops may hold all slots for hours.
+    async def _receive_within(self, capacity: Capacity, receive: OpenReceive, free: int) -> None:
+        """Claim messages for slots that are shared with other loops."""
+        answers = self.store_health.answers
+        if not answers and capacity.full:  # the handlers of other loops may hold all slots for hours
             await receive.ask(self._mailbox.approximate_count(), 0.0)
         else:
-            await self._capacity.receive(free, wait, partial(self._poll, receive), self._admit)
-        self._heartbeat.beat()
-        if len(self._backlog) == 1:  # a lone message: its handler begins before the next claim is prepared
-            await anyio.lowlevel.checkpoint()
+            await capacity.receive(free, self._wait if answers else 0.0, partial(self._poll, receive), self._admit)
 
-    async def _poll(self, receive: OpenReceive, free: int, wait: float) -> list[Message[Any, Any]]:
-        call = self._mailbox.receive(max_messages=free, visibility_timeout=self._visibility, wait_time_seconds=wait)
-        return await receive.ask(call, wait)
+    def _poll(self, receive: OpenReceive, most: int, wait: float) -> Awaitable[list[Message[Any, Any]]]:
+        call = self._mailbox.receive(max_messages=most, visibility_timeout=self._visibility, wait_time_seconds=wait)
+        return receive.ask(call, wait)
 
     def _admit(self, messages: list[Message[Any, Any]]) -> None:
         now = self._clock()
@@ -366,7 +376,7 @@ class Worker:
         A delivery that could not be settled stays in ``slot``.
         """
         native_cancels = slot.native_cancels
-        delivery = slot.delivery = await self._next_delivery(scope)
+        delivery = slot.delivery = await self._next_delivery(scope, busy=False)
         while delivery is not None:
             delivery.scope = scope
             decision = await self._handler_runs.make(delivery, scope) if self.admission.open else RELEASED
@@ -388,44 +398,43 @@ class Worker:
             if scope.cancel_called:  # just as the mailbox answered
                 return
             decision = DONE  # an error's traceback holds all that the handler has made
-            delivery = self._take(0 if self._waking else 1)
-            if delivery is None:
-                slot.delivery = None
-                delivery = await self._next_delivery(scope)
-            slot.delivery = delivery
+            delivery = slot.delivery = None
+            delivery = slot.delivery = await self._next_delivery(scope, busy=True)
 
-    async def _next_delivery(self, scope: anyio.CancelScope) -> Delivery | None:
-        """Return the next delivery for an idle slot, or None at the end or if ``scope`` is used up.
+    async def _next_delivery(self, scope: anyio.CancelScope, *, busy: bool) -> Delivery | None:
+        """Return the next delivery for a slot, or None at the end or if ``scope`` is used up.
 
-        It wakes up to two other idle slots, so that the backlog fans out where handlers wait. A busy slot wakes one only if no
-        other is waking, so that one slot serves alone where handlers never wait. A busy slot goes on before it acknowledges, so
-        that acknowledgements join; if its handler waits, the slot that it woke acknowledges them.
+        An idle slot wakes up to two others, so that the backlog fans out where handlers wait. A ``busy`` slot, which has just
+        handled a delivery, wakes one only if no other is waking, so that one slot serves alone where handlers never wait. It
+        goes on before it acknowledges, so that acknowledgements join; if its handler waits, the slot that it woke
+        acknowledges them.
         """
         while True:
-            await self._acknowledge(scope)
-            if scope.cancel_called:  # no handler may begin in it
-                return None
-            if (delivery := self._take(2)) is not None or self._ending:
+            if not (busy and self._backlog):
+                await self._acknowledge(scope)
+                if scope.cancel_called:  # no handler may begin in it
+                    return None
+            if self._backlog:
+                delivery = self._backlog.popleft()
+                most = 2 if not busy else 0 if self._waking else 1
+                for _ in range(min(most, len(self._backlog) + bool(self._completion.done))):
+                    self._wake_slot()
                 return delivery
-            event = anyio.Event()
-            self._idle.append(event)
-            try:
-                await event.wait()
-            finally:
-                if event.is_set():
-                    self._waking -= 1
-                else:
-                    self._idle.remove(event)
+            if self._ending:
+                return None
+            busy = False
+            await self._idle_until_woken()
 
-    def _take(self, others: int) -> Delivery | None:
-        """Return the next delivery of the backlog, or None. Wake up to ``others`` slots if there is work for them."""
-        if not self._backlog:
-            return None
-        delivery = self._backlog.popleft()
-        if others:
-            for _ in range(min(others, len(self._backlog) + bool(self._completion.done))):
-                self._wake_slot()
-        return delivery
+    async def _idle_until_woken(self) -> None:
+        event = anyio.Event()
+        self._idle.append(event)
+        try:
+            await event.wait()
+        finally:
+            if event.is_set():
+                self._waking -= 1
+            else:
+                self._idle.remove(event)
 
     async def _acknowledge(self, scope: anyio.CancelScope) -> None:
         """Acknowledge the deliveries that are done, and begin a new turn."""
@@ -435,6 +444,69 @@ class Worker:
                 self._wake_slot()
             await self._completion.acknowledge(scope)
         self._turn_ends = self._real_clock() + TURN
+
+
+class OpenReceive:
+    """What one receiver asks of the mailbox, one call after the other, as one subject of the watchdog.
+
+    It is judged by how long an answer is overdue: never while nothing is asked, while the receive waits as it was told to, or
+    while the loop is paused or told to stop. A stall cancels ``scope``, in which the receiver runs; the receiver then goes on
+    with another claim, so that the watchdog can tell the two apart.
+    """
+
+    message_id: str | None = None
+
+    def __init__(
+        self,
+        name: str,
+        mailbox: str,
+        admission: Admission,
+        clock: Callable[[], float],
+    ) -> None:
+        self.name = name
+        self.scope = anyio.CancelScope()
+        self.error: MailboxConnectionError | None = None
+        """Why it was cancelled by the watchdog, unless the answer came in spite of that."""
+        self._mailbox = mailbox
+        self._admission = admission
+        self._clock = clock
+        self._due = math.inf
+        self._call: Coroutine[Any, Any, Any] | None = None
+
+    async def ask(self, call: Coroutine[Any, Any, T], wait: float) -> T:
+        """Await ``call``, whose answer is due in ``wait`` seconds."""
+        self._call = call
+        self._due = self._clock() + wait + ALLOWANCE
+        try:
+            answer = await call
+        finally:
+            self._due = math.inf
+            self._call = None
+        self.error = None
+        return answer
+
+    @property
+    def done(self) -> bool:
+        """Whether no answer is owed that the loop still wants."""
+        return self._call is None or not self._admission.open
+
+    def beat_age(self) -> float:
+        """Seconds for which the answer is overdue."""
+        return max(0.0, self._clock() - self._due)
+
+    def where(self) -> str:
+        """The line that the call stands on."""
+        if self._call is None:
+            return ""
+        return f"a receive that mailbox {self._mailbox!r} has not answered: {where(self._call)}"
+
+    def stall(self, error: HandlerStalledError) -> None:
+        """Cancel it; it counts as a failed receive."""
+        self.error = MailboxConnectionError(
+            f"mailbox {self._mailbox!r} did not answer a receive, which was overdue by {self.beat_age():.0f} s and is cancelled"
+        )
+        self.error.__cause__ = error
+        self.scope.cancel()
 
 
 def inside() -> Worker | None:
