@@ -115,6 +115,7 @@ class Mailbox(Generic[T, R]):
         self._state: StateMachine[MailboxState] = StateMachine(MAILBOX, MailboxState.UNOPENED, name=f"mailbox {name!r}")
         self._usable = backend.works_unopened
         self._thread: int | None = None
+        """The thread of the event loop on which it is open; None while it is not."""
         self._process: Identity | None = None
         self._scope: DaemonScope | None = None
         self._routers: list[replies.ReplyRouter] = []
@@ -228,7 +229,7 @@ class Mailbox(Generic[T, R]):
             return
         opened = self._state.state is MailboxState.OPEN
         self._state.to(MailboxState.CLOSED, anyio.current_time())
-        self._usable = False
+        self._usable, self._thread = False, None
         off_fork(self)
         if self._open_ones is not None:
             self._open_ones.discard(self)
@@ -239,6 +240,7 @@ class Mailbox(Generic[T, R]):
             await self._scope.stop(timeout=0)
 
     def _check_open(self) -> None:
+        """Raise unless it may be used here. Calls that each message makes compare ``_thread`` themselves first."""
         if not self._usable:
             self._check_process()
             raise MailboxClosedError(
@@ -252,7 +254,7 @@ class Mailbox(Generic[T, R]):
 
     def _forget(self) -> None:
         """In a forked child: its connections and its event loop are the parent's."""
-        self._usable = False
+        self._usable, self._thread = False, None
 
     def _check_process(self) -> None:
         if self._process is not None and not self._process.here and self._state.state is MailboxState.OPEN:
@@ -383,7 +385,8 @@ class Mailbox(Generic[T, R]):
             and expires_in is None
             and at is None
         ):  # nothing to check but the body
-            self._check_open()
+            if self._thread != get_ident():
+                self._check_open()
             codec = self._codec or self.codec
             payload = codec.encode(body) if self.serializes else self._encode(codec, body)
             envelope = Envelope(self._ids.next(), payload)
@@ -557,7 +560,8 @@ class Mailbox(Generic[T, R]):
         :raises MailboxClosedError: the mailbox was closed before the call.
         :raises MailboxConnectionError: the store cannot be reached; nothing was claimed, as far as is known.
         """
-        self._check_open()
+        if self._thread != get_ident():
+            self._check_open()
         check_receive(max_messages, visibility_timeout, wait_time_seconds)
         deadline = anyio.current_time() + wait_time_seconds if wait_time_seconds else 0.0
         while True:
@@ -565,23 +569,18 @@ class Mailbox(Generic[T, R]):
             deliveries = await self.backend.claim(max_messages, visibility_timeout, wait)
             if not deliveries:
                 return []
-            messages, undecodable = self._messages(deliveries)
+            messages: list[Message[T, R]] = []
+            undecodable: list[tuple[Delivery, Dead]] = []
+            for delivery in deliveries:
+                try:
+                    messages.append(Message(self, delivery, self.body_of(delivery)))
+                except NotJsonError as error:
+                    undecodable.append((delivery, Dead.of(error)))
+                except SerializationError:
+                    messages.append(Message(self, delivery, None, is_decoded=False))
             dead_lettered = await self._dead_letter_all(undecodable) if undecodable else 0
             if messages or not dead_lettered:
                 return messages
-
-    def _messages(self, deliveries: list[Delivery]) -> tuple[list[Message[T, R]], list[tuple[Delivery, Dead]]]:
-        """What users can be given, and what is no JSON and so belongs to the dead letters."""
-        messages: list[Message[T, R]] = []
-        undecodable = []
-        for delivery in deliveries:
-            try:
-                messages.append(Message(self, delivery, self.body_of(delivery)))
-            except NotJsonError as error:
-                undecodable.append((delivery, Dead.of(error)))
-            except SerializationError:
-                messages.append(Message(self, delivery, None, is_decoded=False))
-        return messages, undecodable
 
     async def _dead_letter_all(self, undecodable: list[tuple[Delivery, Dead]]) -> int:
         """Dead-letter them; how many that were. One that cannot be just now comes again when its lease ends."""
@@ -599,7 +598,8 @@ class Mailbox(Generic[T, R]):
 
     def settle(self, delivery: Delivery, settlement: Settlement) -> Awaitable[None]:
         """End a delivery (see :class:`Message`)."""
-        self._check_open()
+        if self._thread != get_ident():
+            self._check_open()
         if type(settlement) is Ack and settlement.reply is not None:
             return replies.settle(self, delivery, settlement, settlement.reply)
         if type(settlement) is Dead:

@@ -239,7 +239,7 @@ class Message(Generic[T, R]):
     delivery unsettled and may be tried again. A call that is cancelled may or may not have taken effect.
     """
 
-    __slots__ = ("_body", "_is_decoded", "_replied", "_settled", "_settling", "delivery", "mailbox")
+    __slots__ = ("_body", "_is_decoded", "_replied", "delivery", "is_settling", "mailbox", "settlement")
 
     def __init__(
         self,
@@ -255,8 +255,10 @@ class Message(Generic[T, R]):
         """What the backend said of it."""
         self._body = body
         self._is_decoded = is_decoded
-        self._settled: Settlement | None = None
-        self._settling = False
+        self.settlement: Settlement | None = None
+        """How this delivery was ended through this object, or None."""
+        self.is_settling = False
+        """Whether the store has yet to answer the settlement that :attr:`settlement` tells of."""
         self._replied = False
 
     def __repr__(self) -> str:
@@ -340,17 +342,7 @@ class Message(Generic[T, R]):
     @property
     def is_settled(self) -> bool:
         """Whether this delivery was ended through this object."""
-        return self._settled is not None
-
-    @property
-    def _is_settling(self) -> bool:
-        """Whether the store has yet to answer the settlement that ``is_settled`` tells of."""
-        return self._settling
-
-    @property
-    def settlement(self) -> Settlement | None:
-        """How this delivery was ended through this object, or None."""
-        return self._settled
+        return self.settlement is not None
 
     @property
     def checkpoint(self) -> bytes | None:
@@ -412,7 +404,8 @@ class Message(Generic[T, R]):
 
     async def extend_visibility(self, timeout: float) -> None:
         """Let the lease last at least ``timeout`` seconds (0 to 43 200) from now; it is never shortened."""
-        self._check_unsettled()
+        if self.settlement is not None:
+            raise self._settled_error()
         await self.mailbox.extend(self.delivery, timeout)
 
     async def renew(self, timeout: float) -> None:
@@ -421,25 +414,26 @@ class Message(Generic[T, R]):
 
     async def save_checkpoint(self, state: bytes) -> None:
         """Keep ``state`` (JSON) with the message, for its next delivery; replaces the one before."""
-        self._check_unsettled()
+        if self.settlement is not None:
+            raise self._settled_error()
         await self.mailbox.save_checkpoint(self.delivery, state)
         self.delivery.checkpoint = state
 
     async def settle(self, settlement: Settlement) -> None:
         """End this delivery as ``settlement`` says: the step the named calls above come down to."""
-        self._check_unsettled()
-        self._settled, self._settling = settlement, True
+        if self.settlement is not None:
+            raise self._settled_error()
+        self.settlement, self.is_settling = settlement, True
         try:
             await self.mailbox.settle(self.delivery, settlement)
         except Exception:
-            self._settled = None
+            self.settlement = None
             raise
         finally:
-            self._settling = False
+            self.is_settling = False
 
-    def _check_unsettled(self) -> None:
-        if self._settled is not None:
-            raise MessageSettledError(f"message {self.id}: this delivery is already settled")
+    def _settled_error(self) -> MessageSettledError:
+        return MessageSettledError(f"message {self.id}: this delivery is already settled")
 
 
 _RELEASE = Nack(charge=False, front=True)
@@ -451,21 +445,22 @@ async def acknowledge_together(
 ) -> dict[int, Exception]:
     """Have ``acknowledge`` end the deliveries of ``messages``; see :meth:`Mailbox.acknowledge_many`."""
     for message in messages:
-        message._check_unsettled()  # noqa: SLF001 - one module
+        if message.settlement is not None:
+            raise message._settled_error()  # noqa: SLF001 - one module
     once = list(dict.fromkeys(messages))
     for message in once:
-        message._settled, message._settling = ACK, True  # noqa: SLF001 - one module
+        message.settlement, message.is_settling = ACK, True
     try:
         refused = await acknowledge([message.delivery for message in once]) if once else {}
     except Exception:
         for message in once:
-            message._settled = None  # noqa: SLF001 - one module
+            message.settlement = None
         raise
     finally:
         for message in once:
-            message._settling = False  # noqa: SLF001 - one module
+            message.is_settling = False
     for number in refused:
-        once[number]._settled = None  # noqa: SLF001 - one module
+        once[number].settlement = None
     return refused if len(once) == len(messages) else _with_repeats(messages, once, refused)
 
 
@@ -477,13 +472,10 @@ def _with_repeats(
     errors = {once[number]: error for number, error in refused.items()}
     found: dict[int, Exception] = {}
     for number, message in enumerate(messages):
-        try:
-            if message in errors:
-                found[number] = copied(errors[message])
-            elif first[message] != number:
-                message._check_unsettled()  # noqa: SLF001 - one module
-        except MessageSettledError as error:
-            found[number] = error
+        if message in errors:
+            found[number] = copied(errors[message])
+        elif first[message] != number and message.settlement is not None:
+            found[number] = message._settled_error()  # noqa: SLF001 - one module
     return found
 
 

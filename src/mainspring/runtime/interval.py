@@ -24,40 +24,37 @@ class Periodic:
 
     def __init__(self, step: Callable[[float], Awaitable[float]], *, first: float = math.inf) -> None:
         self._step = step
-        self._due = first
+        self.due = first
+        """Instant at which the next call is due; ``math.inf`` while a call is under way and :meth:`wake_by` was not called.
+        It is there to be read: a path on which each message counts asks it before it calls :meth:`wake_by`."""
         self._sleep: anyio.CancelScope | None = None
         self._now: Callable[[], float] = anyio.current_time
 
-    @property
-    def due(self) -> float:
-        """Instant at which the next call is due; ``math.inf`` while a call is under way and :meth:`wake_by` was not called."""
-        return self._due
-
     def wake_by(self, when: float) -> None:
         """Let the next call happen at ``when``, where that is sooner than planned. Call it on the event loop only."""
-        if when < self._due:
-            self._due = when
+        if when < self.due:
+            self.due = when
             if self._sleep is not None:
-                self._due = max(when, self._now())  # it could not have come sooner, so it is not late
-                self._sleep.deadline = self._due
+                self.due = max(when, self._now())  # it could not have come sooner, so it is not late
+                self._sleep.deadline = self.due
 
     async def run(self) -> None:
         """Run until cancelled."""
         self._now = loop_clock()
         while True:
             await self._until_due()
-            late = self._now() - self._due
-            self._due = math.inf  # so that a wake_by during the step counts
+            late = self._now() - self.due
+            self.due = math.inf  # so that a wake_by during the step counts
             asked = await self._step(max(0.0, late))
-            self._due = min(self._due, asked)
+            self.due = min(self.due, asked)
 
     async def _until_due(self) -> None:
         now = self._now()
-        if self._due <= now:
-            self._due = now  # asked for in the past: as above
+        if self.due <= now:
+            self.due = now  # asked for in the past: as above
             await anyio.lowlevel.checkpoint()
             return
-        self._sleep = anyio.CancelScope(deadline=self._due)
+        self._sleep = anyio.CancelScope(deadline=self.due)
         with self._sleep:
             try:
                 await anyio.sleep_forever()

@@ -351,7 +351,8 @@ class HandlerRuns:
                 steps = resumed(coroutine, context, yielded, partial(self._is_cancelled, scope))
                 del yielded  # see `resumed`
                 result = await steps
-            return self._succeeded(delivery, result)
+            usual = result is None and delivery.message.delivery.reply_to is None and not delivery.lost
+            return DONE if usual else self._succeeded(delivery, result)
         except anyio.get_cancelled_exc_class() as error:
             decision = await self._cancelled(delivery, scope, error)
             if decision is None:
@@ -401,9 +402,10 @@ class HandlerRuns:
             delivery.lost or now >= delivery.trusted_until
         ):  # this process stood still meanwhile (SIGSTOP, a suspended machine)
             return delivery.fate
-        given_up = before_start(claimed.attempt, self._settings.dead_letter, message._history_until)  # noqa: SLF001 - this package's own
-        if given_up is not None:
-            return given_up
+        if claimed.attempt > 1:  # the first is always made
+            given_up = before_start(claimed.attempt, self._settings.dead_letter, message._history_until)  # noqa: SLF001 - this package's own
+            if given_up is not None:
+                return given_up
         if self._dispatcher.wants(MessageStarted):
             self._dispatcher.dispatch(
                 MessageStarted(self._name, message.id, message.receipt_handle, message.delivery_count, message.attempt)

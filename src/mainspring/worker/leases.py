@@ -84,7 +84,8 @@ class LeaseKeeper:
         for delivery in deliveries:
             delivery.renew_at = delivery.renewed_at + until_due
             oldest = min(oldest, delivery.renewed_at)
-        self._timer.wake_by(oldest + self._first)
+        if oldest + self._first < self._timer.due:
+            self._timer.wake_by(oldest + self._first)
 
     def revoke(self, message_ids: Collection[str]) -> None:
         """Messages were cancelled by their ids: the handlers of those that are here end, as their leases have."""
@@ -113,7 +114,7 @@ class LeaseKeeper:
 
     def _attend(self, delivery: Delivery, now: float) -> None:
         message = delivery.message
-        if delivery.phase <= Phase.HANDLING and message.is_settled and not message._is_settling:  # noqa: SLF001 - this package's own
+        if delivery.phase <= Phase.HANDLING and message.is_settled and not message.is_settling:
             delivery.renew_at = (
                 now + self._period
             )  # the handler has done it itself; if that fails, its lease matters again
@@ -163,7 +164,7 @@ class LeaseKeeper:
                         await delivery.message.renew(self._visibility)
             except ReceiptHandleExpiredError:
                 if (
-                    delivery.phase is Phase.HANDLING and delivery.message._is_settling  # noqa: SLF001 - this package's own
+                    delivery.phase is Phase.HANDLING and delivery.message.is_settling
                 ):  # which may be what has ended it, and tells soon
                     delivery.renew_at = delivery.trusted_until
                     self._timer.wake_by(delivery.renew_at)
@@ -197,7 +198,7 @@ class LeaseKeeper:
     def _lose(self, delivery: Delivery) -> None:
         delivery.renew_at = math.inf
         message = delivery.message
-        if delivery.lost or delivery.phase >= Phase.ENDED or (message.is_settled and not message._is_settling):  # noqa: SLF001 - this package's own
+        if delivery.lost or delivery.phase >= Phase.ENDED or (message.is_settled and not message.is_settling):
             return  # its settlement tells
         delivery.lost = True
         delivery.cancel(Cause.LEASE_LOST)

@@ -33,7 +33,7 @@ from mainspring.worker.delivery import Phase
 from mainspring.worker.outcome import DONE, LOST, RELEASED, Decision, Outcome, as_settled, is_unanswered
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection
+    from collections.abc import Callable, Collection
 
     from mainspring.events import Dispatcher, Tally
     from mainspring.mailbox.mailbox import Mailbox
@@ -79,17 +79,17 @@ class Settler:
         store_health: StoreHealth,
     ) -> None:
         self._name = name
-        self._store_health = store_health
+        self.store_health = store_health
         self._mailbox = mailbox
         self._dispatcher = dispatcher
         self._judge = judge
         self._joins = True
-        self._failures = 0
+        self.failures = 0
         """How many settlements have failed, to be tried again, since the mailbox was last known to take them."""
         self._retrying = 0
         """How many are being tried again."""
 
-    def tell(self, kind: type[MessageFinished], delivery: Delivery, decision: Decision, now: float) -> None:
+    def tell(self, kind: type[MessageFinished], delivery: Delivery, decision: Decision) -> None:
         """Dispatch how a delivery ended."""
         message, settlement, error = delivery.message, decision.settlement, decision.error
         returned = settlement if isinstance(settlement, Nack) else None
@@ -100,7 +100,7 @@ class Settler:
                 message.id,
                 message.receipt_handle,
                 decision.outcome,
-                now - delivery.started,
+                delivery.settling_since - delivery.started,
                 message.attempt,
                 error=None if error is None else describe(error),
                 charged=returned is None or returned.charge,
@@ -133,10 +133,10 @@ class Settler:
 
     def written(self, *, again: bool = False) -> None:
         """The mailbox took one; that says nothing of others that it does not take, unless it was one of those."""
-        if not self._store_health.answers:
-            self._store_health.made()
-        if self._failures and (again or not self._retrying):
-            failures, self._failures = self._failures, 0
+        if not self.store_health.answers:
+            self.store_health.made()
+        if self.failures and (again or not self._retrying):
+            failures, self.failures = self.failures, 0
             self._dispatcher.dispatch(SettlementRecovered(self._name, failures))
 
     async def settle_again(self, delivery: Delivery, decision: Decision, error: Exception) -> Decision:
@@ -210,10 +210,10 @@ class Settler:
 
     async def _pause(self, delivery: Delivery, decision: Decision, error: Exception, wait: float) -> None:
         wait = max(0.0, min(wait, delivery.trusted_until - anyio.current_time()))
-        first, self._failures = not self._failures, self._failures + 1
+        first, self.failures = not self.failures, self.failures + 1
         reply = getattr(decision.settlement, "reply", None)
         if reply is None or replies.is_local(self._mailbox, reply):  # else it may be the requester's that is away
-            self._store_health.failed(error)
+            self.store_health.failed(error)
         self._dispatcher.dispatch(
             SettlementDelayed(self._name, delivery.message_id, decision.outcome, describe(error), wait, first)
         )
@@ -264,39 +264,64 @@ class Completion:
         now = self._clock()
         for delivery in deliveries:
             delivery.scope = scope
-        self._leave(deliveries, now)
+            delivery.phase, delivery.settling_since = Phase.SETTLING, now
+        self._heartbeat.beat()
+        if self._slots.ordered:
+            self._slots.leave(len(deliveries))
         try:
             refused = await self._settler.acknowledge([delivery.message for delivery in deliveries])
         except BaseException:
-            self._cut_off(deliveries, DONE, now)
+            self._cut_off(deliveries, DONE)
             raise
         if not refused:
-            self._left(deliveries, DONE, now)
+            self._left(deliveries, DONE)
             return
-        self._left([delivery for number, delivery in enumerate(deliveries) if number not in refused], DONE, now)
-        await self._settle_each([deliveries[number] for number in refused], now)
+        self._left([delivery for number, delivery in enumerate(deliveries) if number not in refused], DONE)
+        await self._settle_each([deliveries[number] for number in refused])
 
-    async def _settle_each(self, deliveries: list[Delivery], now: float) -> None:
+    async def _settle_each(self, deliveries: list[Delivery]) -> None:
         """Settle each by itself whose acknowledgement was refused: it is tried again, or lost."""
         try:
             async with anyio.create_task_group() as tasks:
                 for delivery in deliveries:
-                    tasks.start_soon(self._settle_alone, delivery, now)
+                    tasks.start_soon(self._settle_alone, delivery)
         finally:  # a task that is cancelled before it begins does nothing
-            self._cut_off([delivery for delivery in deliveries if delivery.phase is not Phase.DONE], DONE, now)
+            unsettled = [delivery for delivery in deliveries if delivery.phase is not Phase.DONE]
+            self._cut_off(unsettled, DONE)
 
-    async def _settle_alone(self, delivery: Delivery, now: float) -> None:
+    async def _settle_alone(self, delivery: Delivery) -> None:
         try:
-            await self._settle(delivery, DONE, now)
+            await self.finish(delivery, DONE, begun=True)
         except anyio.get_cancelled_exc_class():
             if not await is_spurious_cancellation():  # else the others go on
                 raise
 
-    def finish(self, delivery: Delivery, decision: Decision) -> Awaitable[None]:
-        """Write the outcome, count it, and free the slot."""
-        now = self._clock()
-        self._leave((delivery,), now)
-        return self._settle(delivery, decision, now)
+    async def finish(self, delivery: Delivery, decision: Decision, *, begun: bool = False) -> None:
+        """Write the outcome, or what came true instead, count it, and free the slot. ``begun``: its slot was left already."""
+        if not begun:
+            delivery.phase, delivery.settling_since = Phase.SETTLING, self._clock()
+            self._heartbeat.beat()
+            if self._slots.ordered:
+                self._slots.leave(1)
+        message, settler = delivery.message, self._settler
+        try:
+            if message.settlement is not None and not delivery.lost:  # if lost, a settlement of its own was cut off
+                decision = await settler.as_settled(delivery, decision)
+            elif decision.settlement is not None:
+                try:
+                    await message.settle(decision.settlement)
+                except Exception as error:
+                    decision = await settler.settle_again(delivery, decision, error)
+                else:
+                    if settler.failures or not settler.store_health.answers:
+                        settler.written()
+            self._left((delivery,), decision)
+        except BaseException:
+            if delivery.phase is not Phase.DONE:
+                self._cut_off((delivery,), decision)
+            raise
+        finally:
+            del decision  # the traceback of its error may refer to this frame
 
     async def finish_late(self, delivery: Delivery) -> None:
         """Settle a run whose handler was cancelled, unless its settlement was already begun."""
@@ -305,36 +330,7 @@ class Completion:
             delivery.decision = delivery.error = None  # the frames of its error refer to the run
             await self.finish(delivery, decision)
 
-    async def _settle(self, delivery: Delivery, decision: Decision, now: float) -> None:
-        """Write the outcome, or what came true instead: see :meth:`Settler.as_settled` and :meth:`Settler.settle_again`."""
-        message = delivery.message
-        try:
-            if message.is_settled and not delivery.lost:  # else it was cut off, as its lease was lost meanwhile
-                decision = await self._settler.as_settled(delivery, decision)
-            elif decision.settlement is not None:
-                try:
-                    await message.settle(decision.settlement)
-                except Exception as error:
-                    decision = await self._settler.settle_again(delivery, decision, error)
-                else:
-                    self._settler.written()
-            self._left((delivery,), decision, now)
-        except BaseException:
-            if delivery.phase is not Phase.DONE:
-                self._cut_off((delivery,), decision, now)
-            raise
-        finally:
-            del decision  # the traceback of its error may refer to this frame
-
-    def _leave(self, deliveries: Collection[Delivery], now: float) -> None:
-        """Their settlement begins."""
-        for delivery in deliveries:
-            delivery.phase = Phase.SETTLING
-            delivery.settling_since = now
-        self._heartbeat.beat()
-        self._slots.leave(len(deliveries))
-
-    def _left(self, deliveries: Collection[Delivery], decision: Decision, now: float) -> None:
+    def _left(self, deliveries: Collection[Delivery], decision: Decision) -> None:
         """They have ended so: free their slots, and count and tell them."""
         if not deliveries:
             return
@@ -345,10 +341,10 @@ class Completion:
         kind = MessageFinished if decision.outcome is Outcome.ACKNOWLEDGED else MessageNotAcknowledged
         if self._dispatcher.wants(kind):
             for delivery in deliveries:
-                self._settler.tell(kind, delivery, decision, now)
+                self._settler.tell(kind, delivery, decision)
 
-    def _cut_off(self, deliveries: Collection[Delivery], decision: Decision, now: float) -> None:
+    def _cut_off(self, deliveries: Collection[Delivery], decision: Decision) -> None:
         """Their settlement was given up half-way: it may or may not have been written."""
         for delivery in deliveries:
             self._settler.cut_off(delivery, decision)
-        self._left(deliveries, LOST, now)
+        self._left(deliveries, LOST)

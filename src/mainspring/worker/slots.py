@@ -208,6 +208,7 @@ class Slots:
         self._capacity = capacity
         self._freed = anyio.Event()
         self._full = False
+        """Whether a receiver waits for a free slot."""
 
     @property
     def free(self) -> int:
@@ -225,9 +226,12 @@ class Slots:
             await anyio.lowlevel.checkpoint()
 
     def leave(self, count: int) -> None:
-        """Count ``count`` deliveries whose settlements are asked for next, before anything else is awaited."""
-        if self.ordered:
-            self.leaving += count
+        """Count ``count`` deliveries whose settlements are asked for next, before anything else is awaited.
+
+        Only where the mailbox keeps the order of its calls.
+        """
+        self.leaving += count
+        if self._full:
             self._tell()
 
     def left(self, deliveries: Collection[Delivery]) -> None:
@@ -238,10 +242,10 @@ class Slots:
             self.leaving -= len(deliveries)
         if self._capacity is not None:
             self._capacity.free_up(len(deliveries))
-        self._tell()
+        if self._full:
+            self._tell()
 
     def _tell(self) -> None:
         """Let the receivers that wait for a free slot look again."""
-        if self._full:
-            self._full = False
-            self._freed.set()
+        self._full = False
+        self._freed.set()

@@ -90,6 +90,11 @@ class StoreHealth:
         """Ask the mailbox where nothing else does, until cancelled."""
         await self._timer.run()
 
+    async def probe(self) -> None:
+        """Ask the mailbox. Raise if it does not answer within ``SILENCE`` seconds."""
+        with anyio.fail_after(SILENCE):
+            await self._ask()
+
     async def _look(self, overslept: float) -> float:
         if self._other is None:
             return math.inf
@@ -97,8 +102,7 @@ class StoreHealth:
             self._ask_at = anyio.current_time() + SILENCE
             try:
                 async with SpuriousAsError():
-                    with anyio.fail_after(SILENCE):
-                        await self._ask()
+                    await self.probe()
             except (MainspringError, OSError) as error:
                 self.failed(error)
             else:

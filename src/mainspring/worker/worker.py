@@ -23,7 +23,7 @@ import math
 from collections import deque
 from contextvars import ContextVar, copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -42,7 +42,7 @@ from mainspring.worker.slots import Admission, Slot, Slots
 from mainspring.worker.store_health import SILENCE, StoreHealth
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     from anyio.abc import TaskGroup
 
@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from mainspring.runtime.heartbeat import Heartbeat
     from mainspring.worker.delivery import Wrapper
     from mainspring.worker.slots import Capacity
-
-T = TypeVar("T")
 
 RECONNECT_INITIAL = 0.1
 RECONNECT_MAXIMUM = 30.0
@@ -228,7 +226,7 @@ class Worker:
         """Receive until told to stop. A receive that failed, or that the watchdog cancelled, is made anew after a pause."""
         retries = Retries(initial=RECONNECT_INITIAL, maximum=RECONNECT_MAXIMUM)
         while self.admission.open and self._receives_left > 0:
-            receive = OpenReceive(self.name, self._mailbox.name, self.admission, self._clock)
+            receive = OpenReceive(self.name, self._mailbox, self._visibility, self.admission, self._clock)
             self._open_receives.append(receive)
             try:
                 with receive.scope:
@@ -245,6 +243,7 @@ class Worker:
                 if receive.error is not None:
                     await self._pause_after(receive.error, retries)
             finally:
+                self._slots.claiming -= receive.slots
                 self._open_receives.remove(receive)
 
     async def _receive(self, receive: OpenReceive, retries: Retries) -> None:
@@ -257,17 +256,16 @@ class Worker:
             if self._starved:
                 await anyio.sleep(POLL_PAUSE)
             self._receives_left -= 1
+            receive.slots = free
             self._slots.claiming += free
             self._heartbeat.beat()
-            try:
-                if self._capacity is None:
-                    # After a failure it does not wait: an idle loop must learn that the store answers again before a
-                    # message comes.
-                    self._admit(await self._poll(receive, free, self._wait if self.store_health.answers else 0.0))
-                else:
-                    await self._receive_within(self._capacity, receive, free)
-            finally:
-                self._slots.claiming -= free
+            if self._capacity is None:
+                # After a failure it does not wait: an idle loop must learn that the store answers again before a message comes.
+                self._admit(await receive.claim(free, self._wait if self.store_health.answers else 0.0))
+            else:
+                await self._receive_within(self._capacity, receive, free)
+            self._slots.claiming -= free
+            receive.slots = 0
             self._heartbeat.beat()
             if retries.failures or not self.store_health.answers:
                 retries.succeeded()
@@ -279,13 +277,9 @@ class Worker:
         """Claim messages for slots that are shared with other loops."""
         answers = self.store_health.answers
         if not answers and capacity.full:  # the handlers of other loops may hold all slots for hours
-            await receive.ask(self._mailbox.approximate_count(), 0.0)
+            await self.store_health.probe()
         else:
-            await capacity.receive(free, self._wait if answers else 0.0, partial(self._poll, receive), self._admit)
-
-    def _poll(self, receive: OpenReceive, most: int, wait: float) -> Awaitable[list[Message[Any, Any]]]:
-        call = self._mailbox.receive(max_messages=most, visibility_timeout=self._visibility, wait_time_seconds=wait)
-        return receive.ask(call, wait)
+            await capacity.receive(free, self._wait if answers else 0.0, receive.claim, self._admit)
 
     def _admit(self, messages: list[Message[Any, Any]]) -> None:
         now = self._clock()
@@ -388,7 +382,7 @@ class Worker:
                 delivery.decision = decision
                 return
             goes_on = self._joined and self._backlog and self._real_clock() < self._turn_ends
-            if decision is DONE and (goes_on or self._completion.done) and not delivery.message.is_settled:
+            if decision is DONE and (goes_on or self._completion.done) and delivery.message.settlement is None:
                 self._completion.done.append(delivery)
                 delivery = slot.delivery = None
                 if not goes_on:
@@ -411,7 +405,10 @@ class Worker:
         """
         while True:
             if not (busy and self._backlog):
-                await self._acknowledge(scope)
+                if self._completion.done:
+                    await self._acknowledge(scope)
+                else:
+                    self._turn_ends = self._real_clock() + TURN
                 if scope.cancel_called:  # no handler may begin in it
                     return None
             if self._backlog:
@@ -423,18 +420,15 @@ class Worker:
             if self._ending:
                 return None
             busy = False
-            await self._idle_until_woken()
-
-    async def _idle_until_woken(self) -> None:
-        event = anyio.Event()
-        self._idle.append(event)
-        try:
-            await event.wait()
-        finally:
-            if event.is_set():
-                self._waking -= 1
-            else:
-                self._idle.remove(event)
+            event = anyio.Event()
+            self._idle.append(event)
+            try:
+                await event.wait()
+            finally:
+                if event.is_set():
+                    self._waking -= 1
+                else:
+                    self._idle.remove(event)
 
     async def _acknowledge(self, scope: anyio.CancelScope) -> None:
         """Acknowledge the deliveries that are done, and begin a new turn."""
@@ -459,7 +453,8 @@ class OpenReceive:
     def __init__(
         self,
         name: str,
-        mailbox: str,
+        mailbox: Mailbox[Any, Any],
+        visibility: float,
         admission: Admission,
         clock: Callable[[], float],
     ) -> None:
@@ -467,23 +462,28 @@ class OpenReceive:
         self.scope = anyio.CancelScope()
         self.error: MailboxConnectionError | None = None
         """Why it was cancelled by the watchdog, unless the answer came in spite of that."""
+        self.slots = 0
+        """How many slots it claims messages for; it keeps them in the pause after a failure."""
         self._mailbox = mailbox
+        self._visibility = visibility
         self._admission = admission
         self._clock = clock
         self._due = math.inf
         self._call: Coroutine[Any, Any, Any] | None = None
 
-    async def ask(self, call: Coroutine[Any, Any, T], wait: float) -> T:
-        """Await ``call``, whose answer is due in ``wait`` seconds."""
-        self._call = call
+    async def claim(self, most: int, wait: float) -> list[Message[Any, Any]]:
+        """Receive up to ``most`` messages. The answer is due in ``wait`` seconds."""
+        self._call = call = self._mailbox.receive(
+            max_messages=most, visibility_timeout=self._visibility, wait_time_seconds=wait
+        )
         self._due = self._clock() + wait + ALLOWANCE
         try:
-            answer = await call
+            messages = await call
         finally:
             self._due = math.inf
             self._call = None
         self.error = None
-        return answer
+        return messages
 
     @property
     def done(self) -> bool:
@@ -498,12 +498,13 @@ class OpenReceive:
         """The line that the call stands on."""
         if self._call is None:
             return ""
-        return f"a receive that mailbox {self._mailbox!r} has not answered: {where(self._call)}"
+        return f"a receive that mailbox {self._mailbox.name!r} has not answered: {where(self._call)}"
 
     def stall(self, error: HandlerStalledError) -> None:
         """Cancel it; it counts as a failed receive."""
         self.error = MailboxConnectionError(
-            f"mailbox {self._mailbox!r} did not answer a receive, which was overdue by {self.beat_age():.0f} s and is cancelled"
+            f"mailbox {self._mailbox.name!r} did not answer a receive, which was overdue by {self.beat_age():.0f} s and is"
+            " cancelled"
         )
         self.error.__cause__ = error
         self.scope.cancel()

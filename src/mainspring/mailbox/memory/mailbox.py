@@ -434,9 +434,11 @@ class MemoryStore:
 
     def arm(self) -> None:
         """Something may be due sooner than all before: let those who watch the time know what is due first now."""
-        earliest = self.queue.earliest
+        heap = self.queue.heap
+        earliest = heap[0][0] if heap else math.inf
         for reaper in self.reapers:
-            reaper.wake_by(earliest)
+            if earliest < reaper.due:
+                reaper.wake_by(earliest)
         if earliest < self._watched and self.waker.waiting and not self.reapers:
             self._watched = -math.inf
             self.waker.wake_all()  # each bounded its wait by what was due first when that began

@@ -286,7 +286,8 @@ class MemoryQueue:
             None  # made by the first cancellation: who never cancels pays nothing for it
         )
         self._timers = Timers()
-        self._heap = self._timers.heap  # whose first instant is the earliest at which something is due
+        self.heap = self._timers.heap
+        """No instant is due before its first one (at which, maybe, nothing is any more)."""
         self._in_flight = self._timers.in_flight
         self._serial = 0
 
@@ -299,7 +300,7 @@ class MemoryQueue:
 
     def put(self, entry: QueuedMessage, now: float, delay: float) -> str:
         """Let ``entry`` wait, after ``delay`` seconds; its id, or that of an unfinished one with its ``dedup_key``."""
-        if self._heap and self._heap[0][0] <= now:
+        if self.heap and self.heap[0][0] <= now:
             self.advance(now)
         if entry.dedup_key is not None or self.capacity is not None:
             found = self._keys.get(entry.dedup_key) if entry.dedup_key is not None else None
@@ -316,7 +317,7 @@ class MemoryQueue:
 
     def put_all(self, entries: Iterable[tuple[QueuedMessage, float]], now: float) -> list[str]:
         """:meth:`put` all of ``(entry, delay)``, or (where there is no room) none."""
-        if self._heap and self._heap[0][0] <= now:
+        if self.heap and self.heap[0][0] <= now:
             self.advance(now)
         batch = list(entries)
         if self.capacity is not None and len(batch) > 1:
@@ -364,7 +365,7 @@ class MemoryQueue:
 
     def claim(self, most: int, now: float, visibility_timeout: float) -> list[QueuedMessage]:
         """Lease at most ``most`` pending messages, best first, until ``visibility_timeout`` seconds from ``now``."""
-        if self._heap and self._heap[0][0] <= now:
+        if self.heap and self.heap[0][0] <= now:
             self.advance(now)
         if not self.pending:
             return []
@@ -478,11 +479,6 @@ class MemoryQueue:
                 self.pending -= 1
                 self._queues[entry.priority].lose_one(entry)
                 self._expire(entry, now)
-
-    @property
-    def earliest(self) -> float:
-        """No instant is due before this one (at which, maybe, nothing is any more)."""
-        return self._heap[0][0] if self._heap else math.inf
 
     def next_due(self) -> float:
         """The earliest instant at which something may be due, or infinity."""

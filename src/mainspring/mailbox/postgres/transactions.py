@@ -136,7 +136,7 @@ class HandlerTransactions:
                 del self.under_way[handle]
                 connection.row_factory = psycopg.rows.tuple_row
                 if not ended:
-                    message._settled = None  # noqa: SLF001 - if it was, then in what was rolled back
+                    message.settlement = None  # if it was settled, then in what was rolled back
 
 
 class HandlerTransaction:
